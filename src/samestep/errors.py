@@ -1,0 +1,87 @@
+"""What samestep raises: every error that a user can cause or meet has a class here.
+
+    Error                   anything samestep raises on purpose
+    ├── ConfigError         a value that was passed in is wrong            (also a ValueError)
+    ├── UsageError          calls in an order that cannot be right         (also a RuntimeError)
+    ├── BatchError          a batch that cannot be cut into towers         (also a ValueError)
+    ├── BufferError         a buffer changed and nobody said how to average (also a RuntimeError)
+    ├── DataError           a file on disk does not hold what it should    (also a ValueError)
+    ├── MissingFileError    a file or folder is not there                  (also a FileNotFoundError)
+    ├── DisagreementError   workers of one job do not agree                (also a RuntimeError)
+    ├── LostWorkerError     a worker stopped answering                     (also a RuntimeError)
+    └── NonFiniteError      a loss or gradient is NaN or infinite          (also an ArithmeticError)
+
+`exit_status` is what the command line exits with: 2 where the input is wrong, 1 where the run failed.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BatchError",
+    "BufferError",
+    "ConfigError",
+    "DataError",
+    "DisagreementError",
+    "Error",
+    "LostWorkerError",
+    "MissingFileError",
+    "NonFiniteError",
+    "UsageError",
+]
+
+
+class Error(Exception):
+    """Anything samestep raises on purpose."""
+
+    exit_status = 2
+
+
+class ConfigError(Error, ValueError):
+    """A value that was passed in is wrong."""
+
+
+class UsageError(Error, RuntimeError):
+    """Calls in an order that cannot be right."""
+
+    exit_status = 1
+
+
+class BatchError(Error, ValueError):
+    """A batch that cannot be cut into towers."""
+
+    exit_status = 1
+
+
+class BufferError(Error, RuntimeError):
+    """A buffer of the model changed during a pass, and nobody said how to average it."""
+
+    exit_status = 1
+
+
+class DataError(Error, ValueError):
+    """A file on disk does not hold what it should."""
+
+
+class MissingFileError(Error, FileNotFoundError):
+    """A file or folder is not there."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class DisagreementError(Error, RuntimeError):
+    """Workers of one job do not agree on the model, the batch, or the step."""
+
+    exit_status = 1
+
+
+class LostWorkerError(Error, RuntimeError):
+    """A worker of the job stopped answering."""
+
+    exit_status = 1
+
+
+class NonFiniteError(Error, ArithmeticError):
+    """A loss or a gradient is NaN or infinite."""
+
+    exit_status = 1
