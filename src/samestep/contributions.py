@@ -1,0 +1,162 @@
+"""What one worker's towers hand in during a step: folded as it comes, sent as soon as it is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from samestep.errors import UsageError
+from samestep.exchange import Exchange, Figures
+from samestep.reduction import Gradients, TreeSum, add_gradients
+
+__all__ = ["Contributions", "TowerFigures"]
+
+
+@dataclass(frozen=True)
+class TowerFigures:
+    """A tower's numbers: its summed loss (0-dim), its weight, and its counters (1-dim)."""
+
+    loss_sum: Tensor
+    weight: float | Tensor
+    counters: Tensor
+
+
+def _stack(figures: Sequence[TowerFigures], like: Tensor) -> Tensor:
+    """Return float64 [K, 2 + counters]: one row a tower, with as few small kernels as will do."""
+    losses = torch.stack([each.loss_sum for each in figures]).to(like)
+    weights = [each.weight for each in figures]
+    if any(isinstance(weight, Tensor) for weight in weights):
+        weighed = torch.stack(
+            [torch.as_tensor(w, device=like.device).detach().reshape(()).to(like) for w in weights]
+        )
+    else:
+        weighed = torch.tensor(weights, dtype=like.dtype, device=like.device)
+    counters = torch.stack([each.counters for each in figures]).to(like)
+    return torch.cat([losses[:, None], weighed[:, None], counters], dim=1)
+
+
+class Contributions:
+    """One step's contributions of one worker.
+
+    Gradients are taken off the parameters, not copied, and folded along the canonical tree. Where a
+    tower's left sibling in the tree is at hand, its sum stays on the parameters and autograd itself adds
+    to it. The gradients of the last tower with rows are not kept: as soon as backward has produced a
+    bucket's worth of them, the bucket is folded and sent.
+
+    Args:
+        exchange: where the partial sums go.
+        parameters: those that get gradients; their `grad` must be None.
+        dtypes: in which dtype each parameter's gradient is summed.
+        towers: this worker's.
+        num_towers: of the whole step, T.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        parameters: Sequence[Tensor],
+        dtypes: Sequence[torch.dtype],
+        towers: range,
+        num_towers: int,
+    ) -> None:
+        self._exchange = exchange
+        self._parameters = parameters
+        self._dtypes = dtypes
+        self._towers = towers
+        self._figures: list[TowerFigures] = []
+        self._moments: TreeSum[Tensor] = TreeSum(num_towers, add=Tensor.add_)
+        self._gradients: TreeSum[Gradients] = TreeSum(num_towers, add=add_gradients)
+        self._live = range(towers.start, towers.start)
+        self._missing: list[set[int]] = []
+        self._futures: list[Future[list[tuple[int, Tensor | None]]]] = []
+
+    def add_figures(self, tower: int, figures: TowerFigures, moments: Tensor) -> None:
+        """Take a tower's figures and batch-norm moments (float64 [S]), in tower order."""
+        self._figures.append(figures)
+        self._moments.push(range(tower, tower + 1), moments)
+
+    def send_figures(self) -> None:
+        """Send the figures of all this worker's towers; must come before the last backward."""
+        self._exchange.figures(_stack(self._figures, self._moments.nodes[0][1]), self._moments.nodes)
+
+    def before_backward(self, tower: int, *, is_last: bool) -> None:
+        """Prepare the parameters for a tower's backward; `is_last` says to send what it produces."""
+        self._live = range(tower, tower + 1)
+        left = self._gradients.pop_sibling(self._live)
+        if left is not None and self._can_stay(left[1]):
+            self._live = range(left[0].start, tower + 1)
+            for parameter, gradient in zip(self._parameters, left[1], strict=True):
+                parameter.grad = gradient
+        elif left is not None:
+            self._gradients.push(*left)
+        if is_last:
+            self._missing = [set(bucket.parameters) for bucket in self._exchange.buckets]
+
+    def after_backward(self, *, is_last: bool) -> None:
+        """Take the gradients that backward has left on the parameters, or send what is not sent yet."""
+        if is_last:
+            self.send_rest()
+        else:
+            self._gradients.push(self._live, self._take(range(len(self._parameters))))
+
+    def gradient_ready(self, index: int) -> None:
+        """Note that backward has finished a parameter's gradient; send the buckets that are whole."""
+        if not self._missing:
+            return
+        bucket = next((n for n, missing in enumerate(self._missing) if index in missing), None)
+        if bucket is None:
+            raise UsageError(
+                f"parameter {index} got a gradient twice in one backward (reentrant activation checkpointing "
+                "does that); use torch.utils.checkpoint with use_reentrant=False"
+            )
+        self._missing[bucket].discard(index)
+        while len(self._futures) < len(self._missing) and not self._missing[len(self._futures)]:
+            self._send_next()
+
+    def send_rest(self) -> None:
+        """Send all buckets not sent yet: some parameters got no gradient."""
+        while len(self._futures) < len(self._exchange.buckets):
+            self._send_next()
+
+    def averages(self) -> Iterator[tuple[int, Tensor | None]]:
+        """Wait for the exchange and yield (parameter index, averaged gradient)."""
+        for future in self._futures:
+            yield from future.result()
+
+    def figures(self) -> Figures:
+        """Wait for the figures of all towers."""
+        return self._exchange.wait_for_figures()
+
+    def _send_next(self) -> None:
+        """Fold the next bucket's last gradients, in the order that all workers share, and send it."""
+        bucket = self._exchange.buckets[len(self._futures)]
+        folded = TreeSum(self._gradients.num_leaves, add=add_gradients)
+        for span, gradients in self._gradients.nodes:
+            folded.push(span, [gradients[index] for index in bucket.parameters])
+            for index in bucket.parameters:
+                gradients[index] = None
+        if self._live:
+            folded.push(self._live, self._take(bucket.parameters))
+        for tower in range(self._live.stop, self._towers.stop):  # those without rows come last
+            folded.push(range(tower, tower + 1), [None] * len(bucket.parameters))
+        self._futures.append(self._exchange.bucket(bucket, folded.nodes))
+
+    def _can_stay(self, left: Gradients) -> bool:
+        """Whether autograd can add to these sums: it wants the parameter's dtype, and no sparse ones."""
+        return all(
+            gradient is None or (gradient.dtype == parameter.dtype and not gradient.is_sparse)
+            for gradient, parameter in zip(left, self._parameters, strict=True)
+        )
+
+    def _take(self, indices: Sequence[int]) -> Gradients:
+        taken: Gradients = []
+        for index in indices:
+            gradient, self._parameters[index].grad = self._parameters[index].grad, None
+            if gradient is not None and gradient.dtype != self._dtypes[index]:
+                gradient = gradient.to(self._dtypes[index])
+            taken.append(gradient)
+        return taken

@@ -1,0 +1,310 @@
+r"""Batch-norm statistics: captured from each tower, then averaged or pooled over all of them.
+
+Every tower normalises with its own rows. What becomes of the running statistics is a choice:
+
+- `"mean"`: each tower starts the step from the shared running statistics and updates its own; the
+  towers' results are averaged, weighted by rows.
+- `"pooled"`: the statistics of all rows together, by the law of total variance,
+  :math:`\sigma^2 = \sum_t n_t (\sigma_t^2 + \mu_t^2) / N - \mu^2`, then one update of the shared values.
+- `"first"`: tower 0's, as frameworks do that save the first replica.
+
+Everything a tower hands in is a float64 vector; vectors are added along the canonical tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.utils.hooks import RemovableHandle
+
+from samestep.errors import BufferError, ConfigError, UsageError
+
+__all__ = ["BufferWatch", "Counters", "Mode", "Statistics", "find_statistics", "tracked_norms"]
+
+Mode = Literal["mean", "pooled", "first"]
+
+
+class Statistics(Protocol):
+    """One way to carry running statistics through a step.
+
+    Attributes:
+        num_values: how many numbers a tower hands in, S.
+    """
+
+    num_values: int
+
+    def start_step(self) -> None:
+        """Note the shared values, before the first pass."""
+
+    def start_tower(self) -> None:
+        """Put the shared values back, before each pass."""
+
+    def contribution(self, tower: int, rows: int) -> Tensor:
+        """Return what the tower that just ran hands in: float64 [S]."""
+
+    def finish(self, totals: Tensor, rows: int) -> None:
+        """Write the new shared values from the sum over all towers, float64 [S], and the batch's rows."""
+
+
+def tracked_norms(model: nn.Module) -> list[tuple[str, _NormBase]]:
+    """Return the normalisation layers that keep running statistics and are in training mode, by name.
+
+    Raises:
+        ConfigError: a SyncBatchNorm, which would mix the towers of one round and none of the others.
+    """
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise ConfigError(
+                f"{name or 'the model'} is a SyncBatchNorm, whose result depends on which towers run at the "
+                "same time; use BatchNorm with statistics='pooled' to pool the running statistics"
+            )
+        if isinstance(module, _NormBase) and module.training and module.running_mean is not None:
+            found.append((name, module))
+    return found
+
+
+def find_statistics(model: nn.Module, mode: Mode) -> list[Statistics]:
+    """Return the collectors for the model's normalisation layers.
+
+    Raises:
+        ConfigError: an unknown mode, or a layer that samestep cannot serve.
+    """
+    if mode not in get_args(Mode):
+        raise ConfigError(f"statistics = {mode!r}: expected one of {', '.join(get_args(Mode))}")
+    norms = tracked_norms(model)
+    # An InstanceNorm's statistics are means over instances: averaging by rows is pooling them.
+    pooled = [norm for _, norm in norms if mode == "pooled" and isinstance(norm, _BatchNorm)]
+    averaged = [norm for _, norm in norms if norm not in pooled]
+    collectors: list[Statistics] = []
+    if averaged:
+        buffers = [b for norm in averaged for b in (norm.running_mean, norm.running_var) if b is not None]
+        collectors.append(AveragedBuffers(buffers, first_only=mode == "first"))
+    if pooled:
+        collectors.append(PooledNorms(pooled))
+    return collectors
+
+
+class AveragedBuffers:
+    """Buffers that each tower updates from the shared value, averaged by rows (or taken from tower 0)."""
+
+    def __init__(self, buffers: Sequence[Tensor], *, first_only: bool = False) -> None:
+        self._buffers = list(buffers)
+        self._first_only = first_only
+        self._shared = [buffer.clone() for buffer in buffers]
+        self.num_values = sum(buffer.numel() for buffer in buffers)
+        self._fresh = True
+
+    def start_step(self) -> None:
+        torch._foreach_copy_(self._shared, self._buffers)
+        self._fresh = True
+
+    def start_tower(self) -> None:
+        if not self._fresh:
+            torch._foreach_copy_(self._buffers, self._shared)
+        self._fresh = False
+
+    def contribution(self, tower: int, rows: int) -> Tensor:
+        weight = rows if not self._first_only else float(tower == 0)
+        return torch.cat([buffer.reshape(-1) for buffer in self._buffers]).double().mul_(weight)
+
+    def finish(self, totals: Tensor, rows: int) -> None:
+        values = totals if self._first_only else totals / rows
+        parts = values.split([buffer.numel() for buffer in self._buffers])
+        torch._foreach_copy_(
+            self._buffers, [part.view_as(b) for part, b in zip(parts, self._buffers, strict=True)]
+        )
+
+
+class PooledNorms:
+    """Batch-norm layers whose towers' moments are pooled, then folded into the running statistics once.
+
+    During the passes each layer runs with momentum 1, so that it leaves its batch's own moments.
+    """
+
+    def __init__(self, norms: Sequence[_NormBase]) -> None:
+        self._layers = [_PooledLayer(norm) for norm in norms]
+        self.num_values = sum(layer.num_values for layer in self._layers)
+
+    def start_step(self) -> None:
+        for layer in self._layers:
+            layer.start_step()
+
+    def start_tower(self) -> None:
+        for layer in self._layers:
+            layer.start_tower()
+
+    def contribution(self, tower: int, rows: int) -> Tensor:
+        return torch.cat([layer.contribution() for layer in self._layers])
+
+    def finish(self, totals: Tensor, rows: int) -> None:
+        widths = [layer.num_values for layer in self._layers]
+        for layer, total in zip(self._layers, totals.split(widths), strict=True):
+            layer.finish(total)
+
+
+class _PooledLayer:
+    def __init__(self, norm: _NormBase) -> None:
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        self._norm = norm
+        self._mean, self._var = norm.running_mean, norm.running_var
+        self._shared = (self._mean.clone(), self._var.clone())
+        self._momentum = norm.momentum
+        self._handle: RemovableHandle | None = None
+        self._rows_seen: list[int] = []
+        self.num_features = self._mean.numel()
+        self.num_values = 1 + 2 * self.num_features
+
+    def start_step(self) -> None:
+        self._shared[0].copy_(self._mean)
+        self._shared[1].copy_(self._var)
+        self._momentum, self._norm.momentum = self._norm.momentum, 1.0
+        self._handle = self._norm.register_forward_hook(self._see)
+
+    def start_tower(self) -> None:
+        self._rows_seen.clear()
+
+    def _see(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._rows_seen.append(args[0].numel() // self.num_features)
+
+    def contribution(self) -> Tensor:
+        """Return [n, n·d, n·(σ² + d²)] with d = μ − the shared mean, which keeps the squares small."""
+        if len(self._rows_seen) > 1:
+            raise UsageError(
+                f"statistics='pooled': a {type(self._norm).__name__} ran {len(self._rows_seen)} times in one "
+                "pass, and which update came first is lost in the pool; use statistics='mean'"
+            )
+        if not self._rows_seen:
+            return self._mean.new_zeros(self.num_values, dtype=torch.float64)
+        count = self._rows_seen[0]
+        shift = self._mean.double() - self._shared[0].double()
+        biased = self._var.double() * ((count - 1) / count)
+        return torch.cat([shift.new_tensor([1.0]), shift, biased + shift.square()]).mul_(count)
+
+    def finish(self, total: Tensor) -> None:
+        self._norm.momentum = self._momentum
+        if self._handle is not None:
+            self._handle.remove()
+        self._mean.copy_(self._shared[0])
+        self._var.copy_(self._shared[1])
+        if float(total[0]) == 0:
+            return
+        count, shift, square = total[0], *total[1:].view(2, -1)
+        shift, square = shift / count, square / count
+        unbiased = (square - shift.square()) * (count / (count - 1))
+        momentum = self._momentum
+        if momentum is None:  # PyTorch's cumulative average
+            assert self._norm.num_batches_tracked is not None
+            momentum = 1.0 / float(self._norm.num_batches_tracked)
+        self._mean.copy_(self._shared[0].double() + momentum * shift)
+        self._var.copy_((1 - momentum) * self._shared[1].double() + momentum * unbiased)
+
+
+class Counters:
+    """Integer buffers of one element, such as `num_batches_tracked`: every tower must end alike."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._named = [
+            (name, buffer)
+            for name, buffer in model.named_buffers()
+            if buffer.numel() == 1 and not buffer.is_floating_point() and not buffer.is_complex()
+        ]
+        self._buffers = [buffer for _, buffer in self._named]
+        self._shared = [buffer.clone() for buffer in self._buffers]
+        self._none = torch.zeros(0, dtype=torch.int64)
+        self._fresh = True
+
+    def __len__(self) -> int:
+        return len(self._buffers)
+
+    def start_step(self) -> None:
+        """Note the shared values."""
+        if self._buffers:
+            torch._foreach_copy_(self._shared, self._buffers)
+        self._fresh = True
+
+    def start_tower(self) -> None:
+        """Put the shared values back."""
+        if self._buffers and not self._fresh:
+            torch._foreach_copy_(self._buffers, self._shared)
+        self._fresh = False
+
+    def values(self) -> Tensor:
+        """Return a copy of the current values, [len(self)]."""
+        return torch.cat([b.reshape(1) for b in self._buffers]) if self._buffers else self._none
+
+    def finish(self, towers: Sequence[int], values: Tensor) -> None:
+        """Take over the value that all towers ended with.
+
+        Args:
+            towers: those that had rows.
+            values: float64 [len(towers), len(self)].
+
+        Raises:
+            BufferError: towers ended with different values.
+        """
+        if not self._buffers:
+            return
+        if self._buffers[0].device.type == "cpu" and not torch.equal(values, values[:1].expand_as(values)):
+            tower, column = (values != values[:1]).nonzero()[0].tolist()
+            raise BufferError(
+                f"buffer {self._named[column][0]} is {values[tower, column]:g} after tower {towers[tower]}, "
+                f"{values[0, column]:g} after tower {towers[0]}: an integer buffer must not depend on the rows"
+            )
+        torch._foreach_copy_(
+            self._buffers, [v.view_as(b) for v, b in zip(values[0], self._buffers, strict=True)]
+        )
+
+
+@dataclass(frozen=True)
+class _Watched:
+    name: str
+    module: nn.Module
+    attribute: str
+
+
+class BufferWatch:
+    """Finds buffers that a pass changed although nobody said how to average them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        norms = {id(norm) for norm in model.modules() if isinstance(norm, _NormBase)}
+        self._watched = [
+            _Watched(f"{path}.{name}" if path else name, module, name)
+            for path, module in model.named_modules()
+            if id(module) not in norms
+            for name, buffer in module.named_buffers(recurse=False)
+            if buffer.numel() != 1 or buffer.is_floating_point() or buffer.is_complex()
+        ]
+        self._seen: list[tuple[Tensor | None, int]] = []
+
+    def start_step(self) -> None:
+        """Note which tensors the buffers are, and their versions."""
+        self._seen = [self._state(watched) for watched in self._watched]
+
+    def check(self, tower: int) -> None:
+        """Raise if a buffer was written to or replaced since `start_step`.
+
+        Raises:
+            BufferError: names the buffers.
+        """
+        changed = [
+            watched.name
+            for watched, (tensor, version) in zip(self._watched, self._seen, strict=True)
+            if self._state(watched)[0] is not tensor or self._state(watched)[1] != version
+        ]
+        if changed:
+            raise BufferError(
+                f"tower {tower} changed {', '.join(changed)}: samestep averages the running statistics of "
+                "normalisation layers and does not know what to do with other buffers"
+            )
+
+    @staticmethod
+    def _state(watched: _Watched) -> tuple[Tensor | None, int]:
+        buffer = watched.module._buffers.get(watched.attribute)
+        return buffer, -1 if buffer is None or buffer.is_inference() else buffer._version

@@ -1,0 +1,156 @@
+"""One optimizer update from one global batch: forward, backward, average, check, clip, update."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from samestep.errors import ConfigError, NonFiniteError
+from samestep.placement import even_ranges
+from samestep.report import Report
+from samestep.towers import Towers
+
+__all__ = ["LossFunction", "Schedule", "Step"]
+
+LossFunction = Callable[[nn.Module, Any], "Tensor | tuple[Tensor, float | Tensor]"]
+"""loss_fn(model, tower_batch) -> the mean over the rows, or (a sum, the weight that it counts)."""
+
+
+class Schedule(Protocol):
+    """Anything with `step()`, such as torch's learning rate schedulers."""
+
+    def step(self) -> Any:
+        """Move on by one update."""
+
+
+class Step:
+    """One whole optimizer step, the same on every worker.
+
+    Args:
+        towers: of the model to train.
+        loss_fn: called as `loss_fn(model, tower_batch)`; see `LossFunction`.
+        optimizer: updated once a step.
+        clip_norm: clip the averaged gradient to this 2-norm; by default not at all.
+        autocast: torch.bfloat16 or torch.float16 for mixed precision; float16 brings a `GradScaler`.
+        scheduler: stepped once after each update.
+        average: torch's `AveragedModel`, updated once after each update.
+        on_nonfinite: "raise", or "skip" the update, when the averaged gradient is not finite. With
+            float16 such updates are always skipped and the loss scale is lowered.
+
+    Attributes:
+        scaler: the `torch.amp.GradScaler`, or None.
+
+    Raises:
+        ConfigError: an `autocast` or `on_nonfinite` that does not exist, or `clip_norm` not above 0.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> step = Step(Towers(model, 4), lambda model, x: model(x).square().mean(),
+        ...             torch.optim.SGD(model.parameters(), lr=0.1), clip_norm=1.0)
+        >>> step(torch.randn(10, 2)).rows
+        10
+    """
+
+    def __init__(  # noqa: PLR0913 - the parts of a step, each with a default
+        self,
+        towers: Towers,
+        loss_fn: LossFunction,
+        optimizer: torch.optim.Optimizer,
+        *,
+        clip_norm: float | None = None,
+        autocast: torch.dtype | None = None,
+        scheduler: Schedule | None = None,
+        average: AveragedModel | None = None,
+        on_nonfinite: Literal["raise", "skip"] = "raise",
+    ) -> None:
+        if autocast not in (None, torch.bfloat16, torch.float16):
+            raise ConfigError(f"autocast = {autocast}: expected torch.bfloat16, torch.float16 or None")
+        if clip_norm is not None and not clip_norm > 0:
+            raise ConfigError(f"clip_norm = {clip_norm}: expected a number above 0, or None")
+        if on_nonfinite not in ("raise", "skip"):
+            raise ConfigError(f"on_nonfinite = {on_nonfinite!r}: expected 'raise' or 'skip'")
+        self.towers = towers
+        self.loss_fn = loss_fn
+        self.optimizer = optimizer
+        self.clip_norm = clip_norm
+        self.autocast = autocast
+        self.scheduler = scheduler
+        self.average = average
+        self.on_nonfinite = on_nonfinite
+        device = towers.job.device.type
+        self.scaler = torch.amp.GradScaler(device) if autocast is torch.float16 else None
+        towers.scaler = self.scaler
+
+    def __call__(self, batch: Any) -> Report:
+        """Take one step on a global batch (or a `LocalBatch` from a `TowerLoader`).
+
+        Raises:
+            NonFiniteError: the averaged gradient is NaN or infinite and `on_nonfinite` is "raise"; the
+                weights are still those of before.
+        """
+        for tower in self.towers(batch):
+            with self._precision():
+                result = self.loss_fn(self.towers.model, tower.batch)
+            loss, weight = result if isinstance(result, tuple) else (result, None)
+            tower.backward(loss, weight=weight)
+        report = self.towers.average()
+        if not self._prepare_gradients(report):
+            return self._leave_out(report)
+        self._update()
+        return report
+
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.towers.job.device.type, self.autocast)
+
+    def _prepare_gradients(self, report: Report) -> bool:
+        """Unscale, check and clip the average; say whether it is finite."""
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        if not math.isfinite(report.grad_norm):
+            return False
+        if self.clip_norm is not None:
+            norm = torch.tensor(report.grad_norm, device=self.towers.job.device)
+            torch.nn.utils.clip_grads_with_norm_(self.towers.parameters, self.clip_norm, norm)
+        return True
+
+    def _update(self) -> None:
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        if self.average is not None:
+            self.average.update_parameters(self.towers.model)
+
+    def _leave_out(self, report: Report) -> Report:
+        if self.scaler is not None:
+            self.scaler.step(self.optimizer)  # does nothing but note that it was asked
+            self.scaler.update()
+        elif self.on_nonfinite == "raise":
+            raise NonFiniteError(_explain(report))
+        return dataclasses.replace(report, skipped=True)
+
+
+def _explain(report: Report) -> str:
+    """Name the towers and rows that a gradient that is not finite came from."""
+    ranges = even_ranges(report.rows, len(report.weights))
+    bad = [tower for tower, total in enumerate(report.loss_sums.tolist()) if not math.isfinite(total)]
+    where = "; ".join(
+        f"tower {t}, rows {ranges[t].start} to {ranges[t].stop - 1}, loss {report.tower_losses[t]:g}"
+        for t in bad
+    )
+    return (
+        f"step {report.step}: the averaged gradient is not finite ({where or 'all losses are finite'}); "
+        "nothing was updated"
+    )

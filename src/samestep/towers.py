@@ -1,0 +1,421 @@
+"""The tower loop: each tower's rows, streams and statistics; its backward pass; the average of all.
+
+For W = 1 and no random numbers, a step is this program:
+
+    total, weight = 0, 0
+    for t, rows in enumerate(even_ranges(len(batch), T)):
+        total += rows · ∇ loss(model, batch[rows])        # added along the canonical tree
+        weight += rows
+    p.grad = total / weight
+
+and every other placement gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from samestep.agreement import agree
+from samestep.batch import GlobalBatch, LocalBatch
+from samestep.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
+from samestep.contributions import Contributions, TowerFigures
+from samestep.errors import BatchError, ConfigError, Error, UsageError
+from samestep.exchange import Exchange, Figures
+from samestep.job import Job
+from samestep.placement import Placement, even_ranges
+from samestep.report import Report
+from samestep.statistics import BufferWatch, Counters, Mode, Statistics, find_statistics, tracked_norms
+from samestep.streams import GlobalStreams, seed_globals, stream_seed
+
+__all__ = ["LossScale", "Tower", "Towers"]
+
+
+class LossScale(Protocol):
+    """What `Towers` needs of a gradient scaler."""
+
+    def scale(self, outputs: Tensor) -> Tensor:
+        """Return the loss times the scale."""
+
+
+class Tower:
+    """One logical slice of the batch, while it is its turn.
+
+    Attributes:
+        index: 0 <= index < T.
+        batch: the tower's own rows of the batch, in the same nest.
+        rows: how many.
+    """
+
+    def __init__(self, towers: Towers, index: int, batch: Any, rows: int) -> None:
+        self.index = index
+        self.batch = batch
+        self.rows = rows
+        self.is_done = False
+        self._towers = towers
+
+    def backward(self, loss: Tensor, *, weight: float | Tensor | None = None) -> None:
+        """Hand in the tower's loss: compute its gradient and keep it for `Towers.average`.
+
+        Args:
+            loss: a scalar that requires grad. Without `weight`, a mean over the tower's rows; with it, a
+                sum over whatever `weight` counts.
+            weight: how much the tower counts, such as its valid tokens or pixels; 0 is allowed.
+
+        Raises:
+            UsageError: the tower has handed in already, its turn is over, `loss` is not a scalar that
+                requires grad, or gradients came from a `loss.backward()` past the tower.
+        """
+        self._towers._backward(self, loss, weight)
+
+    def __repr__(self) -> str:
+        return f"Tower(index={self.index}, rows={self.rows})"
+
+
+class Towers:
+    """Averages a model's gradients over T towers, wherever they run.
+
+    Args:
+        model: its parameters that require grad get the averaged gradients. All workers start from worker
+            0's parameters and buffers.
+        num_towers: T, part of the experiment like the batch size.
+        job: from `samestep.init`; by default a job of this process alone.
+        seed: of all towers' random streams.
+        statistics: what becomes of batch-norm statistics; see `samestep.statistics`.
+        bucket_bytes: gradients travel in flat pieces of about this size.
+        accumulate_dtype: sum gradients in this dtype; by default in each parameter's own.
+
+    Attributes:
+        placement: which towers each worker runs.
+        step: steps taken so far; set it after loading a checkpoint.
+        scaler: a gradient scaler whose `scale` is applied to each loss before backward, or None.
+
+    Raises:
+        ConfigError: T or W out of range, a model without parameters that require grad, ...
+        DisagreementError: workers come with different models or settings.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> towers = Towers(model, 4)
+        >>> batch = torch.randn(10, 2)
+        >>> for tower in towers(batch):
+        ...     tower.backward(model(tower.batch).square().mean())
+        >>> report = towers.average()
+        >>> report.weight, model.weight.grad.shape
+        (10.0, torch.Size([1, 2]))
+    """
+
+    def __init__(  # noqa: PLR0913 - the settings of the arithmetic, each with a default
+        self,
+        model: nn.Module,
+        num_towers: int,
+        *,
+        job: Job | None = None,
+        seed: int = 0,
+        statistics: Mode = "mean",
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        accumulate_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.model = model
+        self.job = job if job is not None else _job_alone(model)
+        self.seed = seed
+        self.step = 0
+        self.scaler: LossScale | None = None
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        settings: dict[str, Any] = {"towers": num_towers, "seed": seed, "statistics": statistics}
+        settings |= {"bucket_bytes": bucket_bytes, "accumulate_dtype": str(accumulate_dtype)}
+        self.placement = _agree_on_setup(model, num_towers, self.job, settings)
+        _start_from_first_worker(model, self.job)
+        self._dtypes = [accumulate_dtype or p.dtype for p in self.parameters]
+        buckets = plan_buckets(self.parameters, self._dtypes, bucket_bytes, self.job.world_size)
+        self._exchange = Exchange(self.job, self.placement, self.parameters, buckets)
+        self._statistics_mode: Mode = statistics
+        self._collectors: list[Statistics] = []
+        self._norms = [module for module in model.modules() if isinstance(module, _NormBase)]
+        self._training: list[bool] = []
+        self._counters = Counters(model)
+        self._watch = BufferWatch(model)
+        self._open: Contributions | None = None
+        self._local = LocalBatch(0, {})
+        self._done: list[int] = []
+        self._turn: Tower | None = None
+        if self.job.world_size > 1:
+            self._watch_backward()
+
+    def __call__(self, batch: Any) -> Iterator[Tower]:
+        """Start a step and return this worker's towers that have rows, in order.
+
+        While a tower has its turn, torch's, Python's and NumPy's global generators are seeded from (seed,
+        step, tower); afterwards they are what they were.
+
+        Args:
+            batch: the global batch, the same on every worker: any nest of tensors, rows first; or a
+                `LocalBatch` from a `TowerLoader`. Tensors are moved to the worker's device.
+
+        Raises:
+            BatchError: the tensors' rows disagree, or there are none.
+            DisagreementError: workers came with different batches. On a worker that finds out while the
+                passes run, the error comes from `Tower.backward` or `average`.
+            UsageError: the last step has not been averaged.
+        """
+        if self._open is not None:
+            raise UsageError(f"step {self.step} has not been averaged: call average() before the next batch")
+        self._find_collectors()
+        try:
+            self._local, facts = self._cut(batch)
+        except Error as error:
+            self._exchange.begin(self.step, _NO_FACTS, error)
+            self._exchange.check_agreement(wait=True)
+        self._exchange.begin(self.step, facts)
+        for parameter in self.parameters:
+            parameter.grad = None
+        parts: list[Statistics | Counters] = [*self._collectors, self._counters]
+        for part in parts:
+            part.start_step()
+        self._watch.start_step()
+        self._done, self._turn = [], None
+        towers = self.placement.towers(self.job.rank)
+        self._open = Contributions(
+            self._exchange, self.parameters, self._dtypes, towers, self.placement.num_towers
+        )
+        return self._turns()
+
+    def average(self) -> Report:
+        """Finish the step: every worker's `p.grad` becomes the average over all towers.
+
+        A parameter that no tower used keeps `grad = None`.
+
+        Raises:
+            UsageError: some of this worker's towers have not run.
+            DisagreementError, LostWorkerError: from the exchange.
+            ConfigError: the towers' weights add up to 0.
+        """
+        contributions = self._open
+        if contributions is None:
+            raise UsageError("average() without a batch: loop over towers(batch) first")
+        missing = [tower for tower in self._local.slices if tower not in self._done]
+        if missing:
+            raise UsageError(
+                f"average() at step {self.step}: {_name(missing)} not run; every tower must run once"
+            )
+        if not self._local.slices:
+            self._send_figures(contributions)
+        contributions.send_rest()
+        figures = contributions.figures()
+        self._check_weight(figures)
+        gradients = []
+        for index, gradient in contributions.averages():
+            self.parameters[index].grad = _as_grad_of(self.parameters[index], gradient)
+            gradients += [gradient] if gradient is not None else []
+        self._finish_statistics(figures)
+        self._open = None
+        self.step += 1
+        loss_sums, weights = (figures.scalars[:, :2] * _power_of_two(self._local.rows)).unbind(1)
+        return Report(self.step - 1, self._local.rows, loss_sums, weights, gradients)
+
+    # ---- the passes --------------------------------------------------------------------------------
+
+    def _turns(self) -> Iterator[Tower]:
+        streams = GlobalStreams.capture(self.job.device)
+        try:
+            for index, batch in self._local.slices.items():
+                parts: list[Statistics | Counters] = [*self._collectors, self._counters]
+                for part in parts:
+                    part.start_tower()
+                seed_globals(stream_seed(self.seed, "tower", self.step, index), self.job.device)
+                self._turn = Tower(self, index, batch, self._rows(index))
+                yield self._turn
+                self._check_turn_used(self._turn)
+        finally:
+            self._turn = None
+            streams.restore()
+
+    def _backward(self, tower: Tower, loss: Tensor, weight: float | Tensor | None) -> None:
+        """Hand in a tower's figures, then run its backward and take the gradients."""
+        contributions = self._open
+        if tower.is_done or tower is not self._turn or contributions is None:
+            why = "has already run backward" if tower.is_done else "has no turn now"
+            raise UsageError(f"{tower!r} {why}: call backward once, inside the loop over towers(batch)")
+        self._check_loss(tower, loss)
+        self._exchange.check_agreement(wait=False)
+        self._watch.check(tower.index)
+        loss = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
+        unit = _power_of_two(self._local.rows)
+        total = loss * ((tower.rows if weight is None else 1) / unit)
+        figures = TowerFigures(
+            total.detach().reshape(()),
+            (tower.rows if weight is None else weight) / unit,
+            self._counters.values(),
+        )
+        contributions.add_figures(tower.index, figures, self._moments(tower.index, tower.rows))
+        is_last = tower.index == max(self._local.slices)
+        if is_last:
+            self._send_figures(contributions)
+        contributions.before_backward(tower.index, is_last=is_last)
+        (total if self.scaler is None else self.scaler.scale(total)).backward()
+        contributions.after_backward(is_last=is_last)
+        tower.is_done = True
+        self._done.append(tower.index)
+
+    def _send_figures(self, contributions: Contributions) -> None:
+        """Send the figures of all this worker's towers; those without rows come last, and hand in zeros."""
+        zeros = torch.zeros(self._num_moments(), dtype=torch.float64, device=self.job.device)
+        nothing = TowerFigures(zeros.new_zeros(()), 0.0, torch.zeros_like(self._counters.values()))
+        for tower in self.placement.towers(self.job.rank):
+            if tower not in self._local.slices:
+                contributions.add_figures(tower, nothing, zeros.clone())
+        contributions.send_figures()
+
+    def _moments(self, tower: int, rows: int) -> Tensor:
+        parts = [collector.contribution(tower, rows) for collector in self._collectors]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([*parts, torch.zeros(0, dtype=torch.float64, device=self.job.device)])
+
+    def _num_moments(self) -> int:
+        return sum(collector.num_values for collector in self._collectors)
+
+    def _finish_statistics(self, figures: Figures) -> None:
+        parts = figures.totals.split([collector.num_values for collector in self._collectors])
+        ran = [tower for tower in range(self.placement.num_towers) if self._rows(tower) > 0]
+        self._counters.finish(ran, figures.scalars[ran, 2:])
+        for collector, totals in zip(self._collectors, parts, strict=True):
+            collector.finish(totals, self._local.rows)
+
+    def _rows(self, tower: int) -> int:
+        return len(even_ranges(self._local.rows, self.placement.num_towers)[tower])
+
+    # ---- checks ------------------------------------------------------------------------------------
+
+    def _cut(self, batch: Any) -> tuple[LocalBatch, dict[str, int]]:
+        """Cut a global batch into this worker's towers, and say what all workers must have alike."""
+        if isinstance(batch, LocalBatch):
+            local, seen = batch, batch.position
+        else:
+            whole = GlobalBatch.open(batch)
+            ranges = even_ranges(whole.rows, self.placement.num_towers)
+            mine = [tower for tower in self.placement.towers(self.job.rank) if ranges[tower]]
+            local = LocalBatch(whole.rows, {t: whole.take(ranges[t], self.job.device) for t in mine})
+            seen = whole.fingerprint() if self.job.world_size > 1 else 0
+        if local.rows == 0:
+            raise BatchError("the batch has no rows")
+        return local, {
+            "rows": local.rows,
+            "batch fingerprint": seen,
+            "norms in training": sum(self._training),
+        }
+
+    def _find_collectors(self) -> None:
+        """Look for normalisation layers anew where their train and eval modes have changed."""
+        training = [norm.training for norm in self._norms]
+        if training != self._training:
+            self._training = training
+            self._collectors = find_statistics(self.model, self._statistics_mode)
+
+    def _check_loss(self, tower: Tower, loss: Tensor) -> None:
+        if any(parameter.grad is not None for parameter in self.parameters):
+            raise UsageError(
+                f"{tower!r}: parameters have gradients already; call tower.backward(loss) once instead of "
+                "loss.backward(), which goes past the tower"
+            )
+        if loss.numel() != 1:
+            raise UsageError(f"{tower!r}: loss has shape {tuple(loss.shape)}, expected a scalar")
+        if not loss.requires_grad:
+            raise UsageError(f"{tower!r}: loss does not require grad, so there is nothing to hand in")
+
+    def _check_turn_used(self, tower: Tower) -> None:
+        if not tower.is_done:
+            past = any(parameter.grad is not None for parameter in self.parameters)
+            called = "loss.backward() was called past it" if past else "its turn ended without a backward"
+            raise UsageError(f"{tower!r}: {called}; call tower.backward(loss) once for every tower")
+
+    def _check_weight(self, figures: Figures) -> None:
+        # On a GPU this would wait for the device; there a weight of 0 shows as a gradient that is not finite.
+        if self.job.device.type == "cpu" and not float(figures.weight) > 0:
+            self._open = None
+            raise ConfigError(f"step {self.step}: the towers' weights add up to {float(figures.weight):g}")
+
+    def _watch_backward(self) -> None:
+        for index, parameter in enumerate(self.parameters):
+
+            def ready(_: Tensor, index: int = index) -> None:
+                if self._open is not None:
+                    self._open.gradient_ready(index)
+
+            parameter.register_post_accumulate_grad_hook(ready)
+
+
+_NO_FACTS = {"rows": 0, "batch fingerprint": 0, "norms in training": 0}
+
+
+def _job_alone(model: nn.Module) -> Job:
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        raise ConfigError("job is missing: there are several workers, so pass job=samestep.init()")
+    parameter = next(model.parameters(), None)
+    return Job(torch.device("cpu") if parameter is None else parameter.device)
+
+
+def _agree_on_setup(model: nn.Module, num_towers: int, job: Job, settings: dict[str, Any]) -> Placement:
+    """Check the model and the settings on every worker, then that they are the same on all."""
+    error: Error | None = None
+    placement = Placement(1, 1)
+    try:
+        _check_model(model, job)
+        placement = Placement(num_towers, job.world_size)
+    except Error as found:
+        error = found
+    named = [*model.named_parameters(), *model.named_buffers()]
+    tensors = [f"{n} {tuple(t.shape)} {t.dtype} requires_grad={t.requires_grad}" for n, t in named]
+    agree(job, {**settings, "model": tensors}, where="Towers", error=error)
+    return placement
+
+
+def _check_model(model: nn.Module, job: Job) -> None:
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ConfigError(f"parameter {name} has no shape yet: run the model once before making Towers")
+        if parameter.device != job.device:
+            raise ConfigError(
+                f"parameter {name} is on {parameter.device}, the worker's device is {job.device}: "
+                "call model.to(job.device) first"
+            )
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ConfigError(
+            f"{type(model).__name__} has no parameter that requires grad: there is nothing to train"
+        )
+    tracked_norms(model)
+
+
+def _start_from_first_worker(model: nn.Module, job: Job) -> None:
+    """Give every worker the tensors of worker 0, as DistributedDataParallel does."""
+    if job.world_size == 1:
+        return
+    for tensor in (*model.parameters(), *model.buffers()):
+        with torch.no_grad():
+            values = tensor.detach().contiguous()
+            dist.broadcast(values, 0)
+            tensor.copy_(values)
+
+
+def _power_of_two(rows: int) -> int:
+    """Return the largest power of two that is at most `rows`: the unit of sums and weights.
+
+    Scaling by it is exact. It keeps sums of gradients at the size of means, which float16 needs, and
+    makes the division at the root one by 1 where the batch is a power of two.
+    """
+    return 1 << (rows.bit_length() - 1)
+
+
+def _as_grad_of(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.to(parameter.dtype)
+
+
+def _name(towers: Sequence[int]) -> str:
+    verb = "has" if len(towers) == 1 else "have"
+    return f"tower{'s' * (len(towers) > 1)} {', '.join(map(str, towers))} {verb}"
