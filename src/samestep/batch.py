@@ -33,6 +33,11 @@ class LocalBatch:
     slices: Mapping[int, Any]
     position: int = 0
 
+    def to(self, device: torch.device) -> LocalBatch:
+        """Return the same batch with its tensors on a device."""
+        moved = pytree.tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), dict(self.slices))
+        return LocalBatch(self.rows, moved, self.position)
+
 
 @dataclass(frozen=True)
 class GlobalBatch:

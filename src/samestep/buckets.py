@@ -8,9 +8,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from samestep.job import Job
+from samestep.placement import even_ranges
 from samestep.reduction import Gradients
 
-__all__ = ["ABSENT", "DEFAULT_BUCKET_BYTES", "USED", "Bucket", "pack", "plan_buckets", "unpack"]
+__all__ = [
+    "ABSENT",
+    "DEFAULT_BUCKET_BYTES",
+    "USED",
+    "Bucket",
+    "BucketMemory",
+    "pack",
+    "plan_buckets",
+    "unpack",
+]
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 
@@ -21,6 +32,9 @@ USED = float("inf")
 """Flags a parameter that some tower used: stays what it is under addition and division."""
 
 _ALIGNMENT_BYTES = 64
+
+_SMALL_BYTES = 2**19
+"""Up to here, over all workers, a round of messages saved is worth the bytes."""
 
 
 @dataclass(frozen=True)
@@ -111,3 +125,47 @@ def unpack(
     for position, (index, place) in enumerate(zip(bucket.parameters, places, strict=True)):
         used = used_here[position] or bool(flat[bucket.flags + position].isinf())
         yield index, place if used else None
+
+
+@dataclass(frozen=True)
+class BucketMemory:
+    """One worker's buffers of a bucket: `rows[0]` holds the averages in the end.
+
+    Attributes:
+        rows: [subtrees of this worker, elements].
+        places: for each row, each parameter's view of it.
+        shards: which elements each worker averages; all of them, where the bucket is small.
+        arrived: for each other worker, [its subtrees, elements of this worker's shard].
+    """
+
+    rows: Tensor
+    places: list[list[Tensor]]
+    shards: list[range]
+    arrived: dict[int, Tensor]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every worker averages the whole bucket."""
+        return len(self.shards[0]) == self.rows.shape[1]
+
+    def partials_for(self, worker: int) -> Tensor:
+        """Return [subtrees, elements]: this worker's partial sums of the shard that `worker` averages."""
+        return self.rows[:, self.shards[worker].start : self.shards[worker].stop]
+
+    @classmethod
+    def allocate(
+        cls, bucket: Bucket, job: Job, spans: Sequence[int], parameters: Sequence[Tensor]
+    ) -> BucketMemory:
+        """Return buffers for a bucket; `spans` has each worker's number of subtrees."""
+        like = torch.empty(0, dtype=bucket.dtype, device=job.device)
+        rows = like.new_zeros(spans[job.rank], bucket.num_elements)
+        shards = _shards(bucket, job.world_size)
+        others = [worker for worker in range(job.world_size) if worker != job.rank]
+        arrived = {worker: like.new_empty(spans[worker], len(shards[job.rank])) for worker in others}
+        return cls(rows, [views(bucket, row, parameters) for row in rows], shards, arrived)
+
+
+def _shards(bucket: Bucket, num_workers: int) -> list[range]:
+    if num_workers * bucket.num_elements * bucket.dtype.itemsize <= _SMALL_BYTES:
+        return [range(bucket.num_elements)] * num_workers
+    return even_ranges(bucket.num_elements, num_workers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -72,7 +71,7 @@ class Contributions:
         self._gradients: TreeSum[Gradients] = TreeSum(num_towers, add=add_gradients)
         self._live = range(towers.start, towers.start)
         self._missing: list[set[int]] = []
-        self._futures: list[Future[list[tuple[int, Tensor | None]]]] = []
+        self._num_sent = 0
 
     def add_figures(self, tower: int, figures: TowerFigures, moments: Tensor) -> None:
         """Take a tower's figures and batch-norm moments (float64 [S]), in tower order."""
@@ -114,18 +113,17 @@ class Contributions:
                 "does that); use torch.utils.checkpoint with use_reentrant=False"
             )
         self._missing[bucket].discard(index)
-        while len(self._futures) < len(self._missing) and not self._missing[len(self._futures)]:
+        while self._num_sent < len(self._missing) and not self._missing[self._num_sent]:
             self._send_next()
 
     def send_rest(self) -> None:
         """Send all buckets not sent yet: some parameters got no gradient."""
-        while len(self._futures) < len(self._exchange.buckets):
+        while self._num_sent < len(self._exchange.buckets):
             self._send_next()
 
     def averages(self) -> Iterator[tuple[int, Tensor | None]]:
         """Wait for the exchange and yield (parameter index, averaged gradient)."""
-        for future in self._futures:
-            yield from future.result()
+        yield from self._exchange.finish()
 
     def figures(self) -> Figures:
         """Wait for the figures of all towers."""
@@ -133,7 +131,7 @@ class Contributions:
 
     def _send_next(self) -> None:
         """Fold the next bucket's last gradients, in the order that all workers share, and send it."""
-        bucket = self._exchange.buckets[len(self._futures)]
+        bucket = self._exchange.buckets[self._num_sent]
         folded = TreeSum(self._gradients.num_leaves, add=add_gradients)
         for span, gradients in self._gradients.nodes:
             folded.push(span, [gradients[index] for index in bucket.parameters])
@@ -143,7 +141,8 @@ class Contributions:
             folded.push(self._live, self._take(bucket.parameters))
         for tower in range(self._live.stop, self._towers.stop):  # those without rows come last
             folded.push(range(tower, tower + 1), [None] * len(bucket.parameters))
-        self._futures.append(self._exchange.bucket(bucket, folded.nodes))
+        self._exchange.bucket(bucket, folded.nodes)
+        self._num_sent += 1
 
     def _can_stay(self, left: Gradients) -> bool:
         """Whether autograd can add to these sums: it wants the parameter's dtype, and no sparse ones."""

@@ -3,30 +3,31 @@
 A worker owns one shard of every bucket. For each bucket, workers send each other the shards of their
 subtrees, each finishes the canonical tree on its own shard and divides once by the total weight, and
 then all send each other the finished shards. No arithmetic happens in the network, and where W divides T
-into runs of a power of two the bytes moved are those of a ring all-reduce.
+into runs of a power of two the bytes moved are those of a ring all-reduce. A small bucket is not worth a
+second round: everyone sends all of it, and finishes the whole tree.
 
-Before anything else of a step, workers compare a few numbers; where they differ, or where one of
-them failed, no gradient is sent and all raise the same error.
+With the first bucket travel the figures, and a few facts that must be the same on every worker. A worker
+that met an error sends its first bucket all the same, unfilled, with the error among the facts. So
+everyone learns of it, raises, and nobody waits for a message that never comes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from samestep.agreement import agree
-from samestep.buckets import Bucket, pack, unpack, views
-from samestep.errors import DisagreementError, Error
+from samestep.buckets import Bucket, BucketMemory, pack, unpack
+from samestep.errors import Error
 from samestep.job import Job
 from samestep.placement import Placement
 from samestep.reduction import Gradients, TreeSum, divide, subtrees
-from samestep.transport import Transport
+from samestep.transport import Swap, Transport
 
-__all__ = ["Exchange", "Figures", "Node"]
+__all__ = ["Exchange", "FigureSizes", "Figures", "Node"]
 
 Node = tuple[range, Gradients]
 """A subtree of the canonical tree, as the towers under it, and its sum."""
@@ -47,74 +48,93 @@ class Figures:
     weight: Tensor
 
 
+@dataclass(frozen=True)
+class FigureSizes:
+    """How many numbers travel, the same on every worker: F, and the most that S can be."""
+
+    num_scalars: int
+    max_moments: int
+
+
 class Exchange:
-    """The exchange of one model's gradients; `begin`, then `figures`, then `bucket` for each, in order."""
+    """The exchange of one model's gradients, step by step.
+
+    A step is `begin`, then `figures`, then `bucket` for each bucket in order, then `finish`. Everything
+    but `finish` only starts what can be started; all workers start the same things in the same order.
+    """
 
     def __init__(
-        self, job: Job, placement: Placement, parameters: Sequence[Tensor], buckets: Sequence[Bucket]
+        self,
+        job: Job,
+        placement: Placement,
+        parameters: Sequence[Tensor],
+        buckets: Sequence[Bucket],
+        sizes: FigureSizes,
     ) -> None:
         self.buckets = buckets
         self._job = job
         self._placement = placement
         self._parameters = parameters
+        self._sizes = sizes
         self._transport = Transport(job)
         self._spans = [subtrees(towers, placement.num_towers) for towers in placement.ranges()]
-        self._memory: dict[Bucket, _BucketMemory] = {}
-        self._others = [worker for worker in range(job.world_size) if worker != job.rank]
-        self._where = ""
-        self._agreed: Future[None] | None = None
-        self._figures: Future[Figures] | None = None
-
-    # ---- agreement ---------------------------------------------------------------------------------
+        self._memory: dict[Bucket, BucketMemory] = {}
+        self._step = _Step("", {}, None)
 
     def begin(self, step: int, facts: Mapping[str, int], error: Error | None = None) -> None:
-        """Start a step: compare `facts`, the same numbers on every worker, in the background."""
-        self._where = f"step {step}"
-        self._agreed = self._transport.submit(lambda: self._agree({"step": step, **facts}, error))
+        """Start a step with `facts`, numbers that must be the same on every worker.
 
-    def check_agreement(self, *, wait: bool) -> None:
-        """Raise what the agreement came to, if it is known by now or `wait` is set."""
-        assert self._agreed is not None
-        if wait or self._agreed.done():
-            self._agreed.result()
-
-    def _agree(self, facts: Mapping[str, int], error: Error | None) -> None:
-        mine = torch.tensor([error is not None, *facts.values()], dtype=torch.int64)
-        theirs = {worker: [torch.empty_like(mine)] for worker in self._others}
-        self._transport.swap({worker: [mine] for worker in self._others}, theirs, self._where)
-        if error is not None or any(not torch.equal(mine, numbers) for (numbers,) in theirs.values()):
-            agree(self._job, facts, where=self._where, error=error)
-            raise DisagreementError(f"{self._where}: workers disagreed")
+        Raises:
+            Error: `error`, which this worker has met, once the others know of it.
+        """
+        self._step = _Step(f"step {step}", {"step": step, **facts}, error)
+        if error is not None and self._job.world_size > 1:
+            num_scalars = len(self._placement.towers(self._job.rank))
+            self.figures(
+                torch.zeros(num_scalars, 2), [(span, torch.zeros(0)) for span in self._spans[self._job.rank]]
+            )
+            self._post(self.buckets[0], [True] * len(self.buckets[0].parameters))
+            self.wait_for_figures()
+        if error is not None:
+            raise error
 
     # ---- figures -----------------------------------------------------------------------------------
 
     def figures(self, scalars: Tensor, nodes: Sequence[tuple[range, Tensor]]) -> None:
-        """Send this worker's scalars (float64 [K, F], weights in column 1) and partial sums (each [S])."""
-        self._figures = self._transport.submit(lambda: self._finish_figures(scalars, nodes))
+        """Note this worker's scalars (float64 [K, F], weights in column 1) and partial sums (each [S])."""
+        self._step.num_moments = len(nodes[0][1])
+        missing = self._sizes.max_moments - self._step.num_moments  # as many everywhere, whatever goes wrong
+        partials = [torch.nn.functional.pad(value, (0, missing)) for _, value in nodes]
+        self._step.figures[self._job.rank] = [scalars, torch.stack(partials)]
 
     def wait_for_figures(self) -> Figures:
-        """Return the figures of all towers."""
-        assert self._figures is not None
-        return self._figures.result()
+        """Return the figures of all towers, once it is clear that all workers agree.
 
-    def _finish_figures(self, scalars: Tensor, nodes: Sequence[tuple[range, Tensor]]) -> Figures:
-        self.check_agreement(wait=True)
-        partials = torch.stack([value for _, value in nodes])
-        rows = {self._job.rank: scalars}
-        sums = {self._job.rank: partials}
-        for worker in self._others:
-            rows[worker] = scalars.new_empty(len(self._placement.towers(worker)), scalars.shape[1])
-            sums[worker] = partials.new_empty(len(self._spans[worker]), partials.shape[1])
-        received = {worker: [rows[worker], sums[worker]] for worker in self._others}
-        self._transport.swap(
-            {worker: [scalars, partials] for worker in self._others}, received, f"{self._where}, figures"
-        )
-        everyone = torch.cat([rows[worker] for worker in range(self._job.world_size)])
-        return Figures(everyone, self._finish_tree(sums), everyone[:, 1].sum())
+        Raises:
+            DisagreementError: facts differ, or another worker met an error.
+            Error: the one that this worker met.
+        """
+        step = self._step
+        if step.known is None:
+            step.under_way[0].swap.wait()
+            if any(not torch.equal(numbers, step.facts_sent) for numbers in step.facts_received):
+                agree(self._job, step.facts, where=step.where, error=step.error)
+            scalars = torch.cat([step.figures[worker][0] for worker in range(self._job.world_size)])
+            partials = {w: sums[:, : step.num_moments] for w, (_, sums) in step.figures.items()}
+            step.known = Figures(scalars, self._finish_tree(partials), scalars[:, 1].sum())
+        return step.known
 
     def _finish_tree(self, partials: Mapping[int, Tensor]) -> Tensor:
-        """Add all workers' subtrees, row by row, in the canonical order; works in place."""
-        total: TreeSum[Tensor] = TreeSum(self._placement.num_towers, add=Tensor.add_)
+        """Add all workers' subtrees, row by row, in the canonical order.
+
+        Works in place, and so that the sum ends in this worker's own memory, where it is wanted.
+        """
+        own = partials[self._job.rank].untyped_storage().data_ptr()
+
+        def add(left: Tensor, right: Tensor) -> Tensor:
+            return torch.add(left, right, out=right if right.untyped_storage().data_ptr() == own else left)
+
+        total: TreeSum[Tensor] = TreeSum(self._placement.num_towers, add=add)
         for worker, spans in enumerate(self._spans):
             for span, row in zip(spans, partials[worker], strict=True):
                 total.push(span, row)
@@ -122,80 +142,103 @@ class Exchange:
 
     # ---- gradients ---------------------------------------------------------------------------------
 
-    def bucket(self, bucket: Bucket, nodes: Sequence[Node]) -> Future[list[tuple[int, Tensor | None]]]:
-        """Send one bucket's partial sums; the future gives (parameter index, averaged gradient)."""
-        return self._transport.submit(lambda: self._finish_bucket(bucket, nodes))
-
-    def _finish_bucket(self, bucket: Bucket, nodes: Sequence[Node]) -> list[tuple[int, Tensor | None]]:
-        weight = self.wait_for_figures().weight
-        if self._job.world_size == 1:
-            ((_, gradients),) = nodes
-            for gradient in gradients:
-                if gradient is not None and not _is_one(weight):
-                    divide(gradient, weight, out=gradient)
-            return list(zip(bucket.parameters, gradients, strict=True))
-        memory = self._memory_of(bucket)
-        for row, places, (_, gradients) in zip(memory.rows, memory.places, nodes, strict=True):
-            pack(bucket, row, places, gradients)
+    def bucket(self, bucket: Bucket, nodes: Sequence[Node]) -> None:
+        """Send one bucket's partial sums, and go on with the bucket before it."""
         used_here = [
             any(column) for column in zip(*([g is not None for g in gs] for _, gs in nodes), strict=True)
         ]
-        self._exchange(memory, weight)
-        return list(unpack(bucket, memory.rows[0], memory.places[0], used_here))
+        if self._job.world_size == 1:
+            ((_, gradients),) = nodes
+            self._step.under_way.append(_BucketUnderWay(bucket, used_here, Swap(), gradients))
+            return
+        if self._step.under_way:
+            self._send_averages(self._step.under_way[-1])
+        memory = self._memory_of(bucket)
+        for row, places, (_, gradients) in zip(memory.rows, memory.places, nodes, strict=True):
+            pack(bucket, row, places, gradients)
+        self._post(bucket, used_here)
 
-    def _exchange(self, memory: _BucketMemory, weight: Tensor) -> None:
-        rank, rows = self._job.rank, memory.rows
-        shards = [rows[:, shard.start : shard.stop] for shard in memory.shards]
-        self._transport.swap(
-            {worker: list(shards[worker]) for worker in self._others},
-            {worker: list(memory.arrived[worker]) for worker in self._others},
-            f"{self._where}, gradients",
-        )
-        flat = [rows[0, shard.start : shard.stop] for shard in memory.shards]
-        divide(self._finish_tree({**memory.arrived, rank: shards[rank]}), weight, out=flat[rank])
-        self._transport.swap(
-            {worker: [flat[rank]] for worker in self._others},
-            {worker: [flat[worker]] for worker in self._others},
-            f"{self._where}, averages",
-        )
+    def finish(self) -> Iterator[tuple[int, Tensor | None]]:
+        """Wait for all buckets; yield (parameter index, averaged gradient)."""
+        if self._job.world_size == 1:
+            weight = self.wait_for_figures().weight
+            for each in self._step.under_way:
+                for index, gradient in zip(each.bucket.parameters, each.gradients, strict=True):
+                    if gradient is not None:
+                        divide(gradient, weight, out=gradient)
+                    yield index, gradient
+            return
+        self._send_averages(self._step.under_way[-1])
+        for each in self._step.under_way:
+            each.swap.wait()
+            memory = self._memory[each.bucket]
+            yield from unpack(each.bucket, memory.rows[0], memory.places[0], each.used_here)
 
-    def _memory_of(self, bucket: Bucket) -> _BucketMemory:
+    def _post(self, bucket: Bucket, used_here: list[bool]) -> None:
+        """Send a bucket's partial sums; with the first, the facts and figures."""
+        memory, step = self._memory_of(bucket), self._step
+        outgoing = {worker: list(memory.partials_for(worker)) for worker in self._transport.others}
+        incoming = {worker: list(memory.arrived[worker]) for worker in self._transport.others}
+        if not step.under_way:
+            for worker in self._transport.others:
+                step.facts_received.append(torch.empty_like(step.facts_sent))
+                step.figures[worker] = self._room_for_figures(worker)
+                outgoing[worker] = [step.facts_sent, *step.figures[self._job.rank], *outgoing[worker]]
+                incoming[worker] = [step.facts_received[-1], *step.figures[worker], *incoming[worker]]
+        swap = self._transport.post(outgoing, incoming, f"{step.where}, gradients")
+        step.under_way.append(_BucketUnderWay(bucket, used_here, swap))
+
+    def _room_for_figures(self, worker: int) -> list[Tensor]:
+        like = torch.empty(0, dtype=torch.float64, device=self._job.device)
+        num_towers, num_spans = len(self._placement.towers(worker)), len(self._spans[worker])
+        return [
+            like.new_zeros(num_towers, self._sizes.num_scalars),
+            like.new_zeros(num_spans, self._sizes.max_moments),
+        ]
+
+    def _send_averages(self, each: _BucketUnderWay) -> None:
+        """Finish the tree on this worker's shard of a bucket, divide, and send the shard to all."""
+        weight = self.wait_for_figures().weight
+        each.swap.wait()
+        memory, rank = self._memory[each.bucket], self._job.rank
+        flat = [memory.rows[0, shard.start : shard.stop] for shard in memory.shards]
+        total = self._finish_tree({**memory.arrived, rank: memory.partials_for(rank)})
+        divide(total, weight, out=flat[rank])
+        if not memory.is_whole:
+            each.swap = self._transport.post(
+                {worker: [flat[rank]] for worker in self._transport.others},
+                {worker: [flat[worker]] for worker in self._transport.others},
+                f"{self._step.where}, averages",
+            )
+
+    def _memory_of(self, bucket: Bucket) -> BucketMemory:
         # Kept from step to step: fresh pages for every exchange cost more than the copies into them.
         if bucket not in self._memory:
             spans = [len(spans) for spans in self._spans]
-            self._memory[bucket] = _BucketMemory.allocate(bucket, self._job, spans, self._parameters)
+            self._memory[bucket] = BucketMemory.allocate(bucket, self._job, spans, self._parameters)
         return self._memory[bucket]
 
 
-def _is_one(weight: Tensor) -> bool:
-    """Whether dividing would change nothing; not asked of a GPU, which would have to be waited for."""
-    return weight.device.type == "cpu" and float(weight) == 1.0
+class _Step:
+    """What is known and under way of one step."""
+
+    def __init__(self, where: str, facts: Mapping[str, int], error: Error | None) -> None:
+        self.where = where
+        self.facts = facts
+        self.error = error
+        self.facts_sent = torch.tensor([error is not None, *facts.values()])
+        self.facts_received: list[Tensor] = []
+        self.figures: dict[int, list[Tensor]] = {}
+        self.num_moments = 0
+        self.known: Figures | None = None
+        self.under_way: list[_BucketUnderWay] = []
 
 
-@dataclass(frozen=True)
-class _BucketMemory:
-    """The buffers of one bucket: `rows[0]` holds the averages in the end.
+@dataclass
+class _BucketUnderWay:
+    """A bucket between packing and averages: its partial sums, then its averages travel in `swap`."""
 
-    Attributes:
-        rows: [subtrees of this worker, elements].
-        places: for each row, each parameter's view of it.
-        shards: which elements each worker owns.
-        arrived: for each other worker, [its subtrees, elements of this worker's shard].
-    """
-
-    rows: Tensor
-    places: list[list[Tensor]]
-    shards: list[range]
-    arrived: dict[int, Tensor]
-
-    @classmethod
-    def allocate(
-        cls, bucket: Bucket, job: Job, spans: Sequence[int], parameters: Sequence[Tensor]
-    ) -> _BucketMemory:
-        like = torch.empty(0, dtype=bucket.dtype, device=job.device)
-        rows = like.new_zeros(spans[job.rank], bucket.num_elements)
-        width = bucket.num_elements // job.world_size
-        shards = [range(worker * width, (worker + 1) * width) for worker in range(job.world_size)]
-        others = [worker for worker in range(job.world_size) if worker != job.rank]
-        arrived = {worker: like.new_empty(spans[worker], width) for worker in others}
-        return cls(rows, [views(bucket, row, parameters) for row in rows], shards, arrived)
+    bucket: Bucket
+    used_here: list[bool]
+    swap: Swap
+    gradients: Gradients = field(default_factory=list)

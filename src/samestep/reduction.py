@@ -120,9 +120,13 @@ def divide(total: Tensor, weight: Tensor, *, out: Tensor) -> None:
 
     Half-precision sums are divided in float32, because a weight above 65,504 is no float16. The
     divisor is a tensor of the sum's own dtype, because CUDA turns division by a number on the host into
-    multiplication by its rounded reciprocal.
+    multiplication by its rounded reciprocal. Division by 1 changes nothing and is left out, except on a
+    GPU, which would have to be waited for to know.
     """
-    if total.dtype in (torch.float16, torch.bfloat16):
+    if weight.device.type == "cpu" and float(weight) == 1.0:
+        if out.data_ptr() != total.data_ptr():
+            out.copy_(total)
+    elif total.dtype in (torch.float16, torch.bfloat16):
         out.copy_(total.float().div_(weight.float()))
     else:
         torch.div(total, weight.to(total.dtype), out=out)

@@ -14,7 +14,6 @@ Everything a tower hands in is a float64 vector; vectors are added along the can
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -22,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils.hooks import RemovableHandle
 
-from samestep.errors import BufferError, ConfigError, UsageError
+from samestep.errors import ConfigError, UsageError
 
-__all__ = ["BufferWatch", "Counters", "Mode", "Statistics", "find_statistics", "tracked_norms"]
+__all__ = ["Mode", "Statistics", "find_statistics", "tracked_norms"]
 
 Mode = Literal["mean", "pooled", "first"]
 
@@ -204,107 +203,3 @@ class _PooledLayer:
             momentum = 1.0 / float(self._norm.num_batches_tracked)
         self._mean.copy_(self._shared[0].double() + momentum * shift)
         self._var.copy_((1 - momentum) * self._shared[1].double() + momentum * unbiased)
-
-
-class Counters:
-    """Integer buffers of one element, such as `num_batches_tracked`: every tower must end alike."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._named = [
-            (name, buffer)
-            for name, buffer in model.named_buffers()
-            if buffer.numel() == 1 and not buffer.is_floating_point() and not buffer.is_complex()
-        ]
-        self._buffers = [buffer for _, buffer in self._named]
-        self._shared = [buffer.clone() for buffer in self._buffers]
-        self._none = torch.zeros(0, dtype=torch.int64)
-        self._fresh = True
-
-    def __len__(self) -> int:
-        return len(self._buffers)
-
-    def start_step(self) -> None:
-        """Note the shared values."""
-        if self._buffers:
-            torch._foreach_copy_(self._shared, self._buffers)
-        self._fresh = True
-
-    def start_tower(self) -> None:
-        """Put the shared values back."""
-        if self._buffers and not self._fresh:
-            torch._foreach_copy_(self._buffers, self._shared)
-        self._fresh = False
-
-    def values(self) -> Tensor:
-        """Return a copy of the current values, [len(self)]."""
-        return torch.cat([b.reshape(1) for b in self._buffers]) if self._buffers else self._none
-
-    def finish(self, towers: Sequence[int], values: Tensor) -> None:
-        """Take over the value that all towers ended with.
-
-        Args:
-            towers: those that had rows.
-            values: float64 [len(towers), len(self)].
-
-        Raises:
-            BufferError: towers ended with different values.
-        """
-        if not self._buffers:
-            return
-        if self._buffers[0].device.type == "cpu" and not torch.equal(values, values[:1].expand_as(values)):
-            tower, column = (values != values[:1]).nonzero()[0].tolist()
-            raise BufferError(
-                f"buffer {self._named[column][0]} is {values[tower, column]:g} after tower {towers[tower]}, "
-                f"{values[0, column]:g} after tower {towers[0]}: an integer buffer must not depend on the rows"
-            )
-        torch._foreach_copy_(
-            self._buffers, [v.view_as(b) for v, b in zip(values[0], self._buffers, strict=True)]
-        )
-
-
-@dataclass(frozen=True)
-class _Watched:
-    name: str
-    module: nn.Module
-    attribute: str
-
-
-class BufferWatch:
-    """Finds buffers that a pass changed although nobody said how to average them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        norms = {id(norm) for norm in model.modules() if isinstance(norm, _NormBase)}
-        self._watched = [
-            _Watched(f"{path}.{name}" if path else name, module, name)
-            for path, module in model.named_modules()
-            if id(module) not in norms
-            for name, buffer in module.named_buffers(recurse=False)
-            if buffer.numel() != 1 or buffer.is_floating_point() or buffer.is_complex()
-        ]
-        self._seen: list[tuple[Tensor | None, int]] = []
-
-    def start_step(self) -> None:
-        """Note which tensors the buffers are, and their versions."""
-        self._seen = [self._state(watched) for watched in self._watched]
-
-    def check(self, tower: int) -> None:
-        """Raise if a buffer was written to or replaced since `start_step`.
-
-        Raises:
-            BufferError: names the buffers.
-        """
-        changed = [
-            watched.name
-            for watched, (tensor, version) in zip(self._watched, self._seen, strict=True)
-            if self._state(watched)[0] is not tensor or self._state(watched)[1] != version
-        ]
-        if changed:
-            raise BufferError(
-                f"tower {tower} changed {', '.join(changed)}: samestep averages the running statistics of "
-                "normalisation layers and does not know what to do with other buffers"
-            )
-
-    @staticmethod
-    def _state(watched: _Watched) -> tuple[Tensor | None, int]:
-        buffer = watched.module._buffers.get(watched.attribute)
-        return buffer, -1 if buffer is None or buffer.is_inference() else buffer._version

@@ -17,20 +17,19 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
-from samestep.agreement import agree
 from samestep.batch import GlobalBatch, LocalBatch
 from samestep.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
+from samestep.buffers import Buffers
 from samestep.contributions import Contributions, TowerFigures
 from samestep.errors import BatchError, ConfigError, Error, UsageError
-from samestep.exchange import Exchange, Figures
+from samestep.exchange import Exchange, Figures, FigureSizes
 from samestep.job import Job
-from samestep.placement import Placement, even_ranges
+from samestep.placement import even_ranges
+from samestep.replicas import agree_on_setup, job_alone, start_from_first_worker
 from samestep.report import Report
-from samestep.statistics import BufferWatch, Counters, Mode, Statistics, find_statistics, tracked_norms
+from samestep.statistics import Mode
 from samestep.streams import GlobalStreams, seed_globals, stream_seed
 
 __all__ = ["LossScale", "Tower", "Towers"]
@@ -122,24 +121,20 @@ class Towers:
         accumulate_dtype: torch.dtype | None = None,
     ) -> None:
         self.model = model
-        self.job = job if job is not None else _job_alone(model)
+        self.job = job if job is not None else job_alone(model)
         self.seed = seed
         self.step = 0
         self.scaler: LossScale | None = None
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         settings: dict[str, Any] = {"towers": num_towers, "seed": seed, "statistics": statistics}
         settings |= {"bucket_bytes": bucket_bytes, "accumulate_dtype": str(accumulate_dtype)}
-        self.placement = _agree_on_setup(model, num_towers, self.job, settings)
-        _start_from_first_worker(model, self.job)
+        self.placement = agree_on_setup(model, num_towers, self.job, settings)
+        start_from_first_worker(model, self.job)
         self._dtypes = [accumulate_dtype or p.dtype for p in self.parameters]
         buckets = plan_buckets(self.parameters, self._dtypes, bucket_bytes, self.job.world_size)
-        self._exchange = Exchange(self.job, self.placement, self.parameters, buckets)
-        self._statistics_mode: Mode = statistics
-        self._collectors: list[Statistics] = []
-        self._norms = [module for module in model.modules() if isinstance(module, _NormBase)]
-        self._training: list[bool] = []
-        self._counters = Counters(model)
-        self._watch = BufferWatch(model)
+        self._buffers = Buffers(model, statistics)
+        sizes = FigureSizes(2 + len(self._buffers.counters()), self._buffers.max_moments)
+        self._exchange = Exchange(self.job, self.placement, self.parameters, buckets, sizes)
         self._open: Contributions | None = None
         self._local = LocalBatch(0, {})
         self._done: list[int] = []
@@ -165,19 +160,15 @@ class Towers:
         """
         if self._open is not None:
             raise UsageError(f"step {self.step} has not been averaged: call average() before the next batch")
-        self._find_collectors()
+        self._buffers.find_collectors()
         try:
             self._local, facts = self._cut(batch)
         except Error as error:
             self._exchange.begin(self.step, _NO_FACTS, error)
-            self._exchange.check_agreement(wait=True)
         self._exchange.begin(self.step, facts)
         for parameter in self.parameters:
             parameter.grad = None
-        parts: list[Statistics | Counters] = [*self._collectors, self._counters]
-        for part in parts:
-            part.start_step()
-        self._watch.start_step()
+        self._buffers.start_step()
         self._done, self._turn = [], None
         towers = self.placement.towers(self.job.rank)
         self._open = Contributions(
@@ -212,7 +203,7 @@ class Towers:
         for index, gradient in contributions.averages():
             self.parameters[index].grad = _as_grad_of(self.parameters[index], gradient)
             gradients += [gradient] if gradient is not None else []
-        self._finish_statistics(figures)
+        self._finish_buffers(figures)
         self._open = None
         self.step += 1
         loss_sums, weights = (figures.scalars[:, :2] * _power_of_two(self._local.rows)).unbind(1)
@@ -224,9 +215,7 @@ class Towers:
         streams = GlobalStreams.capture(self.job.device)
         try:
             for index, batch in self._local.slices.items():
-                parts: list[Statistics | Counters] = [*self._collectors, self._counters]
-                for part in parts:
-                    part.start_tower()
+                self._buffers.start_tower()
                 seed_globals(stream_seed(self.seed, "tower", self.step, index), self.job.device)
                 self._turn = Tower(self, index, batch, self._rows(index))
                 yield self._turn
@@ -242,17 +231,15 @@ class Towers:
             why = "has already run backward" if tower.is_done else "has no turn now"
             raise UsageError(f"{tower!r} {why}: call backward once, inside the loop over towers(batch)")
         self._check_loss(tower, loss)
-        self._exchange.check_agreement(wait=False)
-        self._watch.check(tower.index)
         loss = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
         unit = _power_of_two(self._local.rows)
         total = loss * ((tower.rows if weight is None else 1) / unit)
         figures = TowerFigures(
             total.detach().reshape(()),
             (tower.rows if weight is None else weight) / unit,
-            self._counters.values(),
+            self._buffers.counters(),
         )
-        contributions.add_figures(tower.index, figures, self._moments(tower.index, tower.rows))
+        contributions.add_figures(tower.index, figures, self._buffers.moments(tower.index, tower.rows))
         is_last = tower.index == max(self._local.slices)
         if is_last:
             self._send_figures(contributions)
@@ -264,28 +251,16 @@ class Towers:
 
     def _send_figures(self, contributions: Contributions) -> None:
         """Send the figures of all this worker's towers; those without rows come last, and hand in zeros."""
-        zeros = torch.zeros(self._num_moments(), dtype=torch.float64, device=self.job.device)
-        nothing = TowerFigures(zeros.new_zeros(()), 0.0, torch.zeros_like(self._counters.values()))
+        zeros = torch.zeros(self._buffers.num_moments, dtype=torch.float64, device=self.job.device)
+        nothing = TowerFigures(zeros.new_zeros(()), 0.0, torch.zeros_like(self._buffers.counters()))
         for tower in self.placement.towers(self.job.rank):
             if tower not in self._local.slices:
                 contributions.add_figures(tower, nothing, zeros.clone())
         contributions.send_figures()
 
-    def _moments(self, tower: int, rows: int) -> Tensor:
-        parts = [collector.contribution(tower, rows) for collector in self._collectors]
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat([*parts, torch.zeros(0, dtype=torch.float64, device=self.job.device)])
-
-    def _num_moments(self) -> int:
-        return sum(collector.num_values for collector in self._collectors)
-
-    def _finish_statistics(self, figures: Figures) -> None:
-        parts = figures.totals.split([collector.num_values for collector in self._collectors])
+    def _finish_buffers(self, figures: Figures) -> None:
         ran = [tower for tower in range(self.placement.num_towers) if self._rows(tower) > 0]
-        self._counters.finish(ran, figures.scalars[ran, 2:])
-        for collector, totals in zip(self._collectors, parts, strict=True):
-            collector.finish(totals, self._local.rows)
+        self._buffers.finish(figures.totals, self._local.rows, ran, figures.scalars[ran, 2:])
 
     def _rows(self, tower: int) -> int:
         return len(even_ranges(self._local.rows, self.placement.num_towers)[tower])
@@ -295,7 +270,8 @@ class Towers:
     def _cut(self, batch: Any) -> tuple[LocalBatch, dict[str, int]]:
         """Cut a global batch into this worker's towers, and say what all workers must have alike."""
         if isinstance(batch, LocalBatch):
-            local, seen = batch, batch.position
+            local, seen = batch.to(self.job.device), batch.position
+            self._check_slices(local)
         else:
             whole = GlobalBatch.open(batch)
             ranges = even_ranges(whole.rows, self.placement.num_towers)
@@ -307,15 +283,17 @@ class Towers:
         return local, {
             "rows": local.rows,
             "batch fingerprint": seen,
-            "norms in training": sum(self._training),
+            "norms in training": self._buffers.num_training,
         }
 
-    def _find_collectors(self) -> None:
-        """Look for normalisation layers anew where their train and eval modes have changed."""
-        training = [norm.training for norm in self._norms]
-        if training != self._training:
-            self._training = training
-            self._collectors = find_statistics(self.model, self._statistics_mode)
+    def _check_slices(self, local: LocalBatch) -> None:
+        ranges = even_ranges(local.rows, self.placement.num_towers)
+        expected = [tower for tower in self.placement.towers(self.job.rank) if ranges[tower]]
+        if list(local.slices) != expected:
+            raise BatchError(
+                f"the batch holds towers {list(local.slices)}, this worker runs {expected} of "
+                f"{self.placement.num_towers}: give the TowerLoader these same towers"
+            )
 
     def _check_loss(self, tower: Tower, loss: Tensor) -> None:
         if any(parameter.grad is not None for parameter in self.parameters):
@@ -351,56 +329,6 @@ class Towers:
 
 
 _NO_FACTS = {"rows": 0, "batch fingerprint": 0, "norms in training": 0}
-
-
-def _job_alone(model: nn.Module) -> Job:
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        raise ConfigError("job is missing: there are several workers, so pass job=samestep.init()")
-    parameter = next(model.parameters(), None)
-    return Job(torch.device("cpu") if parameter is None else parameter.device)
-
-
-def _agree_on_setup(model: nn.Module, num_towers: int, job: Job, settings: dict[str, Any]) -> Placement:
-    """Check the model and the settings on every worker, then that they are the same on all."""
-    error: Error | None = None
-    placement = Placement(1, 1)
-    try:
-        _check_model(model, job)
-        placement = Placement(num_towers, job.world_size)
-    except Error as found:
-        error = found
-    named = [*model.named_parameters(), *model.named_buffers()]
-    tensors = [f"{n} {tuple(t.shape)} {t.dtype} requires_grad={t.requires_grad}" for n, t in named]
-    agree(job, {**settings, "model": tensors}, where="Towers", error=error)
-    return placement
-
-
-def _check_model(model: nn.Module, job: Job) -> None:
-    parameters = dict(model.named_parameters())
-    for name, parameter in parameters.items():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ConfigError(f"parameter {name} has no shape yet: run the model once before making Towers")
-        if parameter.device != job.device:
-            raise ConfigError(
-                f"parameter {name} is on {parameter.device}, the worker's device is {job.device}: "
-                "call model.to(job.device) first"
-            )
-    if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise ConfigError(
-            f"{type(model).__name__} has no parameter that requires grad: there is nothing to train"
-        )
-    tracked_norms(model)
-
-
-def _start_from_first_worker(model: nn.Module, job: Job) -> None:
-    """Give every worker the tensors of worker 0, as DistributedDataParallel does."""
-    if job.world_size == 1:
-        return
-    for tensor in (*model.parameters(), *model.buffers()):
-        with torch.no_grad():
-            values = tensor.detach().contiguous()
-            dist.broadcast(values, 0)
-            tensor.copy_(values)
 
 
 def _power_of_two(rows: int) -> int:

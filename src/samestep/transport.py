@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -13,83 +12,103 @@ from torch import Tensor
 from samestep.errors import LostWorkerError
 from samestep.job import Job
 
-__all__ = ["Transport"]
+__all__ = ["Swap", "Transport"]
 
-Result = TypeVar("Result")
+Tensors = Mapping[int, Sequence[Tensor]]
+"""For each other worker, contiguous tensors in the order they are sent in."""
+
+
+@dataclass
+class Swap:
+    """Sends and receives that are under way; nothing may touch their tensors before `wait` returns."""
+
+    what: str = ""
+    timeout_s: float = 0.0
+    works: list[dist.Work] = field(default_factory=list)
+    peers: list[int] = field(default_factory=list)
+    staged: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def wait(self) -> None:
+        """Wait until everything has been sent and has arrived; on NCCL, until the GPU's stream has.
+
+        Raises:
+            LostWorkerError: a worker is gone or did not answer within the job's timeout.
+        """
+        for position, work in enumerate(self.works):
+            try:
+                work.wait()
+            except RuntimeError as error:
+                # NCCL hands out one work for all of a batch, which names nobody.
+                peer = self.peers[position] if len(self.works) == len(self.peers) else None
+                raise self.lost(error, peer) from error
+        for target, host in self.staged:
+            target.copy_(host)
+        self.works.clear()
+        self.staged.clear()
+
+    def lost(self, error: RuntimeError, peer: int | None = None) -> LostWorkerError:
+        """Return the error that says who did not take part in what."""
+        who = "another worker" if peer is None else f"worker {peer}"
+        why = str(error).partition("\n")[0]
+        return LostWorkerError(f"{self.what}: {who} is gone or silent for {self.timeout_s:g} s ({why})")
 
 
 class Transport:
-    """Swaps tensors with the other workers, while the main thread computes.
+    """Swaps tensors with the other workers; every worker posts the same swaps in the same order.
 
-    Every worker posts the same swaps in the same order. On gloo they run in one background thread,
-    because its waits block; NCCL's are ordered by the GPU's stream, so they are posted on the spot.
-
-    A swap is an all-to-all or an all-gather, depending on what is sent; gloo's own `all_gather` copies
-    more and took about twice the time of the sends and receives that it is made of.
+    A swap is an all-to-all or an all-gather, depending on what is sent. It is made of sends and
+    receives because gloo's own `all_gather` takes about twice the time of those it consists of, and
+    because these run in gloo's thread while this one computes.
     """
 
     def __init__(self, job: Job) -> None:
         self._job = job
         backend = dist.get_backend_config() if job.world_size > 1 else ""
         self._through_host = job.device.type == "cuda" and "nccl" not in backend
-        blocking = job.world_size > 1 and "nccl" not in backend
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="samestep-exchange") if blocking else None
+        self.others = [worker for worker in range(job.world_size) if worker != job.rank]
 
-    def submit(self, task: Callable[[], Result]) -> Future[Result]:
-        """Run `task` after all tasks submitted before; its result or error is the future's."""
-        if self._thread is not None:
-            return self._thread.submit(task)
-        future: Future[Result] = Future()
-        try:
-            future.set_result(task())
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-    def swap(
-        self, outgoing: Mapping[int, Sequence[Tensor]], incoming: Mapping[int, Sequence[Tensor]], what: str
-    ) -> None:
-        """Send to and receive from every other worker, and wait until both are done.
+    def post(self, outgoing: Tensors, incoming: Tensors, what: str) -> Swap:
+        """Start to send to and receive from every other worker.
 
         Args:
-            outgoing: for each other worker, contiguous tensors to send, in order.
-            incoming: for each other worker, contiguous tensors to fill, in order.
+            outgoing: what to send.
+            incoming: what to fill.
             what: names the exchange in the message if a worker is lost.
 
         Raises:
-            LostWorkerError: a worker is gone or did not answer within the job's timeout.
+            LostWorkerError: a worker is gone.
         """
-        if self._through_host:
-            on_host = {worker: [t.cpu() for t in tensors] for worker, tensors in incoming.items()}
-            self._swap({w: [t.cpu() for t in tensors] for w, tensors in outgoing.items()}, on_host, what)
-            for worker, tensors in incoming.items():
-                torch._foreach_copy_(list(tensors), on_host[worker])
-        else:
-            self._swap(outgoing, incoming, what)
-
-    def _swap(
-        self, outgoing: Mapping[int, Sequence[Tensor]], incoming: Mapping[int, Sequence[Tensor]], what: str
-    ) -> None:
-        operations, peers = [], []
+        swap = Swap(what, self._job.timeout_s)
+        operations: list[dist.P2POp] = []
         for distance in range(1, self._job.world_size):
             source = (self._job.rank - distance) % self._job.world_size
             target = (self._job.rank + distance) % self._job.world_size
-            operations += [dist.P2POp(dist.irecv, t, source) for t in incoming[source] if t.numel()]
-            operations += [dist.P2POp(dist.isend, t, target) for t in outgoing[target] if t.numel()]
-            peers += [source] * sum(t.numel() > 0 for t in incoming[source])
-            peers += [target] * sum(t.numel() > 0 for t in outgoing[target])
-        if not operations:
-            return
-        peer = -1
-        try:
-            works = dist.batch_isend_irecv(operations)
-            for position, work in enumerate(works):
-                peer = peers[position] if len(works) == len(peers) else -1
-                work.wait()
-        except RuntimeError as error:
-            raise LostWorkerError(self._explain(peer, what, error)) from error
+            for tensor in incoming[source]:
+                self._add(swap, operations, dist.irecv, self._to_fill(swap, tensor), source)
+            for tensor in outgoing[target]:
+                self._add(swap, operations, dist.isend, self._to_send(tensor), target)
+        for device_type in ("cpu", "cuda"):  # a batch goes to one backend
+            batch = [operation for operation in operations if operation.tensor.device.type == device_type]
+            try:
+                swap.works += dist.batch_isend_irecv(batch) if batch else []
+            except RuntimeError as error:
+                raise swap.lost(error) from error
+        return swap
 
-    def _explain(self, peer: int, what: str, error: RuntimeError) -> str:
-        who = f"worker {peer}" if peer >= 0 else "another worker"
-        why = str(error).partition("\n")[0]
-        return f"{what}: {who} is gone or did not answer within {self._job.timeout_s:g} s ({why})"
+    @staticmethod
+    def _add(
+        swap: Swap, operations: list[dist.P2POp], operation: Callable[..., object], tensor: Tensor, peer: int
+    ) -> None:
+        if tensor.numel():
+            operations.append(dist.P2POp(operation, tensor, peer))
+            swap.peers.append(peer)
+
+    def _to_fill(self, swap: Swap, tensor: Tensor) -> Tensor:
+        if not self._through_host or tensor.device.type == "cpu":
+            return tensor
+        host = torch.empty_like(tensor, device="cpu")
+        swap.staged.append((tensor, host))
+        return host
+
+    def _to_send(self, tensor: Tensor) -> Tensor:
+        return tensor.cpu() if self._through_host else tensor

@@ -1,0 +1,111 @@
+"""The commands: parses, calls, prints."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, cast
+
+from tyro.conf import Positional, arg
+
+from samestep.job import Job, init, resolve_workers, under_launcher
+from samestep.launch import launch, run_worker
+from samestep.usage import Command, parse
+
+if TYPE_CHECKING:
+    from samestep.experiment import Settings
+
+__all__ = ["Digest", "Eval", "main"]
+
+
+@dataclass(frozen=True)
+class Eval:
+    """Evaluate the checkpoint of a run."""
+
+    run_dir: Annotated[Positional[Path], arg(metavar="RUN_DIR")]
+    """The folder that train wrote, its --run-dir."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What to compute on; auto is the GPU where there is one."""
+    threads: int = 1
+    """CPU threads of each worker."""
+    workers: int | Literal["auto"] = "auto"
+    """Processes to start here; auto is one for each core or GPU."""
+
+
+@dataclass(frozen=True)
+class Digest:
+    """Print the SHA-256 of the weights in a checkpoint."""
+
+    path: Annotated[Positional[Path], arg(metavar="PATH")]
+    """A checkpoint, or the folder of a run."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command, as the process that the user started or as one of its workers.
+
+    Args:
+        argv: the words after the program's name; by default those of this process.
+
+    Returns:
+        The exit status: 0 done, 2 the command line or an input file is wrong, 1 the run failed,
+        128 + the signal's number where one ended it.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    return run_worker(lambda: _run(words))
+
+
+def _run(words: list[str]) -> int:
+    match parse("samestep", _commands(), words):
+        case Eval() as command:
+            return _eval(command, words)
+        case Digest() as command:
+            return _digest(command)
+        case settings:
+            return _train(cast("Settings", settings), words)
+
+
+def _commands() -> Command:
+    from samestep.recipes import RECIPES
+
+    train = Command("Train a recipe, from its last checkpoint if there is one.", RECIPES, noun="recipe")
+    return Command("", {"train": train, "eval": Eval, "digest": Digest})
+
+
+def _train(settings: Settings, words: list[str]) -> int:
+    from samestep.training import train
+
+    return _on_workers(settings, words, lambda job: train(settings, job))
+
+
+def _eval(command: Eval, words: list[str]) -> int:
+    from samestep.evaluation import evaluate_run
+    from samestep.experiment import read_settings
+    from samestep.recipes import RECIPES
+
+    settings = replace(
+        read_settings(command.run_dir, RECIPES),
+        workers=command.workers,
+        device=command.device,
+        threads=command.threads,
+    )
+    return _on_workers(settings, words, lambda job: evaluate_run(settings, job))
+
+
+def _on_workers(settings: Settings, words: list[str], work: Callable[[Job], int]) -> int:
+    """Do the work on the workers that the settings ask for: start them, or be one of them."""
+    workers = resolve_workers(settings.workers, settings.towers, settings.device, threads=settings.threads)
+    if workers > 1 and not under_launcher():
+        return launch([sys.executable, "-m", "samestep", *words], workers, threads=settings.threads)
+    job = init(settings.device, threads=settings.threads)
+    status = work(job)
+    job.close()
+    return status
+
+
+def _digest(command: Digest) -> int:
+    from samestep.checkpoint import read_digest
+
+    print(read_digest(command.path))
+    return 0

@@ -1,0 +1,170 @@
+"""What a recipe consists of: the settings that a user chooses, and the parts that they make."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from samestep.errors import ConfigError, DataError, MissingFileError
+from samestep.job import Job
+from samestep.loader import BatchedDataset, TowerLoader
+from samestep.step import Step
+
+__all__ = ["Experiment", "Settings", "read_settings"]
+
+_FILE = "settings.json"
+_FREE = {
+    "workers",
+    "threads",
+    "steps",
+    "run_dir",
+    "data_dir",
+    "device",
+    "fresh",
+    "log_every",
+    "checkpoint_every",
+}
+"""Settings that may change when a run goes on: where and how it runs, not what is computed."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """The parts of one training run.
+
+    Attributes:
+        step: takes one training step.
+        loader: gives its batches.
+        test: the examples to evaluate on.
+        count: `count(model, batch)` -> int64 tensor of counts that add up over batches.
+        figures: turns the summed counts into named figures, the main one first.
+    """
+
+    step: Step
+    loader: TowerLoader
+    test: BatchedDataset
+    count: Callable[[nn.Module, Any], Tensor]
+    figures: Callable[[Tensor], Mapping[str, float]]
+
+    @property
+    def model(self) -> nn.Module:
+        """The model in training."""
+        return self.step.towers.model
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The model to evaluate: with the moving averages of the weights, where they are kept."""
+        return self.step.average.module if self.step.average is not None else self.model
+
+
+@dataclass(frozen=True)
+class Settings(abc.ABC):
+    """The options that all recipes share."""
+
+    towers: int = 8
+    """Logical slices of the global batch; part of the experiment, like the batch size."""
+    workers: int | Literal["auto"] = "auto"
+    """Processes to start here; auto is one for each core or GPU, at most one a tower."""
+    threads: int = 1
+    """CPU threads of each worker; the bits depend on it."""
+    batch_size: int = 256
+    """The global batch, in rows."""
+    steps: int = 1000
+    """Steps to take in all, those of earlier runs in the same folder included."""
+    seed: int = 0
+    """Of the weights, the order of the data, augmentation and dropout."""
+    run_dir: Path = Path("runs/unnamed")
+    """Where checkpoints and settings are kept; training goes on from what is there."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What to compute on; auto is the GPU where there is one."""
+    autocast: Literal["none", "bf16", "fp16"] = "none"
+    """Mixed precision."""
+    log_every: int = 50
+    """Steps between printed lines where the output is no terminal."""
+    checkpoint_every: int = 1000
+    """Steps between checkpoints; there is always one at the end."""
+    fresh: bool = False
+    """Start over: delete the checkpoints in the run folder first."""
+
+    recipe: ClassVar[str]
+    free: ClassVar[frozenset[str]] = frozenset(
+        ("workers", "threads", "run_dir", "device", "fresh", "log_every", "checkpoint_every")
+    )
+    """Settings that may change when a run goes on: where and how it runs, not what is computed."""
+
+    def __post_init__(self) -> None:
+        for name in ("towers", "threads", "batch_size", "steps", "log_every", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: expected at least 1")
+
+    @abc.abstractmethod
+    def build(self, job: Job) -> Experiment:
+        """Make the parts: data, model, optimizer, step. The same on every worker."""
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """The dtype that `autocast` names."""
+        return {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self.autocast]
+
+    def write(self) -> None:
+        """Note the settings in the run folder."""
+        values = {name: str(v) if isinstance(v, Path) else v for name, v in dataclasses.asdict(self).items()}
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        (self.run_dir / _FILE).write_text(json.dumps({"recipe": self.recipe, **values}, indent=2) + "\n")
+
+    def check_same_experiment(self) -> None:
+        """Compare with the settings noted in the run folder, if any.
+
+        Raises:
+            ConfigError: a setting that the result depends on is another one.
+        """
+        path = self.run_dir / _FILE
+        if not path.exists():
+            return
+        noted = _read(path)
+        current = {"recipe": self.recipe, **dataclasses.asdict(self)}
+        for name in sorted(current.keys() - self.free):
+            if name in noted and noted[name] != current[name]:
+                raise ConfigError(
+                    f"{self.run_dir} was trained with {name} = {noted[name]}, not {current[name]}: go on "
+                    "with the same, choose another --run-dir, or start over with --fresh"
+                )
+
+
+def read_settings(run_dir: Path, recipes: Mapping[str, type[Settings]]) -> Settings:
+    """Return the settings of the run in a folder.
+
+    Raises:
+        MissingFileError: there is no run.
+        DataError: its settings cannot be read.
+    """
+    values = _read(run_dir / _FILE)
+    kind = recipes.get(values.pop("recipe", ""))
+    if kind is None:
+        raise DataError(f"{run_dir / _FILE}: its recipe is unknown, expected one of {', '.join(recipes)}")
+    known = {field.name for field in dataclasses.fields(kind)}
+    paths = {
+        name: Path(values[name]) for name in values if name.endswith("_dir") and values[name] is not None
+    }
+    return kind(**{**{n: v for n, v in values.items() if n in known}, **paths, "run_dir": run_dir})
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise MissingFileError(
+            f"{path}: not there; expected the folder of a run, as `samestep train` writes it"
+        )
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read as JSON ({error}); restore it or start over") from error
+    if not isinstance(values, dict):
+        raise DataError(f"{path}: expected a JSON object with the run's settings")
+    return values

@@ -1,0 +1,244 @@
+"""Processes and devices: the only place that reads the launcher's environment or makes a process group."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from samestep.errors import ConfigError
+from samestep.placement import Placement
+
+__all__ = [
+    "DEFAULT_TIMEOUT_S",
+    "Job",
+    "error_file",
+    "init",
+    "launched_by_samestep",
+    "num_cores",
+    "rank",
+    "resolve_workers",
+    "under_launcher",
+    "worker_environment",
+]
+
+DEFAULT_TIMEOUT_S = 600.0
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # names and numbers of malloc.h
+
+
+@dataclass(frozen=True)
+class Job:
+    """One process's view of the job.
+
+    Attributes:
+        device: what this worker computes on.
+        rank: this worker's number, 0 <= rank < world_size; passed on as `worker` elsewhere.
+        world_size: workers in the job, W.
+        threads: CPU threads of this worker; part of what the bits depend on.
+        timeout_s: seconds after which a worker that does not answer counts as lost.
+    """
+
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+    threads: int = 1
+    timeout_s: float = DEFAULT_TIMEOUT_S
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is worker 0, the one that prints and writes."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait for all workers."""
+        if self.world_size > 1:
+            dist.barrier()
+
+    def close(self) -> None:
+        """Leave the process group, if there is one."""
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def under_launcher() -> bool:
+    """Whether a launcher such as torchrun started this process and gave it a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launched_by_samestep() -> bool:
+    """Whether `samestep.launch` started this process, and so shows the errors of all workers itself."""
+    return "SAMESTEP_LAUNCHED" in os.environ
+
+
+def rank() -> int:
+    """Return this worker's number, 0 where there is no launcher."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def error_file() -> Path | None:
+    """Return the file in which torch's launcher looks for this worker's error; None without a launcher."""
+    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(name) if name else None
+
+
+@contextmanager
+def worker_environment(threads: int, signals: list[str]) -> Iterator[None]:
+    """Set, for a while, what workers inherit from the process that launches them.
+
+    Args:
+        threads: CPU threads of each worker, also for the libraries that size their pools at start.
+        signals: names of the signals that torch's launcher passes on to the workers.
+    """
+    wanted = {
+        "SAMESTEP_LAUNCHED": "1",
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signals),
+    }
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def num_cores() -> int:
+    """Return how many CPU cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # macOS has no affinity
+
+
+def resolve_workers(
+    workers: int | Literal["auto"], towers: int, device: str = "auto", *, threads: int = 1
+) -> int:
+    """Return the number of workers W that `--workers` asks for.
+
+    Under a launcher W is what the launcher started. Otherwise "auto" is one worker per GPU, or one per
+    `threads` cores available to this process, and in any case at most one per tower.
+
+    Args:
+        workers: a number, or "auto".
+        towers: logical slices of the global batch, T.
+        device: as for `init`.
+        threads: CPU threads of each worker.
+
+    Returns:
+        W, with 1 <= W <= T.
+
+    Raises:
+        ConfigError: more workers than towers, or other than what the launcher started; threads below 1.
+    """
+    _check_threads(threads)
+    if under_launcher():
+        started = int(os.environ["WORLD_SIZE"])
+        if workers not in ("auto", started):
+            raise ConfigError(
+                f"workers = {workers}, but the launcher started {started} processes (WORLD_SIZE={started}): "
+                f"start {workers} processes, or leave out --workers"
+            )
+        return Placement(towers, started).num_workers
+    if workers != "auto":
+        return Placement(towers, workers).num_workers
+    on_cpu = _device(device, 0).type == "cpu"
+    room = num_cores() // threads if on_cpu else torch.cuda.device_count()
+    return max(1, min(towers, room))
+
+
+def init(device: str = "auto", *, threads: int = 1, timeout_s: float = DEFAULT_TIMEOUT_S) -> Job:
+    """Join the job: read torchrun's environment, pick the device, make kernels deterministic.
+
+    Without a launcher this is a job of one worker. Call it once, before the model is built.
+
+    Args:
+        device: "cpu", "cuda" (the GPU of this worker's local rank, shared where there are fewer GPUs
+            than workers), or "auto": CUDA where there is a GPU.
+        threads: CPU threads. The bits of CPU kernels depend on it, so it is a setting, never a guess.
+        timeout_s: seconds to wait for another worker before it counts as lost.
+
+    Returns:
+        The job, to be passed to `Towers`.
+
+    Raises:
+        ConfigError: an unknown device, no GPU for "cuda", or threads below 1.
+    """
+    _check_threads(threads)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    chosen = _device(device, local_rank)
+    torch.set_num_threads(threads)
+    if chosen.type == "cpu":
+        _keep_freed_memory()
+    else:
+        _make_cuda_deterministic(chosen)
+    if not under_launcher():
+        return Job(chosen, threads=threads, timeout_s=timeout_s)
+    if int(os.environ["WORLD_SIZE"]) > 1 and not dist.is_initialized():
+        dist.init_process_group(_backend(chosen), timeout=timedelta(seconds=timeout_s))
+    return Job(chosen, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), threads, timeout_s)
+
+
+def _check_threads(threads: int) -> None:
+    if threads < 1:
+        raise ConfigError(f"threads = {threads}: expected at least 1")
+
+
+def _device(name: str, local_rank: int) -> torch.device:
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device = {name!r}: expected one of auto, cpu, cuda")
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("device = 'cuda': torch sees no GPU here; use device 'cpu' or 'auto'")
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def _backend(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "gloo"
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    # NCCL refuses two ranks on one GPU; gloo carries CUDA tensors through host memory.
+    return "cpu:gloo,cuda:nccl" if local_world_size <= torch.cuda.device_count() else "gloo"
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep freed gradients for the next pass.
+
+    By default it gives large blocks back to the system, and every pass pays for fresh zeroed pages:
+    a quarter of a step for a perceptron of 10 million parameters. See mallopt(3).
+    """
+    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_MAX, 0)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def _make_cuda_deterministic(device: torch.device) -> None:
+    torch.cuda.set_device(device)
+    wanted = ":4096:8"
+    if os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", wanted) not in (wanted, ":16:8"):
+        warnings.warn(
+            f"CUBLAS_WORKSPACE_CONFIG={os.environ['CUBLAS_WORKSPACE_CONFIG']} lets cuBLAS change the bits; "
+            f"unset it or use {wanted}",
+            stacklevel=3,
+        )
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False

@@ -1,0 +1,8 @@
+"""One file, one experiment, to be read from top to bottom."""
+
+from samestep.experiment import Settings
+from samestep.recipes.digits import DigitsSettings
+
+__all__ = ["RECIPES"]
+
+RECIPES: dict[str, type[Settings]] = {kind.recipe: kind for kind in (DigitsSettings,)}

@@ -1,0 +1,77 @@
+"""Every worker's copy of the model: fit to be trained, the same structure, and worker 0's values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from samestep.agreement import agree
+from samestep.errors import ConfigError, Error
+from samestep.job import Job
+from samestep.placement import Placement
+from samestep.statistics import tracked_norms
+
+__all__ = ["agree_on_setup", "job_alone", "start_from_first_worker"]
+
+
+def job_alone(model: nn.Module) -> Job:
+    """Return the job of this process alone, on the model's device.
+
+    Raises:
+        ConfigError: there are several workers.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        raise ConfigError("job is missing: there are several workers, so pass job=samestep.init()")
+    parameter = next(model.parameters(), None)
+    return Job(torch.device("cpu") if parameter is None else parameter.device)
+
+
+def agree_on_setup(model: nn.Module, num_towers: int, job: Job, settings: dict[str, Any]) -> Placement:
+    """Check the model and the settings on every worker, then that they are the same on all.
+
+    Raises:
+        ConfigError: T or W is out of range, or the model cannot be trained.
+        DisagreementError: a worker differs, or failed its checks.
+    """
+    error: Error | None = None
+    placement = Placement(1, 1)
+    try:
+        _check_model(model, job)
+        placement = Placement(num_towers, job.world_size)
+    except Error as found:
+        error = found
+    named = [*model.named_parameters(), *model.named_buffers()]
+    tensors = [f"{n} {tuple(t.shape)} {t.dtype} requires_grad={t.requires_grad}" for n, t in named]
+    agree(job, {**settings, "model": tensors}, where="Towers", error=error)
+    return placement
+
+
+def _check_model(model: nn.Module, job: Job) -> None:
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ConfigError(f"parameter {name} has no shape yet: run the model once before making Towers")
+        if parameter.device != job.device:
+            raise ConfigError(
+                f"parameter {name} is on {parameter.device}, the worker's device is {job.device}: "
+                "call model.to(job.device) first"
+            )
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ConfigError(
+            f"{type(model).__name__} has no parameter that requires grad: there is nothing to train"
+        )
+    tracked_norms(model)
+
+
+def start_from_first_worker(model: nn.Module, job: Job) -> None:
+    """Give every worker the tensors of worker 0, as DistributedDataParallel does."""
+    if job.world_size == 1:
+        return
+    for tensor in (*model.parameters(), *model.buffers()):
+        with torch.no_grad():
+            values = tensor.detach().contiguous()
+            dist.broadcast(values, 0)
+            tensor.copy_(values)

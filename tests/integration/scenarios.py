@@ -1,0 +1,306 @@
+"""Small training runs, each ending in a digest: run in one process and in several, and compared.
+
+python scenarios.py OUT.json    run all of them as a worker of torchrun; worker 0 writes the results
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import samestep
+from samestep.datasets.digits import Digits
+
+Scenario = Callable[[samestep.Job], str]
+SCENARIOS: dict[str, Scenario] = {}
+
+
+def scenario(function: Scenario) -> Scenario:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def batches(num_steps: int, rows: int, *shape: int, dtype: torch.dtype = torch.float32) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        {
+            "x": torch.randn(rows if step != 1 else rows // 2 + 1, *shape, generator=generator).to(dtype),
+            "y": torch.randint(0, 5, (rows if step != 1 else rows // 2 + 1,), generator=generator),
+        }
+        for step in range(num_steps)
+    ]
+
+
+def convnet() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 6, 3, stride=2),
+        nn.BatchNorm2d(6, momentum=None),
+        nn.Dropout(0.3),
+        nn.Flatten(),
+        nn.Linear(6 * 9, 5),
+    ).to(memory_format=torch.channels_last)
+
+
+def perceptron(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(6)
+    return nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.Dropout(0.1), nn.Linear(33, 5)).to(dtype)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One small training run."""
+
+    num_towers: int
+    build: Callable[[], nn.Module] = convnet
+    rows: int = 30
+    shape: tuple[int, ...] = (3, 8, 8)
+    optimizer: str = "sgd"
+    autocast: torch.dtype | None = None
+    statistics: str = "mean"
+    bucket_bytes: int = 4000
+    dtype: torch.dtype = torch.float32
+    accumulate_dtype: torch.dtype | None = None
+
+    def __call__(self, job: samestep.Job) -> str:
+        model = self.build()
+        towers = samestep.Towers(
+            model,
+            self.num_towers,
+            job=job,
+            seed=3,
+            statistics=self.statistics,
+            bucket_bytes=self.bucket_bytes,
+            accumulate_dtype=self.accumulate_dtype,
+        )
+        if self.optimizer == "sgd":
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        step = samestep.Step(
+            towers, loss_of, optimizer, clip_norm=1.0, autocast=self.autocast, scheduler=schedule, average=average
+        )
+        losses = [step(batch).loss for batch in batches(4, self.rows, *self.shape, dtype=self.dtype)]
+        return f"{samestep.digest(model)} {samestep.digest(average)} {losses}"
+
+
+mlp = partial(Run, build=perceptron, shape=(7,), rows=48)
+RUNS = {
+    **{f"convnet, {towers} towers": Run(towers) for towers in (4, 5, 7, 8, 13, 16)},
+    **{f"perceptron, {towers} towers": mlp(towers, optimizer="adamw") for towers in (4, 7, 8, 13)},
+    "one bucket": Run(7, bucket_bytes=2**25),
+    "pooled statistics": Run(7, statistics="pooled"),
+    "first tower's statistics": Run(7, statistics="first"),
+    "adamw": Run(8, optimizer="adamw"),
+    "bf16 autocast, sgd": Run(8, autocast=torch.bfloat16),
+    "bf16 autocast, adamw": Run(7, autocast=torch.bfloat16, optimizer="adamw"),
+    "fp16 autocast": Run(7, autocast=torch.float16),
+    "fewer rows than towers": Run(7, rows=4, build=perceptron, shape=(7,)),
+    "float64": mlp(7, build=partial(perceptron, torch.float64), dtype=torch.float64),
+    "bf16 parameters": mlp(7, build=partial(perceptron, torch.bfloat16), dtype=torch.bfloat16),
+    "bf16 parameters summed in fp32": mlp(
+        7, build=partial(perceptron, torch.bfloat16), dtype=torch.bfloat16, accumulate_dtype=torch.float32
+    ),
+}
+SCENARIOS.update(RUNS)
+
+
+class Branches(nn.Module):
+    """Uses `rare` only where a row says so, `never` never; ties two weights; one dtype differs; one is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first = nn.Linear(7, 7)
+        self.tied = nn.Linear(7, 7)
+        self.tied.weight = self.first.weight
+        self.rare = nn.Linear(7, 7)
+        self.never = nn.Linear(7, 7)
+        self.wide = nn.Parameter(torch.ones(7, dtype=torch.float64))
+        self.frozen = nn.Parameter(torch.ones(7), requires_grad=False)
+        self.last = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.tied(torch.tanh(self.first(x))) * self.frozen
+        hidden = (hidden * self.wide).float()
+        if x[0, 0] > 0.8:
+            hidden = hidden + self.rare(x)
+        return self.last(hidden)
+
+
+@scenario
+def unused_tied_frozen_and_mixed_parameters(job: samestep.Job) -> str:
+    model = Branches()
+    towers = samestep.Towers(model, 7, job=job, bucket_bytes=300)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.5)
+    used = []
+    for batch in batches(5, 21, 7):
+        for tower in towers(batch):
+            tower.backward(loss_of(model, tower.batch))
+        towers.average()
+        used.append([name for name, p in model.named_parameters() if p.grad is not None])
+        optimizer.step()
+    assert any("rare.weight" in names for names in used)
+    assert not any("never.weight" in names for names in used)
+    assert torch.equal(model.never.weight, Branches().never.weight)
+    return f"{samestep.digest(model)} {used}"
+
+
+@scenario
+def explicit_weights(job: samestep.Job) -> str:
+    model = perceptron()
+    towers = samestep.Towers(model, 5, job=job)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weights = []
+    for batch in batches(3, 17, 7):
+        for tower in towers(batch):
+            keep = tower.batch["y"] != 0
+            loss = F.cross_entropy(model(tower.batch["x"]), tower.batch["y"], reduction="none")
+            tower.backward((loss * keep).sum(), weight=keep.sum() if tower.index % 2 else int(keep.sum()))
+        weights.append(towers.average().weight)
+        optimizer.step()
+    return f"{samestep.digest(model)} {weights}"
+
+
+@scenario
+def streams_of_all_generators(job: samestep.Job) -> str:
+    import random
+
+    import numpy as np
+
+    torch.manual_seed(job.rank)  # what comes before must not matter
+    random.seed(job.rank)
+    np.random.seed(job.rank)
+    model = perceptron()
+    towers = samestep.Towers(model, 6, job=job)
+    before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
+    for tower in towers(batches(1, 12, 7)[0]):
+        noise = float(torch.rand(1)) + random.random() + float(np.random.rand())
+        tower.backward(loss_of(model, tower.batch) * noise)
+    towers.average()
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert np.random.get_state()[1].tolist() == before[2]
+    return samestep.digest({name: p.grad for name, p in model.named_parameters()})
+
+
+@scenario
+def loader(job: samestep.Job) -> str:
+    torch.manual_seed(8)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    towers = samestep.Towers(model, 7, job=job)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = samestep.TowerLoader(Digits("train", augment=True), 250, towers, seed=4)
+    rows = []
+    for _ in range(2):
+        for batch in data:
+            for tower in towers(batch):
+                pictures, labels = tower.batch
+                tower.backward(F.cross_entropy(model(pictures), labels))
+            rows.append(towers.average().rows)
+            optimizer.step()
+    assert rows == [250, 250, 250, 250, 250, 187] * 2
+    return samestep.digest(model)
+
+
+def message_of(function: Callable[[], object]) -> str:
+    try:
+        function()
+    except samestep.Error as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def step_on(towers: samestep.Towers, batch: object) -> None:
+    for tower in towers(batch):
+        tower.backward(loss_of(towers.model, tower.batch))
+    towers.average()
+
+
+FAULTS: dict[str, Scenario] = {}
+
+
+def fault(function: Scenario) -> Scenario:
+    """Note a scenario that ends in an error; `job.rank == 1` is the worker that differs."""
+    FAULTS[function.__name__] = function
+    return function
+
+
+@fault
+def different_num_towers(job: samestep.Job) -> str:
+    return message_of(lambda: samestep.Towers(perceptron(), 8 if job.rank != 1 else 7, job=job))
+
+
+@fault
+def too_few_towers_on_one(job: samestep.Job) -> str:
+    return message_of(lambda: samestep.Towers(perceptron(), 8 if job.rank != 1 else 1, job=job))
+
+
+@fault
+def different_model(job: samestep.Job) -> str:
+    model = perceptron() if job.rank != 1 else nn.Sequential(nn.Linear(7, 32), nn.Tanh(), nn.Linear(32, 5))
+    return message_of(lambda: samestep.Towers(model, 8, job=job))
+
+
+@fault
+def different_rows(job: samestep.Job) -> str:
+    towers = samestep.Towers(perceptron(), 8, job=job)
+    return message_of(lambda: step_on(towers, batches(1, 16 if job.rank != 1 else 18, 7)[0]))
+
+
+@fault
+def different_values(job: samestep.Job) -> str:
+    towers = samestep.Towers(perceptron(), 8, job=job)
+    batch = batches(1, 16, 7)[0]
+    batch["x"] += job.rank == 1
+    return message_of(lambda: step_on(towers, batch))
+
+
+@fault
+def bad_batch_on_one(job: samestep.Job) -> str:
+    towers = samestep.Towers(perceptron(), 8, job=job)
+    batch = batches(1, 16, 7)[0]
+    if job.rank == 1:
+        batch["y"] = batch["y"][:5]
+    return message_of(lambda: step_on(towers, batch))
+
+
+@fault
+def bad_batch_on_all(job: samestep.Job) -> str:
+    towers = samestep.Towers(perceptron(), 8, job=job)
+    return message_of(lambda: step_on(towers, {"x": torch.zeros(3, 7), "y": torch.zeros(2)}))
+
+
+@fault
+def a_step_ahead(job: samestep.Job) -> str:
+    towers = samestep.Towers(perceptron(), 8, job=job)
+    towers.step += job.rank == 1
+    return message_of(lambda: step_on(towers, batches(1, 16, 7)[0]))
+
+
+def main(out: Path) -> None:
+    job = samestep.init("cpu", timeout_s=60)
+    results = {name: run(job) for name, run in SCENARIOS.items()}
+    messages = {name: run(job) for name, run in FAULTS.items()}
+    out.with_suffix(f".{job.rank}").write_text(json.dumps({"results": results, "messages": messages}))
+    job.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

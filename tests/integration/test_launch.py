@@ -1,0 +1,204 @@
+"""Real jobs: how each kind of ending reaches the user."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+JOB = """
+import os, signal, sys, time
+from samestep.errors import ConfigError
+from samestep.launch import launch, run_worker
+
+WORKER = int(os.environ.get("RANK", "-1"))
+
+def say(*words):
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")  # in one piece, unlike print
+    sys.stdout.flush()
+
+def barrier():
+    import torch.distributed as dist
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    dist.barrier()
+
+def main():
+{body}
+    return 0
+
+def start():
+    return launch([sys.executable, *sys.argv], {num_workers}, threads=2)
+
+sys.exit(run_worker(start if WORKER < 0 else main))
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start a job whose workers run `body`; its output goes to the returned process's pipes."""
+    started = []
+
+    def start_job(body, num_workers=2):
+        script = tmp_path / "job.py"
+        indented = textwrap.indent(body.strip(), "    ")
+        script.write_text(JOB.format(body=indented, num_workers=num_workers))
+        without_launcher = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+        process = subprocess.Popen(
+            [sys.executable, str(script)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=without_launcher | {"TMPDIR": str(tmp_path)},
+        )
+        started.append(process)
+        return process
+
+    yield start_job
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def run(start):
+    """Run a job to its end and return (exit status, lines of stdout, lines of stderr)."""
+
+    def run_job(body, num_workers=2):
+        process = start(body, num_workers)
+        out, err = process.communicate(timeout=120)
+        return process.returncode, out.splitlines(), err.splitlines()
+
+    return run_job
+
+
+def wait_for(process, num_lines):
+    return [process.stdout.readline().strip() for _ in range(num_lines)]
+
+
+def test_success_passes_output_through_and_nothing_else(run, tmp_path):
+    body = """
+barrier()
+say(WORKER, os.environ["OMP_NUM_THREADS"], os.environ["MKL_NUM_THREADS"])
+sys.stderr.write("a warning\\n") if WORKER == 1 else None
+"""
+    status, out, err = run(body)
+    assert (status, sorted(out)) == (0, ["0 2 2", "1 2 2"])
+    assert err == ["a warning"]
+    assert [path.name for path in tmp_path.iterdir()] == ["job.py"]
+
+
+def test_the_first_exception_is_shown_once_and_its_consequences_are_not(run):
+    body = """
+barrier()
+if WORKER == 1:
+    raise ZeroDivisionError("no such number")
+barrier()
+"""
+    status, _, err = run(body, num_workers=3)
+    assert status == 1
+    assert err[0] == "Traceback (most recent call last):"
+    assert err[-2:] == [
+        "ZeroDivisionError: no such number",
+        "samestep: worker 1 of 3 failed; the job was stopped",
+    ]
+    assert sum("Error" in line and not line.startswith(" ") for line in err) == 1
+
+
+def test_an_error_of_all_workers_is_one_line(run):
+    status, _, err = run('raise ConfigError("towers = 0: expected at least 1")')
+    assert (status, err) == (2, ["samestep: error: towers = 0: expected at least 1"])
+
+
+def test_an_error_of_one_worker_is_one_line(run):
+    body = """
+barrier()
+if WORKER == 1:
+    raise ConfigError("row 7: expected 3 columns")
+barrier()
+"""
+    status, _, err = run(body)
+    assert (status, err) == (2, ["samestep: error: row 7: expected 3 columns"])
+
+
+def test_a_killed_worker_is_named_with_its_signal(run):
+    body = """
+barrier()
+if WORKER == 1:
+    say(os.getpid())
+    os.kill(os.getpid(), signal.SIGKILL)
+barrier()
+"""
+    status, out, err = run(body)
+    expected = f"samestep: worker 1 of 2 (pid {out[0]}) was killed by SIGKILL; the job was stopped"
+    assert (status, err) == (1, [expected])
+
+
+def test_a_worker_that_leaves_without_a_word_is_named_with_its_status(run):
+    status, out, err = run("say(os.getpid()) or os._exit(3) if WORKER == 0 else time.sleep(60)")
+    expected = f"samestep: worker 0 of 2 (pid {out[0]}) exited with status 3; the job was stopped"
+    assert (status, err) == (1, [expected])
+
+
+def test_a_signal_reaches_workers_that_may_finish_first(start):
+    body = """
+def finish(number, frame):
+    time.sleep(0.5)
+    say("finished on", signal.Signals(number).name)
+    sys.exit(128 + number)
+signal.signal(signal.SIGTERM, finish)
+say("ready")
+time.sleep(60)
+"""
+    process = start(body)
+    assert wait_for(process, 2) == ["ready"] * 2
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert out.splitlines() == ["finished on SIGTERM"] * 2
+    assert (process.returncode, err) == (143, "")
+
+
+def test_an_interrupted_worker_without_a_handler_prints_nothing(start):
+    process = start('say("ready") or time.sleep(60)')
+    assert wait_for(process, 2) == ["ready"] * 2
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == 130
+
+
+def test_what_fails_after_a_signal_is_still_shown(start):
+    body = """
+def finish(number, frame):
+    raise OSError("no space left for the checkpoint")
+signal.signal(signal.SIGTERM, finish if WORKER == 0 else signal.SIG_DFL)
+say("ready")
+time.sleep(60)
+"""
+    process = start(body)
+    wait_for(process, 2)
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=60)[1].splitlines()[-1] == "OSError: no space left for the checkpoint"
+    assert process.returncode == 143
+
+
+def test_a_second_signal_kills_workers_that_do_not_listen(start):
+    body = """
+signal.signal(signal.SIGTERM, lambda number, frame: say("heard"))
+say(os.getpid())
+while True:
+    time.sleep(1)
+"""
+    process = start(body)
+    pids = [int(line) for line in wait_for(process, 2)]
+    process.send_signal(signal.SIGTERM)
+    assert wait_for(process, 2) == ["heard"] * 2
+    begin = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 143
+    assert time.monotonic() - begin < 10
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

@@ -1,0 +1,146 @@
+import runpy
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from samestep import cli, recipes
+from samestep.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A recipe for these tests."""
+
+    towers: int = 8
+    """Logical slices of the batch."""
+    workers: int | Literal["auto"] = "auto"
+    """Processes."""
+    threads: int = 1
+    """CPU threads of each worker."""
+    device: Literal["auto", "cpu", "cuda"] = "cpu"
+    """What to compute on."""
+    batch_size: int = 64
+    """Rows of the global batch."""
+    rate: float = 0.1
+    """Step size."""
+    run_dir: Path | None = None
+    """Where checkpoints go."""
+    fresh: bool = False
+    """Start over."""
+
+    def __post_init__(self) -> None:
+        if self.towers < 1:
+            raise ConfigError(f"towers = {self.towers}: expected at least 1")
+
+
+@pytest.fixture(autouse=True)
+def tiny_recipes(monkeypatch):
+    monkeypatch.setattr(recipes, "RECIPES", {"tiny": Tiny, "other": Tiny}, raising=False)
+    for name in ("RANK", "WORLD_SIZE", "SAMESTEP_LAUNCHED", "TORCHELASTIC_ERROR_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Record what is trained instead of training it."""
+    settings = []
+    monkeypatch.setattr(cli, "_train", lambda chosen, words: settings.append(chosen) or 0)
+    return settings
+
+
+TRAIN_HELP = "see samestep train tiny --help"
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("", "a command is missing, expected one of train, eval, digest; see samestep --help"),
+        ("learn", "unknown command 'learn', expected one of train, eval, digest; see samestep --help"),
+        ("train", "a recipe is missing, expected one of tiny, other; see samestep train --help"),
+        ("train tin", "unknown recipe 'tin', expected one of tiny, other; see samestep train --help"),
+        ("train tiny --towers x", f"--towers: invalid value 'x', expected an integer; {TRAIN_HELP}"),
+        ("train tiny --towers=1.5", f"--towers: invalid value '1.5', expected an integer; {TRAIN_HELP}"),
+        ("train tiny --towers", f"--towers: its value is missing, expected an integer; {TRAIN_HELP}"),
+        ("train tiny --batch_size x", f"--batch-size: invalid value 'x', expected an integer; {TRAIN_HELP}"),
+        (
+            "train tiny --workers x",
+            f"--workers: invalid value 'x', expected an integer or auto; {TRAIN_HELP}",
+        ),
+        ("train tiny --rate x", f"--rate: invalid value 'x', expected a number; {TRAIN_HELP}"),
+        (
+            "train tiny --device tpu",
+            f"--device: invalid value 'tpu', expected one of auto, cpu, cuda; {TRAIN_HELP}",
+        ),
+        ("train tiny --towrs 4", f"--towrs: no such option, the closest is --towers; {TRAIN_HELP}"),
+        ("train tiny --xyz", f"--xyz: no such option; {TRAIN_HELP}"),
+        ("train tiny --fresh 1", f"unexpected '1', expected an option or nothing more; {TRAIN_HELP}"),
+        ("train tiny --towers 0", "towers = 0: expected at least 1"),
+        ("eval", "RUN_DIR is missing; see samestep eval --help"),
+        ("eval --towers 3", "RUN_DIR is missing; see samestep eval --help"),
+        ("digest a b", "unexpected 'b', expected an option or nothing more; see samestep digest --help"),
+    ],
+)
+def test_a_wrong_command_line_is_told_in_one_line(line, problem, capsys, trained):
+    assert cli.main(line.split()) == 2
+    assert capsys.readouterr() == ("", f"samestep: error: {problem}\n")
+    assert trained == []
+
+
+def test_options_become_the_recipes_fields(trained):
+    line = "train tiny --towers 4 --workers 2 --batch-size 32 --rate 1e-3 --run-dir runs/a --fresh"
+    assert cli.main(line.split()) == 0
+    assert trained == [Tiny(4, 2, 1, "cpu", 32, 1e-3, Path("runs/a"), True)]
+
+
+def test_a_recipe_without_options_has_its_defaults(trained):
+    assert cli.main(["train", "tiny"]) == 0
+    assert trained == [Tiny()]
+
+
+def test_one_recipe_still_has_to_be_named(monkeypatch, capsys, trained):
+    monkeypatch.setattr(recipes, "RECIPES", {"tiny": Tiny})
+    assert cli.main(["train", "tiny"]) == 0
+    assert cli.main(["train"]) == 2
+    assert "a recipe is missing, expected one of tiny;" in capsys.readouterr().err
+    assert cli.main(["--help"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--help", ["train", "eval", "digest", "Print the SHA-256 of the weights"]),
+        ("train --help", ["tiny", "other", "A recipe for these tests."]),
+        ("train tiny --help", ["--batch-size INT", "Rows of the global batch. (default: 64)"]),
+        ("eval -h", ["RUN_DIR", "The folder that train wrote"]),
+    ],
+)
+def test_help_is_printed(line, words, capsys):
+    assert cli.main(line.split()) == 0
+    printed = capsys.readouterr()
+    assert [word for word in words if word not in printed.out] == []
+    assert printed.err == ""
+
+
+def test_several_workers_run_the_same_command_line(monkeypatch):
+    launched = []
+    monkeypatch.setattr(cli, "launch", lambda *args, **options: launched.append((*args, options)) or 5)
+    words = ["train", "tiny", "--workers", "3", "--threads", "2"]
+    assert cli.main(words) == 5
+    assert launched == [([sys.executable, "-m", "samestep", *words], 3, {"threads": 2})]
+
+
+def test_more_workers_than_towers_start_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "launch", None)
+    assert cli.main(["train", "tiny", "--towers", "2", "--workers", "3"]) == 2
+    assert capsys.readouterr().err.startswith("samestep: error: workers = 3: expected 1 <= workers <= towers")
+
+
+def test_python_m_samestep_is_the_same_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["samestep", "learn"])
+    with pytest.raises(SystemExit) as leaving:
+        runpy.run_path(str(Path(cli.__file__).with_name("__main__.py")), run_name="__main__")
+    assert leaving.value.code == 2
+    assert capsys.readouterr().err.startswith("samestep: error: unknown command 'learn'")

@@ -1,0 +1,66 @@
+import hashlib
+
+import pytest
+import torch
+from torch import nn
+
+from samestep.digest import digest
+
+WEIGHTS = {"a": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "b": torch.tensor(5, dtype=torch.int64)}
+
+
+def test_the_digest_is_of_names_shapes_dtypes_and_bytes():
+    values = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).numpy().astype("<f4").tobytes()
+    parts = b"a\0(2, 2)\0torch.float32\0" + values + b"b\0()\0torch.int64\0" + (5).to_bytes(8, "little")
+    assert digest(WEIGHTS) == hashlib.sha256(parts).hexdigest()
+
+
+def test_the_order_of_the_mapping_does_not_matter():
+    assert digest(dict(reversed(WEIGHTS.items()))) == digest(WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"a": torch.tensor([[1.0, 2.0], [3.0, 4.0000005]])},
+        {"a": torch.tensor([1.0, 2.0, 3.0, 4.0])},
+        {"a": torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64)},
+        {"c": torch.zeros(0)},
+    ],
+)
+def test_any_change_changes_it(changed):
+    assert digest(WEIGHTS | changed) != digest(WEIGHTS)
+
+
+def test_zero_has_two_signs():
+    assert digest({"a": torch.tensor(0.0)}) != digest({"a": torch.tensor(-0.0)})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.bool, torch.complex64])
+def test_all_dtypes_have_a_digest(dtype):
+    assert digest({"a": torch.ones(3, dtype=dtype)}) != digest({"a": torch.zeros(3, dtype=dtype)})
+
+
+def test_the_memory_format_does_not_matter():
+    pictures = torch.randn(2, 3, 4, 5)
+    channels_last = pictures.to(memory_format=torch.channels_last)
+    assert channels_last.stride() != pictures.stride()
+    assert digest({"a": channels_last}) == digest({"a": pictures})
+
+
+class Extra(nn.BatchNorm1d):
+    def get_extra_state(self):
+        return {"not": "a tensor"}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def test_a_module_counts_parameters_and_persistent_buffers():
+    model = nn.Sequential(nn.Linear(3, 4), Extra(4))
+    before = digest(model)
+    assert before == digest(model.state_dict())
+    model.register_buffer("scratch", torch.randn(2), persistent=False)
+    assert digest(model) == before
+    model[1].running_mean += 1
+    assert digest(model) != before

@@ -1,0 +1,74 @@
+import pytest
+
+from samestep.errors import ConfigError, DataError, LostWorkerError, NonFiniteError
+from samestep.failures import Failure, root_cause
+
+
+def failure(time_ns, **attributes):
+    return Failure("", 1, time_ns=time_ns, **attributes)
+
+
+@pytest.mark.parametrize(("error", "status"), [(ConfigError("a\nb"), 2), (NonFiniteError("a\nb"), 1)])
+def test_an_error_is_one_line_and_its_own_exit_status(error, status):
+    described = Failure.of(error)
+    assert (described.text, described.exit_status) == ("samestep: error: a b\n", status)
+
+
+def test_any_other_exception_is_its_traceback():
+    try:
+        raise KeyError("x")
+    except KeyError as error:
+        described = Failure.of(error)
+    assert described.text.startswith("Traceback (most recent call last):\n")
+    assert described.text.endswith("KeyError: 'x'\n")
+    assert described.exit_status == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143), (SystemExit(None), 0)]
+)
+def test_leaving_on_purpose_says_nothing(error, status):
+    described = Failure.of(error)
+    assert (described.text, described.exit_status) == ("", status)
+
+
+def test_what_a_worker_writes_is_read_back(tmp_path):
+    written = Failure.of(DataError("über.bin: 3 bytes"))
+    written.write(tmp_path / "error.json")
+    assert Failure.read(tmp_path / "error.json") == written
+    assert [path.name for path in tmp_path.iterdir()] == ["error.json"]
+
+
+def test_nothing_written_is_nothing_read(tmp_path):
+    assert Failure.read(tmp_path / "error.json") is None
+
+
+def test_the_first_by_time_is_the_cause():
+    assert root_cause([(0, failure(20)), (1, failure(10)), (2, failure(30))])[0] == 1
+
+
+@pytest.mark.parametrize(
+    "echo",
+    [
+        LostWorkerError("step 3: worker 1 is gone"),
+        RuntimeError("[/third_party/gloo/transport/tcp/pair.cc:553] Connection closed by peer"),
+        KeyboardInterrupt(),
+        SystemExit(143),
+    ],
+)
+def test_a_consequence_is_not_the_cause_even_when_it_comes_first(echo):
+    consequence = Failure.of(echo)
+    assert root_cause([(0, consequence), (1, failure(consequence.time_ns + 1))])[0] == 1
+
+
+def test_a_lost_worker_is_the_cause_where_there_is_no_other():
+    assert root_cause([(2, Failure.of(LostWorkerError("worker 0 is gone")))])[0] == 2
+
+
+def test_an_exception_comes_before_a_death_without_a_word():
+    assert root_cause([(0, failure(10, is_recorded=False)), (1, failure(20))])[0] == 1
+
+
+def test_a_death_without_a_word_comes_before_a_lost_connection():
+    killed = failure(20, is_recorded=False)
+    assert root_cause([(0, failure(10, is_echo=True)), (1, killed)]) == (1, killed)

@@ -1,0 +1,150 @@
+import os
+
+import pytest
+import torch
+
+from samestep.errors import ConfigError, LostWorkerError
+from samestep.failures import Failure
+from samestep.job import num_cores, resolve_workers, worker_environment
+from samestep.launch import run_worker
+
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "SAMESTEP_LAUNCHED", "TORCHELASTIC_ERROR_FILE")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def under(monkeypatch, tmp_path):
+    """Make this process believe that it is one worker of three; return where it leaves its error."""
+
+    def start(rank, *, launched=False, error_file=True):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "3")
+        if launched:
+            monkeypatch.setenv("SAMESTEP_LAUNCHED", "1")
+        if error_file:
+            monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+        return tmp_path / "error.json"
+
+    return start
+
+
+def raising(error):
+    def main():
+        raise error
+
+    return main
+
+
+def test_run_worker_returns_what_main_returns(capsys):
+    assert [run_worker(lambda: 0), run_worker(lambda: 7)] == [0, 7]
+    assert capsys.readouterr() == ("", "")
+
+
+def test_without_a_launcher_an_error_is_one_line(capsys):
+    assert run_worker(raising(ConfigError("towers = 0: expected at least 1"))) == 2
+    assert capsys.readouterr() == ("", "samestep: error: towers = 0: expected at least 1\n")
+
+
+def test_without_a_launcher_a_bug_shows_its_traceback(capsys):
+    assert run_worker(raising(ZeroDivisionError("zero"))) == 1
+    assert capsys.readouterr().err.endswith("ZeroDivisionError: zero\n")
+
+
+def test_an_interruption_says_nothing(capsys):
+    assert run_worker(raising(KeyboardInterrupt())) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("error", [ConfigError("no"), ValueError("no")])
+def test_under_launch_the_worker_leaves_the_telling_to_the_launcher(under, capsys, error):
+    path = under(0, launched=True)
+    run_worker(raising(error))
+    assert capsys.readouterr() == ("", "")
+    left = Failure.read(path)
+    assert left.text.endswith("no\n")
+    assert left.exit_status == Failure.of(error).exit_status
+
+
+def test_under_launch_success_leaves_nothing(under):
+    path = under(0, launched=True)
+    assert run_worker(lambda: 0) == 0
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "is_written"),
+    [
+        (0, ConfigError("no"), True),
+        (1, ConfigError("no"), False),  # worker 0 says the same, or torchrun shows this one
+        (1, ValueError("no"), True),
+        (0, LostWorkerError("no"), False),
+    ],
+)
+def test_under_torchrun_what_is_new_is_written_once(under, capsys, rank, error, is_written):
+    path = under(rank)
+    run_worker(raising(error))
+    assert capsys.readouterr().err.endswith("no\n") == is_written
+    assert Failure.read(path).text.endswith("no\n")
+
+
+def test_under_a_launcher_without_error_files_every_worker_speaks(under, capsys):
+    under(2, error_file=False)
+    assert run_worker(raising(ConfigError("no"))) == 2
+    assert capsys.readouterr().err == "samestep: error: no\n"
+
+
+def test_worker_environment_is_put_back(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    before = dict(os.environ)
+    with worker_environment(2, ["SIGTERM", "SIGINT"]):
+        assert os.environ["OMP_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == "2"
+        assert os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] == "SIGTERM,SIGINT"
+    assert dict(os.environ) == before
+
+
+def test_auto_is_a_worker_per_core_and_at_most_one_per_tower(monkeypatch):
+    monkeypatch.setattr("samestep.job.num_cores", lambda: 6)
+    assert resolve_workers("auto", 8, "cpu") == 6
+    assert resolve_workers("auto", 4, "cpu") == 4
+    assert resolve_workers("auto", 8, "cpu", threads=4) == 1
+    assert resolve_workers("auto", 8, "cpu", threads=16) == 1
+
+
+def test_auto_is_a_worker_per_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert resolve_workers("auto", 8) == 3
+    assert resolve_workers("auto", 2, "cuda") == 2
+
+
+def test_cores_are_those_of_this_process():
+    assert 1 <= num_cores() <= (os.cpu_count() or 1)
+
+
+def test_a_number_of_workers_is_taken_as_given():
+    assert resolve_workers(5, 8, "cpu") == 5
+
+
+def test_more_workers_than_towers_are_refused():
+    with pytest.raises(ConfigError, match="workers = 9: expected 1 <= workers <= towers = 8"):
+        resolve_workers(9, 8, "cpu")
+
+
+def test_threads_are_checked_before_anything_is_divided_by_them():
+    with pytest.raises(ConfigError, match="threads = 0"):
+        resolve_workers("auto", 8, "cpu", threads=0)
+
+
+def test_under_a_launcher_the_processes_are_counted(under):
+    under(0)
+    assert resolve_workers("auto", 8, "cpu") == resolve_workers(3, 8, "cpu") == 3
+    with pytest.raises(ConfigError, match=r"workers = 2, but the launcher started 3 processes"):
+        resolve_workers(2, 8, "cpu")
+    with pytest.raises(ConfigError, match="workers = 3"):
+        resolve_workers("auto", 2, "cpu")

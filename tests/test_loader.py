@@ -1,0 +1,338 @@
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import IterableDataset
+
+from samestep.batch import LocalBatch
+from samestep.errors import BatchError, ConfigError, UsageError
+from samestep.job import Job
+from samestep.loader import BatchedDataset, TowerLoader
+from samestep.placement import Placement, even_ranges
+from samestep.streams import generator, seed_globals, stream_seed, uniforms
+
+CPU = torch.device("cpu")
+NUM_EXAMPLES, BATCH_SIZE, NUM_TOWERS = 23, 7, 5
+ALONE = Placement(NUM_TOWERS, 1)
+
+# From Python 3.12 on, fork warns where a library has started threads; loader processes use none of them.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
+
+
+class Noisy:
+    """Each example comes with a number from every global generator, and says how many threads read it."""
+
+    def __init__(self, length=NUM_EXAMPLES):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, example):
+        noise = torch.tensor([torch.rand(()), random.random(), np.random.rand()], dtype=torch.float64)
+        return {"example": example, "noise": noise, "threads": torch.get_num_threads()}
+
+
+class NoisyBatches:
+    def __len__(self):
+        return NUM_EXAMPLES
+
+    def batch(self, examples, seeds):
+        noise = torch.from_numpy(uniforms(seeds, 3))
+        return {"example": torch.from_numpy(examples), "noise": noise, "more": torch.rand(len(examples))}
+
+
+class TooFewRows(NoisyBatches):
+    def batch(self, examples, seeds):
+        return torch.zeros(len(examples) - 1)
+
+
+class HuggingFaceLike(Noisy):
+    """Has a method `batch` that is about something else."""
+
+    def batch(self, batch_size, drop_last_batch=False):
+        raise NotImplementedError
+
+
+class Unread(Noisy):
+    def __getitem__(self, example):
+        raise AssertionError("nothing should be read")
+
+
+def collate_with_noise(rows):
+    return {"example": torch.tensor([row["example"] for row in rows]), "noise": torch.rand(len(rows))}
+
+
+def make_loader(dataset=None, placement=ALONE, rank=0, *, batch_size=BATCH_SIZE, seed=3, **options):
+    towers = SimpleNamespace(placement=placement, job=Job(CPU, rank, placement.num_workers))
+    return TowerLoader(Noisy() if dataset is None else dataset, batch_size, towers, seed=seed, **options)
+
+
+def read(loader, epochs=2):
+    return [batch for _ in range(epochs) for batch in loader]
+
+
+def merge(workers):
+    """Put the workers' parts of each batch together."""
+    merged = []
+    for parts in zip(*workers, strict=True):
+        assert len({(part.rows, part.position) for part in parts}) == 1
+        slices = {tower: batch for part in parts for tower, batch in part.slices.items()}
+        assert len(slices) == sum(len(part.slices) for part in parts)
+        merged.append(LocalBatch(parts[0].rows, slices, parts[0].position))
+    return merged
+
+
+def read_everywhere(num_workers, **options):
+    placement = Placement(NUM_TOWERS, num_workers)
+    return merge(
+        [read(make_loader(placement=placement, rank=rank, **options)) for rank in range(num_workers)]
+    )
+
+
+def assert_same_bits(batches, expected):
+    assert len(batches) == len(expected) > 0
+    for batch, other in zip(batches, expected, strict=True):
+        assert (batch.rows, batch.position) == (other.rows, other.position)
+        assert list(batch.slices) == list(other.slices)
+        for tower, tensors in batch.slices.items():
+            assert all(torch.equal(tensors[name], other.slices[tower][name]) for name in tensors)
+
+
+def examples_of(batches):
+    return [e for batch in batches for part in batch.slices.values() for e in part["example"].tolist()]
+
+
+@pytest.fixture(autouse=True)
+def _global_generators():
+    """Leave the global generators to other tests as they were."""
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    yield
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
+
+
+# ---- the same everywhere ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dataset": NoisyBatches()},
+        {"collate_fn": collate_with_noise},
+        {"drop_last": True, "shuffle": False},
+    ],
+)
+@pytest.mark.parametrize("num_workers", [2, 3, 5])
+def test_every_placement_reads_the_same(num_workers, options):
+    assert_same_bits(read_everywhere(num_workers, **options), read_everywhere(1, **options))
+
+
+@pytest.mark.parametrize("dataset", [Noisy(), NoisyBatches()])
+@pytest.mark.parametrize(
+    "options",
+    [{"multiprocessing_context": "fork"}, {"multiprocessing_context": "spawn", "persistent_workers": True}],
+)
+def test_loader_processes_read_the_same(dataset, options):
+    expected = read(make_loader(dataset))
+    seed_globals(99, CPU)  # what the parent has drawn must not matter
+    assert_same_bits(read(make_loader(dataset, num_workers=2, **options)), expected)
+
+
+def test_an_example_has_its_own_stream_in_every_epoch():
+    batches = read(make_loader())
+    seen = {}
+    for batch in batches:
+        for part in batch.slices.values():
+            for example, noise in zip(part["example"].tolist(), part["noise"], strict=True):
+                seen.setdefault(example, []).append(noise)
+    for example, noises in seen.items():
+        for epoch, noise in enumerate(noises):
+            with torch.random.fork_rng():
+                torch.manual_seed(stream_seed(3, "example", epoch, example))
+                assert noise[0] == torch.rand(()).double()
+    assert len({noise[1].item() for noises in seen.values() for noise in noises}) == 2 * NUM_EXAMPLES
+    assert len({noise[2].item() for noises in seen.values() for noise in noises}) == 2 * NUM_EXAMPLES
+
+
+def test_collating_has_its_own_stream_in_every_tower():
+    for batch in read(make_loader(collate_fn=collate_with_noise)):
+        for tower, part in batch.slices.items():
+            stream = generator(3, "collate", batch.position, tower)
+            assert torch.equal(part["noise"], torch.rand(len(part["noise"]), generator=stream))
+
+
+def test_batched_datasets_get_the_seed_of_each_example():
+    dataset = NoisyBatches()
+    assert isinstance(dataset, BatchedDataset)
+    for batch in read(make_loader(dataset)):
+        for part in batch.slices.values():
+            epoch = batch.position // 4
+            seeds = [stream_seed(3, "example", epoch, example) for example in part["example"]]
+            assert torch.equal(part["noise"], torch.from_numpy(uniforms(np.array(seeds, dtype=np.uint64), 3)))
+
+
+def test_tensors_start_where_torch_would_put_them():
+    for batch in read(make_loader(NoisyBatches())):
+        assert all(tensor.data_ptr() % 64 == 0 for part in batch.slices.values() for tensor in part.values())
+
+
+def test_examples_are_read_with_one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        batches = read(make_loader(), epochs=1)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert all((part["threads"] == 1).all() for batch in batches for part in batch.slices.values())
+
+
+@pytest.mark.parametrize("loader_processes", [0, 2])
+def test_the_global_generators_are_left_alone(loader_processes):
+    def draw():
+        return torch.rand(3).tolist(), random.random(), np.random.rand(3).tolist()
+
+    seed_globals(5, CPU)
+    expected = draw()
+    seed_globals(5, CPU)
+    read(make_loader(num_workers=loader_processes), epochs=1)
+    assert draw() == expected
+
+
+# ---- the order -------------------------------------------------------------------------------------
+
+
+def test_an_epoch_is_the_permutation_of_its_seed_and_number():
+    for epoch in range(2):
+        order = torch.randperm(NUM_EXAMPLES, generator=generator(3, "order", epoch)).tolist()
+        assert examples_of(read(make_loader())[4 * epoch : 4 * epoch + 4]) == order
+
+
+def test_other_seeds_have_other_orders():
+    assert examples_of(read(make_loader(seed=4))) != examples_of(read(make_loader(seed=3)))
+
+
+def test_without_shuffle_the_order_is_the_dataset_s():
+    assert examples_of(read(make_loader(shuffle=False))) == [*range(NUM_EXAMPLES)] * 2
+
+
+@given(st.integers(1, 40), st.integers(1, 45), st.integers(1, 9), st.booleans())
+@settings(max_examples=25)
+def test_an_epoch_holds_each_example_once(num_examples, batch_size, num_towers, drop_last):
+    if drop_last and batch_size > num_examples:
+        return
+    loader = make_loader(
+        Noisy(num_examples), Placement(num_towers, 1), batch_size=batch_size, drop_last=drop_last
+    )
+    batches = read(loader, epochs=1)
+    rows = [batch.rows for batch in batches]
+    assert len(loader) == len(batches)
+    whole, rest = divmod(num_examples, batch_size)
+    assert rows == [batch_size] * whole + [rest] * (rest > 0 and not drop_last)
+    examples = examples_of(batches)
+    assert len(set(examples)) == len(examples) == sum(rows)
+    for batch in batches:
+        sizes = [len(span) for span in even_ranges(batch.rows, num_towers) if span]
+        assert [len(part["example"]) for part in batch.slices.values()] == sizes
+        assert list(batch.slices) == list(range(len(sizes)))
+
+
+# ---- the position ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
+def test_a_run_goes_on_from_a_position_in_the_middle(options):
+    expected = read(make_loader(), epochs=3)
+    loader = make_loader(**options)
+    loader.position = 6
+    assert loader.epoch == 1
+    assert_same_bits([next(iter(loader))], expected[6:7])
+    assert loader.position == 7  # what was read ahead does not count
+    assert_same_bits(read(loader, epochs=2), expected[7:])
+    assert (loader.position, loader.epoch) == (12, 3)
+
+
+def test_setting_the_position_reads_nothing():
+    loader = make_loader(Unread())
+    loader.position = 10**9
+    assert loader.position == 10**9
+    assert loader.epoch == 10**9 // 4
+
+
+def test_the_position_counts_a_batch_when_it_is_handed_out():
+    loader = make_loader()
+    for count, batch in enumerate(loader, 1):
+        assert (batch.position, loader.position) == (count - 1, count)
+
+
+@pytest.mark.parametrize("position", [-1, 1.0, "1", None, True, np.int64(1)])
+def test_positions_that_are_no_counts_are_refused(position):
+    loader = make_loader()
+    with pytest.raises(ConfigError, match="position = "):
+        loader.position = position
+
+
+def test_an_old_iteration_cannot_go_on_after_the_position_was_set():
+    loader = make_loader()
+    old = iter(loader)
+    next(old)
+    loader.position = 0
+    with pytest.raises(UsageError, match="position is 0, this iteration is at 1"):
+        next(old)
+
+
+def test_an_old_iteration_cannot_go_on_beside_a_new_one():
+    loader = make_loader()
+    old = iter(loader)
+    next(old)
+    next(iter(loader))
+    with pytest.raises(UsageError, match="position is 2, this iteration is at 1"):
+        next(old)
+
+
+# ---- refusals --------------------------------------------------------------------------------------
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"batch_size": 0}, "batch_size = 0: "),
+        ({"batch_size": 2.0}, "batch_size = 2.0: "),
+        ({"dataset": Noisy(0)}, r"dataset \(Noisy\) is empty"),
+        ({"dataset": Endless()}, "Endless without a length"),
+        (
+            {"batch_size": 24, "drop_last": True},
+            "batch_size = 24 with drop_last leaves no batch of 23 examples",
+        ),
+        ({"sampler": range(3)}, "sampler is not an option of TowerLoader"),
+        ({"batch_sampler": [[1]]}, "batch_sampler is not an option of TowerLoader"),
+        ({"generator": torch.Generator()}, "generator is not an option of TowerLoader"),
+        ({"worker_init_fn": print}, "worker_init_fn is not an option of TowerLoader"),
+        ({"in_order": False}, "in_order is not an option of TowerLoader"),
+        ({"dataset": NoisyBatches(), "collate_fn": list}, "collate_fn has no effect on a BatchedDataset"),
+    ],
+)
+def test_settings_that_cannot_be_right_are_refused(options, named):
+    with pytest.raises(ConfigError, match=named):
+        make_loader(**options)
+
+
+def test_a_batched_dataset_must_return_a_row_for_each_example():
+    with pytest.raises(BatchError, match=r"TooFewRows\.batch returned 1 rows for 2 examples"):
+        read(make_loader(TooFewRows()))
+
+
+def test_a_method_called_batch_alone_makes_no_batched_dataset():
+    assert_same_bits(read(make_loader(HuggingFaceLike())), read(make_loader()))
