@@ -31,7 +31,12 @@ Batch = tuple[Tensor, Tensor]
 def mlp() -> nn.Module:
     """Return a perceptron of 10 million parameters."""
     return nn.Sequential(
-        nn.Linear(784, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(),
+        nn.Linear(784, 2048),
+        nn.ReLU(),
+        nn.Linear(2048, 2048),
+        nn.ReLU(),
+        nn.Linear(2048, 2048),
+        nn.ReLU(),
         nn.Linear(2048, 10),
     )
 

@@ -109,7 +109,6 @@ def test_restored_generators_go_on_where_they_were():
     assert draw_after_another_stream(restored=True) == draw_after_another_stream(restored=False)
 
 
-@pytest.mark.xfail(strict=True, reason="all captures share one bit generator of NumPy's")
 def test_captures_can_be_nested():
     alone = draw_after_another_stream(restored=False)
     outer = GlobalStreams.capture(CPU)

@@ -9,7 +9,8 @@ from samestep.loader import TowerLoader
 from samestep.reduction import average_gradients
 from samestep.report import Report
 from samestep.step import Step
-from samestep.towers import Tower, Towers
+from samestep.tower import Tower
+from samestep.towers import Towers
 
 __all__ = [
     "Error",

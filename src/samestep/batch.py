@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,17 +26,19 @@ class LocalBatch:
     Attributes:
         rows: rows of the global batch.
         slices: the rows of each tower of this worker that has any, as (tower index -> batch).
-        position: which batch of the run this is, so that workers can tell that they are at the same.
+        position: which batch of the run this is.
+        fingerprint: tells batches apart, so that workers can see that they have the same.
     """
 
     rows: int
     slices: Mapping[int, Any]
     position: int = 0
+    fingerprint: int = 0
 
     def to(self, device: torch.device) -> LocalBatch:
         """Return the same batch with its tensors on a device."""
         moved = pytree.tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), dict(self.slices))
-        return LocalBatch(self.rows, moved, self.position)
+        return replace(self, slices=moved)
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,11 @@ class Buffers:
             collector.start_tower()
         self._counters.start_tower()
 
+    def end_passes(self) -> None:
+        """Leave the layers as they were found, after the last pass."""
+        for collector in self._collectors:
+            collector.end_passes()
+
     def moments(self, tower: int, rows: int) -> Tensor:
         """Return what the tower that just ran hands in, float64 [S].
 

@@ -45,6 +45,8 @@ class Experiment:
         test: the examples to evaluate on.
         count: `count(model, batch)` -> int64 tensor of counts that add up over batches.
         figures: turns the summed counts into named figures, the main one first.
+        terms: `terms(model)` -> those terms of the loss that depend on the weights alone, by name, for the
+            summaries; worker 0 calls it before each step, without gradients.
     """
 
     step: Step
@@ -52,6 +54,7 @@ class Experiment:
     test: BatchedDataset
     count: Callable[[nn.Module, Any], Tensor]
     figures: Callable[[Tensor], Mapping[str, float]]
+    terms: Callable[[nn.Module], Mapping[str, float | Tensor]] | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -87,20 +90,36 @@ class Settings(abc.ABC):
     autocast: Literal["none", "bf16", "fp16"] = "none"
     """Mixed precision."""
     log_every: int = 50
-    """Steps between printed lines where the output is no terminal."""
+    """Steps between printed lines."""
+    summary_every: int = 100
+    """Steps between summaries for TensorBoard, in the folder summaries of the run's."""
     checkpoint_every: int = 1000
     """Steps between checkpoints; there is always one at the end."""
     fresh: bool = False
-    """Start over: delete the checkpoints in the run folder first."""
+    """Start over: delete the checkpoints and summaries in the run folder first."""
+    log_device_placement: bool = False
+    """Print at the start which worker runs which towers, and on what."""
 
     recipe: ClassVar[str]
     free: ClassVar[frozenset[str]] = frozenset(
-        ("workers", "threads", "run_dir", "device", "fresh", "log_every", "checkpoint_every")
+        (
+            *("workers", "threads", "run_dir", "device", "fresh"),
+            *("log_every", "summary_every", "checkpoint_every", "log_device_placement"),
+        )
     )
     """Settings that may change when a run goes on: where and how it runs, not what is computed."""
 
     def __post_init__(self) -> None:
-        for name in ("towers", "threads", "batch_size", "steps", "log_every", "checkpoint_every"):
+        counts = (
+            "towers",
+            "threads",
+            "batch_size",
+            "steps",
+            "log_every",
+            "summary_every",
+            "checkpoint_every",
+        )
+        for name in counts:
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: expected at least 1")
 

@@ -8,6 +8,7 @@ a run can go on from batch 1,000,000 without reading the ones before.
 from __future__ import annotations
 
 import inspect
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,6 +74,7 @@ class _Request:
     epoch: int
     position: int
     rows: int
+    fingerprint: int
     examples: Mapping[int, NDArray[np.int64]]
 
 
@@ -182,7 +184,7 @@ class TowerLoader:
             self._check_unmoved(request.position)
             slices = next(batches)
             self._position += 1
-            yield LocalBatch(request.rows, slices, request.position)
+            yield LocalBatch(request.rows, slices, request.position, request.fingerprint)
 
     def _rest_of_epoch(self) -> Iterator[_Request]:
         first_position = self.epoch * len(self)
@@ -193,7 +195,7 @@ class TowerLoader:
             ranges = even_ranges(len(rows), placement.num_towers)
             mine = [tower for tower in placement.towers(self._towers.job.rank) if ranges[tower]]
             examples = {tower: rows[ranges[tower].start : ranges[tower].stop] for tower in mine}
-            yield _Request(self.epoch, position, len(rows), examples)
+            yield _Request(self.epoch, position, len(rows), zlib.crc32(rows.tobytes()), examples)
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
         """Return the epoch's examples in their global order, int64 [examples]."""

@@ -62,4 +62,5 @@ class Placement:
 
     def owner(self, tower: int) -> int:
         """Return the worker that runs `tower`."""
+        assert 0 <= tower < self.num_towers
         return next(worker for worker, towers in enumerate(self.ranges()) if tower in towers)

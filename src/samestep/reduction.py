@@ -12,6 +12,7 @@ whoever holds the subtrees of all workers can finish the sum without knowing who
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -49,8 +50,9 @@ def siblings(left: range, right: range, num_leaves: int) -> bool:
 class TreeSum(Generic[Value]):
     """A running sum along the canonical tree, folded like a binary counter.
 
-    Subtrees are pushed from left to right; two that are siblings are added at once. After K leaves
-    from a range that starts at a subtree boundary, at most floor(log2 K) + 1 values are alive.
+    Subtrees are pushed from left to right; two that are siblings are added at once. For K leaves from the
+    first on, at most ⌈log2 K⌉ + 1 values are alive at a time, the one being pushed included; for K leaves
+    from anywhere, 2·log2(K + 2) − 2.
 
     Args:
         num_leaves: leaves of the whole tree, T.
@@ -110,8 +112,10 @@ def add_gradients(left: Gradients, right: Gradients) -> Gradients:
     if dense:
         torch._foreach_add_([a for a, _ in dense], [b for _, b in dense])
     for i, a, b in both:
-        if a.is_sparse:
+        if a.is_sparse and b.is_sparse:
             sums[i] = (a + b).coalesce()
+        elif a.is_sparse:  # torch adds sparse to dense only
+            sums[i] = b + a
     return sums
 
 
@@ -138,7 +142,7 @@ def average_gradients(
 ) -> list[tuple[Tensor | None, Tensor]]:
     r"""Average the towers' gradients, parameter by parameter, in the order of the canonical tree.
 
-    .. math:: g = \\sum_t w_t g_t / \\sum_t w_t
+    .. math:: g = \sum_t w_t g_t / \sum_t w_t
 
     Args:
         tower_grads: one entry for each tower, each a list of (gradient or None, parameter) with the
@@ -179,16 +183,17 @@ def _check_towers(towers: list[list[tuple[Tensor | None, Tensor]]], weights: lis
         raise ConfigError("tower_grads is empty: expected one list of (gradient, parameter) a tower")
     if len(weights) != len(towers):
         raise ConfigError(f"weights has {len(weights)} entries for {len(towers)} towers: expected one each")
-    if min(weights) < 0 or not sum(weights) > 0:
-        raise ConfigError(f"weights = {weights}: expected none below 0 and a sum above 0")
+    if not (min(weights) >= 0 and 0 < sum(weights) < math.inf):
+        raise ConfigError(f"weights = {weights}: expected none below 0 and a finite sum above 0")
     for index, pairs in enumerate(towers):
         if len(pairs) != len(towers[0]):
             raise ConfigError(
                 f"tower {index} has {len(pairs)} gradients, tower 0 has {len(towers[0])}: expected as many"
             )
-        for position, (gradient, parameter) in enumerate(pairs):
-            if gradient is not None and gradient.shape != parameter.shape:
+        for position, (gradient, _) in enumerate(pairs):
+            expected = towers[0][position][1].shape
+            if gradient is not None and gradient.shape != expected:
                 raise ConfigError(
                     f"tower {index}, gradient {position} has shape {tuple(gradient.shape)}: "
-                    f"expected its parameter's {tuple(parameter.shape)}"
+                    f"expected its parameter's {tuple(expected)}"
                 )

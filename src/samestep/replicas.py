@@ -12,7 +12,7 @@ from samestep.agreement import agree
 from samestep.errors import ConfigError, Error
 from samestep.job import Job
 from samestep.placement import Placement
-from samestep.statistics import tracked_norms
+from samestep.statistics import Mode, find_statistics
 
 __all__ = ["agree_on_setup", "job_alone", "start_from_first_worker"]
 
@@ -39,17 +39,21 @@ def agree_on_setup(model: nn.Module, num_towers: int, job: Job, settings: dict[s
     error: Error | None = None
     placement = Placement(1, 1)
     try:
-        _check_model(model, job)
+        _check_model(model, job, settings["statistics"])
         placement = Placement(num_towers, job.world_size)
     except Error as found:
         error = found
-    named = [*model.named_parameters(), *model.named_buffers()]
-    tensors = [f"{n} {tuple(t.shape)} {t.dtype} requires_grad={t.requires_grad}" for n, t in named]
+    tensors = [] if error is not None else _describe(model)
     agree(job, {**settings, "model": tensors}, where="Towers", error=error)
     return placement
 
 
-def _check_model(model: nn.Module, job: Job) -> None:
+def _describe(model: nn.Module) -> list[str]:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return [f"{n} {tuple(t.shape)} {t.dtype} requires_grad={t.requires_grad}" for n, t in named]
+
+
+def _check_model(model: nn.Module, job: Job, statistics: Mode) -> None:
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -63,7 +67,7 @@ def _check_model(model: nn.Module, job: Job) -> None:
         raise ConfigError(
             f"{type(model).__name__} has no parameter that requires grad: there is nothing to train"
         )
-    tracked_norms(model)
+    find_statistics(model, statistics)
 
 
 def start_from_first_worker(model: nn.Module, job: Job) -> None:

@@ -43,6 +43,9 @@ class Statistics(Protocol):
     def start_tower(self) -> None:
         """Put the shared values back, before each pass."""
 
+    def end_passes(self) -> None:
+        """Leave the layers as they were found, after the last pass."""
+
     def contribution(self, tower: int, rows: int) -> Tensor:
         """Return what the tower that just ran hands in: float64 [S]."""
 
@@ -108,6 +111,9 @@ class AveragedBuffers:
             torch._foreach_copy_(self._buffers, self._shared)
         self._fresh = False
 
+    def end_passes(self) -> None:
+        pass
+
     def contribution(self, tower: int, rows: int) -> Tensor:
         weight = rows if not self._first_only else float(tower == 0)
         return torch.cat([buffer.reshape(-1) for buffer in self._buffers]).double().mul_(weight)
@@ -137,6 +143,10 @@ class PooledNorms:
     def start_tower(self) -> None:
         for layer in self._layers:
             layer.start_tower()
+
+    def end_passes(self) -> None:
+        for layer in self._layers:
+            layer.end_passes()
 
     def contribution(self, tower: int, rows: int) -> Tensor:
         return torch.cat([layer.contribution() for layer in self._layers])
@@ -186,10 +196,12 @@ class _PooledLayer:
         biased = self._var.double() * ((count - 1) / count)
         return torch.cat([shift.new_tensor([1.0]), shift, biased + shift.square()]).mul_(count)
 
-    def finish(self, total: Tensor) -> None:
+    def end_passes(self) -> None:
         self._norm.momentum = self._momentum
         if self._handle is not None:
             self._handle.remove()
+
+    def finish(self, total: Tensor) -> None:
         self._mean.copy_(self._shared[0])
         self._var.copy_(self._shared[1])
         if float(total[0]) == 0:

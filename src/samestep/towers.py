@@ -13,6 +13,7 @@ and every other placement gives the same bits.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -31,8 +32,9 @@ from samestep.replicas import agree_on_setup, job_alone, start_from_first_worker
 from samestep.report import Report
 from samestep.statistics import Mode
 from samestep.streams import GlobalStreams, seed_globals, stream_seed
+from samestep.tower import Tower
 
-__all__ = ["LossScale", "Tower", "Towers"]
+__all__ = ["LossScale", "Towers"]
 
 
 class LossScale(Protocol):
@@ -40,40 +42,6 @@ class LossScale(Protocol):
 
     def scale(self, outputs: Tensor) -> Tensor:
         """Return the loss times the scale."""
-
-
-class Tower:
-    """One logical slice of the batch, while it is its turn.
-
-    Attributes:
-        index: 0 <= index < T.
-        batch: the tower's own rows of the batch, in the same nest.
-        rows: how many.
-    """
-
-    def __init__(self, towers: Towers, index: int, batch: Any, rows: int) -> None:
-        self.index = index
-        self.batch = batch
-        self.rows = rows
-        self.is_done = False
-        self._towers = towers
-
-    def backward(self, loss: Tensor, *, weight: float | Tensor | None = None) -> None:
-        """Hand in the tower's loss: compute its gradient and keep it for `Towers.average`.
-
-        Args:
-            loss: a scalar that requires grad. Without `weight`, a mean over the tower's rows; with it, a
-                sum over whatever `weight` counts.
-            weight: how much the tower counts, such as its valid tokens or pixels; 0 is allowed.
-
-        Raises:
-            UsageError: the tower has handed in already, its turn is over, `loss` is not a scalar that
-                requires grad, or gradients came from a `loss.backward()` past the tower.
-        """
-        self._towers._backward(self, loss, weight)
-
-    def __repr__(self) -> str:
-        return f"Tower(index={self.index}, rows={self.rows})"
 
 
 class Towers:
@@ -137,8 +105,7 @@ class Towers:
         self._exchange = Exchange(self.job, self.placement, self.parameters, buckets, sizes)
         self._open: Contributions | None = None
         self._local = LocalBatch(0, {})
-        self._done: list[int] = []
-        self._turn: Tower | None = None
+        self._done: set[int] = set()
         if self.job.world_size > 1:
             self._watch_backward()
 
@@ -168,8 +135,7 @@ class Towers:
         self._exchange.begin(self.step, facts)
         for parameter in self.parameters:
             parameter.grad = None
-        self._buffers.start_step()
-        self._done, self._turn = [], None
+        self._done = set()
         towers = self.placement.towers(self.job.rank)
         self._open = Contributions(
             self._exchange, self.parameters, self._dtypes, towers, self.placement.num_towers
@@ -196,6 +162,7 @@ class Towers:
             )
         if not self._local.slices:
             self._send_figures(contributions)
+        self._open = None
         contributions.send_rest()
         figures = contributions.figures()
         self._check_weight(figures)
@@ -204,7 +171,6 @@ class Towers:
             self.parameters[index].grad = _as_grad_of(self.parameters[index], gradient)
             gradients += [gradient] if gradient is not None else []
         self._finish_buffers(figures)
-        self._open = None
         self.step += 1
         loss_sums, weights = (figures.scalars[:, :2] * _power_of_two(self._local.rows)).unbind(1)
         return Report(self.step - 1, self._local.rows, loss_sums, weights, gradients)
@@ -213,24 +179,24 @@ class Towers:
 
     def _turns(self) -> Iterator[Tower]:
         streams = GlobalStreams.capture(self.job.device)
+        self._buffers.start_step()
         try:
             for index, batch in self._local.slices.items():
                 self._buffers.start_tower()
                 seed_globals(stream_seed(self.seed, "tower", self.step, index), self.job.device)
-                self._turn = Tower(self, index, batch, self._rows(index))
-                yield self._turn
-                self._check_turn_used(self._turn)
+                tower = Tower(index, batch, self._rows(index), self._take_in)
+                yield tower
+                tower.end_turn()
+                self._check_turn_used(tower)
         finally:
-            self._turn = None
+            self._buffers.end_passes()
             streams.restore()
 
-    def _backward(self, tower: Tower, loss: Tensor, weight: float | Tensor | None) -> None:
-        """Hand in a tower's figures, then run its backward and take the gradients."""
+    def _take_in(self, tower: Tower, loss: Tensor, weight: float | Tensor | None) -> None:
+        """Note a tower's figures, then run its backward and take the gradients."""
         contributions = self._open
-        if tower.is_done or tower is not self._turn or contributions is None:
-            why = "has already run backward" if tower.is_done else "has no turn now"
-            raise UsageError(f"{tower!r} {why}: call backward once, inside the loop over towers(batch)")
-        self._check_loss(tower, loss)
+        assert contributions is not None
+        self._check_no_gradients(tower)
         loss = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
         unit = _power_of_two(self._local.rows)
         total = loss * ((tower.rows if weight is None else 1) / unit)
@@ -246,8 +212,7 @@ class Towers:
         contributions.before_backward(tower.index, is_last=is_last)
         (total if self.scaler is None else self.scaler.scale(total)).backward()
         contributions.after_backward(is_last=is_last)
-        tower.is_done = True
-        self._done.append(tower.index)
+        self._done.add(tower.index)
 
     def _send_figures(self, contributions: Contributions) -> None:
         """Send the figures of all this worker's towers; those without rows come last, and hand in zeros."""
@@ -270,7 +235,7 @@ class Towers:
     def _cut(self, batch: Any) -> tuple[LocalBatch, dict[str, int]]:
         """Cut a global batch into this worker's towers, and say what all workers must have alike."""
         if isinstance(batch, LocalBatch):
-            local, seen = batch.to(self.job.device), batch.position
+            local, seen = batch.to(self.job.device), batch.fingerprint
             self._check_slices(local)
         else:
             whole = GlobalBatch.open(batch)
@@ -295,16 +260,12 @@ class Towers:
                 f"{self.placement.num_towers}: give the TowerLoader these same towers"
             )
 
-    def _check_loss(self, tower: Tower, loss: Tensor) -> None:
+    def _check_no_gradients(self, tower: Tower) -> None:
         if any(parameter.grad is not None for parameter in self.parameters):
             raise UsageError(
                 f"{tower!r}: parameters have gradients already; call tower.backward(loss) once instead of "
                 "loss.backward(), which goes past the tower"
             )
-        if loss.numel() != 1:
-            raise UsageError(f"{tower!r}: loss has shape {tuple(loss.shape)}, expected a scalar")
-        if not loss.requires_grad:
-            raise UsageError(f"{tower!r}: loss does not require grad, so there is nothing to hand in")
 
     def _check_turn_used(self, tower: Tower) -> None:
         if not tower.is_done:
@@ -315,15 +276,16 @@ class Towers:
     def _check_weight(self, figures: Figures) -> None:
         # On a GPU this would wait for the device; there a weight of 0 shows as a gradient that is not finite.
         if self.job.device.type == "cpu" and not float(figures.weight) > 0:
-            self._open = None
             raise ConfigError(f"step {self.step}: the towers' weights add up to {float(figures.weight):g}")
 
     def _watch_backward(self) -> None:
+        weakly = weakref.ref(self)  # the parameters may outlive this object, and must not keep it alive
         for index, parameter in enumerate(self.parameters):
 
             def ready(_: Tensor, index: int = index) -> None:
-                if self._open is not None:
-                    self._open.gradient_ready(index)
+                towers = weakly()
+                if towers is not None and towers._open is not None:
+                    towers._open.gradient_ready(index)
 
             parameter.register_post_accumulate_grad_hook(ready)
 

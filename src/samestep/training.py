@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import sys
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -18,6 +20,7 @@ from samestep.evaluation import describe, evaluate
 from samestep.experiment import Experiment, Settings
 from samestep.job import Job
 from samestep.report import Report
+from samestep.summaries import FOLDER, Summaries, Throughput, write_figures
 
 __all__ = ["resume", "train"]
 
@@ -36,7 +39,8 @@ def train(settings: Settings, job: Job) -> int:
         ConfigError: the run folder holds another experiment.
     """
     if settings.fresh and job.is_first:
-        shutil.rmtree(settings.run_dir / "checkpoints", ignore_errors=True)
+        for folder in ("checkpoints", FOLDER):
+            shutil.rmtree(settings.run_dir / folder, ignore_errors=True)
         (settings.run_dir / "settings.json").unlink(missing_ok=True)
     job.barrier()
     settings.check_same_experiment()
@@ -44,23 +48,31 @@ def train(settings: Settings, job: Job) -> int:
     resume(experiment, settings)
     if job.is_first:
         settings.write()
-    with Display(settings, job, experiment.step.towers.step) as display:
-        for report in _steps(experiment, settings.steps):
+    if settings.log_device_placement:
+        _tell_placement(experiment, job)
+    display = Display(settings, job, experiment.step.towers.step)
+    summaries = Summaries(settings.run_dir, experiment, every=settings.summary_every)
+    with display, summaries:
+        for report in _steps(experiment, summaries, settings.steps):
             display.show(report)
             if (report.step + 1) % settings.checkpoint_every == 0 or report.step + 1 == settings.steps:
                 write_checkpoint(experiment, settings, job)
     figures = evaluate(experiment, job)
     if job.is_first:
+        write_figures(settings.run_dir, experiment.step.towers.step, figures)
         print(describe(figures))
         print(f"weights sha256 {digest(experiment.model)}")
     return 0
 
 
-def _steps(experiment: Experiment, num_steps: int) -> Iterator[Report]:
+def _steps(experiment: Experiment, summaries: Summaries, num_steps: int) -> Iterator[Report]:
     """Take steps, epoch after epoch, until `num_steps` have been taken in all."""
     while experiment.step.towers.step < num_steps:
         for batch in experiment.loader:
-            yield experiment.step(batch)
+            with summaries.watch():
+                report = experiment.step(batch)
+            summaries.write(report, batch)
+            yield report
             if experiment.step.towers.step >= num_steps:
                 return
 
@@ -106,28 +118,29 @@ def _parts(experiment: Experiment) -> dict[str, Any]:
 # ---- what is shown ---------------------------------------------------------------------------------
 
 
-@dataclass
-class _Rate:
-    """Rows a second of wall time, input included, since the last look."""
-
-    rows: int = 0
-    since_s: float = 0.0
-
-    def look(self) -> float:
-        now = time.perf_counter()
-        rate = self.rows / (now - self.since_s)
-        self.rows, self.since_s = 0, now
-        return rate
+def _tell_placement(experiment: Experiment, job: Job) -> None:
+    """Print one line for each worker, in order: where it is, and the towers that it runs."""
+    towers = ", ".join(map(str, experiment.step.towers.placement.towers(job.rank)))
+    device = str(job.device)
+    if job.device.type == "cuda":
+        device += f" ({torch.cuda.get_device_name(job.device)})"
+    line = f"worker {job.rank} on {socket.gethostname()}, {device}, {job.threads} threads: towers {towers}"
+    lines: list[Any] = [line]
+    if job.world_size > 1:
+        lines *= job.world_size
+        dist.all_gather_object(lines, line)
+    if job.is_first:
+        print(*lines, sep="\n", flush=True)
 
 
 class Display:
-    """A progress bar on a terminal, plain lines elsewhere; silent on all workers but the first."""
+    """A line every `log_every` steps, above a progress bar on a terminal; silent but on the first worker."""
 
     def __init__(self, settings: Settings, job: Job, first_step: int) -> None:
         self._settings = settings
         self._is_first = job.is_first
-        self._rate = _Rate(since_s=time.perf_counter())
-        self._console = Console(file=sys.stdout)
+        self._throughput = Throughput()
+        self._console = Console(file=sys.stdout, markup=False, emoji=False, highlight=False)
         self._bar = Progress(
             TextColumn(settings.recipe),
             BarColumn(),
@@ -151,15 +164,15 @@ class Display:
         """Show one more step."""
         if not self._is_first:
             return
-        self._rate.rows += report.rows
-        self._bar.update(self._task, completed=report.step + 1)
-        on_terminal = self._console.is_terminal
-        every = max(1, self._settings.log_every // 10) if on_terminal else self._settings.log_every
-        if (report.step + 1) % every == 0 or report.step + 1 == self._settings.steps:
-            rate = f"{self._rate.look():,.0f}"
-            self._bar.update(self._task, loss=f"{report.loss:.4f}", rate=rate)
-            if not on_terminal:
-                print(f"step {report.step + 1}  loss {report.loss:.4f}  {rate} rows/s", flush=True)
+        self._throughput.add(report.rows)
+        step = report.step + 1
+        self._bar.update(self._task, completed=step)
+        if step % self._settings.log_every == 0 or step == self._settings.steps:
+            rows_per_s, batch_s = self._throughput.read()
+            self._bar.update(self._task, loss=f"{report.loss:.4f}", rate=f"{rows_per_s:,.0f}")
+            line = f"{datetime.now():%Y-%m-%d %H:%M:%S}: step {step}, loss = {report.loss:.2f} "
+            line += f"({rows_per_s:.1f} rows/sec; {batch_s:.3f} sec/batch)"
+            self._console.print(line, soft_wrap=True)
 
     def _tell_start(self, job: Job, first_step: int) -> None:
         if not self._is_first:

@@ -31,7 +31,9 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch["x"]), batch["y"])
 
 
-def batches(num_steps: int, rows: int, *shape: int, dtype: torch.dtype = torch.float32) -> list[dict[str, Tensor]]:
+def batches(
+    num_steps: int, rows: int, *shape: int, dtype: torch.dtype = torch.float32
+) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     return [
         {
@@ -94,7 +96,13 @@ class Run:
         average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
         step = samestep.Step(
-            towers, loss_of, optimizer, clip_norm=1.0, autocast=self.autocast, scheduler=schedule, average=average
+            towers,
+            loss_of,
+            optimizer,
+            clip_norm=1.0,
+            autocast=self.autocast,
+            scheduler=schedule,
+            average=average,
         )
         losses = [step(batch).loss for batch in batches(4, self.rows, *self.shape, dtype=self.dtype)]
         return f"{samestep.digest(model)} {samestep.digest(average)} {losses}"
@@ -122,7 +130,7 @@ SCENARIOS.update(RUNS)
 
 
 class Branches(nn.Module):
-    """Uses `rare` only where a row says so, `never` never; ties two weights; one dtype differs; one is frozen."""
+    """Uses `rare` where a row says so and `never` never; has tied weights, two dtypes, a frozen parameter."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -23,7 +23,13 @@ def results(tmp_path_factory):
     @cache
     def run(num_workers: int) -> list[dict[str, dict[str, str]]]:
         out = tmp_path_factory.mktemp("results") / "worker"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_workers}"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={num_workers}",
+        ]
         finished = subprocess.run(
             [*command, scenarios.__file__, str(out)],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
