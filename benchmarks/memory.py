@@ -17,9 +17,9 @@ import sys
 
 import torch
 import torch.distributed as dist
-from step import MODELS, Batch, ours, theirs
 
 import samestep
+from step import MODELS, Batch, ours, theirs
 
 ROWS_PER_TOWER = 4
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import samestep
+from samestep.placement import Placement
 from samestep.recipes.digits import DigitsNet
 
 Batch = tuple[Tensor, Tensor]
@@ -70,7 +71,7 @@ def theirs(model: nn.Module, num_towers: int, job: samestep.Job) -> Callable[[Ba
     """Return one step of DistributedDataParallel, accumulating under `no_sync`."""
     replica = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    mine = samestep.placement.Placement(num_towers, job.world_size).towers(job.rank)
+    mine = Placement(num_towers, job.world_size).towers(job.rank)
 
     def step(batch: Batch) -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -112,9 +113,19 @@ def compare(name: str, towers_per_worker: int, rounds: int, job: samestep.Job) -
     low, middle, high = statistics.quantiles([a / b for a, b in zip(*times, strict=True)], n=4)
     mine, other = (1e3 * statistics.median(column) for column in times)
     return (
-        f"{name:8} T={num_towers:2} W={job.world_size} rows={len(batch[0]):4} samestep {mine:8.2f} ms  DDP {other:8.2f} ms  "
-        f"ratio {middle:.3f} [{low:.3f}, {high:.3f}]  rounds={rounds} steps/round={int(count)}"
+        f"{name:8} T={num_towers:2} W={job.world_size} rows={len(batch[0]):4}"
+        f"  samestep {mine:7.2f} ms  DDP {other:7.2f} ms  ratio {middle:.3f} [{low:.3f}, {high:.3f}]"
+        f"  rounds={rounds} steps/round={int(count)}"
     )
+
+
+def on_all_cores() -> None:
+    """Start this script again as one worker per core, unless it is one already."""
+    if "RANK" not in os.environ:
+        workers = str(len(os.sched_getaffinity(0)))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", workers]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        sys.exit(subprocess.call([*command, *sys.argv], env=environment))
 
 
 def main() -> None:
@@ -123,11 +134,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--only", default="")
     arguments = parser.parse_args()
-    if "RANK" not in os.environ:
-        workers = str(len(os.sched_getaffinity(0)))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", workers]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        sys.exit(subprocess.call([*command, *sys.argv], env=environment))
+    on_all_cores()
     job = samestep.init("cpu")
     for name in MODELS:
         for towers_per_worker in (1, 4):

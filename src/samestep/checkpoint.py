@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +44,13 @@ class Manifest:
         step: steps taken when it was written.
         digest: `samestep.digest` of the model's weights.
         files: each file's size in bytes and SHA-256.
+        state: after `load`, what was saved beside the weights, by name.
     """
 
     step: int
     digest: str
     files: Mapping[str, tuple[int, str]]
+    state: Mapping[str, Any] = field(default_factory=dict)
 
 
 def save(
@@ -117,7 +119,7 @@ def load(path: str | Path, *, model: nn.Module, average: nn.Module | None = None
             if name not in values:
                 raise DataError(f"{path / _STATE}: holds no {name}; expected one of {', '.join(values)}")
             target.load_state_dict(values[name])
-    return manifest
+    return replace(manifest, state=values)
 
 
 def read_manifest(path: Path) -> Manifest:

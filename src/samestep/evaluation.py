@@ -13,6 +13,7 @@ from samestep.batch import GlobalBatch
 from samestep.checkpoint import load, newest
 from samestep.experiment import Experiment, Settings
 from samestep.job import Job
+from samestep.summaries import write_figures
 
 __all__ = ["count_split", "describe", "evaluate", "evaluate_run"]
 
@@ -34,6 +35,7 @@ def evaluate_run(settings: Settings, job: Job) -> int:
     manifest = load(path, model=experiment.model, average=average)
     figures = evaluate(experiment, job)
     if job.is_first:
+        write_figures(settings.run_dir, manifest.step, figures)
         print(f"step {manifest.step}: {describe(figures)}")
     return 0
 

@@ -21,18 +21,6 @@ from samestep.step import Step
 __all__ = ["Experiment", "Settings", "read_settings"]
 
 _FILE = "settings.json"
-_FREE = {
-    "workers",
-    "threads",
-    "steps",
-    "run_dir",
-    "data_dir",
-    "device",
-    "fresh",
-    "log_every",
-    "checkpoint_every",
-}
-"""Settings that may change when a run goes on: where and how it runs, not what is computed."""
 
 
 @dataclass(frozen=True)

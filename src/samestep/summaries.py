@@ -8,32 +8,32 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from samestep.activations import Output, layers_of, outputs_of
 from samestep.batch import LocalBatch
 from samestep.experiment import Experiment
+from samestep.histogram import Histogram
 from samestep.report import Report
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["FOLDER", "Histogram", "Summaries", "Throughput", "write_figures"]
+__all__ = ["FOLDER", "Summaries", "Throughput", "write_figures"]
 
 FOLDER = "summaries"
 """The folder inside a run's that holds its summaries."""
 
 _DECAY = 0.9
-_NUM_BINS = 30  # as many as TensorBoard draws
 _NUM_PICTURES = 4
-_PIECE = 1 << 18  # values counted at a time: they stay in the cache, and no copy is larger
 _QUEUE = 10_000  # more than the events of one step, so that training does not wait for the disk
 
 
@@ -74,7 +74,7 @@ class Summaries:
         self._recent: list[tuple[Tensor, Tensor, Mapping[str, float | Tensor]]] = []
         self._terms: Mapping[str, float | Tensor] = {}
         self._learning_rates: list[float] = []
-        self._outputs: Mapping[str, _Output] = {}
+        self._outputs: Mapping[str, Output] = {}
         self._writer: SummaryWriter | None = None
         if towers.job.is_first:
             self._writer = _open(run_dir / FOLDER, purge_step=towers.step + 1)
@@ -97,7 +97,7 @@ class Summaries:
             self._terms = self._experiment.terms(step.towers.model) if self._experiment.terms else {}
         self._learning_rates = [float(group["lr"]) for group in step.optimizer.param_groups]
         is_due = (step.towers.step + 1) % self._every == 0
-        with _outputs_of(_layers(step.towers.model) if is_due else []) as self._outputs:
+        with outputs_of(layers_of(step.towers.model) if is_due else []) as self._outputs:
             yield
 
     def write(self, report: Report, batch: Any) -> None:
@@ -129,6 +129,7 @@ class Summaries:
     def _scalars(self, report: Report) -> dict[str, float]:
         rows_per_s, _ = self._throughput.read()
         rates = self._learning_rates
+        noise_scale = getattr(report, "noise_scale", None)
         names = [f"step/learning rate{f'/{index}' * (len(rates) > 1)}" for index in range(len(rates))]
         return {
             **self._losses(),
@@ -136,7 +137,7 @@ class Summaries:
             **dict(zip(names, rates, strict=True)),
             "step/rows per second": rows_per_s,
             "step/gradient norm": report.grad_norm,
-            "step/gradient noise scale": getattr(report, "noise_scale", None) or math.nan,
+            "step/gradient noise scale": math.nan if noise_scale is None else noise_scale,
             **{f"sparsity/{name}": output.sparsity for name, output in self._outputs.items()},
         }
 
@@ -232,123 +233,6 @@ class _Smoothed:
     @property
     def value(self) -> float:
         return self.total / self.weight if self.weight else math.nan
-
-
-# ---- tensors ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Histogram:
-    """How often values fall into equal bins between the smallest and the largest.
-
-    Attributes:
-        lowest: the smallest finite value.
-        highest: the largest.
-        total: the sum of the values.
-        squares: the sum of their squares.
-        counts: values in each bin; the last one includes `highest`.
-    """
-
-    lowest: float
-    highest: float
-    total: float
-    squares: float
-    counts: Sequence[int]
-
-    @classmethod
-    def of(cls, values: Tensor) -> Histogram | None:
-        """Count a tensor's finite values, on its own device; None where there are none."""
-        values = _flat(values)
-        if values.numel() and not bool(values.isfinite().all()):
-            values = values[values.isfinite()]
-        if not values.numel():
-            return None
-        lowest, highest = (float(bound) for bound in values.aminmax())
-        counts = torch.zeros(_NUM_BINS, dtype=torch.int64, device=values.device)
-        sums = torch.zeros(2, dtype=torch.float64, device=values.device)
-        for piece in values.split(_PIECE):
-            exact = piece.double()
-            sums += torch.stack([exact.sum(), exact.dot(exact)])
-            counts += _count(exact, lowest, highest - lowest)
-        total, squares = sums.tolist()
-        return cls(lowest, highest, total, squares, counts.tolist())
-
-    def write(self, writer: SummaryWriter, tag: str, step: int) -> None:
-        """Write it under a tag."""
-        width = (self.highest - self.lowest) / len(self.counts)
-        writer.add_histogram_raw(
-            tag,
-            min=self.lowest,
-            max=self.highest,
-            num=sum(self.counts),
-            sum=self.total,
-            sum_squares=self.squares,
-            bucket_limits=[self.lowest + width * (index + 1) for index in range(len(self.counts))],
-            bucket_counts=list(self.counts),
-            global_step=step,
-        )
-
-
-def _flat(values: Tensor) -> Tensor:
-    """Return a tensor's values in one row: a sparse one's stored values, the size of complex ones."""
-    values = values.detach()
-    values = values.coalesce().values() if values.is_sparse else values
-    return (values.abs() if values.is_complex() else values).reshape(-1)
-
-
-def _count(values: Tensor, lowest: float, width: float) -> Tensor:
-    """Return how many values, float64 [n], are in each bin, int64 [bins]."""
-    # Not histc: on the CPU it takes ten times as long, and on a GPU it is no deterministic algorithm.
-    shares = (values - lowest).div_(width if 0 < width < math.inf else 1.0)
-    return torch.bincount(shares.mul_(_NUM_BINS).clamp_(0, _NUM_BINS - 1).int(), minlength=_NUM_BINS)
-
-
-@dataclass(frozen=True)
-class _Output:
-    """What a layer gave: the distribution of its values, and how many of them are zero."""
-
-    histogram: Histogram | None
-    sparsity: float
-
-    @classmethod
-    def of(cls, values: Tensor) -> _Output:
-        zeros = 1 - int(values.count_nonzero()) / max(1, values.numel())
-        return cls(Histogram.of(values), zeros)
-
-
-@contextmanager
-def _outputs_of(layers: Sequence[tuple[str, nn.Module]]) -> Iterator[Mapping[str, _Output]]:
-    """Collect what each layer gives when it is first called, which is in the first tower."""
-    found: dict[str, _Output] = {}
-    handles = [layer.register_forward_hook(_keep_as(name, found)) for name, layer in layers]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _keep_as(name: str, found: dict[str, _Output]) -> Callable[[nn.Module, Any, Any], None]:
-    def keep(_: nn.Module, inputs: Any, output: Any) -> None:
-        # At once, because a layer that works in place may overwrite the output.
-        if name not in found and isinstance(output, Tensor):
-            found[name] = _Output.of(output)
-
-    return keep
-
-
-def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the activation functions of a model, and its layers with matrices or filters."""
-    layers = dict(model.named_modules())
-    if any(hasattr(layer, "_orig_mod") or layer._compiled_call_impl is not None for layer in layers.values()):
-        return []
-    return [(name or type(layer).__name__, layer) for name, layer in layers.items() if _is_looked_at(layer)]
-
-
-def _is_looked_at(layer: nn.Module) -> bool:
-    is_leaf = next(layer.children(), None) is None
-    is_activation = type(layer).__module__ == nn.ReLU.__module__
-    return is_leaf and (is_activation or any(weight.ndim > 1 for weight in layer.parameters()))
 
 
 def _pictures(batch: Any) -> list[Tensor]:

@@ -92,6 +92,7 @@ def write_checkpoint(experiment: Experiment, settings: Settings, job: Job) -> No
         average=None if step.average is None else step.average.module,
         **_parts(experiment),
         position=experiment.loader.position,
+        num_averaged=None if step.average is None else int(step.average.n_averaged),
     )
     keep_last(settings.run_dir, _KEPT_CHECKPOINTS)
 
@@ -105,9 +106,9 @@ def resume(experiment: Experiment, settings: Settings) -> None:
     average = None if step.average is None else step.average.module
     manifest = load(found[-1], model=experiment.model, average=average, **_parts(experiment))
     step.towers.step = manifest.step
-    experiment.loader.position = manifest.step
+    experiment.loader.position = manifest.state["position"]
     if step.average is not None:
-        step.average.n_averaged.fill_(manifest.step)
+        step.average.n_averaged.fill_(manifest.state["num_averaged"])
 
 
 def _parts(experiment: Experiment) -> dict[str, Any]:

@@ -18,6 +18,10 @@ Tensors = Mapping[int, Sequence[Tensor]]
 """For each other worker, contiguous tensors in the order they are sent in."""
 
 
+_SMALL_BYTES = 2**18
+"""Tensors up to here are worth a copy to save a message."""
+
+
 @dataclass
 class Swap:
     """Sends and receives that are under way; nothing may touch their tensors before `wait` returns."""
@@ -26,7 +30,7 @@ class Swap:
     timeout_s: float = 0.0
     works: list[dist.Work] = field(default_factory=list)
     peers: list[int] = field(default_factory=list)
-    staged: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    staged: list[_Parcel] = field(default_factory=list)
 
     def wait(self) -> None:
         """Wait until everything has been sent and has arrived; on NCCL, until the GPU's stream has.
@@ -41,8 +45,8 @@ class Swap:
                 # NCCL hands out one work for all of a batch, which names nobody.
                 peer = self.peers[position] if len(self.works) == len(self.peers) else None
                 raise self.lost(error, peer) from error
-        for target, host in self.staged:
-            target.copy_(host)
+        for parcel in self.staged:
+            parcel.unpack()
         self.works.clear()
         self.staged.clear()
 
@@ -83,10 +87,11 @@ class Transport:
         for distance in range(1, self._job.world_size):
             source = (self._job.rank - distance) % self._job.world_size
             target = (self._job.rank + distance) % self._job.world_size
-            for tensor in incoming[source]:
-                self._add(swap, operations, dist.irecv, self._to_fill(swap, tensor), source)
-            for tensor in outgoing[target]:
-                self._add(swap, operations, dist.isend, self._to_send(tensor), target)
+            for parcel in self._parcels(incoming[source]):
+                self._add(swap, operations, dist.irecv, parcel.to_fill(), source)
+                swap.staged.append(parcel)
+            for parcel in self._parcels(outgoing[target]):
+                self._add(swap, operations, dist.isend, parcel.pack(), target)
         for device_type in ("cpu", "cuda"):  # a batch goes to one backend
             batch = [operation for operation in operations if operation.tensor.device.type == device_type]
             try:
@@ -99,16 +104,47 @@ class Transport:
     def _add(
         swap: Swap, operations: list[dist.P2POp], operation: Callable[..., object], tensor: Tensor, peer: int
     ) -> None:
-        if tensor.numel():
-            operations.append(dist.P2POp(operation, tensor, peer))
-            swap.peers.append(peer)
+        operations.append(dist.P2POp(operation, tensor, peer))
+        swap.peers.append(peer)
 
-    def _to_fill(self, swap: Swap, tensor: Tensor) -> Tensor:
-        if not self._through_host or tensor.device.type == "cpu":
-            return tensor
-        host = torch.empty_like(tensor, device="cpu")
-        swap.staged.append((tensor, host))
-        return host
+    def _parcels(self, tensors: Sequence[Tensor]) -> list[_Parcel]:
+        """Sort tensors into messages, alike on both ends: small ones of a device share one."""
+        small: dict[str, list[Tensor]] = {}
+        parcels = []
+        for tensor in tensors:
+            if tensor.nbytes > _SMALL_BYTES:
+                parcels.append(_Parcel([tensor], self._through_host))
+            elif tensor.numel():
+                small.setdefault(tensor.device.type, []).append(tensor)
+        return [*(_Parcel(group, self._through_host) for group in small.values()), *parcels]
 
-    def _to_send(self, tensor: Tensor) -> Tensor:
-        return tensor.cpu() if self._through_host else tensor
+
+class _Parcel:
+    """Tensors that travel as one message, through host memory where the backend knows no other."""
+
+    def __init__(self, tensors: list[Tensor], through_host: bool) -> None:
+        self._tensors = tensors
+        self._device = torch.device("cpu") if through_host else tensors[0].device
+        self._is_plain = len(tensors) == 1 and tensors[0].device.type == self._device.type
+        self._buffer = tensors[0]
+
+    def pack(self) -> Tensor:
+        """Return the message."""
+        if self._is_plain:
+            return self._tensors[0]
+        return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in self._tensors]).to(self._device)
+
+    def to_fill(self) -> Tensor:
+        """Return where the message should arrive."""
+        if not self._is_plain:
+            size = sum(tensor.nbytes for tensor in self._tensors)
+            self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return self._buffer
+
+    def unpack(self) -> None:
+        """Copy the message that arrived to where it belongs."""
+        if self._is_plain:
+            return
+        parts = self._buffer.split([tensor.nbytes for tensor in self._tensors])
+        for tensor, part in zip(self._tensors, parts, strict=True):
+            tensor.reshape(-1).view(torch.uint8).copy_(part)
