@@ -8,7 +8,7 @@ import torch
 
 from samestep.datasets.digits import NUM_TRAIN, Digits, load_digits
 from samestep.errors import ConfigError, DataError
-from samestep.loader import BatchedDataset
+from samestep.readers import BatchedDataset
 from samestep.streams import stream_seed, uniforms
 
 MEAN, STD = 4.88, 6.02

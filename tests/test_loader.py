@@ -11,8 +11,9 @@ from torch.utils.data import IterableDataset
 from samestep.batch import LocalBatch
 from samestep.errors import BatchError, ConfigError, UsageError
 from samestep.job import Job
-from samestep.loader import BatchedDataset, TowerLoader
+from samestep.loader import TowerLoader
 from samestep.placement import Placement, even_ranges
+from samestep.readers import BatchedDataset
 from samestep.streams import generator, seed_globals, stream_seed, uniforms
 
 CPU = torch.device("cpu")
@@ -42,8 +43,7 @@ class NoisyBatches:
         return NUM_EXAMPLES
 
     def batch(self, examples, seeds):
-        noise = torch.from_numpy(uniforms(seeds, 3))
-        return {"example": torch.from_numpy(examples), "noise": noise, "more": torch.rand(len(examples))}
+        return {"example": torch.from_numpy(examples), "noise": torch.from_numpy(uniforms(seeds, 3))}
 
 
 class TooFewRows(NoisyBatches):
@@ -330,7 +330,7 @@ def test_settings_that_cannot_be_right_are_refused(options, named):
 
 
 def test_a_batched_dataset_must_return_a_row_for_each_example():
-    with pytest.raises(BatchError, match=r"TooFewRows\.batch returned 1 rows for 2 examples"):
+    with pytest.raises(BatchError, match=r"TooFewRows\.batch returned 6 rows for 7 examples"):
         read(make_loader(TooFewRows()))
 
 

@@ -27,7 +27,17 @@ from torch import Tensor, nn
 from samestep.digest import digest
 from samestep.errors import DataError, MissingFileError
 
-__all__ = ["FORMAT", "Manifest", "all_checkpoints", "keep_last", "load", "newest", "read_digest", "save"]
+__all__ = [
+    "FORMAT",
+    "Manifest",
+    "all_checkpoints",
+    "checkpoint_path",
+    "keep_last",
+    "load",
+    "newest",
+    "read_digest",
+    "save",
+]
 
 FORMAT = 1
 

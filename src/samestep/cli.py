@@ -32,6 +32,10 @@ class Eval:
     """CPU threads of each worker."""
     workers: int | Literal["auto"] = "auto"
     """Processes to start here; auto is one for each core or GPU."""
+    weights: Literal["average", "raw"] = "average"
+    """Evaluate the moving averages of the weights where a run keeps them, or the raw weights."""
+    follow: bool = False
+    """Go on with each new checkpoint until training ends."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,11 @@ def _eval(command: Eval, words: list[str]) -> int:
         device=command.device,
         threads=command.threads,
     )
-    return _on_workers(settings, words, lambda job: evaluate_run(settings, job))
+    return _on_workers(
+        settings,
+        words,
+        lambda job: evaluate_run(settings, job, weights=command.weights, follow=command.follow),
+    )
 
 
 def _on_workers(settings: Settings, words: list[str], work: Callable[[Job], int]) -> int:

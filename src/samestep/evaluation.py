@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -10,49 +14,73 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep.batch import GlobalBatch
-from samestep.checkpoint import load, newest
+from samestep.checkpoint import all_checkpoints, checkpoint_path, load, newest
 from samestep.experiment import Experiment, Settings
 from samestep.job import Job
 from samestep.summaries import write_figures
 
 __all__ = ["count_split", "describe", "evaluate", "evaluate_run"]
 
+Weights = Literal["average", "raw"]
+
 _CHUNK_ROWS = 250
+_POLL_S = 1.0
 
 
-def evaluate_run(settings: Settings, job: Job) -> int:
-    """Print the figures of a run's newest checkpoint on the test examples.
+def evaluate_run(settings: Settings, job: Job, *, weights: Weights = "average", follow: bool = False) -> int:
+    """Print the figures of a run's newest checkpoint on the test examples, and write them as summaries.
+
+    Args:
+        settings: of the run.
+        job: all its workers must call this.
+        weights: which of the two kinds to evaluate; a run without moving averages has the raw ones only.
+        follow: go on with each new checkpoint, until that of the run's last step.
 
     Returns:
         The exit status, 0.
 
     Raises:
-        MissingFileError: there is no checkpoint.
+        MissingFileError: there is no checkpoint, and `follow` is not set.
+        DataError: a checkpoint is damaged.
     """
-    path = newest(settings.run_dir)
     experiment = settings.build(job)
     average = None if experiment.step.average is None else experiment.step.average.module
-    manifest = load(path, model=experiment.model, average=average)
-    figures = evaluate(experiment, job)
-    if job.is_first:
-        write_figures(settings.run_dir, manifest.step, figures)
-        print(f"step {manifest.step}: {describe(figures)}")
+    model = experiment.model if weights == "raw" or average is None else average
+    for path in _checkpoints(settings, job) if follow else [newest(settings.run_dir)]:
+        manifest = load(path, model=experiment.model, average=average)
+        figures = experiment.figures(count_split(experiment, model, job))
+        if job.is_first:
+            write_figures(settings.run_dir, manifest.step, figures)
+            line = f"{datetime.now():%Y-%m-%d %H:%M:%S}: step {manifest.step}: {describe(figures)}"
+            print(line, flush=True)
     return 0
+
+
+def _checkpoints(settings: Settings, job: Job) -> Iterator[Path]:
+    """Yield the newest checkpoint whenever there is a new one, until that of the last step."""
+    last, seen = checkpoint_path(settings.run_dir, settings.steps), None
+    if job.is_first and not all_checkpoints(settings.run_dir):
+        print(f"{settings.run_dir}: no checkpoint yet; waiting for the first", flush=True)
+    while seen != last:
+        found: list[Path | None] = [next(reversed(all_checkpoints(settings.run_dir)), None)]
+        if job.world_size > 1:  # what worker 0 sees counts, and the others wait for no more than a second
+            dist.broadcast_object_list(found, 0)
+        path = found[0]
+        if path is None or path == seen:
+            time.sleep(_POLL_S)
+            continue
+        seen = path
+        yield path
 
 
 def describe(figures: Mapping[str, float]) -> str:
     """Return figures as text."""
-    return ", ".join(f"{name} {value:.4f}" for name, value in figures.items())
+    return ", ".join(f"{name} = {value:.4f}" for name, value in figures.items())
 
 
 def evaluate(experiment: Experiment, job: Job) -> Mapping[str, float]:
     """Return the figures of the experiment's model on its test examples, on every worker."""
-    model = experiment.evaluated
-    was_training = model.training
-    model.eval()
-    counts = count_split(experiment, model, job)
-    model.train(was_training)
-    return experiment.figures(counts)
+    return experiment.figures(count_split(experiment, experiment.evaluated, job))
 
 
 @torch.no_grad()
@@ -62,6 +90,8 @@ def count_split(experiment: Experiment, model: nn.Module, job: Job) -> Tensor:
     Workers take fixed chunks in turn, so that every chunk has the same shape, and so the same bits,
     wherever it is computed; integers add up exactly.
     """
+    was_training = model.training
+    model.eval()
     total = torch.zeros((), dtype=torch.int64)
     num_rows = len(experiment.test)
     # Every worker counts the first chunk, so that those without one of their own have a shape to add to.
@@ -74,4 +104,5 @@ def count_split(experiment: Experiment, model: nn.Module, job: Job) -> Tensor:
         total = total + (counts if start or job.is_first else torch.zeros_like(counts))
     if job.world_size > 1:
         dist.all_reduce(total)
+    model.train(was_training)
     return total

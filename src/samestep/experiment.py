@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from samestep.errors import ConfigError, DataError, MissingFileError
 from samestep.job import Job
-from samestep.loader import BatchedDataset, TowerLoader
+from samestep.loader import TowerLoader
+from samestep.readers import BatchedDataset
 from samestep.step import Step
 
 __all__ = ["Experiment", "Settings", "read_settings"]
@@ -83,6 +84,8 @@ class Settings(abc.ABC):
     """Steps between summaries for TensorBoard, in the folder summaries of the run's."""
     checkpoint_every: int = 1000
     """Steps between checkpoints; there is always one at the end."""
+    keep_checkpoints: int = 3
+    """How many of the newest checkpoints to keep."""
     fresh: bool = False
     """Start over: delete the checkpoints and summaries in the run folder first."""
     log_device_placement: bool = False
@@ -92,7 +95,7 @@ class Settings(abc.ABC):
     free: ClassVar[frozenset[str]] = frozenset(
         (
             *("workers", "threads", "run_dir", "device", "fresh"),
-            *("log_every", "summary_every", "checkpoint_every", "log_device_placement"),
+            *("log_every", "summary_every", "checkpoint_every", "keep_checkpoints", "log_device_placement"),
         )
     )
     """Settings that may change when a run goes on: where and how it runs, not what is computed."""
@@ -106,6 +109,7 @@ class Settings(abc.ABC):
             "log_every",
             "summary_every",
             "checkpoint_every",
+            "keep_checkpoints",
         )
         for name in counts:
             if getattr(self, name) < 1:

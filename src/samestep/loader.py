@@ -7,30 +7,28 @@ a run can go on from batch 1,000,000 without reading the ones before.
 
 from __future__ import annotations
 
-import inspect
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader
 
-from samestep.batch import GlobalBatch, LocalBatch
-from samestep.errors import BatchError, ConfigError, UsageError
+from samestep.batch import LocalBatch
+from samestep.errors import ConfigError, UsageError
 from samestep.job import Job
 from samestep.placement import Placement, even_ranges
-from samestep.streams import GlobalStreams, generator, seed_globals, stream_seed
+from samestep.readers import BatchedReader, Reader, Request, is_batched
+from samestep.streams import generator
 
-__all__ = ["BatchedDataset", "PlacedTowers", "TowerLoader"]
+__all__ = ["PlacedTowers", "TowerLoader"]
 
-_CPU = torch.device("cpu")
-_ALIGNMENT_BYTES = 64  # of the memory that torch allocates
+_NUM_AHEAD = 2
+
 _OWNED = {
     "sampler": "the order of an epoch depends on seed and epoch alone; use shuffle, or order the dataset",
     "batch_sampler": "batches are cut into towers here; use batch_size and drop_last",
@@ -38,21 +36,6 @@ _OWNED = {
     "worker_init_fn": "its effects would depend on the number of loader processes; set up in the dataset",
     "in_order": "batches always come in order",
 }
-
-
-@runtime_checkable
-class BatchedDataset(Protocol):
-    """A dataset that makes many examples in one call.
-
-    The arrays must have rows that depend on their own example and seed alone, whatever else is in the call;
-    `samestep.streams.uniforms` turns seeds into random numbers of that kind.
-    """
-
-    def __len__(self) -> int:
-        """Return the number of examples."""
-
-    def batch(self, examples: NDArray[np.int64], seeds: NDArray[np.uint64]) -> Any:
-        """Return the examples as a nest of tensors, rows first; `seeds` has one for each example."""
 
 
 class PlacedTowers(Protocol):
@@ -65,17 +48,6 @@ class PlacedTowers(Protocol):
     @property
     def job(self) -> Job:
         """This process's view of the job."""
-
-
-@dataclass(frozen=True)
-class _Request:
-    """One batch, before it is read: the numbers of the examples of each of this worker's towers."""
-
-    epoch: int
-    position: int
-    rows: int
-    fingerprint: int
-    examples: Mapping[int, NDArray[np.int64]]
 
 
 class TowerLoader:
@@ -125,7 +97,7 @@ class TowerLoader:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         **dataloader_options: Any,
     ) -> None:
-        batched = _is_batched(dataset)
+        batched = is_batched(dataset)
         _check(dataset, batch_size, drop_last)
         _check_options(dataloader_options, collate_fn if batched else None)
         self.dataset = dataset
@@ -135,8 +107,9 @@ class TowerLoader:
         self.drop_last = drop_last
         self._towers = towers
         self._position = 0
-        self._requests: list[_Request] = []
-        reader = _BatchedReader(dataset, seed) if batched else _Reader(dataset, seed, collate_fn)
+        self._requests: list[Request] = []
+        reader = BatchedReader(dataset, seed) if batched else Reader(dataset, seed, collate_fn)
+        self._in_background = reader if batched and not dataloader_options.get("num_workers") else None
         self._loader: DataLoader[Any] = DataLoader(
             reader,
             batch_size=None,
@@ -179,14 +152,14 @@ class TowerLoader:
         """
         requests = list(self._rest_of_epoch())
         self._requests[:] = requests
-        batches = iter(self._loader)
+        slices = iter(self._loader) if self._in_background is None else _ahead(self._in_background, requests)
         for request in requests:
             self._check_unmoved(request.position)
-            slices = next(batches)
+            read = next(slices)
             self._position += 1
-            yield LocalBatch(request.rows, slices, request.position, request.fingerprint)
+            yield LocalBatch(request.rows, read, request.position, request.fingerprint)
 
-    def _rest_of_epoch(self) -> Iterator[_Request]:
+    def _rest_of_epoch(self) -> Iterator[Request]:
         first_position = self.epoch * len(self)
         order, placement = self._order(self.epoch), self._towers.placement
         for position in range(self._position, first_position + len(self)):
@@ -195,7 +168,7 @@ class TowerLoader:
             ranges = even_ranges(len(rows), placement.num_towers)
             mine = [tower for tower in placement.towers(self._towers.job.rank) if ranges[tower]]
             examples = {tower: rows[ranges[tower].start : ranges[tower].stop] for tower in mine}
-            yield _Request(self.epoch, position, len(rows), zlib.crc32(rows.tobytes()), examples)
+            yield Request(self.epoch, position, len(rows), zlib.crc32(rows.tobytes()), examples)
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
         """Return the epoch's examples in their global order, int64 [examples]."""
@@ -212,70 +185,19 @@ class TowerLoader:
             )
 
 
-@dataclass(frozen=True)
-class _Reader(Dataset[dict[int, Any]]):
-    """What DataLoader takes for the dataset: its "indices" are requests, its "examples" are towers' batches.
-
-    It holds nothing that changes, so a loader process can be given any request at any time.
-    """
-
-    dataset: Any
-    seed: int
-    collate_fn: Callable[[list[Any]], Any] | None = None
-
-    def __getitem__(self, request: _Request) -> dict[int, Any]:
-        with _as_in_a_loader_process():
-            slices = {tower: self.read(request, tower) for tower in request.examples}
-        return {tower: pytree.tree_map_only(Tensor, _aligned, batch) for tower, batch in slices.items()}
-
-    def read(self, request: _Request, tower: int) -> Any:
-        rows = [self.example(request.epoch, int(example)) for example in request.examples[tower]]
-        self.seed_tower(request, tower)
-        return (self.collate_fn or default_collate)(rows)
-
-    def example(self, epoch: int, example: int) -> Any:
-        seed_globals(stream_seed(self.seed, "example", epoch, example), _CPU)
-        return self.dataset[example]
-
-    def seed_tower(self, request: _Request, tower: int) -> None:
-        seed_globals(stream_seed(self.seed, "collate", request.position, tower), _CPU)
-
-
-class _BatchedReader(_Reader):
-    """The same for a `BatchedDataset`."""
-
-    def read(self, request: _Request, tower: int) -> Any:
-        examples = request.examples[tower]
-        seeds = [stream_seed(self.seed, "example", request.epoch, int(example)) for example in examples]
-        self.seed_tower(request, tower)
-        batch = self.dataset.batch(examples, np.array(seeds, dtype=np.uint64))
-        if (rows := GlobalBatch.open(batch).rows) != len(examples):
-            name = type(self.dataset).__name__
-            raise BatchError(
-                f"{name}.batch returned {rows} rows for {len(examples)} examples: expected one each"
-            )
-        return batch
-
-
-@contextmanager
-def _as_in_a_loader_process() -> Iterator[None]:
-    """Read with one thread, as DataLoader's processes do, and leave the global generators as they were."""
-    streams, threads = GlobalStreams.capture(_CPU), torch.get_num_threads()
-    torch.set_num_threads(1)
+def _ahead(reader: BatchedReader | Reader, requests: Sequence[Request]) -> Iterator[dict[int, Any]]:
+    """Read in a background thread, so that the passes find their batches made."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="samestep-loader")
     try:
-        yield
+        waiting: deque[Future[dict[int, Any]]] = deque()
+        for request in requests:
+            waiting.append(pool.submit(reader.__getitem__, request))
+            if len(waiting) > _NUM_AHEAD:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
     finally:
-        torch.set_num_threads(threads)
-        streams.restore()
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    """Move a tensor to memory that starts at the same alignment in every process.
-
-    Kernels may choose by alignment, and arrays from NumPy start where torch's own would not.
-    """
-    on_cpu = tensor.layout == torch.strided and tensor.device.type == "cpu"
-    return tensor.clone() if on_cpu and tensor.data_ptr() % _ALIGNMENT_BYTES else tensor
+        pool.shutdown(cancel_futures=True)
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -288,11 +210,6 @@ def _num_batches(examples: int, batch_size: int, drop_last: bool) -> int:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_batched(dataset: object) -> bool:
-    # Hugging Face's datasets have a method `batch` too, which does something else.
-    return isinstance(dataset, BatchedDataset) and "seeds" in inspect.signature(dataset.batch).parameters
 
 
 def _check(dataset: Any, batch_size: int, drop_last: bool) -> None:

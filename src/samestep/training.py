@@ -24,8 +24,6 @@ from samestep.summaries import FOLDER, Summaries, Throughput, write_figures
 
 __all__ = ["resume", "train"]
 
-_KEPT_CHECKPOINTS = 3
-
 
 def train(settings: Settings, job: Job) -> int:
     """Train a recipe from its newest checkpoint, if there is one, to its last step.
@@ -94,7 +92,7 @@ def write_checkpoint(experiment: Experiment, settings: Settings, job: Job) -> No
         position=experiment.loader.position,
         num_averaged=None if step.average is None else int(step.average.n_averaged),
     )
-    keep_last(settings.run_dir, _KEPT_CHECKPOINTS)
+    keep_last(settings.run_dir, settings.keep_checkpoints)
 
 
 def resume(experiment: Experiment, settings: Settings) -> None:

@@ -113,16 +113,12 @@ def _download(archive: Archive, data_dir: Path, remedy: str) -> Path:
 def _reason(error: requests.RequestException) -> str:
     """Say in a few words why: the status, or the innermost cause, without the layers around it."""
     if error.response is not None:
+        error.response.close()  # Pooch leaves the connection open
         return f"HTTP status {error.response.status_code}"
-    cause: object = error
-    while isinstance(cause, BaseException):
-        inner = getattr(cause, "reason", None) or next(
-            (argument for argument in reversed(cause.args) if isinstance(argument, BaseException)), None
-        )
-        if inner is None:
-            break
+    cause: BaseException = error
+    while (inner := cause.__cause__ or cause.__context__) is not None:
         cause = inner
-    return str(cause).rpartition(": ")[2].rstrip(".")
+    return getattr(cause, "strerror", None) or str(cause)
 
 
 class _Bar:

@@ -1,8 +1,9 @@
 """One file, one experiment, to be read from top to bottom."""
 
 from samestep.experiment import Settings
+from samestep.recipes.cifar10 import Cifar10Settings
 from samestep.recipes.digits import DigitsSettings
 
 __all__ = ["RECIPES"]
 
-RECIPES: dict[str, type[Settings]] = {kind.recipe: kind for kind in (DigitsSettings,)}
+RECIPES: dict[str, type[Settings]] = {kind.recipe: kind for kind in (DigitsSettings, Cifar10Settings)}
