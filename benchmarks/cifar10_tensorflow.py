@@ -150,6 +150,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     arguments = parser.parse_args()
     v1.disable_eager_execution()
+    tf.get_logger().setLevel("ERROR")  # it says of everything here that it is deprecated
     folder = arguments.data_dir / "cifar-10-batches-bin"
     print(f"rows/s {rows_per_second(folder, arguments.batch_size, arguments.steps):.1f}")
 

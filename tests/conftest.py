@@ -1,6 +1,14 @@
+import pytest
+import torch
 from hypothesis import settings
 
 # The same examples in every run, so that a failure is about the change at hand; no deadline, because
 # machines that run tests are busy.
 settings.register_profile("samestep", deadline=None, derandomize=True, database=None, max_examples=60)
 settings.load_profile("samestep")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="torch sees no GPU"))

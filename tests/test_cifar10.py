@@ -12,7 +12,7 @@ import samestep
 from samestep.datasets import cifar10 as data
 from samestep.errors import ConfigError
 from samestep.evaluation import evaluate
-from samestep.recipes.cifar10 import Cifar10Net, Cifar10Settings, WeightAverage, loss_of, staircase
+from samestep.recipes.cifar10 import Cifar10Net, Cifar10Settings, WeightAverage, decayed, loss_of, staircase
 from samestep.training import train
 
 RECORDS = 40
@@ -119,6 +119,21 @@ def test_weight_decay_is_that_of_the_two_local_layers():
     for weight in local_weights(model):
         torch.testing.assert_close(weight.grad, 0.004 * weight.detach())
     assert model.conv1.weight.grad is None
+
+
+def test_an_update_follows_the_gradient_of_the_whole_loss():
+    """Beside the decay that the optimizer adds, that of the gradient."""
+    model, batch = net().double(), pictures(8, dtype=torch.float64)
+    whole = F.cross_entropy(model(batch[0]), batch[1]) + model.weight_decay()
+    names = dict(model.named_parameters())
+    gradients = dict(zip(names, torch.autograd.grad(whole, tuple(names.values())), strict=True))
+    expected = {name: weight.detach() - 0.1 * gradients[name] for name, weight in names.items()}
+    loss = loss_of(model, batch)
+    loss.backward()
+    torch.optim.SGD(decayed(model), lr=0.1).step()
+    assert float(loss.detach()) == float(whole.detach())
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weight.detach(), expected[name], rtol=1e-12, atol=1e-14)
 
 
 def local_weights(model):

@@ -89,10 +89,7 @@ class Exchange:
         """
         self._step = _Step(f"step {step}", {"step": step, **facts}, error)
         if error is not None and self._job.world_size > 1:
-            num_scalars = len(self._placement.towers(self._job.rank))
-            self.figures(
-                torch.zeros(num_scalars, 2), [(span, torch.zeros(0)) for span in self._spans[self._job.rank]]
-            )
+            self._step.figures[self._job.rank] = self._room_for_figures(self._job.rank)
             self._post(self.buckets[0], [True] * len(self.buckets[0].parameters))
             self.wait_for_figures()
         if error is not None:

@@ -1,6 +1,6 @@
 """Small training runs, each ending in a digest: run in one process and in several, and compared.
 
-python scenarios.py OUT.json    run all of them as a worker of torchrun; worker 0 writes the results
+python scenarios.py OUT [DEVICE]    run all of them as a worker of torchrun; worker N writes OUT.N
 """
 
 import json
@@ -79,7 +79,7 @@ class Run:
     accumulate_dtype: torch.dtype | None = None
 
     def __call__(self, job: samestep.Job) -> str:
-        model = self.build()
+        model = self.build().to(job.device)
         towers = samestep.Towers(
             model,
             self.num_towers,
@@ -154,7 +154,7 @@ class Branches(nn.Module):
 
 @scenario
 def unused_tied_frozen_and_mixed_parameters(job: samestep.Job) -> str:
-    model = Branches()
+    model = Branches().to(job.device)
     towers = samestep.Towers(model, 7, job=job, bucket_bytes=300)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.5)
     used = []
@@ -166,13 +166,13 @@ def unused_tied_frozen_and_mixed_parameters(job: samestep.Job) -> str:
         optimizer.step()
     assert any("rare.weight" in names for names in used)
     assert not any("never.weight" in names for names in used)
-    assert torch.equal(model.never.weight, Branches().never.weight)
+    assert torch.equal(model.never.weight.cpu(), Branches().never.weight)
     return f"{samestep.digest(model)} {used}"
 
 
 @scenario
 def explicit_weights(job: samestep.Job) -> str:
-    model = perceptron()
+    model = perceptron().to(job.device)
     towers = samestep.Towers(model, 5, job=job)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     weights = []
@@ -195,7 +195,7 @@ def streams_of_all_generators(job: samestep.Job) -> str:
     torch.manual_seed(job.rank)  # what comes before must not matter
     random.seed(job.rank)
     np.random.seed(job.rank)
-    model = perceptron()
+    model = perceptron().to(job.device)
     towers = samestep.Towers(model, 6, job=job)
     before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
     for tower in towers(batches(1, 12, 7)[0]):
@@ -211,7 +211,7 @@ def streams_of_all_generators(job: samestep.Job) -> str:
 @scenario
 def loader(job: samestep.Job) -> str:
     torch.manual_seed(8)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).to(job.device)
     towers = samestep.Towers(model, 7, job=job)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = samestep.TowerLoader(Digits("train", augment=True), 250, towers, seed=4)
@@ -252,29 +252,33 @@ def fault(function: Scenario) -> Scenario:
 
 @fault
 def different_num_towers(job: samestep.Job) -> str:
-    return message_of(lambda: samestep.Towers(perceptron(), 8 if job.rank != 1 else 7, job=job))
+    return message_of(
+        lambda: samestep.Towers(perceptron().to(job.device), 8 if job.rank != 1 else 7, job=job)
+    )
 
 
 @fault
 def too_few_towers_on_one(job: samestep.Job) -> str:
-    return message_of(lambda: samestep.Towers(perceptron(), 8 if job.rank != 1 else 1, job=job))
+    return message_of(
+        lambda: samestep.Towers(perceptron().to(job.device), 8 if job.rank != 1 else 1, job=job)
+    )
 
 
 @fault
 def different_model(job: samestep.Job) -> str:
     model = perceptron() if job.rank != 1 else nn.Sequential(nn.Linear(7, 32), nn.Tanh(), nn.Linear(32, 5))
-    return message_of(lambda: samestep.Towers(model, 8, job=job))
+    return message_of(lambda: samestep.Towers(model.to(job.device), 8, job=job))
 
 
 @fault
 def different_rows(job: samestep.Job) -> str:
-    towers = samestep.Towers(perceptron(), 8, job=job)
+    towers = samestep.Towers(perceptron().to(job.device), 8, job=job)
     return message_of(lambda: step_on(towers, batches(1, 16 if job.rank != 1 else 18, 7)[0]))
 
 
 @fault
 def different_values(job: samestep.Job) -> str:
-    towers = samestep.Towers(perceptron(), 8, job=job)
+    towers = samestep.Towers(perceptron().to(job.device), 8, job=job)
     batch = batches(1, 16, 7)[0]
     batch["x"] += job.rank == 1
     return message_of(lambda: step_on(towers, batch))
@@ -282,7 +286,7 @@ def different_values(job: samestep.Job) -> str:
 
 @fault
 def bad_batch_on_one(job: samestep.Job) -> str:
-    towers = samestep.Towers(perceptron(), 8, job=job)
+    towers = samestep.Towers(perceptron().to(job.device), 8, job=job)
     batch = batches(1, 16, 7)[0]
     if job.rank == 1:
         batch["y"] = batch["y"][:5]
@@ -290,20 +294,30 @@ def bad_batch_on_one(job: samestep.Job) -> str:
 
 
 @fault
+def bad_pictures_on_one(job: samestep.Job) -> str:
+    """With batch norm, whose statistics travel too, and more than one bucket."""
+    towers = samestep.Towers(convnet().to(job.device), 7, job=job, bucket_bytes=1000)
+    batch = batches(1, 14, 3, 8, 8)[0]
+    if job.rank == 1:
+        batch["y"] = batch["y"][:5]
+    return message_of(lambda: step_on(towers, batch))
+
+
+@fault
 def bad_batch_on_all(job: samestep.Job) -> str:
-    towers = samestep.Towers(perceptron(), 8, job=job)
+    towers = samestep.Towers(perceptron().to(job.device), 8, job=job)
     return message_of(lambda: step_on(towers, {"x": torch.zeros(3, 7), "y": torch.zeros(2)}))
 
 
 @fault
 def a_step_ahead(job: samestep.Job) -> str:
-    towers = samestep.Towers(perceptron(), 8, job=job)
+    towers = samestep.Towers(perceptron().to(job.device), 8, job=job)
     towers.step += job.rank == 1
     return message_of(lambda: step_on(towers, batches(1, 16, 7)[0]))
 
 
-def main(out: Path) -> None:
-    job = samestep.init("cpu", timeout_s=60)
+def main(out: Path, device: str = "cpu") -> None:
+    job = samestep.init(device, timeout_s=60)
     results = {name: run(job) for name, run in SCENARIOS.items()}
     messages = {name: run(job) for name, run in FAULTS.items()}
     out.with_suffix(f".{job.rank}").write_text(json.dumps({"results": results, "messages": messages}))
@@ -311,4 +325,4 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -16,31 +16,29 @@ from . import scenarios
 WORKERS = (2, 3, 4)
 
 
+def run_workers(out, num_workers, device="cpu"):
+    """Run all scenarios on some workers and return what each of them found."""
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={num_workers}",
+    ]
+    finished = subprocess.run(
+        [*launcher, scenarios.__file__, str(out), device],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(num_workers)]
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Return, for W workers, what each of them found: run once for each W."""
-
-    @cache
-    def run(num_workers: int) -> list[dict[str, dict[str, str]]]:
-        out = tmp_path_factory.mktemp("results") / "worker"
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={num_workers}",
-        ]
-        finished = subprocess.run(
-            [*command, scenarios.__file__, str(out)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
-        assert finished.returncode == 0, finished.stderr
-        return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(num_workers)]
-
-    return run
+    return cache(lambda num_workers: run_workers(tmp_path_factory.mktemp("results") / "worker", num_workers))
 
 
 @cache
@@ -62,6 +60,7 @@ MESSAGES = {
     "different_rows": "step 0: worker 1 has rows = 18, the others have 16",
     "different_values": "step 0: worker 1 has batch fingerprint = ",
     "bad_batch_on_one": "batch['y'] has 5 rows, batch['x'] has 16",
+    "bad_pictures_on_one": "batch['y'] has 5 rows, batch['x'] has 14",
     "bad_batch_on_all": "batch['y'] has 2 rows, batch['x'] has 3",
     "a_step_ahead": "worker 1 has step = 1, the others have 0",
 }
@@ -74,3 +73,12 @@ def test_all_workers_stop_and_say_who_differs(results, name):
         assert MESSAGES[name] in message
     if name.endswith("_on_one"):
         assert all("worker 1 failed" in messages[worker] for worker in (0, 2))
+
+
+@pytest.mark.gpu
+def test_same_bits_on_a_gpu_for_one_and_several_workers(tmp_path):
+    """More workers than GPUs share one, and talk through host memory; as many as GPUs use NCCL."""
+    (alone_there,) = run_workers(tmp_path / "one", 1, "cuda")
+    for num_workers in (2, 3):
+        for found in run_workers(tmp_path / f"{num_workers}", num_workers, "cuda"):
+            assert found["results"] == alone_there["results"]
