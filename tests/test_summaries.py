@@ -324,7 +324,7 @@ def test_lines_tell_date_step_loss_and_speed(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"worker 0 on \S+, cpu, 1 threads: towers 0, 1, 2, 3", lines[0])
     assert [re.fullmatch(LINE, line)[1] for line in lines[2:5]] == ["3", "6", "8"]
-    assert lines[5].startswith("test accuracy 0.")
+    assert lines[5].startswith("test accuracy = 0.")
 
 
 def test_throughput_is_counted_over_wall_time():

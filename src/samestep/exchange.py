@@ -157,16 +157,19 @@ class Exchange:
 
     def finish(self) -> Iterator[tuple[int, Tensor | None]]:
         """Wait for all buckets; yield (parameter index, averaged gradient)."""
+        weight = self.wait_for_figures().weight
+        if self._job.world_size > 1:
+            self._send_averages(self._step.under_way[-1])
+        # Taken off, so that no gradient lives here once the caller has let go of it.
+        under_way, self._step.under_way = self._step.under_way, []
         if self._job.world_size == 1:
-            weight = self.wait_for_figures().weight
-            for each in self._step.under_way:
+            for each in under_way:
                 for index, gradient in zip(each.bucket.parameters, each.gradients, strict=True):
                     if gradient is not None:
                         divide(gradient, weight, out=gradient)
                     yield index, gradient
             return
-        self._send_averages(self._step.under_way[-1])
-        for each in self._step.under_way:
+        for each in under_way:
             each.swap.wait()
             memory = self._memory[each.bucket]
             yield from unpack(each.bucket, memory.rows[0], memory.places[0], each.used_here)
