@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import platform
 import sys
@@ -67,8 +68,10 @@ class Job:
             dist.barrier()
 
     def close(self) -> None:
-        """Leave the process group, if there is one."""
+        """Leave the process group, if there is one, once all workers do."""
         if dist.is_available() and dist.is_initialized():
+            self.barrier()
+            gc.collect()  # a group that outlives the interpreter aborts the process; see pytorch#190489
             dist.destroy_process_group()
 
 
