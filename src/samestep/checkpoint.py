@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -25,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from samestep.digest import digest
+from samestep.durable import flush
 from samestep.errors import DataError, MissingFileError
 
 __all__ = [
@@ -95,11 +95,11 @@ def save(
     manifest = {"format": FORMAT, "step": step, "digest": digest(model), "files": files}
     (unfinished / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
     for file in (*unfinished.iterdir(), unfinished):
-        _flush(file)
+        flush(file)
     if path.exists():
         shutil.rmtree(path)
     unfinished.rename(path)
-    _flush(path.parent)
+    flush(path.parent)
     return path
 
 
@@ -226,11 +226,3 @@ def _check(file: Path, size: int, sha256: str) -> None:
 def _sha256(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -18,6 +18,7 @@ import requests
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from samestep.durable import flush
 from samestep.errors import DataError, MissingFileError
 
 __all__ = ["Archive", "fetch"]
@@ -157,9 +158,9 @@ def _unpack(file: Path, folder: Path, remedy: str) -> None:
         _extract(file, partial)
         if not (partial / folder.name).is_dir():
             raise DataError(f"{file}: holds no folder {folder.name}, expected one; delete it, then {remedy}")
-        _flush(partial / folder.name)
+        flush(partial / folder.name)
         os.rename(partial / folder.name, folder)
-        _flush(folder.parent)
+        flush(folder.parent)
     except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{file}: cannot be unpacked ({error}); delete it, then {remedy}") from error
     finally:
@@ -172,7 +173,7 @@ def _extract(file: Path, into: Path) -> None:
         for member in tar:
             _check_member(file, member)
             tar.extract(member, into, filter="data")
-            _flush(into / member.name)
+            flush(into / member.name)
 
 
 def _check_member(file: Path, member: tarfile.TarInfo) -> None:
@@ -182,12 +183,3 @@ def _check_member(file: Path, member: tarfile.TarInfo) -> None:
             f"{file}: holds {member.name!r}, expected only files and folders inside its own folder and no "
             "links; delete it, and do not trust where it came from"
         )
-
-
-def _flush(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
