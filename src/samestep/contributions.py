@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from samestep.errors import UsageError
-from samestep.exchange import Exchange, Figures
+from samestep.exchange import Exchange
 from samestep.reduction import Gradients, TreeSum, add_gradients
 
 __all__ = ["Contributions", "TowerFigures"]
@@ -120,14 +120,6 @@ class Contributions:
         """Send all buckets not sent yet: some parameters got no gradient."""
         while self._num_sent < len(self._exchange.buckets):
             self._send_next()
-
-    def averages(self) -> Iterator[tuple[int, Tensor | None]]:
-        """Wait for the exchange and yield (parameter index, averaged gradient)."""
-        yield from self._exchange.finish()
-
-    def figures(self) -> Figures:
-        """Wait for the figures of all towers."""
-        return self._exchange.wait_for_figures()
 
     def _send_next(self) -> None:
         """Fold the next bucket's last gradients, in the order that all workers share, and send it."""

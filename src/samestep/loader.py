@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from samestep.batch import LocalBatch
 from samestep.errors import ConfigError, UsageError
 from samestep.job import Job
-from samestep.placement import Placement, even_ranges
+from samestep.placement import Placement
 from samestep.readers import BatchedReader, Reader, Request, is_batched
 from samestep.streams import generator
 
@@ -165,9 +165,8 @@ class TowerLoader:
         for position in range(self._position, first_position + len(self)):
             start = (position - first_position) * self.batch_size
             rows = order[start : start + self.batch_size]
-            ranges = even_ranges(len(rows), placement.num_towers)
-            mine = [tower for tower in placement.towers(self._towers.job.rank) if ranges[tower]]
-            examples = {tower: rows[ranges[tower].start : ranges[tower].stop] for tower in mine}
+            mine = placement.rows(self._towers.job.rank, len(rows))
+            examples = {tower: rows[part.start : part.stop] for tower, part in mine.items()}
             yield Request(self.epoch, position, len(rows), zlib.crc32(rows.tobytes()), examples)
 
     def _order(self, epoch: int) -> NDArray[np.int64]:

@@ -60,6 +60,15 @@ class Placement:
         """Return every worker's range of towers, in worker order."""
         return even_ranges(self.num_towers, self.num_workers)
 
+    def rows(self, worker: int, num_rows: int) -> dict[int, range]:
+        """Return the rows of a batch that each tower of `worker` gets; towers without any are left out.
+
+        >>> Placement(4, 2).rows(1, num_rows=3)
+        {2: range(2, 3)}
+        """
+        ranges = even_ranges(num_rows, self.num_towers)
+        return {tower: ranges[tower] for tower in self.towers(worker) if ranges[tower]}
+
     def owner(self, tower: int) -> int:
         """Return the worker that runs `tower`."""
         assert 0 <= tower < self.num_towers

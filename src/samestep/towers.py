@@ -27,7 +27,6 @@ from samestep.contributions import Contributions, TowerFigures
 from samestep.errors import BatchError, ConfigError, Error, UsageError
 from samestep.exchange import Exchange, Figures, FigureSizes
 from samestep.job import Job
-from samestep.placement import even_ranges
 from samestep.replicas import agree_on_setup, job_alone, start_from_first_worker
 from samestep.report import Report
 from samestep.statistics import Mode
@@ -164,10 +163,10 @@ class Towers:
             self._send_figures(contributions)
         self._open = None
         contributions.send_rest()
-        figures = contributions.figures()
+        figures = self._exchange.wait_for_figures()
         self._check_weight(figures)
         gradients = []
-        for index, gradient in contributions.averages():
+        for index, gradient in self._exchange.finish():
             self.parameters[index].grad = _as_grad_of(self.parameters[index], gradient)
             gradients += [gradient] if gradient is not None else []
         self._finish_buffers(figures)
@@ -180,11 +179,12 @@ class Towers:
     def _turns(self) -> Iterator[Tower]:
         streams = GlobalStreams.capture(self.job.device)
         self._buffers.start_step()
+        rows = self.placement.rows(self.job.rank, self._local.rows)
         try:
             for index, batch in self._local.slices.items():
                 self._buffers.start_tower()
                 seed_globals(stream_seed(self.seed, "tower", self.step, index), self.job.device)
-                tower = Tower(index, batch, self._rows(index), self._take_in)
+                tower = Tower(index, batch, len(rows[index]), self._take_in)
                 yield tower
                 tower.end_turn()
                 self._check_turn_used(tower)
@@ -224,11 +224,8 @@ class Towers:
         contributions.send_figures()
 
     def _finish_buffers(self, figures: Figures) -> None:
-        ran = [tower for tower in range(self.placement.num_towers) if self._rows(tower) > 0]
-        self._buffers.finish(figures.totals, self._local.rows, ran, figures.scalars[ran, 2:])
-
-    def _rows(self, tower: int) -> int:
-        return len(even_ranges(self._local.rows, self.placement.num_towers)[tower])
+        ran = range(min(self._local.rows, self.placement.num_towers))  # those without rows come last
+        self._buffers.finish(figures.totals, self._local.rows, ran, figures.scalars[: len(ran), 2:])
 
     # ---- checks ------------------------------------------------------------------------------------
 
@@ -239,9 +236,8 @@ class Towers:
             self._check_slices(local)
         else:
             whole = GlobalBatch.open(batch)
-            ranges = even_ranges(whole.rows, self.placement.num_towers)
-            mine = [tower for tower in self.placement.towers(self.job.rank) if ranges[tower]]
-            local = LocalBatch(whole.rows, {t: whole.take(ranges[t], self.job.device) for t in mine})
+            mine = self.placement.rows(self.job.rank, whole.rows)
+            local = LocalBatch(whole.rows, {t: whole.take(mine[t], self.job.device) for t in mine})
             seen = whole.fingerprint() if self.job.world_size > 1 else 0
         if local.rows == 0:
             raise BatchError("the batch has no rows")
@@ -252,8 +248,7 @@ class Towers:
         }
 
     def _check_slices(self, local: LocalBatch) -> None:
-        ranges = even_ranges(local.rows, self.placement.num_towers)
-        expected = [tower for tower in self.placement.towers(self.job.rank) if ranges[tower]]
+        expected = list(self.placement.rows(self.job.rank, local.rows))
         if list(local.slices) != expected:
             raise BatchError(
                 f"the batch holds towers {list(local.slices)}, this worker runs {expected} of "
