@@ -160,11 +160,28 @@ def read_settings(run_dir: Path, recipes: Mapping[str, type[Settings]]) -> Setti
     kind = recipes.get(values.pop("recipe", ""))
     if kind is None:
         raise DataError(f"{run_dir / _FILE}: its recipe is unknown, expected one of {', '.join(recipes)}")
-    known = {field.name for field in dataclasses.fields(kind)}
+    known = {field.name: field.default for field in dataclasses.fields(kind)}
+    for name in values.keys() & known.keys():
+        if not _is_like(values[name], known[name]):
+            raise DataError(
+                f"{run_dir / _FILE}: {name} = {values[name]!r}, expected a value like {str(known[name])!r}; "
+                "restore it or start over"
+            )
     paths = {
         name: Path(values[name]) for name in values if name.endswith("_dir") and values[name] is not None
     }
     return kind(**{**{n: v for n, v in values.items() if n in known}, **paths, "run_dir": run_dir})
+
+
+def _is_like(value: object, default: object) -> bool:
+    """Say whether a value from JSON can stand where the default does."""
+    if isinstance(default, str):
+        return isinstance(value, (str, int))  # the number of workers is a number or "auto"
+    if isinstance(default, Path):
+        return isinstance(value, str)
+    if isinstance(default, float):
+        return type(value) in (int, float)
+    return type(value) is type(default)
 
 
 def _read(path: Path) -> dict[str, Any]:
