@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from samestep.errors import BatchError
+from samestep.job import Job
+from samestep.placement import Placement
 
-__all__ = ["GlobalBatch", "LocalBatch"]
+__all__ = ["GlobalBatch", "LocalBatch", "cut"]
 
 _SAMPLED_ROWS = 16
 _SAMPLED_VALUES = 256
@@ -88,6 +90,35 @@ class GlobalBatch:
             if tensor.device.type == "cpu" and tensor.layout == torch.strided:
                 crc = zlib.crc32(_sample(tensor), crc)
         return crc
+
+
+def cut(batch: Any, placement: Placement, job: Job) -> LocalBatch:
+    """Cut a global batch into this worker's towers, or check one that has been cut already.
+
+    Raises:
+        BatchError: tensors' rows disagree, there are none, or a `LocalBatch` is another worker's.
+    """
+    if isinstance(batch, LocalBatch):
+        local = batch.to(job.device)
+        _check_slices(local, placement, job)
+    else:
+        whole = GlobalBatch.open(batch)
+        mine = placement.rows(job.rank, whole.rows)
+        fingerprint = whole.fingerprint() if job.world_size > 1 else 0
+        slices = {tower: whole.take(mine[tower], job.device) for tower in mine}
+        local = LocalBatch(whole.rows, slices, fingerprint=fingerprint)
+    if local.rows == 0:
+        raise BatchError("the batch has no rows")
+    return local
+
+
+def _check_slices(local: LocalBatch, placement: Placement, job: Job) -> None:
+    expected = list(placement.rows(job.rank, local.rows))
+    if list(local.slices) != expected:
+        raise BatchError(
+            f"the batch holds towers {list(local.slices)}, this worker runs {expected} of "
+            f"{placement.num_towers}: give the TowerLoader these same towers"
+        )
 
 
 def _sample(tensor: Tensor) -> bytes:

@@ -74,6 +74,12 @@ class Buffers:
         for collector in self._collectors:
             collector.end_passes()
 
+    def put_back(self) -> None:
+        """Give all buffers the values from before the step, after its passes."""
+        for collector in self._collectors:
+            collector.put_back()
+        self._counters.put_back()
+
     def moments(self, tower: int, rows: int) -> Tensor:
         """Return what the tower that just ran hands in, float64 [S].
 
@@ -131,9 +137,14 @@ class Counters:
 
     def start_tower(self) -> None:
         """Put the shared values back."""
-        if self._buffers and not self._fresh:
-            torch._foreach_copy_(self._buffers, self._shared)
+        if not self._fresh:
+            self.put_back()
         self._fresh = False
+
+    def put_back(self) -> None:
+        """Put the shared values back, in any case."""
+        if self._buffers:
+            torch._foreach_copy_(self._buffers, self._shared)
 
     def values(self) -> Tensor:
         """Return a copy of the current values, [len(self)]."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,23 +10,29 @@ from torch import Tensor
 
 from samestep.errors import UsageError
 from samestep.exchange import Exchange
+from samestep.noise import norms_of, squared_sum
 from samestep.reduction import Gradients, TreeSum, add_gradients
 
-__all__ = ["Contributions", "TowerFigures"]
+__all__ = ["Contributions", "TowerFigures", "grad_dtype", "watch_backward"]
+
+
+def grad_dtype(parameter: Tensor) -> torch.dtype:
+    """Return the dtype of a parameter's gradients: torch's `grad_dtype`, where any is allowed its own."""
+    return parameter.grad_dtype or parameter.dtype
 
 
 @dataclass(frozen=True)
 class TowerFigures:
-    """A tower's numbers: its summed loss (0-dim), its weight, and its counters (1-dim)."""
+    """A tower's numbers: its weight, its loss sums [K], and its counters (1-dim)."""
 
-    loss_sum: Tensor
     weight: float | Tensor
+    loss_sums: Tensor
     counters: Tensor
 
 
 def _stack(figures: Sequence[TowerFigures], like: Tensor) -> Tensor:
-    """Return float64 [K, 2 + counters]: one row a tower, with as few small kernels as will do."""
-    losses = torch.stack([each.loss_sum for each in figures]).to(like)
+    """Return float64 [towers, 1 + K + C]: one row a tower, with as few small kernels as will do."""
+    losses = torch.stack([each.loss_sums for each in figures]).to(like)
     weights = [each.weight for each in figures]
     if any(isinstance(weight, Tensor) for weight in weights):
         weighed = torch.stack(
@@ -35,7 +41,7 @@ def _stack(figures: Sequence[TowerFigures], like: Tensor) -> Tensor:
     else:
         weighed = torch.tensor(weights, dtype=like.dtype, device=like.device)
     counters = torch.stack([each.counters for each in figures]).to(like)
-    return torch.cat([losses[:, None], weighed[:, None], counters], dim=1)
+    return torch.cat([weighed[:, None], losses, counters], dim=1)
 
 
 class Contributions:
@@ -46,12 +52,20 @@ class Contributions:
     to it. The gradients of the last tower with rows are not kept: as soon as backward has produced a
     bucket's worth of them, the bucket is folded and sent.
 
+    A step that measures keeps each tower's gradients apart until their norms are taken, and folds them
+    then: the same additions, so the same bits, for one more gradient in memory.
+
     Args:
         exchange: where the partial sums go.
         parameters: those that get gradients; their `grad` must be None.
         dtypes: in which dtype each parameter's gradient is summed.
         towers: this worker's.
         num_towers: of the whole step, T.
+        measures: whether to take the norms of each tower's gradient.
+
+    Attributes:
+        towers: see above.
+        device: of the parameters.
     """
 
     def __init__(
@@ -61,14 +75,18 @@ class Contributions:
         dtypes: Sequence[torch.dtype],
         towers: range,
         num_towers: int,
+        *,
+        measures: bool = False,
     ) -> None:
         self._exchange = exchange
         self._parameters = parameters
         self._dtypes = dtypes
-        self._towers = towers
+        self.towers = towers
+        self.device = parameters[0].device
         self._figures: list[TowerFigures] = []
         self._moments: TreeSum[Tensor] = TreeSum(num_towers, add=Tensor.add_)
         self._gradients: TreeSum[Gradients] = TreeSum(num_towers, add=add_gradients)
+        self._norms: dict[int, dict[int, list[Tensor]]] | None = {} if measures else None
         self._live = range(towers.start, towers.start)
         self._missing: list[set[int]] = []
         self._num_sent = 0
@@ -85,7 +103,7 @@ class Contributions:
     def before_backward(self, tower: int, *, is_last: bool) -> None:
         """Prepare the parameters for a tower's backward; `is_last` says to send what it produces."""
         self._live = range(tower, tower + 1)
-        left = self._gradients.pop_sibling(self._live)
+        left = self._gradients.pop_sibling(self._live) if self._norms is None else None
         if left is not None and self._can_stay(left[1]):
             self._live = range(left[0].start, tower + 1)
             for parameter, gradient in zip(self._parameters, left[1], strict=True):
@@ -131,15 +149,15 @@ class Contributions:
                 gradients[index] = None
         if self._live:
             folded.push(self._live, self._take(bucket.parameters))
-        for tower in range(self._live.stop, self._towers.stop):  # those without rows come last
+        for tower in range(self._live.stop, self.towers.stop):  # those without rows come last
             folded.push(range(tower, tower + 1), [None] * len(bucket.parameters))
         self._exchange.bucket(bucket, folded.nodes)
         self._num_sent += 1
 
     def _can_stay(self, left: Gradients) -> bool:
-        """Whether autograd can add to these sums: it wants the parameter's dtype, and no sparse ones."""
+        """Whether autograd can add to these sums: it wants the dtype of `p.grad`, and no sparse ones."""
         return all(
-            gradient is None or (gradient.dtype == parameter.dtype and not gradient.is_sparse)
+            gradient is None or (gradient.dtype == grad_dtype(parameter) and not gradient.is_sparse)
             for gradient, parameter in zip(left, self._parameters, strict=True)
         )
 
@@ -150,4 +168,34 @@ class Contributions:
             if gradient is not None and gradient.dtype != self._dtypes[index]:
                 gradient = gradient.to(self._dtypes[index])
             taken.append(gradient)
+        if self._norms is not None:
+            self._measure(indices, taken)
         return taken
+
+    def _measure(self, indices: Sequence[int], gradients: Gradients) -> None:
+        """Note the norms of the gradients that the tower whose turn it is has just produced."""
+        assert self._norms is not None
+        norms = self._norms.setdefault(self._live.start, {})
+        for index, gradient in zip(indices, gradients, strict=True):
+            norms[index] = [] if gradient is None else norms_of(gradient)
+
+    def squares(self) -> Tensor:
+        """Return the squared norm of what each of this worker's towers handed in, float64 [towers]."""
+        assert self._norms is not None
+        return torch.stack([self._square(self._norms.get(tower, {})) for tower in self.towers])
+
+    def _square(self, norms: Mapping[int, Sequence[Tensor]]) -> Tensor:
+        """Add the squared norms of parameters, in their own order, whatever the one in which they came."""
+        return squared_sum([norm for index in sorted(norms) for norm in norms[index]], self.device)
+
+
+def watch_backward(parameters: Sequence[Tensor], find: Callable[[], Contributions | None]) -> None:
+    """Tell the contributions that `find` returns, if any, whenever backward has finished a gradient."""
+    for index, parameter in enumerate(parameters):
+
+        def ready(_: Tensor, index: int = index) -> None:
+            contributions = find()
+            if contributions is not None:
+                contributions.gradient_ready(index)
+
+        parameter.register_post_accumulate_grad_hook(ready)

@@ -3,7 +3,7 @@
     Error                   anything samestep raises on purpose
     ├── ConfigError         a value that was passed in is wrong            (also a ValueError)
     ├── UsageError          calls in an order that cannot be right         (also a RuntimeError)
-    ├── BatchError          a batch that cannot be cut into towers         (also a ValueError)
+    ├── BatchError          a batch without rows, weight, or equal lengths (also a ValueError)
     ├── BufferError         a buffer changed and nobody said how to average (also a RuntimeError)
     ├── DataError           a file on disk does not hold what it should    (also a ValueError)
     ├── MissingFileError    a file or folder is not there                  (also a FileNotFoundError)
@@ -47,7 +47,7 @@ class UsageError(Error, RuntimeError):
 
 
 class BatchError(Error, ValueError):
-    """A batch that cannot be cut into towers."""
+    """A batch that cannot be cut into towers, or in which nothing counts."""
 
     exit_status = 1
 

@@ -38,21 +38,25 @@ class Figures:
     """What is small enough for every worker to hold whole.
 
     Attributes:
-        scalars: float64 [T, F], one row a tower.
+        weights: float64 [T].
+        loss_sums: float64 [T, K].
+        counters: float64 [T, C].
         totals: float64 [S], sums over all towers along the canonical tree.
         weight: float64 0-dim, the sum of the towers' weights.
     """
 
-    scalars: Tensor
+    weights: Tensor
+    loss_sums: Tensor
+    counters: Tensor
     totals: Tensor
     weight: Tensor
 
 
 @dataclass(frozen=True)
 class FigureSizes:
-    """How many numbers travel, the same on every worker: F, and the most that S can be."""
+    """How many numbers travel beside a tower's weight and loss sums: C, and the most that S can be."""
 
-    num_scalars: int
+    num_counters: int
     max_moments: int
 
 
@@ -79,26 +83,63 @@ class Exchange:
         self._transport = Transport(job)
         self._spans = [subtrees(towers, placement.num_towers) for towers in placement.ranges()]
         self._memory: dict[Bucket, BucketMemory] = {}
-        self._step = _Step("", {}, None)
+        self._step = _Step("", {}, None, 1)
 
-    def begin(self, step: int, facts: Mapping[str, int], error: Error | None = None) -> None:
+    def begin(
+        self, step: int, facts: Mapping[str, int], error: Error | None = None, *, num_counts: int = 0
+    ) -> None:
         """Start a step with `facts`, numbers that must be the same on every worker.
 
+        Args:
+            step: its number.
+            facts: by name.
+            error: what this worker has met.
+            num_counts: how many sums a loss has whose counts are exchanged first; 0 where it is one sum.
+
         Raises:
-            Error: `error`, which this worker has met, once the others know of it.
+            Error: `error`, once the others know of it.
         """
-        self._step = _Step(f"step {step}", {"step": step, **facts}, error)
-        if error is not None and self._job.world_size > 1:
+        self._step = _Step(f"step {step}", {"step": step, **facts}, error, max(1, num_counts))
+        if error is not None and self._job.world_size > 1 and num_counts:
+            self.counts(torch.zeros(len(self._placement.towers(self._job.rank)), num_counts).double())
+        elif error is not None and self._job.world_size > 1:
             self._step.figures[self._job.rank] = self._room_for_figures(self._job.rank)
             self._post(self.buckets[0], [True] * len(self.buckets[0].parameters))
             self.wait_for_figures()
         if error is not None:
             raise error
 
-    # ---- figures -----------------------------------------------------------------------------------
+    # ---- numbers -----------------------------------------------------------------------------------
+
+    def counts(self, counts: Tensor) -> Tensor:
+        """Return what all towers count, float64 [T, C], given this worker's, once all workers agree.
+
+        Raises:
+            DisagreementError: facts differ, or another worker met an error.
+            Error: the one that this worker met.
+        """
+        # The facts stand beside each tower's counts, so that one message tells both.
+        facts = self._step.facts_sent.double()
+        found = self.gather(torch.cat([counts, facts.expand(len(counts), -1)], dim=1), "counts")
+        if any(not torch.equal(row, facts) for row in found[:, counts.shape[1] :]):
+            self._disagree()
+        return found[:, : counts.shape[1]]
+
+    def gather(self, values: Tensor, what: str) -> Tensor:
+        """Return all towers' rows, [T, ...] in tower order, given this worker's; a message of its own.
+
+        Args:
+            values: [towers of this worker, ...], on any device; alike on all workers in shape and dtype.
+            what: names them if a worker is lost.
+        """
+        sizes = [len(towers) for towers in self._placement.ranges()]
+        return self._transport.gather(values, sizes, f"{self._step.where}, {what}")
+
+    def _disagree(self) -> None:
+        agree(self._job, self._step.facts, where=self._step.where, error=self._step.error)
 
     def figures(self, scalars: Tensor, nodes: Sequence[tuple[range, Tensor]]) -> None:
-        """Note this worker's scalars (float64 [K, F], weights in column 1) and partial sums (each [S])."""
+        """Note this worker's scalars (float64 [towers, 1 + K + C]) and partial sums (each [S])."""
         self._step.num_moments = len(nodes[0][1])
         missing = self._sizes.max_moments - self._step.num_moments  # as many everywhere, whatever goes wrong
         partials = [torch.nn.functional.pad(value, (0, missing)) for _, value in nodes]
@@ -115,10 +156,12 @@ class Exchange:
         if step.known is None:
             step.under_way[0].swap.wait()
             if any(not torch.equal(numbers, step.facts_sent) for numbers in step.facts_received):
-                agree(self._job, step.facts, where=step.where, error=step.error)
+                self._disagree()
             scalars = torch.cat([step.figures[worker][0] for worker in range(self._job.world_size)])
             partials = {w: sums[:, : step.num_moments] for w, (_, sums) in step.figures.items()}
-            step.known = Figures(scalars, self._finish_tree(partials), scalars[:, 1].sum())
+            weights, loss_sums, counters = scalars.split([1, step.num_sums, self._sizes.num_counters], dim=1)
+            totals = self._finish_tree(partials)
+            step.known = Figures(weights[:, 0], loss_sums, counters, totals, weights.sum())
         return step.known
 
     def _finish_tree(self, partials: Mapping[int, Tensor]) -> Tensor:
@@ -192,7 +235,7 @@ class Exchange:
         like = torch.empty(0, dtype=torch.float64, device=self._job.device)
         num_towers, num_spans = len(self._placement.towers(worker)), len(self._spans[worker])
         return [
-            like.new_zeros(num_towers, self._sizes.num_scalars),
+            like.new_zeros(num_towers, 1 + self._step.num_sums + self._sizes.num_counters),
             like.new_zeros(num_spans, self._sizes.max_moments),
         ]
 
@@ -222,10 +265,11 @@ class Exchange:
 class _Step:
     """What is known and under way of one step."""
 
-    def __init__(self, where: str, facts: Mapping[str, int], error: Error | None) -> None:
+    def __init__(self, where: str, facts: Mapping[str, int], error: Error | None, num_sums: int) -> None:
         self.where = where
         self.facts = facts
         self.error = error
+        self.num_sums = num_sums
         self.facts_sent = torch.tensor([error is not None, *facts.values()])
         self.facts_received: list[Tensor] = []
         self.figures: dict[int, list[Tensor]] = {}

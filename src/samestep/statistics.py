@@ -46,6 +46,9 @@ class Statistics(Protocol):
     def end_passes(self) -> None:
         """Leave the layers as they were found, after the last pass."""
 
+    def put_back(self) -> None:
+        """Leave the buffers as they were before the step, after `end_passes` and, perhaps, `finish`."""
+
     def contribution(self, tower: int, rows: int) -> Tensor:
         """Return what the tower that just ran hands in: float64 [S]."""
 
@@ -108,11 +111,14 @@ class AveragedBuffers:
 
     def start_tower(self) -> None:
         if not self._fresh:
-            torch._foreach_copy_(self._buffers, self._shared)
+            self.put_back()
         self._fresh = False
 
     def end_passes(self) -> None:
         pass
+
+    def put_back(self) -> None:
+        torch._foreach_copy_(self._buffers, self._shared)
 
     def contribution(self, tower: int, rows: int) -> Tensor:
         weight = rows if not self._first_only else float(tower == 0)
@@ -147,6 +153,10 @@ class PooledNorms:
     def end_passes(self) -> None:
         for layer in self._layers:
             layer.end_passes()
+
+    def put_back(self) -> None:
+        for layer in self._layers:
+            layer.put_back()
 
     def contribution(self, tower: int, rows: int) -> Tensor:
         return torch.cat([layer.contribution() for layer in self._layers])
@@ -201,9 +211,12 @@ class _PooledLayer:
         if self._handle is not None:
             self._handle.remove()
 
-    def finish(self, total: Tensor) -> None:
+    def put_back(self) -> None:
         self._mean.copy_(self._shared[0])
         self._var.copy_(self._shared[1])
+
+    def finish(self, total: Tensor) -> None:
+        self.put_back()
         if float(total[0]) == 0:
             return
         count, shift, square = total[0], *total[1:].view(2, -1)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from samestep.errors import UsageError
 
-__all__ = ["Tower"]
+__all__ = ["HandIn", "Loss", "Tower"]
 
-HandIn = Callable[["Tower", Tensor, "float | Tensor | None"], None]
+Loss = Tensor | Mapping[str, Tensor]
+HandIn = Callable[["Tower", Loss, "float | Tensor | None"], None]
 
 
 class Tower:
@@ -32,26 +33,24 @@ class Tower:
         self._has_turn = True
         self._hand_in = hand_in
 
-    def backward(self, loss: Tensor, *, weight: float | Tensor | None = None) -> None:
+    def backward(self, loss: Loss, *, weight: float | Tensor | None = None) -> None:
         """Hand in the tower's loss: compute its gradient and keep it for `Towers.average`.
 
         Args:
             loss: a scalar that requires grad. Without `weight`, a mean over the tower's rows; with it, a
-                sum over whatever `weight` counts.
-            weight: how much the tower counts, such as its valid tokens or pixels; 0 is allowed.
+                sum over whatever `weight` counts. Where the step began with `weights`, a mapping that has
+                a sum for each of their names.
+            weight: how much the tower counts, such as its valid tokens or pixels. A tower may count 0;
+                its loss is then a sum over nothing, which need not require grad.
 
         Raises:
-            UsageError: the tower has handed in already, its turn is over, `loss` is not a scalar that
-                requires grad, or gradients came from a `loss.backward()` past the tower.
+            UsageError: the tower has handed in already, its turn is over, `loss` is not what the step
+                expects, or gradients came from a `loss.backward()` past the tower.
             DisagreementError: workers turn out to have different batches.
         """
         if self.is_done or not self._has_turn:
             why = "has run backward already" if self.is_done else "has no turn any more"
             raise UsageError(f"{self!r} {why}: call backward once, inside the loop over towers(batch)")
-        if loss.numel() != 1:
-            raise UsageError(f"{self!r}: loss has shape {tuple(loss.shape)}, expected a scalar")
-        if not loss.requires_grad:
-            raise UsageError(f"{self!r}: loss does not require grad, so there is nothing to hand in")
         self._hand_in(self, loss, weight)
         self.is_done = True
 

@@ -14,33 +14,31 @@ and every other placement gives the same bits.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from samestep.batch import GlobalBatch, LocalBatch
+from samestep.batch import LocalBatch, cut
 from samestep.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
 from samestep.buffers import Buffers
-from samestep.contributions import Contributions, TowerFigures
-from samestep.errors import BatchError, ConfigError, Error, UsageError
+from samestep.contributions import Contributions, grad_dtype, watch_backward
+from samestep.errors import ConfigError, Error, UsageError
 from samestep.exchange import Exchange, Figures, FigureSizes
 from samestep.job import Job
+from samestep.noise import GradientNorms, NoiseScale, norms_of, squared_sum
+from samestep.open_step import LossScale, OpenStep
+from samestep.passes import Passes
+from samestep.placement import even_ranges
 from samestep.replicas import agree_on_setup, job_alone, start_from_first_worker
 from samestep.report import Report
 from samestep.statistics import Mode
-from samestep.streams import GlobalStreams, seed_globals, stream_seed
-from samestep.tower import Tower
+from samestep.tower import Loss, Tower
+from samestep.weights import Count, NamedWeights, count_slices, names_of, nothing_counts
 
-__all__ = ["LossScale", "Towers"]
-
-
-class LossScale(Protocol):
-    """What `Towers` needs of a gradient scaler."""
-
-    def scale(self, outputs: Tensor) -> Tensor:
-        """Return the loss times the scale."""
+__all__ = ["Towers"]
 
 
 class Towers:
@@ -54,10 +52,16 @@ class Towers:
         seed: of all towers' random streams.
         statistics: what becomes of batch-norm statistics; see `samestep.statistics`.
         bucket_bytes: gradients travel in flat pieces of about this size.
-        accumulate_dtype: sum gradients in this dtype; by default in each parameter's own.
+        accumulate_dtype: sum gradients in this dtype; by default in each parameter's `grad_dtype`, which is
+            torch's attribute for the dtype of `p.grad`, and by default that of the parameter.
+        on_zero_weight: what a batch does in which all towers' weights are 0: "raise" a `BatchError`, or
+            "skip" it, which leaves every `p.grad` None and says so in the report. On a GPU, "skip" and
+            weights that are tensors there make `average` wait for it.
+        noise_every: measure the gradient noise scale at every n-th step; 1 is always, 0 never.
 
     Attributes:
         placement: which towers each worker runs.
+        noise: the smoothed gradient noise scale; part of what a checkpoint carries.
         step: steps taken so far; set it after loading a checkpoint.
         scaler: a gradient scaler whose `scale` is applied to each loss before backward, or None.
 
@@ -86,29 +90,40 @@ class Towers:
         statistics: Mode = "mean",
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         accumulate_dtype: torch.dtype | None = None,
+        on_zero_weight: Literal["raise", "skip"] = "raise",
+        noise_every: int = 10,
     ) -> None:
+        if on_zero_weight not in ("raise", "skip"):
+            raise ConfigError(f"on_zero_weight = {on_zero_weight!r}: expected 'raise' or 'skip'")
+        if isinstance(noise_every, bool) or not isinstance(noise_every, int) or noise_every < 0:
+            raise ConfigError(f"noise_every = {noise_every!r}: expected an int >= 0; 0 never measures")
         self.model = model
         self.job = job if job is not None else job_alone(model)
         self.seed = seed
         self.step = 0
         self.scaler: LossScale | None = None
+        self.noise = NoiseScale()
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         settings: dict[str, Any] = {"towers": num_towers, "seed": seed, "statistics": statistics}
         settings |= {"bucket_bytes": bucket_bytes, "accumulate_dtype": str(accumulate_dtype)}
+        settings |= {"on_zero_weight": on_zero_weight, "noise_every": noise_every}
         self.placement = agree_on_setup(model, num_towers, self.job, settings)
         start_from_first_worker(model, self.job)
-        self._dtypes = [accumulate_dtype or p.dtype for p in self.parameters]
+        self._skips = on_zero_weight == "skip"
+        self._noise_every = noise_every
+        self._dtypes = [accumulate_dtype or grad_dtype(p) for p in self.parameters]
         buckets = plan_buckets(self.parameters, self._dtypes, bucket_bytes, self.job.world_size)
         self._buffers = Buffers(model, statistics)
-        sizes = FigureSizes(2 + len(self._buffers.counters()), self._buffers.max_moments)
+        sizes = FigureSizes(len(self._buffers.counters()), self._buffers.max_moments)
         self._exchange = Exchange(self.job, self.placement, self.parameters, buckets, sizes)
-        self._open: Contributions | None = None
-        self._local = LocalBatch(0, {})
-        self._done: set[int] = set()
+        self._open: OpenStep | None = None
+        self._last: OpenStep | None = None
+        self._passes = Passes(self.job, self.placement, self._buffers, self.parameters)
         if self.job.world_size > 1:
-            self._watch_backward()
+            weakly = weakref.ref(self)  # the parameters may outlive this object, and must not keep it alive
+            watch_backward(self.parameters, lambda: _contributions(weakly()))
 
-    def __call__(self, batch: Any) -> Iterator[Tower]:
+    def __call__(self, batch: Any, *, weights: Mapping[str, Count] | None = None) -> Iterator[Tower]:
         """Start a step and return this worker's towers that have rows, in order.
 
         While a tower has its turn, torch's, Python's and NumPy's global generators are seeded from (seed,
@@ -117,29 +132,57 @@ class Towers:
         Args:
             batch: the global batch, the same on every worker: any nest of tensors, rows first; or a
                 `LocalBatch` from a `TowerLoader`. Tensors are moved to the worker's device.
+            weights: for a loss that is a sum of several means, each over something else: what each of them
+                counts, by name, as `count(tower_batch)` -> a number or 0-dim tensor. Each tower then hands
+                in a mapping with a sum for each name. The gradient is that of the sum over names of all
+                towers' sums over all towers' counts; a name that counts 0 adds nothing. The counts
+                travel in one small message before the first pass.
 
         Raises:
-            BatchError: the tensors' rows disagree, or there are none.
+            BatchError: the tensors' rows disagree, there are none, or nothing counts (see `on_zero_weight`).
+            ConfigError: `weights` is not a mapping of functions.
             DisagreementError: workers came with different batches. On a worker that finds out while the
                 passes run, the error comes from `Tower.backward` or `average`.
             UsageError: the last step has not been averaged.
+
+        Example:
+            >>> model = torch.nn.Linear(2, 1)
+            >>> towers = Towers(model, 4)
+            >>> batch = {"x": torch.randn(10, 2), "y": torch.tensor([-1.0, 0, 1, 2, 3, 4, 5, 6, 7, 8])}
+            >>> counts = {"labels": lambda part: (part["y"] >= 0).sum(), "rows": lambda part: len(part["y"])}
+            >>> for tower in towers(batch, weights=counts):
+            ...     found = model(tower.batch["x"])[:, 0]
+            ...     error = (found - tower.batch["y"]).square() * (tower.batch["y"] >= 0)
+            ...     tower.backward({"labels": error.sum(), "rows": 0.01 * found.square().sum()})
+            >>> report = towers.average()
+            >>> report.loss == sum(report.losses.values()), report.weight
+            (True, 19.0)
         """
         if self._open is not None:
             raise UsageError(f"step {self.step} has not been averaged: call average() before the next batch")
+        names, towers = names_of(weights), self.placement.towers(self.job.rank)
         self._buffers.find_collectors()
         try:
-            self._local, facts = self._cut(batch)
+            local = cut(batch, self.placement, self.job)
+            counts = count_slices(weights or {}, towers, local.slices, self.job.device)
         except Error as error:
-            self._exchange.begin(self.step, _NO_FACTS, error)
-        self._exchange.begin(self.step, facts)
+            self._exchange.begin(self.step, self._facts(LocalBatch(0, {})), error, num_counts=len(names))
+        self._exchange.begin(self.step, self._facts(local), num_counts=len(names))
+        named = NamedWeights(names, self._exchange.counts(counts), local.rows) if names else None
+        if named is not None and not any(named.totals):
+            local = replace(local, slices={})  # nothing counts, so no pass is worth its time
         for parameter in self.parameters:
             parameter.grad = None
-        self._done = set()
-        towers = self.placement.towers(self.job.rank)
-        self._open = Contributions(
-            self._exchange, self.parameters, self._dtypes, towers, self.placement.num_towers
+        contributions = Contributions(
+            self._exchange,
+            self.parameters,
+            self._dtypes,
+            towers,
+            self.placement.num_towers,
+            measures=self._measures,
         )
-        return self._turns()
+        self._open = OpenStep(local, named, contributions, self._passes, self._buffers, self.scaler)
+        return self._open.turns(self.seed, self.step)
 
     def average(self) -> Report:
         """Finish the step: every worker's `p.grad` becomes the average over all towers.
@@ -149,158 +192,116 @@ class Towers:
         Raises:
             UsageError: some of this worker's towers have not run.
             DisagreementError, LostWorkerError: from the exchange.
-            ConfigError: the towers' weights add up to 0.
+            BatchError: the towers' weights add up to 0 (see `on_zero_weight`).
         """
-        contributions = self._open
-        if contributions is None:
+        step = self._open
+        if step is None:
             raise UsageError("average() without a batch: loop over towers(batch) first")
-        missing = [tower for tower in self._local.slices if tower not in self._done]
-        if missing:
-            raise UsageError(
-                f"average() at step {self.step}: {_name(missing)} not run; every tower must run once"
-            )
-        if not self._local.slices:
-            self._send_figures(contributions)
-        self._open = None
-        contributions.send_rest()
+        step.finish(self.step)
+        self._open, self._last = None, step
         figures = self._exchange.wait_for_figures()
-        self._check_weight(figures)
-        gradients = []
+        # To know whether anything counts, a GPU must be waited for: only where no weight here is known to be
+        # above 0. If all weights are 0 that is so on every worker; if not, it does not matter who looks.
+        counts = step.is_known_to_count or float(figures.weight) > 0
+        gradients: list[Tensor] = []
+        norms: list[Tensor] = []
         for index, gradient in self._exchange.finish():
-            self.parameters[index].grad = _as_grad_of(self.parameters[index], gradient)
-            gradients += [gradient] if gradient is not None else []
-        self._finish_buffers(figures)
-        self.step += 1
-        loss_sums, weights = (figures.scalars[:, :2] * _power_of_two(self._local.rows)).unbind(1)
-        return Report(self.step - 1, self._local.rows, loss_sums, weights, gradients)
+            if gradient is not None and counts:
+                norms += norms_of(gradient) if self._measures else []
+                gradients.append(_as_grad_of(self.parameters[index], gradient))
+                self.parameters[index].grad = gradients[-1]
+        if not counts:
+            return self._leave_out(step, figures)
+        tower_norms = self._measure(step, figures, norms) if self._measures else None
+        ran = range(min(step.local.rows, self.placement.num_towers))  # those without rows come last
+        self._buffers.finish(figures.totals, step.local.rows, ran, figures.counters[: len(ran)])
+        return self._report(step, figures, gradients, tower_grad_norms=tower_norms)
 
-    # ---- the passes --------------------------------------------------------------------------------
+    def replay(self, look: Callable[[Tower, Tensor], None]) -> Iterator[Tower]:
+        """Run this worker's towers of the last step once more, for a closer look.
 
-    def _turns(self) -> Iterator[Tower]:
-        streams = GlobalStreams.capture(self.job.device)
-        self._buffers.start_step()
-        rows = self.placement.rows(self.job.rank, self._local.rows)
+        They get the same rows, random streams and buffers, and the weights as they are now. Nothing is
+        kept: afterwards the buffers are those of before the step.
+
+        Args:
+            look: is called with each tower and the summed loss that it hands in.
+
+        Raises:
+            UsageError: there is no step to look at.
+        """
+        if self._last is None or self._open is not None:
+            raise UsageError("replay() without a step that is over: call average() first")
+        step = self._last
+
+        def hand_in(tower: Tower, loss: Loss, weight: float | Tensor | None) -> None:
+            look(tower, step.weigh(tower, loss, weight).total)
+
+        self.put_back_buffers()
+        self.step -= 1
         try:
-            for index, batch in self._local.slices.items():
-                self._buffers.start_tower()
-                seed_globals(stream_seed(self.seed, "tower", self.step, index), self.job.device)
-                tower = Tower(index, batch, len(rows[index]), self._take_in)
-                yield tower
-                tower.end_turn()
-                self._check_turn_used(tower)
+            yield from step.turns(self.seed, self.step, hand_in)
         finally:
-            self._buffers.end_passes()
-            streams.restore()
+            self.step += 1
+            self.put_back_buffers()
 
-    def _take_in(self, tower: Tower, loss: Tensor, weight: float | Tensor | None) -> None:
-        """Note a tower's figures, then run its backward and take the gradients."""
-        contributions = self._open
-        assert contributions is not None
-        self._check_no_gradients(tower)
-        loss = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
-        unit = _power_of_two(self._local.rows)
-        total = loss * ((tower.rows if weight is None else 1) / unit)
-        figures = TowerFigures(
-            total.detach().reshape(()),
-            (tower.rows if weight is None else weight) / unit,
-            self._buffers.counters(),
-        )
-        contributions.add_figures(tower.index, figures, self._buffers.moments(tower.index, tower.rows))
-        is_last = tower.index == max(self._local.slices)
-        if is_last:
-            self._send_figures(contributions)
-        contributions.before_backward(tower.index, is_last=is_last)
-        (total if self.scaler is None else self.scaler.scale(total)).backward()
-        contributions.after_backward(is_last=is_last)
-        self._done.add(tower.index)
+    def put_back_buffers(self) -> None:
+        """Give the model's buffers, such as batch-norm statistics, the values from before the last step."""
+        self._buffers.put_back()
 
-    def _send_figures(self, contributions: Contributions) -> None:
-        """Send the figures of all this worker's towers; those without rows come last, and hand in zeros."""
-        zeros = torch.zeros(self._buffers.num_moments, dtype=torch.float64, device=self.job.device)
-        nothing = TowerFigures(zeros.new_zeros(()), 0.0, torch.zeros_like(self._buffers.counters()))
-        for tower in self.placement.towers(self.job.rank):
-            if tower not in self._local.slices:
-                contributions.add_figures(tower, nothing, zeros.clone())
-        contributions.send_figures()
+    def gather(self, values: Tensor) -> Tensor:
+        """Return a tensor with a row for each tower, [T, ...], from those of every worker's towers.
 
-    def _finish_buffers(self, figures: Figures) -> None:
-        ran = range(min(self._local.rows, self.placement.num_towers))  # those without rows come last
-        self._buffers.finish(figures.totals, self._local.rows, ran, figures.scalars[: len(ran), 2:])
+        Args:
+            values: [towers of this worker, ...]; else of the same shape and dtype on all workers, which
+                must all call this.
+        """
+        return self._exchange.gather(values, "towers")
 
-    # ---- checks ------------------------------------------------------------------------------------
+    # ---- the end of a step -------------------------------------------------------------------------
 
-    def _cut(self, batch: Any) -> tuple[LocalBatch, dict[str, int]]:
-        """Cut a global batch into this worker's towers, and say what all workers must have alike."""
-        if isinstance(batch, LocalBatch):
-            local, seen = batch.to(self.job.device), batch.fingerprint
-            self._check_slices(local)
-        else:
-            whole = GlobalBatch.open(batch)
-            mine = self.placement.rows(self.job.rank, whole.rows)
-            local = LocalBatch(whole.rows, {t: whole.take(mine[t], self.job.device) for t in mine})
-            seen = whole.fingerprint() if self.job.world_size > 1 else 0
-        if local.rows == 0:
-            raise BatchError("the batch has no rows")
-        return local, {
+    def _report(self, step: OpenStep, figures: Figures, gradients: Sequence[Tensor], **more: Any) -> Report:
+        weights = figures.weights[:, None] * step.unit
+        if step.named is not None:
+            weights = step.named.counts.to(weights.device)
+        self.step += 1
+        told = (self.step - 1, step.local.rows, figures.loss_sums * step.unit, weights, gradients)
+        return Report(*told, names=step.names, noise_scale=self.noise.value, **more)
+
+    def _leave_out(self, step: OpenStep, figures: Figures) -> Report:
+        """End a step in which nothing counts."""
+        self.put_back_buffers()
+        if not self._skips:
+            raise nothing_counts(self.step, step.names)
+        return self._report(step, figures, [], skipped=True)
+
+    @property
+    def _measures(self) -> bool:
+        is_due = self._noise_every > 0 and self.step % self._noise_every == 0
+        return is_due and self.placement.num_towers > 1
+
+    def _measure(self, step: OpenStep, figures: Figures, norms: Sequence[Tensor]) -> list[float]:
+        """Take the towers' gradients into the noise scale, and return the norm of each one's mean."""
+        squares = self._exchange.gather(step.contributions.squares(), "norms")
+        average = squared_sum(norms, self.job.device)
+        scale = 1.0 if self.scaler is None else self.scaler.get_scale()
+        rows = [len(part) for part in even_ranges(step.local.rows, self.placement.num_towers)]
+        found = GradientNorms.of(squares / scale**2, figures.weights, rows, average / scale**2)
+        self.noise.measure(found)
+        return found.of_towers
+
+    def _facts(self, local: LocalBatch) -> dict[str, int]:
+        """Return what all workers must have alike."""
+        return {
             "rows": local.rows,
-            "batch fingerprint": seen,
+            "batch fingerprint": local.fingerprint,
             "norms in training": self._buffers.num_training,
         }
 
-    def _check_slices(self, local: LocalBatch) -> None:
-        expected = list(self.placement.rows(self.job.rank, local.rows))
-        if list(local.slices) != expected:
-            raise BatchError(
-                f"the batch holds towers {list(local.slices)}, this worker runs {expected} of "
-                f"{self.placement.num_towers}: give the TowerLoader these same towers"
-            )
 
-    def _check_no_gradients(self, tower: Tower) -> None:
-        if any(parameter.grad is not None for parameter in self.parameters):
-            raise UsageError(
-                f"{tower!r}: parameters have gradients already; call tower.backward(loss) once instead of "
-                "loss.backward(), which goes past the tower"
-            )
-
-    def _check_turn_used(self, tower: Tower) -> None:
-        if not tower.is_done:
-            past = any(parameter.grad is not None for parameter in self.parameters)
-            called = "loss.backward() was called past it" if past else "its turn ended without a backward"
-            raise UsageError(f"{tower!r}: {called}; call tower.backward(loss) once for every tower")
-
-    def _check_weight(self, figures: Figures) -> None:
-        # On a GPU this would wait for the device; there a weight of 0 shows as a gradient that is not finite.
-        if self.job.device.type == "cpu" and not float(figures.weight) > 0:
-            raise ConfigError(f"step {self.step}: the towers' weights add up to {float(figures.weight):g}")
-
-    def _watch_backward(self) -> None:
-        weakly = weakref.ref(self)  # the parameters may outlive this object, and must not keep it alive
-        for index, parameter in enumerate(self.parameters):
-
-            def ready(_: Tensor, index: int = index) -> None:
-                towers = weakly()
-                if towers is not None and towers._open is not None:
-                    towers._open.gradient_ready(index)
-
-            parameter.register_post_accumulate_grad_hook(ready)
+def _as_grad_of(parameter: Tensor, gradient: Tensor) -> Tensor:
+    wanted = parameter.grad_dtype  # None allows any
+    return gradient if wanted is None else gradient.to(wanted)
 
 
-_NO_FACTS = {"rows": 0, "batch fingerprint": 0, "norms in training": 0}
-
-
-def _power_of_two(rows: int) -> int:
-    """Return the largest power of two that is at most `rows`: the unit of sums and weights.
-
-    Scaling by it is exact. It keeps sums of gradients at the size of means, which float16 needs, and
-    makes the division at the root one by 1 where the batch is a power of two.
-    """
-    return 1 << (rows.bit_length() - 1)
-
-
-def _as_grad_of(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
-    return None if gradient is None else gradient.to(parameter.dtype)
-
-
-def _name(towers: Sequence[int]) -> str:
-    verb = "has" if len(towers) == 1 else "have"
-    return f"tower{'s' * (len(towers) > 1)} {', '.join(map(str, towers))} {verb}"
+def _contributions(towers: Towers | None) -> Contributions | None:
+    return None if towers is None or towers._open is None else towers._open.contributions

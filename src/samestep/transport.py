@@ -100,6 +100,23 @@ class Transport:
                 raise swap.lost(error) from error
         return swap
 
+    def gather(self, values: Tensor, sizes: Sequence[int], what: str) -> Tensor:
+        """Return the rows of all workers, in their order, given this worker's; wait for them.
+
+        Args:
+            values: [rows, ...]; else of the same shape and dtype everywhere.
+            sizes: each worker's rows.
+            what: as for `post`.
+
+        Raises:
+            LostWorkerError: a worker is gone.
+        """
+        parts = [values.new_empty(size, *values.shape[1:]) for size in sizes]
+        parts[self._job.rank] = values.contiguous()
+        outgoing = {worker: [parts[self._job.rank]] for worker in self.others}
+        self.post(outgoing, {worker: [parts[worker]] for worker in self.others}, what).wait()
+        return torch.cat(parts)
+
     @staticmethod
     def _add(
         swap: Swap, operations: list[dist.P2POp], operation: Callable[..., object], tensor: Tensor, peer: int

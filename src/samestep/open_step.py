@@ -1,0 +1,136 @@
+"""A step between its batch and its average: what this worker's towers hand in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from samestep.batch import LocalBatch
+from samestep.buffers import Buffers
+from samestep.contributions import Contributions, TowerFigures
+from samestep.errors import UsageError
+from samestep.passes import Passes
+from samestep.tower import HandIn, Loss, Tower
+from samestep.weights import LossSum, NamedWeights, is_known_to_count, weigh
+
+__all__ = ["LossScale", "OpenStep"]
+
+
+class LossScale(Protocol):
+    """What is needed of a gradient scaler."""
+
+    def scale(self, outputs: Tensor) -> Tensor:
+        """Return the loss times the scale."""
+
+    def get_scale(self) -> float:
+        """Return the scale."""
+
+
+class OpenStep:
+    """Takes in what this worker's towers hand in, and passes it on.
+
+    Args:
+        local: this worker's rows.
+        named: what the sums of the loss count; None where the loss is one sum.
+        contributions: where gradients and figures go.
+        passes: gives the towers their turns.
+        buffers: the model's.
+        scaler: scales each loss before backward, if there is one.
+
+    Attributes:
+        is_known_to_count: whether some tower's weight is above 0, as far as is known without waiting.
+        contributions: see above.
+        local: see above.
+        named: see above.
+    """
+
+    def __init__(
+        self,
+        local: LocalBatch,
+        named: NamedWeights | None,
+        contributions: Contributions,
+        passes: Passes,
+        buffers: Buffers,
+        scaler: LossScale | None,
+    ) -> None:
+        self.local = local
+        self.named = named
+        self.contributions = contributions
+        self.is_known_to_count = False
+        self._passes = passes
+        self._buffers = buffers
+        self._scaler = scaler
+        self._done: set[int] = set()
+
+    @property
+    def unit(self) -> int:
+        """The largest power of two that is at most the batch's rows: the unit of sums and weights.
+
+        Scaling by it is exact. It keeps sums of gradients at the size of means, which float16 needs, and
+        makes the division at the root one by 1 where the batch is a power of two.
+        """
+        return 1 << (self.local.rows.bit_length() - 1)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the sums that the loss consists of; none where it is one sum."""
+        return () if self.named is None else self.named.names
+
+    def turns(self, seed: int, step: int, hand_in: HandIn | None = None) -> Iterator[Tower]:
+        """Give the towers their turns; `hand_in` looks at what they hand in instead of taking it in."""
+        return self._passes.turns(self.local, seed, step, hand_in or self._take_in)
+
+    def weigh(self, tower: Tower, loss: Loss, weight: float | Tensor | None) -> LossSum:
+        """Return what a tower's loss adds up to, in units.
+
+        Raises:
+            UsageError: it is not what `Tower.backward` expects.
+        """
+        if self.named is None:
+            return weigh(tower, loss, weight, self.unit)
+        return self.named.weigh(tower, loss, weight, self.unit)
+
+    def _take_in(self, tower: Tower, loss: Loss, weight: float | Tensor | None) -> None:
+        """Note a tower's figures, then run its backward and take the gradients."""
+        self._passes.check_no_gradients(tower)
+        loss_sum = self.weigh(tower, loss, weight)
+        self.is_known_to_count |= is_known_to_count(loss_sum.weight)
+        figures = TowerFigures(loss_sum.weight, loss_sum.sums, self._buffers.counters())
+        self.contributions.add_figures(tower.index, figures, self._buffers.moments(tower.index, tower.rows))
+        is_last = tower.index == max(self.local.slices)
+        if is_last:
+            self._send_figures()
+        self.contributions.before_backward(tower.index, is_last=is_last)
+        total = loss_sum.total
+        if total.requires_grad:
+            (total if self._scaler is None else self._scaler.scale(total)).backward()
+        self.contributions.after_backward(is_last=is_last)
+        self._done.add(tower.index)
+
+    def finish(self, step: int) -> None:
+        """Send what has not been sent, once all towers have run.
+
+        Raises:
+            UsageError: some have not.
+        """
+        missing = [tower for tower in self.local.slices if tower not in self._done]
+        if missing:
+            which = f"tower{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+            verb = "has" if len(missing) == 1 else "have"
+            raise UsageError(f"average() at step {step}: {which} {verb} not run; every tower must run once")
+        if not self.local.slices:
+            self._send_figures()
+        self.contributions.send_rest()
+
+    def _send_figures(self) -> None:
+        """Send the figures of all this worker's towers; those without rows come last, and hand in zeros."""
+        counters = self._buffers.counters()
+        zeros = torch.zeros(self._buffers.num_moments, dtype=torch.float64, device=self.contributions.device)
+        nothing = TowerFigures(0.0, zeros.new_zeros(max(1, len(self.names))), torch.zeros_like(counters))
+        for tower in self.contributions.towers:
+            if tower not in self.local.slices:
+                self.contributions.add_figures(tower, nothing, zeros.clone())
+        self.contributions.send_figures()
