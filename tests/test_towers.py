@@ -335,7 +335,7 @@ def test_weights_that_add_up_to_zero():
     towers = Towers(perceptron(), 2)
     for tower in towers(batch_of(4)):
         tower.backward(loss_of(towers.model, tower.batch), weight=0)
-    with pytest.raises(ConfigError, match="weights add up to 0"):
+    with pytest.raises(BatchError, match=r"step 0: the towers' weights add up to 0.*on_zero_weight='skip'"):
         towers.average()
 
 

@@ -5,22 +5,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from samestep.diagnosis import explain, first_nonfinite
 from samestep.errors import ConfigError, NonFiniteError
-from samestep.placement import even_ranges
 from samestep.report import Report
+from samestep.tower import Loss, Tower
 from samestep.towers import Towers
+from samestep.weights import Count, names_of
 
 __all__ = ["LossFunction", "Schedule", "Step"]
 
-LossFunction = Callable[[nn.Module, Any], "Tensor | tuple[Tensor, float | Tensor]"]
-"""loss_fn(model, tower_batch) -> the mean over the rows, or (a sum, the weight that it counts)."""
+LossFunction = Callable[[nn.Module, Any], "Loss | tuple[Tensor, float | Tensor]"]
+"""loss_fn(model, tower_batch) -> the mean over the rows, or (a sum, the weight that it counts), or, with
+`weights`, a mapping that has a sum for each of their names."""
 
 
 class Schedule(Protocol):
@@ -42,13 +45,16 @@ class Step:
         scheduler: stepped once after each update.
         average: torch's `AveragedModel`, updated once after each update.
         on_nonfinite: "raise", or "skip" the update, when the averaged gradient is not finite. With
-            float16 such updates are always skipped and the loss scale is lowered.
+            float16 such updates are always skipped and the loss scale is lowered. A step that is skipped
+            leaves weights, buffers, scheduler and average as they were.
+        weights: what the sums of a loss count, by name; see `Towers.__call__`.
 
     Attributes:
         scaler: the `torch.amp.GradScaler`, or None.
 
     Raises:
-        ConfigError: an `autocast` or `on_nonfinite` that does not exist, or `clip_norm` not above 0.
+        ConfigError: an `autocast` or `on_nonfinite` that does not exist, `clip_norm` not above 0, or
+            `weights` that are no mapping of functions.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -69,7 +75,9 @@ class Step:
         scheduler: Schedule | None = None,
         average: AveragedModel | None = None,
         on_nonfinite: Literal["raise", "skip"] = "raise",
+        weights: Mapping[str, Count] | None = None,
     ) -> None:
+        names_of(weights)
         if autocast not in (None, torch.bfloat16, torch.float16):
             raise ConfigError(f"autocast = {autocast}: expected torch.bfloat16, torch.float16 or None")
         if clip_norm is not None and not clip_norm > 0:
@@ -84,6 +92,7 @@ class Step:
         self.scheduler = scheduler
         self.average = average
         self.on_nonfinite = on_nonfinite
+        self.weights = weights
         device = towers.job.device.type
         self.scaler = torch.amp.GradScaler(device) if autocast is torch.float16 else None
         towers.scaler = self.scaler
@@ -92,19 +101,26 @@ class Step:
         """Take one step on a global batch (or a `LocalBatch` from a `TowerLoader`).
 
         Raises:
-            NonFiniteError: the averaged gradient is NaN or infinite and `on_nonfinite` is "raise"; the
-                weights are still those of before.
+            NonFiniteError: the averaged gradient is NaN or infinite and `on_nonfinite` is "raise". It names
+                the towers, their rows and their first parameters with such a gradient; to find out, the
+                passes run once more. Weights and buffers are still those of before.
+            BatchError: nothing in the batch counts, and `towers` does not skip such batches.
         """
-        for tower in self.towers(batch):
-            with self._precision():
-                result = self.loss_fn(self.towers.model, tower.batch)
-            loss, weight = result if isinstance(result, tuple) else (result, None)
-            tower.backward(loss, weight=weight)
+        for tower in self.towers(batch, weights=self.weights):
+            self._run(tower)
         report = self.towers.average()
+        if report.skipped:
+            return report
         if not self._prepare_gradients(report):
             return self._leave_out(report)
         self._update()
         return report
+
+    def _run(self, tower: Tower) -> None:
+        with self._precision():
+            result = self.loss_fn(self.towers.model, tower.batch)
+        loss, weight = result if isinstance(result, tuple) else (result, None)
+        tower.backward(loss, weight=weight)
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         if self.autocast is None:
@@ -138,19 +154,6 @@ class Step:
             self.scaler.step(self.optimizer)  # does nothing but note that it was asked
             self.scaler.update()
         elif self.on_nonfinite == "raise":
-            raise NonFiniteError(_explain(report))
+            raise NonFiniteError(explain(report, first_nonfinite(self.towers, self._run)))
+        self.towers.put_back_buffers()
         return dataclasses.replace(report, skipped=True)
-
-
-def _explain(report: Report) -> str:
-    """Name the towers and rows that a gradient that is not finite came from."""
-    ranges = even_ranges(report.rows, len(report.weights))
-    bad = [tower for tower, total in enumerate(report.loss_sums.tolist()) if not math.isfinite(total)]
-    where = "; ".join(
-        f"tower {t}, rows {ranges[t].start} to {ranges[t].stop - 1}, loss {report.tower_losses[t]:g}"
-        for t in bad
-    )
-    return (
-        f"step {report.step}: the averaged gradient is not finite ({where or 'all losses are finite'}); "
-        "nothing was updated"
-    )

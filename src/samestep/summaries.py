@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ from samestep.activations import Output, layers_of, outputs_of
 from samestep.batch import LocalBatch
 from samestep.experiment import Experiment
 from samestep.histogram import Histogram
-from samestep.report import Report
+from samestep.report import Report, mean_losses, total_loss
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -48,8 +48,8 @@ class Summaries:
 
     At every step that is a multiple of `every` it writes
 
-        loss/total, loss/TERM           the loss and its terms, and each with " (smoothed)": the
-                                        exponential average over steps, decay 0.9
+        loss/total, loss/NAME           the loss, its sums that have a name, and its terms; and each with
+                                        " (smoothed)": the exponential average over steps, decay 0.9
         towers/T/loss                   each tower's own loss
         step/...                        learning rate, rows per second, gradient norm and noise scale
         weights/NAME, gradients/NAME    histograms after the update, and of the average that made it
@@ -129,26 +129,28 @@ class Summaries:
     def _scalars(self, report: Report) -> dict[str, float]:
         rows_per_s, _ = self._throughput.read()
         rates = self._learning_rates
-        noise_scale = getattr(report, "noise_scale", None)
         names = [f"step/learning rate{f'/{index}' * (len(rates) > 1)}" for index in range(len(rates))]
         return {
-            **self._losses(),
+            **self._losses(report.names),
             **{f"towers/{tower}/loss": loss for tower, loss in enumerate(report.tower_losses)},
             **dict(zip(names, rates, strict=True)),
             "step/rows per second": rows_per_s,
             "step/gradient norm": report.grad_norm,
-            "step/gradient noise scale": math.nan if noise_scale is None else noise_scale,
+            "step/gradient noise scale": math.nan if report.noise_scale is None else report.noise_scale,
             **{f"sparsity/{name}": output.sparsity for name, output in self._outputs.items()},
         }
 
-    def _losses(self) -> dict[str, float]:
+    def _losses(self, names: Sequence[str]) -> dict[str, float]:
         """Fold the steps since the last summaries into the smoothed losses, and return the newest."""
         sums, weights, terms = zip(*self._recent, strict=True)
-        totals = (torch.stack(sums).sum(1) / torch.stack(weights).sum(1)).tolist()
+        of_steps = torch.stack(sums), torch.stack(weights)
         self._recent.clear()
         named: dict[str, float] = {}
-        for total, of_step in zip(totals, terms, strict=True):
-            named = {"total": total, **{name: float(value) for name, value in of_step.items()}}
+        for total, means, others in zip(
+            total_loss(*of_steps).tolist(), mean_losses(*of_steps).tolist(), terms, strict=True
+        ):
+            named = {"total": total, **dict(zip(names, means, strict=False))}
+            named |= {name: float(value) for name, value in others.items()}
             for name, value in named.items():
                 self._smoothed.setdefault(name, _Smoothed()).add(value)
         return {f"loss/{name}": value for name, value in named.items()} | {

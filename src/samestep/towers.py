@@ -14,7 +14,7 @@ and every other placement gives the same bits.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -217,7 +217,7 @@ class Towers:
         self._buffers.finish(figures.totals, step.local.rows, ran, figures.counters[: len(ran)])
         return self._report(step, figures, gradients, tower_grad_norms=tower_norms)
 
-    def replay(self, look: Callable[[Tower, Tensor], None]) -> Iterator[Tower]:
+    def replay(self, look: Callable[[Tower, Tensor], None]) -> Generator[Tower]:
         """Run this worker's towers of the last step once more, for a closer look.
 
         They get the same rows, random streams and buffers, and the weights as they are now. Nothing is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import socket
 import sys
@@ -111,7 +112,12 @@ def resume(experiment: Experiment, settings: Settings) -> None:
 
 def _parts(experiment: Experiment) -> dict[str, Any]:
     step = experiment.step
-    return {"optimizer": step.optimizer, "scheduler": step.scheduler, "scaler": step.scaler}
+    return {
+        "optimizer": step.optimizer,
+        "scheduler": step.scheduler,
+        "scaler": step.scaler,
+        "noise": step.towers.noise,
+    }
 
 
 # ---- what is shown ---------------------------------------------------------------------------------
@@ -171,6 +177,15 @@ class Display:
             self._bar.update(self._task, loss=f"{report.loss:.4f}", rate=f"{rows_per_s:,.0f}")
             line = f"{datetime.now():%Y-%m-%d %H:%M:%S}: step {step}, loss = {report.loss:.2f} "
             line += f"({rows_per_s:.1f} rows/sec; {batch_s:.3f} sec/batch)"
+            self._console.print(line, soft_wrap=True)
+        if step % self._settings.summary_every == 0 or step == self._settings.steps:
+            self._tell_noise(report)
+
+    def _tell_noise(self, report: Report) -> None:
+        scale = report.noise_scale
+        if scale is not None and math.isfinite(scale):
+            rounded = float(f"{scale:.2g}")  # it is an estimate
+            line = f"noise scale {rounded:,.0f} rows: batches up to about that size pay off"
             self._console.print(line, soft_wrap=True)
 
     def _tell_start(self, job: Job, first_step: int) -> None:

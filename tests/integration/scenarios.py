@@ -108,6 +108,14 @@ class Run:
         return f"{samestep.digest(model)} {samestep.digest(average)} {losses}"
 
 
+def wide_gradients() -> nn.Module:
+    """Return bfloat16 parameters whose gradients are float32."""
+    model = perceptron(torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+    return model
+
+
 mlp = partial(Run, build=perceptron, shape=(7,), rows=48)
 RUNS = {
     **{f"convnet, {towers} towers": Run(towers) for towers in (4, 5, 7, 8, 13, 16)},
@@ -122,6 +130,7 @@ RUNS = {
     "fewer rows than towers": Run(7, rows=4, build=perceptron, shape=(7,)),
     "float64": mlp(7, build=partial(perceptron, torch.float64), dtype=torch.float64),
     "bf16 parameters": mlp(7, build=partial(perceptron, torch.bfloat16), dtype=torch.bfloat16),
+    "bf16 parameters, fp32 gradients": mlp(7, build=wide_gradients, dtype=torch.bfloat16),
     "bf16 parameters summed in fp32": mlp(
         7, build=partial(perceptron, torch.bfloat16), dtype=torch.bfloat16, accumulate_dtype=torch.float32
     ),
@@ -184,6 +193,126 @@ def explicit_weights(job: samestep.Job) -> str:
         weights.append(towers.average().weight)
         optimizer.step()
     return f"{samestep.digest(model)} {weights}"
+
+
+def keep(batch: dict[str, Tensor]) -> Tensor:
+    return (batch["y"] != 0).sum()
+
+
+def named_sums(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    logits = model(batch["x"])
+    losses = F.cross_entropy(logits, batch["y"], reduction="none")
+    return {"kept": (losses * (batch["y"] != 0)).sum(), "rows": 0.01 * logits.square().sum()}
+
+
+@scenario
+def several_sums_with_weights_of_their_own(job: samestep.Job) -> str:
+    model = perceptron().to(job.device)
+    towers = samestep.Towers(model, 7, job=job, bucket_bytes=400, noise_every=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    weights = {"kept": keep, "rows": lambda batch: len(batch["y"])}
+    step = samestep.Step(towers, named_sums, optimizer, weights=weights)
+    told = []
+    for batch in [*batches(3, 17, 7), *batches(1, 4, 7)]:
+        report = step(batch)
+        told.append((report.loss, report.losses, report.weight, report.tower_losses, report.tower_grad_norms))
+    return f"{samestep.digest(model)} {told}"
+
+
+@scenario
+def weights_of_zero(job: samestep.Job) -> str:
+    """In some towers, in all of one worker, in all; in one sum and in each of several."""
+    results = []
+    for weights in (None, {"kept": keep, "some": keep}):
+        model = convnet().to(job.device)
+        towers = samestep.Towers(model, 7, job=job, on_zero_weight="skip")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def loss_fn(
+            model: nn.Module, batch: dict[str, Tensor], *, named: bool = weights is not None
+        ) -> object:
+            logits = model(batch["x"])
+            losses = F.cross_entropy(logits, batch["y"], reduction="none")
+            total = (losses * (batch["y"] != 0)).sum()
+            return {"kept": total, "some": total.square()} if named else (total, keep(batch))
+
+        step = samestep.Step(towers, loss_fn, optimizer, weights=weights)
+        for zeros in (range(0), range(8), range(8, 13), range(30), range(1, 14)):
+            batch = batches(1, 14, 3, 8, 8)[0]
+            batch["y"][zeros.start : zeros.stop] = 0
+            report = step(batch)
+            assert report.skipped == (len(zeros) == 30)
+            results.append((report.loss, report.weight, report.tower_losses, samestep.digest(model)))
+    return str(results)
+
+
+@scenario
+def an_overflow_in_one_tower(job: samestep.Job) -> str:
+    """The loss scale grows every second step, and shrinks where a tower overflows."""
+    model = perceptron().to(job.device)
+    towers = samestep.Towers(model, 7, job=job, noise_every=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    step = samestep.Step(towers, loss_of, optimizer, autocast=torch.float16)
+    step.scaler.set_growth_interval(2)
+    told = []
+    for number, batch in enumerate(batches(9, 30, 7)):
+        if number in (2, 3, 7):
+            batch["x"][4 * number % len(batch["x"])] *= 1e6
+        report = step(batch)
+        assert report.skipped == (number in (2, 3, 7))
+        told.append((step.scaler.state_dict(), report.tower_grad_norms, report.noise_scale))
+    return f"{samestep.digest(model)} {told}"
+
+
+@scenario
+def noise_scale(job: samestep.Job) -> str:
+    results = []
+    for num_towers, build, shape in ((7, perceptron, (7,)), (5, convnet, (3, 8, 8))):
+        model = build().to(job.device)
+        towers = samestep.Towers(model, num_towers, job=job, bucket_bytes=1000, noise_every=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for batch in [*batches(5, 30, *shape), *batches(2, 3, *shape)]:
+            for tower in towers(batch):
+                tower.backward(loss_of(model, tower.batch))
+            report = towers.average()
+            optimizer.step()
+            results.append((report.tower_grad_norms, report.noise_scale))
+        results.append((samestep.digest(model), towers.noise.state_dict()))
+    return str(results)
+
+
+class Root(nn.Module):
+    """The loss is finite everywhere, and its gradient infinite where a row's root is that of 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        self.first = nn.Linear(7, 7)
+        self.norm = nn.BatchNorm1d(7)
+        self.scale = nn.Parameter(torch.ones(7))
+        self.last = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(torch.dropout(self.first(x), 0.5, train=True))
+        return self.last(hidden + (self.scale * x.abs()).sqrt())
+
+
+@scenario
+def gradients_that_are_not_finite(job: samestep.Job) -> str:
+    results = []
+    for zeros in ([5], [5, 6, 13], range(17)):
+        model = Root().to(job.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        step = samestep.Step(samestep.Towers(model, 7, job=job), loss_of, optimizer)
+        batch, poisoned = batches(1, 17, 7)[0], batches(1, 17, 7)[0]
+        poisoned["x"][list(zeros), 0] = 0
+        step(batch)
+        before = samestep.digest(model)
+        results.append(message_of(partial(step, poisoned)))
+        assert samestep.digest(model) == before
+        step(batch)
+        results.append(samestep.digest(model))
+    return str(results)
 
 
 @scenario
@@ -301,6 +430,24 @@ def bad_pictures_on_one(job: samestep.Job) -> str:
     if job.rank == 1:
         batch["y"] = batch["y"][:5]
     return message_of(lambda: step_on(towers, batch))
+
+
+@fault
+def bad_batch_on_one_with_weights(job: samestep.Job) -> str:
+    """What is wrong is told with the counts, before the first pass."""
+    towers = samestep.Towers(perceptron().to(job.device), 8, job=job)
+    batch = batches(1, 16, 7)[0]
+    if job.rank == 1:
+        batch["y"] = batch["y"][:5]
+    return message_of(lambda: towers(batch, weights={"kept": keep}))
+
+
+@fault
+def bad_count_on_one(job: samestep.Job) -> str:
+    towers = samestep.Towers(perceptron().to(job.device), 8, job=job)
+    return message_of(
+        lambda: towers(batches(1, 16, 7)[0], weights={"kept": lambda batch: -1 if job.rank == 1 else 1})
+    )
 
 
 @fault

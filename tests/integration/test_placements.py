@@ -61,6 +61,8 @@ MESSAGES = {
     "different_values": "step 0: worker 1 has batch fingerprint = ",
     "bad_batch_on_one": "batch['y'] has 5 rows, batch['x'] has 16",
     "bad_pictures_on_one": "batch['y'] has 5 rows, batch['x'] has 14",
+    "bad_batch_on_one_with_weights": "batch['y'] has 5 rows, batch['x'] has 16",
+    "bad_count_on_one": "tower 3: kept counts -1, expected a finite number of at least 0",
     "bad_batch_on_all": "batch['y'] has 2 rows, batch['x'] has 3",
     "a_step_ahead": "worker 1 has step = 1, the others have 0",
 }
