@@ -25,10 +25,11 @@ from samestep.histogram import Histogram
 from samestep.job import Job
 from samestep.loader import TowerLoader
 from samestep.recipes.digits import accuracy, count_right
+from samestep.report import Report
 from samestep.step import Step
 from samestep.summaries import Summaries, Throughput, write_figures
 from samestep.towers import Towers
-from samestep.training import train
+from samestep.training import Display, train
 
 JOB = Job(torch.device("cpu"))
 DECAY = 0.01
@@ -57,7 +58,7 @@ class Tiny(Settings):
         torch.manual_seed(self.seed)
         layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Dropout(0.2)]
         model = nn.Sequential(*layers, nn.Linear(144, 10))
-        towers = Towers(model, self.towers, job=job, seed=self.seed)
+        towers = Towers(model, self.towers, job=job, seed=self.seed, noise_every=2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
         def loss_of(model, batch):
@@ -118,7 +119,7 @@ def test_every_tag_is_there_at_the_steps_that_are_due(tmp_path):
         *(f"towers/{tower}/loss" for tower in range(4)),
         *(f"sparsity/{name}" for name in LAYERS),
         *("step/learning rate", "step/rows per second", "step/gradient norm"),
-        *(["step/gradient noise scale"] if "step/gradient noise scale" in tags["scalars"] else []),
+        "step/gradient noise scale",
     }
     assert set(tags["histograms"]) == {
         *(f"weights/{name}" for name in PARAMETERS),
@@ -277,6 +278,9 @@ def test_a_run_that_goes_on_replaces_what_it_repeats(tmp_path, monkeypatch):
     assert list(scalars(settings.run_dir / "summaries", "loss/total")) == [1, 2, 3, 4, 5, 6]
     train(settings, JOB)
     train(replace(settings, run_dir=tmp_path / "whole"), JOB)
+    noise_scales = [scalars(path / "summaries", "step/gradient noise scale") for path in tmp_path.iterdir()]
+    assert noise_scales[0] == noise_scales[1]
+    assert noise_scales[0].keys() & {7, 8}  # it is not told where it is infinite
     for tag in ("loss/total", "towers/1/loss", "step/learning rate"):
         events = read(settings.run_dir / "summaries").Scalars(tag)
         assert [event.step for event in events] == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -325,6 +329,46 @@ def test_lines_tell_date_step_loss_and_speed(tmp_path, capsys):
     assert re.fullmatch(r"worker 0 on \S+, cpu, 1 threads: towers 0, 1, 2, 3", lines[0])
     assert [re.fullmatch(LINE, line)[1] for line in lines[2:5]] == ["3", "6", "8"]
     assert lines[5].startswith("test accuracy = 0.")
+
+
+@pytest.mark.parametrize(
+    ("noise", "expected"),
+    [
+        (
+            {"noise": 2345.6, "num_measured": 10},
+            "noise scale 2,300 rows: batches up to about that size pay off",
+        ),
+        ({"noise": 2345.6, "num_measured": 9}, None),  # too few to act on
+        ({"noise": math.inf, "num_measured": 10}, None),
+    ],
+)
+def test_the_noise_scale_is_told_with_the_summaries_and_at_the_end(tmp_path, capsys, noise, expected):
+    towers = Tiny().build(JOB).step.towers
+    towers.noise.load_state_dict({"signal": 1.0, **noise})
+    display = Display(Tiny(run_dir=tmp_path, steps=5, log_every=99, summary_every=2), JOB, towers)
+    capsys.readouterr()
+    zero = torch.zeros(4, 1, dtype=torch.float64)
+    for step in range(5):
+        display.show(Report(step, 8, zero, zero, []))
+        lines = [line for line in capsys.readouterr().out.splitlines() if "noise" in line]
+        assert lines == ([expected] if expected and step + 1 in (2, 4, 5) else [])
+
+
+def test_sums_with_names_are_shown(tmp_path):
+    model = nn.Linear(3, 1)
+    step = Step(
+        Towers(model, 2, job=JOB),
+        lambda model, x: {"a": model(x).sum(), "b": model(x).square().sum()},
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        weights={"a": len, "b": torch.numel},
+    )
+    experiment = SimpleNamespace(step=step, model=model, terms=None, loader=[torch.randn(6, 3)] * 4)
+    reports = take_steps(tmp_path, experiment, 4, every=2)
+    folder = tmp_path / "summaries"
+    for name in ("a", "b"):
+        same(scalars(folder, f"loss/{name}"), {n: reports[n - 1].losses[name] for n in (2, 4)})
+    same(scalars(folder, "loss/total"), {n: reports[n - 1].loss for n in (2, 4)})
+    assert len(scalars(folder, "loss/b (smoothed)")) == 2
 
 
 def test_throughput_is_counted_over_wall_time():

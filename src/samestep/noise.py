@@ -15,6 +15,8 @@ __all__ = ["GradientNorms", "NoiseScale", "norms_of", "squared_sum"]
 _DECAY = 0.9
 """Of the exponential averages, from one measurement to the next."""
 
+_SETTLED = 10
+
 _PIECE = 2**20
 """Elements whose norm is taken at once: float32 sums of many more lose digits."""
 
@@ -50,6 +52,11 @@ class NoiseScale:
         if self.num_measured == 0:
             return None
         return self.noise / self.signal if self.signal > 0 else math.inf
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it has been measured often enough to act on it."""
+        return self.num_measured >= _SETTLED
 
     def measure(self, norms: GradientNorms) -> None:
         """Take in the gradients of one step; those that are not finite, or too few, are left out."""

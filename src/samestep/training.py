@@ -22,6 +22,7 @@ from samestep.experiment import Experiment, Settings
 from samestep.job import Job
 from samestep.report import Report
 from samestep.summaries import FOLDER, Summaries, Throughput, write_figures
+from samestep.towers import Towers
 
 __all__ = ["resume", "train"]
 
@@ -49,7 +50,7 @@ def train(settings: Settings, job: Job) -> int:
         settings.write()
     if settings.log_device_placement:
         _tell_placement(experiment, job)
-    display = Display(settings, job, experiment.step.towers.step)
+    display = Display(settings, job, experiment.step.towers)
     summaries = Summaries(settings.run_dir, experiment, every=settings.summary_every)
     with display, summaries:
         for report in _steps(experiment, summaries, settings.steps):
@@ -141,8 +142,10 @@ def _tell_placement(experiment: Experiment, job: Job) -> None:
 class Display:
     """A line every `log_every` steps, above a progress bar on a terminal; silent but on the first worker."""
 
-    def __init__(self, settings: Settings, job: Job, first_step: int) -> None:
+    def __init__(self, settings: Settings, job: Job, towers: Towers) -> None:
+        first_step = towers.step
         self._settings = settings
+        self._noise = towers.noise
         self._is_first = job.is_first
         self._throughput = Throughput()
         self._console = Console(file=sys.stdout, markup=False, emoji=False, highlight=False)
@@ -179,11 +182,11 @@ class Display:
             line += f"({rows_per_s:.1f} rows/sec; {batch_s:.3f} sec/batch)"
             self._console.print(line, soft_wrap=True)
         if step % self._settings.summary_every == 0 or step == self._settings.steps:
-            self._tell_noise(report)
+            self._tell_noise()
 
-    def _tell_noise(self, report: Report) -> None:
-        scale = report.noise_scale
-        if scale is not None and math.isfinite(scale):
+    def _tell_noise(self) -> None:
+        scale = self._noise.value
+        if self._noise.is_settled and scale is not None and math.isfinite(scale):
             rounded = float(f"{scale:.2g}")  # it is an estimate
             line = f"noise scale {rounded:,.0f} rows: batches up to about that size pay off"
             self._console.print(line, soft_wrap=True)
