@@ -1,0 +1,69 @@
+"""What it costs to measure the gradient noise scale: steps that do against steps that do not.
+
+    python benchmarks/noise.py [--rounds 30]
+
+One worker per core, 1 thread each. A round times one block of steps with `noise_every=1`, then one with 0, in
+turn first and second; reported are the quartiles of the rounds' ratios. By default one step in 10 measures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+
+import torch
+
+import samestep
+from step import MODELS, Batch, loss_of, on_all_cores, seconds
+
+
+def step_of(name: str, num_towers: int, noise_every: int, job: samestep.Job) -> Callable[[Batch], None]:
+    """Return one step, a function of the global batch."""
+    model = MODELS[name][0]()
+    towers = samestep.Towers(model, num_towers, job=job, noise_every=noise_every)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def step(batch: Batch) -> None:
+        for tower in towers(batch):
+            tower.backward(loss_of(model, tower.batch))
+        towers.average()
+        optimizer.step()
+
+    return step
+
+
+def compare(name: str, towers_per_worker: int, rounds: int, job: samestep.Job) -> str:
+    """Return one row of the table."""
+    _, shape, rows = MODELS[name]
+    num_towers = job.world_size * towers_per_worker
+    torch.manual_seed(0)
+    batch = (torch.randn(rows * num_towers, *shape), torch.randint(0, 10, (rows * num_towers,)))
+    steps = {every: step_of(name, num_towers, every, job) for every in (1, 0)}
+    ratios = []
+    for round_number in range(rounds + 2):
+        order = (1, 0) if round_number % 2 else (0, 1)
+        times = {every: seconds(steps[every], batch, 3, job) for every in order}
+        ratios.append(times[1] / times[0])
+    low, middle, high = statistics.quantiles(ratios[2:], n=4)
+    towers = f"{name:8} T={num_towers:2} W={job.world_size}"
+    return f"{towers}  measured / not measured {middle:.3f} [{low:.3f}, {high:.3f}]  rounds={rounds}"
+
+
+def main() -> None:
+    """Start one worker per core, or be one."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=30)
+    arguments = parser.parse_args()
+    on_all_cores()
+    job = samestep.init("cpu")
+    for name in MODELS:
+        for towers_per_worker in (1, 4):
+            row = compare(name, towers_per_worker, arguments.rounds, job)
+            if job.is_first:
+                print(row, flush=True)
+    job.close()
+
+
+if __name__ == "__main__":
+    main()
