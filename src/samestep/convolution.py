@@ -79,19 +79,22 @@ class _Convolve(torch.autograd.Function):
     def forward(
         ctx: Any, inputs: Tensor, kernels: Tensor, bias: Tensor | None, padding: tuple[int, int]
     ) -> Tensor:
+        ctx.is_last = inputs.is_contiguous(memory_format=torch.channels_last)
+        inputs = inputs.contiguous()  # NNPACK's order, which the backward pass wants again
         ctx.save_for_backward(inputs, kernels)
         ctx.padding = padding
-        return _slide(inputs, kernels, padding, bias)
+        return _arrange(_slide(inputs, kernels, padding, bias), ctx.is_last)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         inputs, kernels = ctx.saved_tensors
+        gradient = gradient.contiguous()
         to_inputs = to_kernels = to_bias = None
         if ctx.needs_input_grad[0]:
             turned = kernels.flip(2, 3).transpose(0, 1)
             rest = tuple(k - 1 - p for k, p in zip(kernels.shape[2:], ctx.padding, strict=True))
-            to_inputs = _slide(gradient, turned, rest)
+            to_inputs = _arrange(_slide(gradient, turned, rest), ctx.is_last)
         if ctx.needs_input_grad[1]:
             to_kernels = _slide(inputs.transpose(0, 1), gradient.transpose(0, 1), ctx.padding).transpose(0, 1)
         if ctx.needs_input_grad[2]:
@@ -100,8 +103,11 @@ class _Convolve(torch.autograd.Function):
 
 
 def _slide(inputs: Tensor, kernels: Tensor, padding: tuple[int, ...], bias: Tensor | None = None) -> Tensor:
-    """Return inputs ⋆ kernels + bias; channels last in memory where the inputs are."""
-    outputs = torch.ops.aten._nnpack_spatial_convolution(inputs, kernels, bias, padding)
-    is_last = inputs.is_contiguous(memory_format=torch.channels_last)
-    result: Tensor = outputs.contiguous(memory_format=torch.channels_last) if is_last else outputs
-    return result
+    """Return inputs ⋆ kernels + bias."""
+    outputs: Tensor = torch.ops.aten._nnpack_spatial_convolution(inputs, kernels, bias, padding)
+    return outputs
+
+
+def _arrange(values: Tensor, is_last: bool) -> Tensor:
+    """Return the values with channels last in memory, or first."""
+    return values.contiguous(memory_format=torch.channels_last) if is_last else values
