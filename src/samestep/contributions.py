@@ -11,6 +11,7 @@ from torch import Tensor
 from samestep.errors import UsageError
 from samestep.exchange import Exchange
 from samestep.reduction import Gradients, TreeSum, add_gradients
+from samestep.sparse import coalesced
 
 __all__ = ["Contributions", "TowerFigures"]
 
@@ -44,7 +45,8 @@ class Contributions:
     Gradients are taken off the parameters, not copied, and folded along the canonical tree. Where a
     tower's left sibling in the tree is at hand, its sum stays on the parameters and autograd itself adds
     to it. The gradients of the last tower with rows are not kept: as soon as backward has produced a
-    bucket's worth of them, the bucket is folded and sent.
+    bucket's worth of them, the bucket is folded and sent. Gradients that may be sparse are folded apart: each
+    tower's is coalesced by itself, and they are handed over with the rest.
 
     Args:
         exchange: where the partial sums go.
@@ -69,6 +71,7 @@ class Contributions:
         self._figures: list[TowerFigures] = []
         self._moments: TreeSum[Tensor] = TreeSum(num_towers, add=Tensor.add_)
         self._gradients: TreeSum[Gradients] = TreeSum(num_towers, add=add_gradients)
+        self._sparse: TreeSum[Gradients] = TreeSum(num_towers, add=add_gradients)
         self._live = range(towers.start, towers.start)
         self._missing: list[set[int]] = []
         self._num_sent = 0
@@ -97,8 +100,10 @@ class Contributions:
 
     def after_backward(self, *, is_last: bool) -> None:
         """Take the gradients that backward has left on the parameters, or send what is not sent yet."""
+        if self._exchange.sparse:
+            self._sparse.push(range(self._live.stop - 1, self._live.stop), self._take_sparse())
         if is_last:
-            self.send_rest()
+            self._send_buckets()
         else:
             self._gradients.push(self._live, self._take(range(len(self._parameters))))
 
@@ -109,15 +114,22 @@ class Contributions:
         bucket = next((n for n, missing in enumerate(self._missing) if index in missing), None)
         if bucket is None:
             raise UsageError(
-                f"parameter {index} got a gradient twice in one backward (reentrant activation checkpointing "
-                "does that); use torch.utils.checkpoint with use_reentrant=False"
+                f"parameter {self._exchange.names[index]} got a gradient twice in one backward (reentrant "
+                "activation checkpointing does that); use torch.utils.checkpoint with use_reentrant=False"
             )
         self._missing[bucket].discard(index)
         while self._num_sent < len(self._missing) and not self._missing[self._num_sent]:
             self._send_next()
 
     def send_rest(self) -> None:
-        """Send all buckets not sent yet: some parameters got no gradient."""
+        """Send what is not sent yet: buckets with parameters that got no gradient, and sparse gradients."""
+        self._send_buckets()
+        if self._exchange.sparse:
+            for tower in range(self._live.stop, self._towers.stop):
+                self._sparse.push(range(tower, tower + 1), [None] * len(self._exchange.sparse))
+            self._exchange.sparse_gradients(self._sparse.nodes)
+
+    def _send_buckets(self) -> None:
         while self._num_sent < len(self._exchange.buckets):
             self._send_next()
 
@@ -137,13 +149,27 @@ class Contributions:
         self._num_sent += 1
 
     def _can_stay(self, left: Gradients) -> bool:
-        """Whether autograd can add to these sums: it wants the parameter's dtype, and no sparse ones."""
+        """Whether autograd can add to these sums: it wants the parameter's dtype."""
         return all(
-            gradient is None or (gradient.dtype == parameter.dtype and not gradient.is_sparse)
+            gradient is None or gradient.dtype == parameter.dtype
             for gradient, parameter in zip(left, self._parameters, strict=True)
         )
 
     def _take(self, indices: Sequence[int]) -> Gradients:
+        """Take gradients for the buckets, where sparse ones do not belong."""
+        taken = self._take_any(indices)
+        for position, gradient in enumerate(taken):
+            if gradient is not None and gradient.is_sparse:
+                taken[position] = None
+                self._exchange.refuse_sparse(indices[position])
+        return taken
+
+    def _take_sparse(self) -> Gradients:
+        # Dense ones row-major, as they arrive elsewhere: the order in memory would show in the norm's bits.
+        taken = self._take_any([parameter.index for parameter in self._exchange.sparse])
+        return [None if g is None else coalesced(g) if g.is_sparse else g.contiguous() for g in taken]
+
+    def _take_any(self, indices: Sequence[int]) -> Gradients:
         taken: Gradients = []
         for index in indices:
             gradient, self._parameters[index].grad = self._parameters[index].grad, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from samestep.agreement import agree
 from samestep.errors import ConfigError, Error
 from samestep.job import Job
 from samestep.placement import Placement
+from samestep.sparse import find_sparse
 from samestep.statistics import Mode, find_statistics
 
 __all__ = ["agree_on_setup", "job_alone", "start_from_first_worker"]
@@ -29,7 +31,13 @@ def job_alone(model: nn.Module) -> Job:
     return Job(torch.device("cpu") if parameter is None else parameter.device)
 
 
-def agree_on_setup(model: nn.Module, num_towers: int, job: Job, settings: dict[str, Any]) -> Placement:
+def agree_on_setup(
+    model: nn.Module,
+    num_towers: int,
+    job: Job,
+    settings: dict[str, Any],
+    sparse_parameters: Sequence[nn.Parameter] = (),
+) -> Placement:
     """Check the model and the settings on every worker, then that they are the same on all.
 
     Raises:
@@ -38,13 +46,15 @@ def agree_on_setup(model: nn.Module, num_towers: int, job: Job, settings: dict[s
     """
     error: Error | None = None
     placement = Placement(1, 1)
+    sparse: list[str] = []
     try:
         _check_model(model, job, settings["statistics"])
+        sparse = find_sparse(model, sparse_parameters)
         placement = Placement(num_towers, job.world_size)
     except Error as found:
         error = found
     tensors = [] if error is not None else _describe(model)
-    agree(job, {**settings, "model": tensors}, where="Towers", error=error)
+    agree(job, {**settings, "model": tensors, "sparse parameters": sparse}, where="Towers", error=error)
     return placement
 
 

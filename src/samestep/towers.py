@@ -13,6 +13,7 @@ and every other placement gives the same bits.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -29,6 +30,7 @@ from samestep.exchange import Exchange, Figures, FigureSizes
 from samestep.job import Job
 from samestep.replicas import agree_on_setup, job_alone, start_from_first_worker
 from samestep.report import Report
+from samestep.sparse import find_sparse, plan_sparse, stored
 from samestep.statistics import Mode
 from samestep.streams import GlobalStreams, seed_globals, stream_seed
 from samestep.tower import Tower
@@ -55,6 +57,9 @@ class Towers:
         statistics: what becomes of batch-norm statistics; see `samestep.statistics`.
         bucket_bytes: gradients travel in flat pieces of about this size.
         accumulate_dtype: sum gradients in this dtype; by default in each parameter's own.
+        sparse_parameters: whose gradients may be sparse, beside the weights of `nn.Embedding` and
+            `nn.EmbeddingBag` with `sparse=True`, which are found. The average is sparse, and coalesced,
+            where the gradients of all towers that used the parameter are sparse; otherwise it is dense.
 
     Attributes:
         placement: which towers each worker runs.
@@ -86,22 +91,28 @@ class Towers:
         statistics: Mode = "mean",
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         accumulate_dtype: torch.dtype | None = None,
+        sparse_parameters: Sequence[nn.Parameter] = (),
     ) -> None:
         self.model = model
         self.job = job if job is not None else job_alone(model)
         self.seed = seed
         self.step = 0
         self.scaler: LossScale | None = None
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = list(named.values())
         settings: dict[str, Any] = {"towers": num_towers, "seed": seed, "statistics": statistics}
         settings |= {"bucket_bytes": bucket_bytes, "accumulate_dtype": str(accumulate_dtype)}
-        self.placement = agree_on_setup(model, num_towers, self.job, settings)
+        self.placement = agree_on_setup(model, num_towers, self.job, settings, sparse_parameters)
         start_from_first_worker(model, self.job)
         self._dtypes = [accumulate_dtype or p.dtype for p in self.parameters]
-        buckets = plan_buckets(self.parameters, self._dtypes, bucket_bytes, self.job.world_size)
+        sparse = plan_sparse(named, self._dtypes, find_sparse(model, sparse_parameters))
+        apart = [parameter.index for parameter in sparse]
+        buckets = plan_buckets(
+            self.parameters, self._dtypes, bucket_bytes, self.job.world_size, leave_out=apart
+        )
         self._buffers = Buffers(model, statistics)
         sizes = FigureSizes(2 + len(self._buffers.counters()), self._buffers.max_moments)
-        self._exchange = Exchange(self.job, self.placement, self.parameters, buckets, sizes)
+        self._exchange = Exchange(self.job, self.placement, named, buckets, sizes, sparse)
         self._open: Contributions | None = None
         self._local = LocalBatch(0, {})
         self._done: set[int] = set()
@@ -147,7 +158,8 @@ class Towers:
         A parameter that no tower used keeps `grad = None`.
 
         Raises:
-            UsageError: some of this worker's towers have not run.
+            UsageError: some of this worker's towers have not run, or a parameter got a sparse gradient that
+                is not among those where one is expected.
             DisagreementError, LostWorkerError: from the exchange.
             ConfigError: the towers' weights add up to 0.
         """
@@ -168,7 +180,7 @@ class Towers:
         gradients = []
         for index, gradient in self._exchange.finish():
             self.parameters[index].grad = _as_grad_of(self.parameters[index], gradient)
-            gradients += [gradient] if gradient is not None else []
+            gradients += [stored(gradient)] if gradient is not None else []
         self._finish_buffers(figures)
         self.step += 1
         loss_sums, weights = (figures.scalars[:, :2] * _power_of_two(self._local.rows)).unbind(1)
@@ -270,12 +282,15 @@ class Towers:
 
     def _check_weight(self, figures: Figures) -> None:
         # On a GPU this would wait for the device; there a weight of 0 shows as a gradient that is not finite.
-        if self.job.device.type == "cpu" and not float(figures.weight) > 0:
+        if self.job.device.type == "cpu" and not 0 < float(figures.weight) < math.inf:
             raise ConfigError(f"step {self.step}: the towers' weights add up to {float(figures.weight):g}")
 
     def _watch_backward(self) -> None:
         weakly = weakref.ref(self)  # the parameters may outlive this object, and must not keep it alive
+        apart = {parameter.index for parameter in self._exchange.sparse}
         for index, parameter in enumerate(self.parameters):
+            if index in apart:
+                continue
 
             def ready(_: Tensor, index: int = index) -> None:
                 towers = weakly()

@@ -3,6 +3,7 @@
 python scenarios.py OUT [DEVICE]    run all of them as a worker of torchrun; worker N writes OUT.N
 """
 
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -227,6 +228,159 @@ def loader(job: samestep.Job) -> str:
     return samestep.digest(model)
 
 
+class Words(nn.Module):
+    """Sparse embeddings: `words` for all, `bag`, `rare` where a row says so, `never`; and dense layers."""
+
+    def __init__(self, num_words: int = 40) -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        self.words = nn.Embedding(num_words, 6, sparse=True, padding_idx=0)
+        self.bag = nn.EmbeddingBag(num_words, 6, sparse=True, mode="mean")
+        self.rare = nn.Embedding(num_words, 6, sparse=True)
+        self.never = nn.Embedding(num_words, 6, sparse=True)
+        self.last = nn.Sequential(nn.Tanh(), nn.Dropout(0.2), nn.Linear(6, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.words(x[:, :4]).sum(1) + self.bag(x[:, 2:])
+        if x[0, 0] > 30:
+            hidden = hidden + self.rare(x[:, 1])
+        return self.last(hidden)
+
+
+def texts(num_steps: int, rows: int, num_words: int = 40) -> list[dict[str, Tensor]]:
+    """Return batches of six words a row, few of them frequent; the second has fewer rows than seven."""
+    generator = torch.Generator().manual_seed(2)
+    sizes = [rows if step != 1 else 5 for step in range(num_steps)]
+    return [
+        {
+            "x": (torch.rand(size, 6, generator=generator) ** 3 * num_words).long(),
+            "y": torch.randint(0, 5, (size,), generator=generator),
+        }
+        for size in sizes
+    ]
+
+
+def layout(gradient: Tensor | None) -> str:
+    """Say what kind of gradient it is, and how much it stores."""
+    if gradient is None or not gradient.is_sparse:
+        return "none" if gradient is None else "dense"
+    assert gradient.is_coalesced()
+    return f"{gradient._nnz()} rows"
+
+
+@scenario
+def sparse_embeddings(job: samestep.Job) -> str:
+    model = Words().to(job.device)
+    towers = samestep.Towers(model, 7, job=job, bucket_bytes=300)
+    embeddings = [model.words.weight, model.bag.weight, model.rare.weight, model.never.weight]
+    adam = torch.optim.SparseAdam(embeddings, lr=0.01)
+    sgd = torch.optim.SGD(model.last.parameters(), lr=0.1, momentum=0.9)
+    seen = []
+    for batch in texts(5, 30):
+        for tower in towers(batch):
+            tower.backward(loss_of(model, tower.batch))
+        report = towers.average()
+        seen.append([report.grad_norm, *(layout(parameter.grad) for parameter in embeddings)])
+        adam.step()
+        sgd.step()
+    assert "none" in {step[3] for step in seen} != {"none"}
+    assert {step[4] for step in seen} == {"none"}
+    return f"{samestep.digest(model)} {seen}"
+
+
+@scenario
+def sparse_steps_clipped_and_summed_in_float64(job: samestep.Job) -> str:
+    model = Words().to(job.device)
+    towers = samestep.Towers(model, 5, job=job, accumulate_dtype=torch.float64)
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        keep = batch["y"] != 0
+        losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+        return (losses * keep).sum(), keep.sum()
+
+    with torch.sparse.check_sparse_tensor_invariants(enable=True):
+        step = samestep.Step(towers, loss, torch.optim.Adagrad(model.parameters(), lr=0.05), clip_norm=0.3)
+        losses = [step(batch).loss for batch in texts(4, 24)]
+    return f"{samestep.digest(model)} {losses}"
+
+
+@scenario
+def sparse_steps_in_float16(job: samestep.Job) -> str:
+    model = Words().to(job.device)
+    towers = samestep.Towers(model, 6, job=job)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = samestep.Step(towers, loss_of, optimizer, autocast=torch.float16, clip_norm=1.0)
+    losses = [step(batch).loss for batch in texts(4, 24)]
+    return f"{samestep.digest(model)} {losses}"
+
+
+@scenario
+def sparse_parameters_alone(job: samestep.Job) -> str:
+    """No dense gradient at all, tokens that one tower alone has, and half-precision rows."""
+    torch.manual_seed(10)
+    model = nn.Embedding(1000, 5, sparse=True, dtype=torch.bfloat16).to(job.device)
+    towers = samestep.Towers(model, 7, job=job)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    seen = []
+    for batch in texts(4, 30, 1000):
+        for tower in towers(batch):
+            tower.backward(F.cross_entropy(model(tower.batch["x"]).float().sum(1), tower.batch["y"]))
+        towers.average()
+        seen.append(layout(model.weight.grad))
+        optimizer.step()
+    return f"{samestep.digest(model)} {seen}"
+
+
+@scenario
+def sparse_and_dense_gradients_of_one_parameter(job: samestep.Job) -> str:
+    """Tied to the output layer in some towers; there the gradient is dense, and so is the average."""
+    torch.manual_seed(11)
+    model = nn.Embedding(30, 8, sparse=True).to(job.device)
+    towers = samestep.Towers(model, 7, job=job)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    seen = []
+    for number, batch in enumerate(texts(6, 21, 30)):
+        for tower in towers(batch):
+            hidden = model(tower.batch["x"]).mean(1)
+            tied = tower.index in (number, number + 2) and number > 1
+            tower.backward(((hidden @ model.weight.T if tied else hidden) ** 3).mean())
+        seen.append((towers.average().grad_norm, layout(model.weight.grad)))
+        optimizer.step()
+    assert seen[0][1].endswith("rows")
+    assert seen[2][1] == seen[5][1] == "dense"
+    return f"{samestep.digest(model)} {seen}"
+
+
+def peak_bytes(function: Callable[[], object]) -> int:
+    """Return the most memory that torch held at a time for tensors made in `function`."""
+    with torch.profiler.profile(
+        profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as profile:
+        function()
+    changes = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate(event.nbytes() for event in changes))
+
+
+@scenario
+def ten_million_rows(job: samestep.Job) -> str:
+    """A dense gradient, or a flat buffer for one, would take 160 MB."""
+    model = nn.Embedding(10_000_000, 4, sparse=True, _weight=torch.zeros(10_000_000, 4)).to(job.device)
+    towers = samestep.Towers(model, 7, job=job)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    words = torch.arange(0, 10_000_000, 123_457)[:70].reshape(14, 5)
+
+    def step() -> None:
+        for tower in towers(words):
+            tower.backward((model(tower.batch) - tower.batch[..., None]).square().mean())
+        towers.average()
+        optimizer.step()
+
+    assert [peak_bytes(step) < 1e6 for _ in range(2)] == [True, True]
+    assert layout(model.weight.grad) == "70 rows"
+    return samestep.digest({"gradient": model.weight.grad.coalesce().values(), "rows": model.weight[words]})
+
+
 def message_of(function: Callable[[], object]) -> str:
     try:
         function()
@@ -307,6 +461,50 @@ def bad_pictures_on_one(job: samestep.Job) -> str:
 def bad_batch_on_all(job: samestep.Job) -> str:
     towers = samestep.Towers(perceptron().to(job.device), 8, job=job)
     return message_of(lambda: step_on(towers, {"x": torch.zeros(3, 7), "y": torch.zeros(2)}))
+
+
+class Table(nn.Module):
+    """Looks up rows of a parameter that nothing says to be sparse, where it is in several buckets' way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(40, 7))
+        self.linear = nn.Linear(7, 5)
+        self.is_sparse = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(F.embedding(x[:, 0], self.table, sparse=self.is_sparse))
+
+
+@fault
+def sparse_gradient_on_worker_1(job: samestep.Job) -> str:
+    model = Table().to(job.device)
+    model.is_sparse = job.rank == 1
+    towers = samestep.Towers(model, 7, job=job, bucket_bytes=100)
+    return message_of(lambda: step_on(towers, texts(1, 16)[0]))
+
+
+@fault
+def different_sparse_parameters(job: samestep.Job) -> str:
+    model = Table().to(job.device)
+    listed = [model.table] if job.rank != 1 else [model.table, model.linear.weight]
+    return message_of(lambda: samestep.Towers(model, 7, job=job, sparse_parameters=listed))
+
+
+@fault
+def sparse_parameter_of_another_model_on_one(job: samestep.Job) -> str:
+    model = Table().to(job.device)
+    listed = [(model if job.rank != 1 else Table()).table]
+    return message_of(lambda: samestep.Towers(model, 7, job=job, sparse_parameters=listed))
+
+
+@fault
+def bad_texts_on_one(job: samestep.Job) -> str:
+    towers = samestep.Towers(Words().to(job.device), 8, job=job)
+    batch = texts(1, 16)[0]
+    if job.rank == 1:
+        batch["y"] = batch["y"][:5]
+    return message_of(lambda: step_on(towers, batch))
 
 
 @fault

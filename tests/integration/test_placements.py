@@ -61,6 +61,10 @@ MESSAGES = {
     "different_values": "step 0: worker 1 has batch fingerprint = ",
     "bad_batch_on_one": "batch['y'] has 5 rows, batch['x'] has 16",
     "bad_pictures_on_one": "batch['y'] has 5 rows, batch['x'] has 14",
+    "sparse_gradient_on_worker_1": "step 0: table got a sparse gradient, which was not expected: list",
+    "different_sparse_parameters": "Towers: worker 1 has sparse parameters[1] = linear.weight, the others",
+    "sparse_parameter_of_another_model_on_one": "sparse_parameters[0] is no parameter of Table that",
+    "bad_texts_on_one": "batch['y'] has 5 rows, batch['x'] has 16",
     "bad_batch_on_all": "batch['y'] has 2 rows, batch['x'] has 3",
     "a_step_ahead": "worker 1 has step = 1, the others have 0",
 }
