@@ -11,7 +11,7 @@ from torch import Tensor
 from samestep.errors import UsageError
 from samestep.exchange import Exchange
 from samestep.reduction import Gradients, TreeSum, add_gradients
-from samestep.sparse import coalesced
+from samestep.sparse import leaf
 
 __all__ = ["Contributions", "TowerFigures"]
 
@@ -165,9 +165,8 @@ class Contributions:
         return taken
 
     def _take_sparse(self) -> Gradients:
-        # Dense ones row-major, as they arrive elsewhere: the order in memory would show in the norm's bits.
         taken = self._take_any([parameter.index for parameter in self._exchange.sparse])
-        return [None if g is None else coalesced(g) if g.is_sparse else g.contiguous() for g in taken]
+        return [None if gradient is None else leaf(gradient) for gradient in taken]
 
     def _take_any(self, indices: Sequence[int]) -> Gradients:
         taken: Gradients = []

@@ -20,6 +20,7 @@ __all__ = [
     "add",
     "coalesced",
     "find_sparse",
+    "leaf",
     "measure",
     "parts",
     "plan_sparse",
@@ -78,6 +79,17 @@ def coalesced(gradient: Tensor) -> Tensor:
     return gradient.coalesce() if gradient.is_sparse else gradient
 
 
+def leaf(gradient: Tensor) -> Tensor:
+    """Return a gradient that backward has left, as it is added and divided in place.
+
+    Autograd may leave the very values that a backward function returned, coalesced already. And it keeps a
+    dense gradient's strides, which others would not know of and which would show in the bits of its norm.
+    """
+    if not gradient.is_sparse:
+        return gradient.contiguous()
+    return gradient.clone() if gradient.is_coalesced() else gradient.coalesce()
+
+
 def stored(gradient: Tensor) -> Tensor:
     """Return the values that a gradient stores, sharing its memory: all of a dense one."""
     return gradient._values() if gradient.is_sparse else gradient
@@ -92,10 +104,8 @@ def add(left: Tensor, right: Tensor) -> Tensor:
     if left.sparse_dim() != right.sparse_dim():  # such as those of an embedding and of a gather
         return left.to_dense().add_(right)
     # Not `left + right`, which adds to +0.0, and so would turn a −0.0 that one of them has into +0.0.
-    indices, values = (
-        torch.cat([left.indices(), right.indices()], 1),
-        torch.cat([left.values(), right.values()]),
-    )
+    indices = torch.cat([left.indices(), right.indices()], dim=1)
+    values = torch.cat([left.values(), right.values()])
     return torch.sparse_coo_tensor(indices, values, left.shape, check_invariants=False).coalesce()
 
 
