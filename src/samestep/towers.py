@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +30,7 @@ from samestep.exchange import Exchange, Figures, FigureSizes
 from samestep.job import Job
 from samestep.replicas import agree_on_setup, job_alone, start_from_first_worker
 from samestep.report import Report
+from samestep.rules import Rule
 from samestep.sparse import find_sparse, plan_sparse, stored
 from samestep.statistics import Mode
 from samestep.streams import GlobalStreams, seed_globals, stream_seed
@@ -55,6 +56,8 @@ class Towers:
         job: from `samestep.init`; by default a job of this process alone.
         seed: of all towers' random streams.
         statistics: what becomes of batch-norm statistics; see `samestep.statistics`.
+        buffers: what becomes of other buffers that a forward changes: "mean", "first" or "ignore", by
+            patterns over their names; see `samestep.rules`.
         bucket_bytes: gradients travel in flat pieces of about this size.
         accumulate_dtype: sum gradients in this dtype; by default in each parameter's own.
         sparse_parameters: whose gradients may be sparse, beside the weights of `nn.Embedding` and
@@ -89,6 +92,7 @@ class Towers:
         job: Job | None = None,
         seed: int = 0,
         statistics: Mode = "mean",
+        buffers: Mapping[str, Rule] | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         accumulate_dtype: torch.dtype | None = None,
         sparse_parameters: Sequence[nn.Parameter] = (),
@@ -101,6 +105,7 @@ class Towers:
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.parameters = list(named.values())
         settings: dict[str, Any] = {"towers": num_towers, "seed": seed, "statistics": statistics}
+        settings["buffers"] = rules = dict(buffers or {})
         settings |= {"bucket_bytes": bucket_bytes, "accumulate_dtype": str(accumulate_dtype)}
         self.placement = agree_on_setup(model, num_towers, self.job, settings, sparse_parameters)
         start_from_first_worker(model, self.job)
@@ -110,7 +115,7 @@ class Towers:
         buckets = plan_buckets(
             self.parameters, self._dtypes, bucket_bytes, self.job.world_size, leave_out=apart
         )
-        self._buffers = Buffers(model, statistics)
+        self._buffers = Buffers(model, statistics, rules, self.job)
         sizes = FigureSizes(2 + len(self._buffers.counters()), self._buffers.max_moments)
         self._exchange = Exchange(self.job, self.placement, named, buckets, sizes, sparse)
         self._open: Contributions | None = None
