@@ -39,7 +39,7 @@ class Buffers:
         self._model = model
         self._mode = mode
         self._nothing = torch.zeros(0, dtype=torch.float64, device=job.device)
-        self._norms = [module for module in model.modules() if isinstance(module, _NormBase)]
+        self._norms = {n: module for n, module in model.named_modules() if isinstance(module, _NormBase)}
         self._training: list[bool] | None = None
         slots = find_slots(model)
         ruled = assign_rules(slots, rules)
@@ -52,7 +52,7 @@ class Buffers:
         self._may_not_change = [slot for slot in unruled if not _is_counter(slot)]
         self._watch = BufferWatch([])
         self.max_moments = sum(collector.num_values for collector in self._ruled)
-        self.max_moments += sum(1 + 2 * norm.num_features for norm in self._norms)
+        self.max_moments += sum(1 + 2 * norm.num_features for norm in self._norms.values())
 
     @property
     def num_training(self) -> int:
@@ -66,7 +66,7 @@ class Buffers:
 
     def find_collectors(self) -> None:
         """Look for running statistics anew where layers' train and eval modes have changed."""
-        training = [norm.training for norm in self._norms]
+        training = [norm.training for norm in self._norms.values()]
         if training != self._training:
             self._training = training
             self._collectors = [*find_statistics(self._model, self._mode), *self._ruled]
@@ -96,11 +96,22 @@ class Buffers:
         """Return what the tower that just ran hands in, float64 [S].
 
         Raises:
-            BufferError: it changed a buffer that nobody said how to average.
+            BufferError: it changed a buffer that nobody said how to average, or a layer's mode.
         """
+        if [norm.training for norm in self._norms.values()] != self._training:
+            self._check_modes(tower)
         self._watch.check(f"tower {tower}")
         parts = [collector.contribution(tower, rows) for collector in self._collectors]
         return parts[0] if len(parts) == 1 else torch.cat([*parts, self._nothing])
+
+    def _check_modes(self, tower: int) -> None:
+        was_training = zip(self._norms.items(), self._training or [], strict=True)
+        thawed = [name or "the model" for (name, norm), was in was_training if norm.training and not was]
+        if thawed:
+            raise BufferError(
+                f"tower {tower} ran {', '.join(thawed)} in training mode, but the step began in eval mode: "
+                "change modes between steps"
+            )
 
     def counters(self) -> Tensor:
         """Return by how much the integer buffers of one element have counted on in this pass."""
@@ -116,9 +127,9 @@ class Buffers:
             counters: what each of them counted, float64 [len(towers), counters].
 
         Raises:
-            BufferError: towers ended with different counters, or a backward changed a buffer.
+            BufferError: towers ended with different counters, or a pass changed a buffer unseen until now.
         """
-        self._watch.check("a backward pass")
+        self._watch.end_step()
         self._counters.finish(towers, counters)
         parts = totals.split([collector.num_values for collector in self._collectors])
         for collector, part in zip(self._collectors, parts, strict=False):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from samestep.errors import BufferError
@@ -19,6 +20,9 @@ _MOST_NAMES = 4
 class BufferWatch:
     """Remembers which tensors are in the slots, and how often each had been written to.
 
+    `F.batch_norm` writes to running statistics without counting it. So the first step compares the values of
+    the buffers that could be such, too: those with one dimension.
+
     Args:
         slots: those whose buffers may not change.
     """
@@ -26,13 +30,22 @@ class BufferWatch:
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots = slots
         self._seen: list[tuple[Tensor | None, int]] = []
+        self._values: list[tuple[Slot, Tensor]] = []
+        self._is_first_step = True
 
     def start_step(self) -> None:
         """Note the buffers and their versions."""
         self._seen = [(buffer, _version(buffer)) for buffer in (slot.get() for slot in self._slots)]
+        self._values = []
+        if self._is_first_step:
+            self._values = [
+                (slot, buffer.detach().clone())
+                for slot, (buffer, _) in zip(self._slots, self._seen, strict=True)
+                if buffer is not None and buffer.is_floating_point() and buffer.dim() == 1
+            ]
 
     def check(self, who: str) -> None:
-        """Raise if a buffer was written to or replaced since `start_step`, by `who`.
+        """Raise if `who` wrote to a buffer or replaced it since `start_step`.
 
         Raises:
             BufferError: names the buffers, and says what to do.
@@ -44,6 +57,22 @@ class BufferWatch:
         ]
         if changed:
             raise BufferError(f"{who} {_explain(changed)}")
+
+    def end_step(self) -> None:
+        """Check once more, for what a backward changed, and by value in the first step.
+
+        Raises:
+            BufferError: names the buffers, and says what to do.
+        """
+        self.check("a pass")
+        values, self._values, self._is_first_step = self._values, [], False
+        changed: list[tuple[Slot, Tensor | None]] = [
+            (slot, before)
+            for slot, before in values
+            if (now := slot.get()) is not None and not torch.allclose(now, before, 0, 0, equal_nan=True)
+        ]
+        if changed:
+            raise BufferError(f"a pass {_explain(changed)}")
 
 
 def _version(buffer: Tensor | None) -> int:
