@@ -6,8 +6,8 @@ python scenarios.py OUT [DEVICE]    run all of them as a worker of torchrun; wor
 import itertools
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -64,6 +64,71 @@ def perceptron(dtype: torch.dtype = torch.float32) -> nn.Module:
     return nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.Dropout(0.1), nn.Linear(33, 5)).to(dtype)
 
 
+def every_norm() -> nn.Module:
+    torch.manual_seed(9)
+    model = nn.Sequential(
+        nn.Conv2d(3, 6, 3, padding=1),
+        nn.BatchNorm2d(6, affine=False),
+        nn.InstanceNorm2d(6, track_running_stats=True),
+        nn.Unflatten(2, (2, 4)),
+        nn.BatchNorm3d(6, momentum=None),
+        nn.InstanceNorm3d(6, track_running_stats=True, affine=True, momentum=0.3),
+        nn.Flatten(2),
+        nn.BatchNorm1d(6),
+        nn.InstanceNorm1d(6, track_running_stats=True),
+        nn.BatchNorm1d(6).eval(),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(6 * 64, 5),
+    )
+    model(torch.randn(2, 3, 8, 8))
+    return model
+
+
+def spectral() -> nn.Module:
+    torch.manual_seed(10)
+    return nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Conv2d(3, 4, 3, stride=2)),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.utils.spectral_norm(nn.Linear(36, 20), n_power_iterations=2),
+        nn.Tanh(),
+        nn.utils.parametrizations.weight_norm(nn.Linear(20, 5)),
+    )
+
+
+class Memories(nn.Module):
+    """Buffers that a forward changes: a codebook, a queue, flags, a moving average, a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.linear = nn.Linear(21, 5)
+        self.register_buffer("codes", torch.randn(5, 7))
+        self.register_buffer("queue", torch.zeros(12, 7))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.int16))
+        self.register_buffer("seen", torch.zeros(5, dtype=torch.bool))
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            nearest = torch.cdist(x, self.codes).argmin(1)
+            members = F.one_hot(nearest, 5).to(x.dtype)
+            self.codes += 0.1 * (members.t() @ x)
+            self.seen |= members.any(0)
+            for row in x:
+                self.queue[int(self.place)] = row
+                self.place[0] = (self.place[0] + 1) % len(self.queue)
+            self.scale = 0.9 * self.scale + 0.1 * x.abs().mean()
+            self.passes = self.passes + 1
+        hidden = [x / self.scale, self.codes[nearest] * self.seen.sum(), self.queue.mean(0).expand_as(x)]
+        return self.linear(torch.cat(hidden, 1) + self.passes)
+
+
+MEMORIES = {"codes": "mean", "scale": "mean", "queue": "first", "place": "first", "seen": "first"}
+
+
 @dataclass(frozen=True)
 class Run:
     """One small training run."""
@@ -75,6 +140,7 @@ class Run:
     optimizer: str = "sgd"
     autocast: torch.dtype | None = None
     statistics: str = "mean"
+    buffers: Mapping[str, str] = field(default_factory=dict)
     bucket_bytes: int = 4000
     dtype: torch.dtype = torch.float32
     accumulate_dtype: torch.dtype | None = None
@@ -87,6 +153,7 @@ class Run:
             job=job,
             seed=3,
             statistics=self.statistics,
+            buffers=self.buffers,
             bucket_bytes=self.bucket_bytes,
             accumulate_dtype=self.accumulate_dtype,
         )
@@ -106,7 +173,8 @@ class Run:
             average=average,
         )
         losses = [step(batch).loss for batch in batches(4, self.rows, *self.shape, dtype=self.dtype)]
-        return f"{samestep.digest(model)} {samestep.digest(average)} {losses}"
+        buffers = samestep.digest(dict(model.named_buffers()))  # those that the model does not save, too
+        return f"{samestep.digest(model)} {samestep.digest(average)} {buffers} {losses}"
 
 
 mlp = partial(Run, build=perceptron, shape=(7,), rows=48)
@@ -116,6 +184,12 @@ RUNS = {
     "one bucket": Run(7, bucket_bytes=2**25),
     "pooled statistics": Run(7, statistics="pooled"),
     "first tower's statistics": Run(7, statistics="first"),
+    **{
+        f"every norm, {mode}": Run(7, every_norm, 10, statistics=mode) for mode in ("mean", "pooled", "first")
+    },
+    "spectral norm": Run(7, spectral, 10, buffers={"*_[uv]": "first"}),
+    "own buffers": Run(7, Memories, 10, (7,), buffers=MEMORIES),
+    "own buffers, the first tower's": Run(8, Memories, 30, (7,), buffers={"*": "first"}),
     "adamw": Run(8, optimizer="adamw"),
     "bf16 autocast, sgd": Run(8, autocast=torch.bfloat16),
     "bf16 autocast, adamw": Run(7, autocast=torch.bfloat16, optimizer="adamw"),
@@ -169,6 +243,69 @@ def unused_tied_frozen_and_mixed_parameters(job: samestep.Job) -> str:
     assert not any("never.weight" in names for names in used)
     assert torch.equal(model.never.weight.cpu(), Branches().never.weight)
     return f"{samestep.digest(model)} {used}"
+
+
+class Thawing(nn.Module):
+    """Uses its second norm where a row says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(12)
+        self.linear = nn.Linear(7, 5)
+        self.norms = nn.ModuleList([nn.BatchNorm1d(5), nn.BatchNorm1d(5, momentum=None)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norms[0](self.linear(x))
+        return self.norms[1](hidden) if x[0, 0] > 0 else hidden
+
+
+@scenario
+def norms_frozen_on_and_off_and_used_by_some_towers(job: samestep.Job) -> str:
+    found = []
+    for mode in ("mean", "pooled", "first"):
+        model = Thawing().to(job.device)
+        towers = samestep.Towers(model, 7, job=job, statistics=mode)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step, batch in enumerate(batches(5, 30, 7)):
+            model.norms[0].train(step % 2 == 0)
+            model.norms[1].train(step != 2)
+            for tower in towers(batch):
+                tower.backward(loss_of(model, tower.batch))
+            towers.average()
+            optimizer.step()
+        found.append(samestep.digest(model))
+    return " ".join(found)
+
+
+class Watching(nn.Module):
+    """Keeps what no weight depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = perceptron()
+        self.register_buffer("largest", torch.zeros(()))
+        self.register_buffer("rows_seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.largest = torch.maximum(self.largest, x.max())
+        self.rows_seen += len(x)
+        return self.net(x)
+
+
+@scenario
+def ignored_buffers(job: samestep.Job) -> str:
+    model = Watching().to(job.device)
+    rules = {"largest": "ignore", "rows_seen": "ignore"}
+    towers = samestep.Towers(model, 7, job=job, buffers=rules)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in batches(3, 10, 7):
+        for tower in towers(batch):
+            tower.backward(loss_of(model, tower.batch))
+        towers.average()
+        optimizer.step()
+    mine = [towers.placement.rows(job.rank, rows) for rows in (10, 6, 10)]
+    assert model.rows_seen == sum(len(rows) for each in mine for rows in each.values())
+    return samestep.digest(dict(model.named_parameters()))
 
 
 @scenario
@@ -422,6 +559,18 @@ def too_few_towers_on_one(job: samestep.Job) -> str:
 def different_model(job: samestep.Job) -> str:
     model = perceptron() if job.rank != 1 else nn.Sequential(nn.Linear(7, 32), nn.Tanh(), nn.Linear(32, 5))
     return message_of(lambda: samestep.Towers(model.to(job.device), 8, job=job))
+
+
+@fault
+def different_rules_for_buffers(job: samestep.Job) -> str:
+    rules = MEMORIES if job.rank != 1 else {**MEMORIES, "codes": "first"}
+    return message_of(lambda: samestep.Towers(Memories().to(job.device), 8, job=job, buffers=rules))
+
+
+@fault
+def buffers_without_a_rule(job: samestep.Job) -> str:
+    towers = samestep.Towers(Memories().to(job.device), 8, job=job)
+    return message_of(lambda: step_on(towers, batches(1, 16, 7)[0]))
 
 
 @fault

@@ -57,6 +57,8 @@ MESSAGES = {
     "different_num_towers": "Towers: worker 1 has towers = 7, the others have 8",
     "too_few_towers_on_one": "workers = 3: expected 1 <= workers <= towers = 1",
     "different_model": "Towers: worker 1 has model[0] = 0.weight (32, 7)",
+    "different_rules_for_buffers": "Towers: worker 1 has buffers[0] = ('codes', 'first'), the others have",
+    "buffers_without_a_rule": "changed codes, queue, seen, scale: say what becomes of it, as in Towers(...",
     "different_rows": "step 0: worker 1 has rows = 18, the others have 16",
     "different_values": "step 0: worker 1 has batch fingerprint = ",
     "bad_batch_on_one": "batch['y'] has 5 rows, batch['x'] has 16",
