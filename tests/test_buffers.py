@@ -1,4 +1,6 @@
 import copy
+import doctest
+from pathlib import Path
 
 import pytest
 import torch
@@ -408,6 +410,16 @@ def test_a_counter_that_depends_on_rows_says_what_to_write():
     )
     run(Towers(model, 2, buffers={"memory": "first"}), batch_of(5))
     assert model.memory == 2**62 + 3
+
+
+# ---- docs/statistics.md ----------------------------------------------------------------------------
+
+
+def test_the_page_on_modules_with_buffers_is_true():
+    page = Path(__file__).parents[1] / "docs" / "statistics.md"
+    found = doctest.testfile(str(page), module_relative=False)
+    assert found.attempted > 10
+    assert found.failed == 0
 
 
 # ---- modules that people train -----------------------------------------------------------------------
