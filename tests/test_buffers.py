@@ -349,6 +349,12 @@ def test_a_norm_that_thaws_within_a_step_is_named():
         tower.backward(model(tower.batch).mean())
 
 
+def test_a_norm_without_statistics_may_thaw_within_a_step():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, track_running_stats=False)).eval()
+    for tower in Towers(model, 2)(batch_of(8)):
+        tower.backward(model.train()(tower.batch).square().mean())
+
+
 def test_a_frozen_norm_that_runs_in_training_mode_all_the_same_is_named():
     class Thaws(nn.BatchNorm1d):
         def forward(self, x):

@@ -105,8 +105,11 @@ class Buffers:
         return parts[0] if len(parts) == 1 else torch.cat([*parts, self._nothing])
 
     def _check_modes(self, tower: int) -> None:
-        was_training = zip(self._norms.items(), self._training or [], strict=True)
-        thawed = [name or "the model" for (name, norm), was in was_training if norm.training and not was]
+        thawed = [
+            name or "the model"
+            for (name, norm), was_training in zip(self._norms.items(), self._training or [], strict=True)
+            if norm.training and not was_training and norm.running_mean is not None
+        ]
         if thawed:
             raise BufferError(
                 f"tower {tower} ran {', '.join(thawed)} in training mode, but the step began in eval mode: "
