@@ -91,8 +91,11 @@ class Pictures(Dataset[tuple[Tensor, int]]):
 
 
 def plain_net() -> Cifar10Net:
-    """Return the net with torch's normalisation, and each ReLU after its convolution."""
+    """Return the net with torch's convolution and normalisation, and each ReLU after its convolution."""
     net = Cifar10Net()
+    weights = net.conv2.state_dict()
+    net.conv2 = nn.Conv2d(64, 64, 5, padding=2)
+    net.conv2.load_state_dict(weights)
     norm = partial(nn.LocalResponseNorm, 9, alpha=0.001, beta=0.75, k=1.0)
     net.pool1, net.relu1 = net.relu1, net.pool1
     net.norm1, net.norm2, net.flatten = norm(), norm(), nn.Flatten()

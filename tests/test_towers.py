@@ -1,5 +1,4 @@
 import copy
-import itertools
 import math
 
 import pytest
@@ -10,6 +9,8 @@ from torch import nn
 import samestep
 from samestep import Towers
 from samestep.errors import BatchError, BufferError, ConfigError, UsageError
+
+from .integration.scenarios import peak_bytes
 
 FLOAT64 = torch.float64
 
@@ -148,17 +149,6 @@ def test_memory_formats_are_kept():
     towers.average()
     assert model[0].weight.grad.stride() == model[0].weight.stride()
     assert model[0].weight.grad.is_contiguous(memory_format=torch.channels_last)
-
-
-def peak_bytes(function):
-    """Return the most memory that torch held at a time for tensors made in `function`."""
-    with torch.profiler.profile(
-        profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
-    ) as profile:
-        function()
-    changes = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    changes.sort(key=lambda event: event.start_ns())
-    return max(itertools.accumulate(event.nbytes() for event in changes))
 
 
 @pytest.mark.parametrize("num_towers", [1, 2, 3, 4, 7, 8, 13, 16, 32])

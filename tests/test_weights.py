@@ -263,8 +263,6 @@ AB = {"a": len, "b": len}
         (lambda x: {"a": x.detach(), "b": x.detach()}, None, AB, "no sum requires grad"),
         (lambda x: {"a": x, "b": x}, 3, AB, "weight has no effect"),
         (lambda x: {"a": x}, None, None, r"nobody said what its sums count; .*weights={name: count"),
-        (lambda x: x, -1, None, "weight = -1, expected a finite number of at least 0"),
-        (lambda x: x, math.nan, None, "weight = nan, expected"),
         (lambda x: x, torch.ones(2), None, r"weight has shape \(2,\)"),
         (lambda x: x.detach(), 2, None, "loss does not require grad"),
     ],
@@ -272,6 +270,22 @@ AB = {"a": len, "b": len}
 def test_losses_that_do_not_fit_the_weights(losses, weight, weights, message):
     with pytest.raises(UsageError, match=rf"Tower\(index=0, rows=2\): .*{message}"):
         hand_in(losses, weight, weights)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
+def test_weights_that_are_none(weight, as_tensor):
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    before = samestep.digest(model)
+    for on_zero_weight in ("raise", "skip"):
+        towers = Towers(model, 3, on_zero_weight=on_zero_weight)
+        for tower in towers(torch.ones(6, 3)):
+            own = weight if tower.index == 1 else 4.0
+            tower.backward(model(tower.batch).sum(), weight=torch.tensor(own) if as_tensor else own)
+        with pytest.raises(BatchError, match=f"step 0: tower 1 has the weight {weight:g}, expected a finite"):
+            towers.average()
+        assert samestep.digest(model) == before
+        assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from samestep.reduction import Gradients
 __all__ = [
     "ABSENT",
     "DEFAULT_BUCKET_BYTES",
+    "REFUSED",
     "USED",
     "Bucket",
     "BucketMemory",
@@ -30,6 +31,9 @@ ABSENT = -0.0
 
 USED = float("inf")
 """Flags a parameter that some tower used: stays what it is under addition and division."""
+
+REFUSED = float("nan")
+"""Flags a parameter whose gradient does not fit a bucket, because it is sparse: stays what it is, too."""
 
 _ALIGNMENT_BYTES = 64
 
@@ -53,7 +57,12 @@ class Bucket:
 
 
 def plan_buckets(
-    parameters: Sequence[Tensor], dtypes: Sequence[torch.dtype], bucket_bytes: int, num_workers: int
+    parameters: Sequence[Tensor],
+    dtypes: Sequence[torch.dtype],
+    bucket_bytes: int,
+    num_workers: int,
+    *,
+    leave_out: Collection[int] = (),
 ) -> list[Bucket]:
     """Group parameters, last one first as backward produces them, into buckets of one dtype each.
 
@@ -62,10 +71,14 @@ def plan_buckets(
         dtypes: in which dtype each parameter's gradient is summed.
         bucket_bytes: a bucket is closed once it holds as much; a larger parameter is one by itself.
         num_workers: shards of a bucket.
+        leave_out: parameters, by index, that are in no bucket.
+
+    Returns:
+        At least one bucket, because the first one brings the figures along; it may be empty.
     """
     groups: list[list[int]] = []
     open_groups: dict[torch.dtype, tuple[list[int], int]] = {}
-    for index in reversed(range(len(parameters))):
+    for index in reversed([index for index in range(len(parameters)) if index not in leave_out]):
         dtype, size = dtypes[index], parameters[index].numel() * dtypes[index].itemsize
         group, held = open_groups.get(dtype, ([], 0))
         if not group or held + size > bucket_bytes:
@@ -73,6 +86,8 @@ def plan_buckets(
             groups.append(group)
         group.append(index)
         open_groups[dtype] = (group, held + size)
+    if not groups:
+        return [_lay_out([], parameters, torch.float32, num_workers)]
     return [_lay_out(group, parameters, dtypes[group[0]], num_workers) for group in groups]
 
 
@@ -123,7 +138,7 @@ def unpack(
     A flag is read, and a GPU waited for, only for parameters that none of this worker's towers used.
     """
     for position, (index, place) in enumerate(zip(bucket.parameters, places, strict=True)):
-        used = used_here[position] or bool(flat[bucket.flags + position].isinf())
+        used = used_here[position] or bool(flat[bucket.flags + position] != 0)
         yield index, place if used else None
 
 

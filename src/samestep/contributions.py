@@ -12,6 +12,7 @@ from samestep.errors import UsageError
 from samestep.exchange import Exchange
 from samestep.noise import norms_of, squared_sum
 from samestep.reduction import Gradients, TreeSum, add_gradients
+from samestep.sparse import leaf
 
 __all__ = ["Contributions", "TowerFigures", "grad_dtype", "watch_backward"]
 
@@ -50,7 +51,8 @@ class Contributions:
     Gradients are taken off the parameters, not copied, and folded along the canonical tree. Where a
     tower's left sibling in the tree is at hand, its sum stays on the parameters and autograd itself adds
     to it. The gradients of the last tower with rows are not kept: as soon as backward has produced a
-    bucket's worth of them, the bucket is folded and sent.
+    bucket's worth of them, the bucket is folded and sent. Gradients that may be sparse are folded apart: each
+    tower's is coalesced by itself, and they are handed over with the rest.
 
     A step that measures keeps each tower's gradients apart until their norms are taken, and folds them
     then: the same additions, so the same bits, for one more gradient in memory.
@@ -86,6 +88,7 @@ class Contributions:
         self._figures: list[TowerFigures] = []
         self._moments: TreeSum[Tensor] = TreeSum(num_towers, add=Tensor.add_)
         self._gradients: TreeSum[Gradients] = TreeSum(num_towers, add=add_gradients)
+        self._sparse: TreeSum[Gradients] = TreeSum(num_towers, add=add_gradients)
         self._norms: dict[int, dict[int, list[Tensor]]] | None = {} if measures else None
         self._live = range(towers.start, towers.start)
         self._missing: list[set[int]] = []
@@ -115,8 +118,10 @@ class Contributions:
 
     def after_backward(self, *, is_last: bool) -> None:
         """Take the gradients that backward has left on the parameters, or send what is not sent yet."""
+        if self._exchange.sparse:
+            self._sparse.push(range(self._live.stop - 1, self._live.stop), self._take_sparse())
         if is_last:
-            self.send_rest()
+            self._send_buckets()
         else:
             self._gradients.push(self._live, self._take(range(len(self._parameters))))
 
@@ -127,15 +132,22 @@ class Contributions:
         bucket = next((n for n, missing in enumerate(self._missing) if index in missing), None)
         if bucket is None:
             raise UsageError(
-                f"parameter {index} got a gradient twice in one backward (reentrant activation checkpointing "
-                "does that); use torch.utils.checkpoint with use_reentrant=False"
+                f"parameter {self._exchange.names[index]} got a gradient twice in one backward (reentrant "
+                "activation checkpointing does that); use torch.utils.checkpoint with use_reentrant=False"
             )
         self._missing[bucket].discard(index)
         while self._num_sent < len(self._missing) and not self._missing[self._num_sent]:
             self._send_next()
 
     def send_rest(self) -> None:
-        """Send all buckets not sent yet: some parameters got no gradient."""
+        """Send what is not sent yet: buckets with parameters that got no gradient, and sparse gradients."""
+        self._send_buckets()
+        if self._exchange.sparse:
+            for tower in range(self._live.stop, self.towers.stop):
+                self._sparse.push(range(tower, tower + 1), [None] * len(self._exchange.sparse))
+            self._exchange.sparse_gradients(self._sparse.nodes)
+
+    def _send_buckets(self) -> None:
         while self._num_sent < len(self._exchange.buckets):
             self._send_next()
 
@@ -155,29 +167,45 @@ class Contributions:
         self._num_sent += 1
 
     def _can_stay(self, left: Gradients) -> bool:
-        """Whether autograd can add to these sums: it wants the dtype of `p.grad`, and no sparse ones."""
+        """Whether autograd can add to these sums: it wants the dtype of `p.grad`."""
         return all(
-            gradient is None or (gradient.dtype == grad_dtype(parameter) and not gradient.is_sparse)
+            gradient is None or gradient.dtype == grad_dtype(parameter)
             for gradient, parameter in zip(left, self._parameters, strict=True)
         )
 
     def _take(self, indices: Sequence[int]) -> Gradients:
+        """Take gradients for the buckets, where sparse ones do not belong."""
+        taken = self._take_any(indices)
+        for position, gradient in enumerate(taken):
+            if gradient is not None and gradient.is_sparse:
+                taken[position] = None
+                self._exchange.refuse_sparse(indices[position])
+        self._measure(indices, taken)
+        return taken
+
+    def _take_sparse(self) -> Gradients:
+        indices = [parameter.index for parameter in self._exchange.sparse]
+        taken = [None if gradient is None else leaf(gradient) for gradient in self._take_any(indices)]
+        self._measure(indices, taken)
+        return taken
+
+    def _take_any(self, indices: Sequence[int]) -> Gradients:
         taken: Gradients = []
         for index in indices:
             gradient, self._parameters[index].grad = self._parameters[index].grad, None
             if gradient is not None and gradient.dtype != self._dtypes[index]:
                 gradient = gradient.to(self._dtypes[index])
             taken.append(gradient)
-        if self._norms is not None:
-            self._measure(indices, taken)
         return taken
 
     def _measure(self, indices: Sequence[int], gradients: Gradients) -> None:
-        """Note the norms of the gradients that the tower whose turn it is has just produced."""
-        assert self._norms is not None
+        """In a step that measures, note the norms of what the tower whose turn it is has just produced."""
+        if self._norms is None:
+            return
         norms = self._norms.setdefault(self._live.start, {})
         for index, gradient in zip(indices, gradients, strict=True):
-            norms[index] = [] if gradient is None else norms_of(gradient)
+            if gradient is not None:
+                norms[index] = norms_of(gradient)
 
     def squares(self) -> Tensor:
         """Return the squared norm of what each of this worker's towers handed in, float64 [towers]."""
@@ -189,9 +217,9 @@ class Contributions:
         return squared_sum([norm for index in sorted(norms) for norm in norms[index]], self.device)
 
 
-def watch_backward(parameters: Sequence[Tensor], find: Callable[[], Contributions | None]) -> None:
+def watch_backward(parameters: Mapping[int, Tensor], find: Callable[[], Contributions | None]) -> None:
     """Tell the contributions that `find` returns, if any, whenever backward has finished a gradient."""
-    for index, parameter in enumerate(parameters):
+    for index, parameter in parameters.items():
 
         def ready(_: Tensor, index: int = index) -> None:
             contributions = find()

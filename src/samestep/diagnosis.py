@@ -11,6 +11,7 @@ from torch import Tensor
 
 from samestep.placement import even_ranges
 from samestep.report import Report
+from samestep.sparse import coalesced, stored
 from samestep.tower import Tower
 from samestep.towers import Towers
 
@@ -88,13 +89,9 @@ def _first(parameters: Sequence[Tensor]) -> int:
     """Return the first parameter whose gradient is not finite."""
     for index, parameter in enumerate(parameters):
         gradient = parameter.grad
-        if gradient is not None and not bool(_values(gradient).isfinite().all()):
+        if gradient is not None and not bool(stored(coalesced(gradient)).isfinite().all()):
             return index
     return _NONE
-
-
-def _values(gradient: Tensor) -> Tensor:
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _clear(parameters: Sequence[Tensor]) -> None:

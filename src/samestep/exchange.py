@@ -6,6 +6,9 @@ then all send each other the finished shards. No arithmetic happens in the netwo
 into runs of a power of two the bytes moved are those of a ring all-reduce. A small bucket is not worth a
 second round: everyone sends all of it, and finishes the whole tree.
 
+Sparse gradients are in no bucket; they travel at the end of the step (`gathering.py`). A model without
+parameters that may have them sends nothing for them.
+
 With the first bucket travel the figures, and a few facts that must be the same on every worker. A worker
 that met an error sends its first bucket all the same, unfilled, with the error among the facts. So
 everyone learns of it, raises, and nobody waits for a message that never comes.
@@ -20,11 +23,13 @@ import torch
 from torch import Tensor
 
 from samestep.agreement import agree
-from samestep.buckets import Bucket, BucketMemory, pack, unpack
-from samestep.errors import Error
+from samestep.buckets import REFUSED, Bucket, BucketMemory, pack, unpack
+from samestep.errors import Error, UsageError
+from samestep.gathering import Gathering
 from samestep.job import Job
 from samestep.placement import Placement
 from samestep.reduction import Gradients, TreeSum, divide, subtrees
+from samestep.sparse import SparseParameter
 from samestep.transport import Swap, Transport
 
 __all__ = ["Exchange", "FigureSizes", "Figures", "Node"]
@@ -43,6 +48,7 @@ class Figures:
         counters: float64 [T, C].
         totals: float64 [S], sums over all towers along the canonical tree.
         weight: float64 0-dim, the sum of the towers' weights.
+        divisor: the same, but 1 where that is 0, so that what nobody used is not told as NaN.
     """
 
     weights: Tensor
@@ -50,6 +56,7 @@ class Figures:
     counters: Tensor
     totals: Tensor
     weight: Tensor
+    divisor: Tensor
 
 
 @dataclass(frozen=True)
@@ -63,22 +70,34 @@ class FigureSizes:
 class Exchange:
     """The exchange of one model's gradients, step by step.
 
-    A step is `begin`, then `figures`, then `bucket` for each bucket in order, then `finish`. Everything
-    but `finish` only starts what can be started; all workers start the same things in the same order.
+    A step is `begin`, then `figures`, then `bucket` for each bucket in order, then `sparse_gradients` where
+    the model has such parameters, then `finish`. Everything but `finish` only starts what can be started;
+    all workers start the same things in the same order.
+
+    Args:
+        job: of this worker.
+        placement: which towers each worker runs.
+        parameters: those that get gradients, by name.
+        buckets: at least one; all parameters but those in `sparse`.
+        sizes: of the figures.
+        sparse: parameters whose gradients may be sparse.
     """
 
     def __init__(
         self,
         job: Job,
         placement: Placement,
-        parameters: Sequence[Tensor],
+        parameters: Mapping[str, Tensor],
         buckets: Sequence[Bucket],
         sizes: FigureSizes,
+        sparse: Sequence[SparseParameter] = (),
     ) -> None:
+        self.names = list(parameters)
         self.buckets = buckets
+        self.sparse = sparse
         self._job = job
         self._placement = placement
-        self._parameters = parameters
+        self._parameters = list(parameters.values())
         self._sizes = sizes
         self._transport = Transport(job)
         self._spans = [subtrees(towers, placement.num_towers) for towers in placement.ranges()]
@@ -160,8 +179,9 @@ class Exchange:
             scalars = torch.cat([step.figures[worker][0] for worker in range(self._job.world_size)])
             partials = {w: sums[:, : step.num_moments] for w, (_, sums) in step.figures.items()}
             weights, loss_sums, counters = scalars.split([1, step.num_sums, self._sizes.num_counters], dim=1)
-            totals = self._finish_tree(partials)
-            step.known = Figures(weights[:, 0], loss_sums, counters, totals, weights.sum())
+            totals, weight = self._finish_tree(partials), weights.sum()
+            divisor = torch.where(weight == 0, 1, weight)
+            step.known = Figures(weights[:, 0], loss_sums, counters, totals, weight, divisor)
         return step.known
 
     def _finish_tree(self, partials: Mapping[int, Tensor]) -> Tensor:
@@ -196,26 +216,69 @@ class Exchange:
         memory = self._memory_of(bucket)
         for row, places, (_, gradients) in zip(memory.rows, memory.places, nodes, strict=True):
             pack(bucket, row, places, gradients)
+        for position, index in enumerate(bucket.parameters):
+            if index in self._step.refused:
+                memory.rows[0, bucket.flags + position] = REFUSED
+                memory.places[0][position].fill_(REFUSED)
         self._post(bucket, used_here)
 
+    def refuse_sparse(self, index: int) -> None:
+        """Note, before its bucket is sent, that a parameter has a sparse gradient and should not."""
+        self._step.refused.add(index)
+
+    def sparse_gradients(self, nodes: Sequence[Node]) -> None:
+        """Note this worker's partial sums of the parameters in `sparse`, coalesced; after all buckets."""
+        self._step.sparse_sums = [gradients for _, gradients in nodes]
+
     def finish(self) -> Iterator[tuple[int, Tensor | None]]:
-        """Wait for all buckets; yield (parameter index, averaged gradient)."""
-        weight = self.wait_for_figures().weight
+        """Wait for everything; yield (parameter index, averaged gradient).
+
+        Raises:
+            UsageError: a parameter that is in a bucket got a sparse gradient.
+        """
+        weight = self.wait_for_figures().divisor
+        sums = Gathering(self._job, self._transport, self.sparse, self._spans, self._step.sparse_sums)
+        if self.sparse:
+            sums.post_sizes(self._step.where)
         if self._job.world_size > 1:
             self._send_averages(self._step.under_way[-1])
+        if self.sparse:
+            sums.post_rows(self._step.where)
         # Taken off, so that no gradient lives here once the caller has let go of it.
-        under_way, self._step.under_way = self._step.under_way, []
-        if self._job.world_size == 1:
-            for each in under_way:
-                for index, gradient in zip(each.bucket.parameters, each.gradients, strict=True):
-                    if gradient is not None:
-                        divide(gradient, weight, out=gradient)
-                    yield index, gradient
-            return
+        under_way, self._step.under_way, self._step.sparse_sums = self._step.under_way, [], []
         for each in under_way:
             each.swap.wait()
+        sums.wait()
+        self._check_refused([each.bucket for each in under_way])
+        for each in under_way:
+            yield from self._averages(each, weight)
+        if self.sparse:
+            yield from sums.averages(self._placement.num_towers, weight)
+
+    def _averages(self, each: _BucketUnderWay, weight: Tensor) -> Iterator[tuple[int, Tensor | None]]:
+        if self._job.world_size > 1:
             memory = self._memory[each.bucket]
             yield from unpack(each.bucket, memory.rows[0], memory.places[0], each.used_here)
+            return
+        for index, gradient in zip(each.bucket.parameters, each.gradients, strict=True):
+            if gradient is not None:
+                divide(gradient, weight, out=gradient)
+            yield index, gradient
+
+    def _check_refused(self, buckets: Sequence[Bucket]) -> None:
+        refused = set(self._step.refused)
+        # On a GPU this would wait for the device; there the others' gradients are not finite.
+        if self._job.world_size > 1 and self._job.device.type == "cpu":
+            for bucket in buckets:
+                flags = self._memory[bucket].rows[0, bucket.flags : bucket.flags + len(bucket.parameters)]
+                refused |= {bucket.parameters[position] for position in flags.isnan().nonzero()}
+        if refused:
+            names = ", ".join(self.names[index] for index in sorted(refused))
+            raise UsageError(
+                f"{self._step.where}: {names} got a sparse gradient, which was not expected: list the "
+                "parameter in Towers(..., sparse_parameters=[...]), or set sparse=True on its nn.Embedding "
+                "or nn.EmbeddingBag before Towers is made"
+            )
 
     def _post(self, bucket: Bucket, used_here: list[bool]) -> None:
         """Send a bucket's partial sums; with the first, the facts and figures."""
@@ -241,7 +304,7 @@ class Exchange:
 
     def _send_averages(self, each: _BucketUnderWay) -> None:
         """Finish the tree on this worker's shard of a bucket, divide, and send the shard to all."""
-        weight = self.wait_for_figures().weight
+        weight = self.wait_for_figures().divisor
         each.swap.wait()
         memory, rank = self._memory[each.bucket], self._job.rank
         flat = [memory.rows[0, shard.start : shard.stop] for shard in memory.shards]
@@ -276,6 +339,8 @@ class _Step:
         self.num_moments = 0
         self.known: Figures | None = None
         self.under_way: list[_BucketUnderWay] = []
+        self.sparse_sums: list[Gradients] = []
+        self.refused: set[int] = set()
 
 
 @dataclass

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samestep.sparse import coalesced, stored
+
 __all__ = ["GradientNorms", "NoiseScale", "norms_of", "squared_sum"]
 
 _DECAY = 0.9
@@ -137,7 +139,7 @@ class GradientNorms:
 
 def norms_of(gradient: Tensor) -> list[Tensor]:
     """Return the 2-norms of the pieces of a gradient, 0-dim, float32 or wider; sparse ones as they are."""
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    values = stored(coalesced(gradient))
     dtype = torch.promote_types(values.dtype, torch.float32)
     return [torch.linalg.vector_norm(piece, dtype=dtype) for piece in values.reshape(-1).split(_PIECE)]
 

@@ -79,9 +79,13 @@ class OpenStep:
         """Of the sums that the loss consists of; none where it is one sum."""
         return () if self.named is None else self.named.names
 
-    def turns(self, seed: int, step: int, hand_in: HandIn | None = None) -> Iterator[Tower]:
-        """Give the towers their turns; `hand_in` looks at what they hand in instead of taking it in."""
-        return self._passes.turns(self.local, seed, step, hand_in or self._take_in)
+    def turns(self, seed: int, step: int) -> Iterator[Tower]:
+        """Give the towers their turns, and take in what they hand in."""
+        return self._passes.turns(self.local, seed, step, self._take_in)
+
+    def replay(self, seed: int, step: int, hand_in: HandIn) -> Iterator[Tower]:
+        """Give the towers their turns again, and have `hand_in` look at what they hand in."""
+        return self._passes.turns(self.local, seed, step, hand_in)
 
     def weigh(self, tower: Tower, loss: Loss, weight: float | Tensor | None) -> LossSum:
         """Return what a tower's loss adds up to, in units.
@@ -122,6 +126,8 @@ class OpenStep:
             verb = "has" if len(missing) == 1 else "have"
             raise UsageError(f"average() at step {step}: {which} {verb} not run; every tower must run once")
         if not self.local.slices:
+            self._buffers.start_step()  # nobody need have looped over no towers
+            self._buffers.end_passes()
             self._send_figures()
         self.contributions.send_rest()
 

@@ -20,6 +20,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from samestep import sparse
 from samestep.errors import ConfigError
 
 __all__ = [
@@ -103,19 +104,21 @@ def subtrees(leaves: range, num_leaves: int) -> list[range]:
 
 
 def add_gradients(left: Gradients, right: Gradients) -> Gradients:
-    """Add two towers' gradients, in place on `left`; an absent gradient adds nothing."""
+    """Add two towers' gradients, in place on `left` where dense; an absent gradient adds nothing.
+
+    Sparse gradients must be coalesced.
+    """
     sums = [theirs if ours is None else ours for ours, theirs in zip(left, right, strict=True)]
-    both = [
-        (i, a, b) for i, (a, b) in enumerate(zip(left, right, strict=True)) if a is not None and b is not None
-    ]
-    dense = [(a, b) for _, a, b in both if not a.is_sparse]
+    dense = []
+    for position, (ours, theirs) in enumerate(zip(left, right, strict=True)):
+        if ours is None or theirs is None:
+            continue
+        if ours.is_sparse or theirs.is_sparse:
+            sums[position] = sparse.add(ours, theirs)
+        else:
+            dense.append((ours, theirs))
     if dense:
-        torch._foreach_add_([a for a, _ in dense], [b for _, b in dense])
-    for i, a, b in both:
-        if a.is_sparse and b.is_sparse:
-            sums[i] = (a + b).coalesce()
-        elif a.is_sparse:  # torch adds sparse to dense only
-            sums[i] = b + a
+        torch._foreach_add_([ours for ours, _ in dense], [theirs for _, theirs in dense])
     return sums
 
 
@@ -146,13 +149,14 @@ def average_gradients(
 
     Args:
         tower_grads: one entry for each tower, each a list of (gradient or None, parameter) with the
-            parameters in the same order. Any shapes and floating dtypes; sparse ones stay sparse.
+            parameters in the same order. Any shapes and floating dtypes.
         weights: how much each tower counts, at least 0 and not all 0; by default all the same.
 
     Returns:
         (averaged gradient, parameter) for each parameter of the first tower. The gradient is None
-        where no tower had one; a tower without one counts as zero where others have it. The inputs
-        are not changed.
+        where no tower had one; a tower without one counts as zero where others have it. It is sparse,
+        and coalesced, where all towers' are sparse; a dense one among them makes it dense. The inputs are
+        not changed.
 
     Raises:
         ConfigError: no towers, towers of different lengths or shapes, or weights that do not fit.
@@ -168,14 +172,18 @@ def average_gradients(
     _check_towers(towers, scales)
     total: TreeSum[Gradients] = TreeSum(len(towers), add=add_gradients)
     for tower, (pairs, scale) in enumerate(zip(towers, scales, strict=True)):
-        # `* scale` also copies, so that adding in place leaves the caller's tensors alone.
-        total.push(range(tower, tower + 1), [None if g is None else g.detach() * scale for g, _ in pairs])
+        total.push(range(tower, tower + 1), [None if g is None else _scaled(g, scale) for g, _ in pairs])
     sums = total.root()
     for gradient in sums:
         if gradient is not None:
-            values = gradient._values() if gradient.is_sparse else gradient
+            values = sparse.stored(gradient)
             divide(values, torch.tensor(sum(scales), dtype=torch.float64, device=values.device), out=values)
     return [(gradient, parameter) for gradient, (_, parameter) in zip(sums, towers[0], strict=True)]
+
+
+def _scaled(gradient: Tensor, scale: float) -> Tensor:
+    """Return a scaled copy, so that adding in place leaves the caller's tensor alone."""
+    return sparse.coalesced(sparse.coalesced(gradient.detach()) * scale)
 
 
 def _check_towers(towers: list[list[tuple[Tensor | None, Tensor]]], weights: list[float]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,10 @@ from samestep.agreement import agree
 from samestep.errors import ConfigError, Error
 from samestep.job import Job
 from samestep.placement import Placement
-from samestep.statistics import Mode, find_statistics
+from samestep.rules import Rule, assign_rules
+from samestep.slots import find_slots
+from samestep.sparse import find_sparse
+from samestep.statistics import Mode, check_norms
 
 __all__ = ["agree_on_setup", "job_alone", "start_from_first_worker"]
 
@@ -29,8 +33,21 @@ def job_alone(model: nn.Module) -> Job:
     return Job(torch.device("cpu") if parameter is None else parameter.device)
 
 
-def agree_on_setup(model: nn.Module, num_towers: int, job: Job, settings: dict[str, Any]) -> Placement:
+def agree_on_setup(
+    model: nn.Module,
+    num_towers: int,
+    job: Job,
+    settings: Mapping[str, Any],
+    sparse_parameters: Sequence[nn.Parameter] = (),
+) -> Placement:
     """Check the model and the settings on every worker, then that they are the same on all.
+
+    Args:
+        model: to be trained.
+        num_towers: T.
+        job: all its workers must call this.
+        settings: what must be the same everywhere; among it `statistics` and `buffers`, as for `Towers`.
+        sparse_parameters: as for `Towers`.
 
     Raises:
         ConfigError: T or W is out of range, or the model cannot be trained.
@@ -38,13 +55,18 @@ def agree_on_setup(model: nn.Module, num_towers: int, job: Job, settings: dict[s
     """
     error: Error | None = None
     placement = Placement(1, 1)
+    sparse: list[str] = []
     try:
-        _check_model(model, job, settings["statistics"])
+        _check_model(model, job)
+        _check_buffers(model, job, settings["statistics"], settings["buffers"])
+        sparse = find_sparse(model, sparse_parameters)
         placement = Placement(num_towers, job.world_size)
     except Error as found:
         error = found
     tensors = [] if error is not None else _describe(model)
-    agree(job, {**settings, "model": tensors}, where="Towers", error=error)
+    rules = list(settings["buffers"].items())  # because their order counts
+    values = {**settings, "buffers": rules, "model": tensors, "sparse parameters": sparse}
+    agree(job, values, where="Towers", error=error)
     return placement
 
 
@@ -53,7 +75,7 @@ def _describe(model: nn.Module) -> list[str]:
     return [f"{n} {tuple(t.shape)} {t.dtype} requires_grad={t.requires_grad}" for n, t in named]
 
 
-def _check_model(model: nn.Module, job: Job, statistics: Mode) -> None:
+def _check_model(model: nn.Module, job: Job) -> None:
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -67,7 +89,19 @@ def _check_model(model: nn.Module, job: Job, statistics: Mode) -> None:
         raise ConfigError(
             f"{type(model).__name__} has no parameter that requires grad: there is nothing to train"
         )
-    find_statistics(model, statistics)
+
+
+def _check_buffers(model: nn.Module, job: Job, statistics: Mode, rules: Mapping[str, Rule]) -> None:
+    for name, buffer in model.named_buffers():
+        if isinstance(buffer, nn.parameter.UninitializedBuffer):
+            raise ConfigError(f"buffer {name} has no shape yet: run the model once before making Towers")
+        if buffer.device != job.device:
+            raise ConfigError(
+                f"buffer {name} is on {buffer.device}, the worker's device is {job.device}: "
+                "call model.to(job.device) first"
+            )
+    check_norms(model, statistics)
+    assign_rules(find_slots(model), rules)
 
 
 def start_from_first_worker(model: nn.Module, job: Job) -> None:
@@ -77,5 +111,5 @@ def start_from_first_worker(model: nn.Module, job: Job) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         with torch.no_grad():
             values = tensor.detach().contiguous()
-            dist.broadcast(values, 0)
+            dist.broadcast(values.reshape(-1).view(torch.uint8), 0)  # no backend knows all dtypes
             tensor.copy_(values)

@@ -3,7 +3,7 @@ r"""Batch-norm statistics: captured from each tower, then averaged or pooled ove
 Every tower normalises with its own rows. What becomes of the running statistics is a choice:
 
 - `"mean"`: each tower starts the step from the shared running statistics and updates its own; the
-  towers' results are averaged, weighted by rows.
+  towers' results are averaged, weighted by rows. A tower that did not use a layer hands in the shared values.
 - `"pooled"`: the statistics of all rows together, by the law of total variance,
   :math:`\sigma^2 = \sum_t n_t (\sigma_t^2 + \mu_t^2) / N - \mu^2`, then one update of the shared values.
 - `"first"`: tower 0's, as frameworks do that save the first replica.
@@ -22,10 +22,20 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils.hooks import RemovableHandle
 
 from samestep.errors import ConfigError, UsageError
+from samestep.slots import SharedBuffers, Slot
 
-__all__ = ["Mode", "Statistics", "find_statistics", "tracked_norms"]
+__all__ = [
+    "AveragedBuffers",
+    "Mode",
+    "Statistics",
+    "check_norms",
+    "find_statistics",
+    "is_statistic",
+]
 
 Mode = Literal["mean", "pooled", "first"]
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class Statistics(Protocol):
@@ -47,7 +57,7 @@ class Statistics(Protocol):
         """Leave the layers as they were found, after the last pass."""
 
     def put_back(self) -> None:
-        """Leave the buffers as they were before the step, after `end_passes` and, perhaps, `finish`."""
+        """Give the buffers the values from before the step, after `end_passes` and, perhaps, `finish`."""
 
     def contribution(self, tower: int, rows: int) -> Tensor:
         """Return what the tower that just ran hands in: float64 [S]."""
@@ -56,80 +66,71 @@ class Statistics(Protocol):
         """Write the new shared values from the sum over all towers, float64 [S], and the batch's rows."""
 
 
-def tracked_norms(model: nn.Module) -> list[tuple[str, _NormBase]]:
-    """Return the normalisation layers that keep running statistics and are in training mode, by name.
+def is_statistic(slot: Slot) -> bool:
+    """Say whether a buffer is a statistic of a normalisation layer, in training mode or not."""
+    return isinstance(slot.module, _NormBase) and slot.attribute in _STATISTICS
+
+
+def check_norms(model: nn.Module, mode: Mode) -> None:
+    """Check that every tower can have statistics of its own.
 
     Raises:
-        ConfigError: a SyncBatchNorm, which would mix the towers of one round and none of the others.
-    """
-    found = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.SyncBatchNorm):
-            raise ConfigError(
-                f"{name or 'the model'} is a SyncBatchNorm, whose result depends on which towers run at the "
-                "same time; use BatchNorm with statistics='pooled' to pool the running statistics"
-            )
-        if isinstance(module, _NormBase) and module.training and module.running_mean is not None:
-            found.append((name, module))
-    return found
-
-
-def find_statistics(model: nn.Module, mode: Mode) -> list[Statistics]:
-    """Return the collectors for the model's normalisation layers.
-
-    Raises:
-        ConfigError: an unknown mode, or a layer that samestep cannot serve.
+        ConfigError: an unknown mode, or a SyncBatchNorm.
     """
     if mode not in get_args(Mode):
         raise ConfigError(f"statistics = {mode!r}: expected one of {', '.join(get_args(Mode))}")
-    norms = tracked_norms(model)
-    # An InstanceNorm's statistics are means over instances: averaging by rows is pooling them.
-    pooled = [norm for _, norm in norms if mode == "pooled" and isinstance(norm, _BatchNorm)]
-    averaged = [norm for _, norm in norms if norm not in pooled]
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise ConfigError(
+                f"{name or 'the model'} is a SyncBatchNorm, which normalises with the rows of all workers at "
+                "once: the bits would depend on the placement, and towers of one worker would not see each "
+                "other. Leave out convert_sync_batchnorm, or undo it (layer.__class__ = nn.BatchNorm2d), and "
+                "use statistics='pooled'"
+            )
+
+
+def find_statistics(model: nn.Module, mode: Mode) -> list[Statistics]:
+    """Return the collectors for the normalisation layers that keep statistics and are in training mode."""
+    pooled: list[tuple[str, _NormBase]] = []
+    averaged: list[Slot] = []
+    for name, norm in model.named_modules():
+        if not (isinstance(norm, _NormBase) and norm.training and norm.running_mean is not None):
+            continue
+        # An InstanceNorm's statistics are means over instances: averaging by rows is pooling them.
+        if mode == "pooled" and isinstance(norm, _BatchNorm):
+            pooled.append((name, norm))
+        else:
+            averaged += [Slot(f"{name}.{each}".removeprefix("."), norm, each) for each in _STATISTICS[:2]]
     collectors: list[Statistics] = []
     if averaged:
-        buffers = [b for norm in averaged for b in (norm.running_mean, norm.running_var) if b is not None]
-        collectors.append(AveragedBuffers(buffers, first_only=mode == "first"))
+        collectors.append(AveragedBuffers(averaged, first_only=mode == "first"))
     if pooled:
         collectors.append(PooledNorms(pooled))
     return collectors
 
 
-class AveragedBuffers:
+class AveragedBuffers(SharedBuffers):
     """Buffers that each tower updates from the shared value, averaged by rows (or taken from tower 0)."""
 
-    def __init__(self, buffers: Sequence[Tensor], *, first_only: bool = False) -> None:
-        self._buffers = list(buffers)
+    def __init__(self, slots: Sequence[Slot], *, first_only: bool = False) -> None:
+        super().__init__(slots)
         self._first_only = first_only
-        self._shared = [buffer.clone() for buffer in buffers]
-        self.num_values = sum(buffer.numel() for buffer in buffers)
-        self._fresh = True
-
-    def start_step(self) -> None:
-        torch._foreach_copy_(self._shared, self._buffers)
-        self._fresh = True
-
-    def start_tower(self) -> None:
-        if not self._fresh:
-            self.put_back()
-        self._fresh = False
-
-    def end_passes(self) -> None:
-        pass
-
-    def put_back(self) -> None:
-        torch._foreach_copy_(self._buffers, self._shared)
+        self.num_values = sum(shared.numel() for shared in self.shared)
 
     def contribution(self, tower: int, rows: int) -> Tensor:
-        weight = rows if not self._first_only else float(tower == 0)
-        return torch.cat([buffer.reshape(-1) for buffer in self._buffers]).double().mul_(weight)
+        """Return the values times the rows, float64 [S]."""
+        values = torch.cat([value.reshape(-1) for value in self.values()]).double()
+        if len(values) != self.num_values:
+            self.check()
+        if not self._first_only:
+            return values.mul_(rows)
+        return values if tower == 0 else values.zero_()  # a factor of 0 would make NaN of infinity
 
     def finish(self, totals: Tensor, rows: int) -> None:
+        """Write the average."""
         values = totals if self._first_only else totals / rows
-        parts = values.split([buffer.numel() for buffer in self._buffers])
-        torch._foreach_copy_(
-            self._buffers, [part.view_as(b) for part, b in zip(parts, self._buffers, strict=True)]
-        )
+        parts = values.split([shared.numel() for shared in self.shared])
+        self.write([part.view_as(shared) for part, shared in zip(parts, self.shared, strict=True)])
 
 
 class PooledNorms:
@@ -138,8 +139,8 @@ class PooledNorms:
     During the passes each layer runs with momentum 1, so that it leaves its batch's own moments.
     """
 
-    def __init__(self, norms: Sequence[_NormBase]) -> None:
-        self._layers = [_PooledLayer(norm) for norm in norms]
+    def __init__(self, norms: Sequence[tuple[str, _NormBase]]) -> None:
+        self._layers = [_PooledLayer(name, norm) for name, norm in norms]
         self.num_values = sum(layer.num_values for layer in self._layers)
 
     def start_step(self) -> None:
@@ -168,11 +169,9 @@ class PooledNorms:
 
 
 class _PooledLayer:
-    def __init__(self, norm: _NormBase) -> None:
-        assert norm.running_mean is not None
-        assert norm.running_var is not None
-        self._norm = norm
-        self._mean, self._var = norm.running_mean, norm.running_var
+    def __init__(self, name: str, norm: _NormBase) -> None:
+        self._name, self._norm = name, norm
+        self._mean, self._var = self._current()
         self._shared = (self._mean.clone(), self._var.clone())
         self._momentum = norm.momentum
         self._handle: RemovableHandle | None = None
@@ -180,7 +179,13 @@ class _PooledLayer:
         self.num_features = self._mean.numel()
         self.num_values = 1 + 2 * self.num_features
 
+    def _current(self) -> tuple[Tensor, Tensor]:
+        assert self._norm.running_mean is not None
+        assert self._norm.running_var is not None
+        return self._norm.running_mean, self._norm.running_var
+
     def start_step(self) -> None:
+        self._mean, self._var = self._current()
         self._shared[0].copy_(self._mean)
         self._shared[1].copy_(self._var)
         self._momentum, self._norm.momentum = self._norm.momentum, 1.0
@@ -190,14 +195,16 @@ class _PooledLayer:
         self._rows_seen.clear()
 
     def _see(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._rows_seen.append(args[0].numel() // self.num_features)
+        if self._norm.training and self._norm.track_running_stats:
+            self._rows_seen.append(output.numel() // self.num_features)
 
     def contribution(self) -> Tensor:
         """Return [n, n·d, n·(σ² + d²)] with d = μ − the shared mean, which keeps the squares small."""
         if len(self._rows_seen) > 1:
             raise UsageError(
-                f"statistics='pooled': a {type(self._norm).__name__} ran {len(self._rows_seen)} times in one "
-                "pass, and which update came first is lost in the pool; use statistics='mean'"
+                f"statistics='pooled': {self._name or 'the model'}, a {type(self._norm).__name__}, ran "
+                f"{len(self._rows_seen)} times in one pass, and which update came first is lost in the pool; "
+                "use statistics='mean'"
             )
         if not self._rows_seen:
             return self._mean.new_zeros(self.num_values, dtype=torch.float64)

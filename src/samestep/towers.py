@@ -25,7 +25,7 @@ from samestep.batch import LocalBatch, cut
 from samestep.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
 from samestep.buffers import Buffers
 from samestep.contributions import Contributions, grad_dtype, watch_backward
-from samestep.errors import ConfigError, Error, UsageError
+from samestep.errors import BatchError, ConfigError, Error, UsageError
 from samestep.exchange import Exchange, Figures, FigureSizes
 from samestep.job import Job
 from samestep.noise import GradientNorms, NoiseScale, norms_of, squared_sum
@@ -34,9 +34,11 @@ from samestep.passes import Passes
 from samestep.placement import even_ranges
 from samestep.replicas import agree_on_setup, job_alone, start_from_first_worker
 from samestep.report import Report
+from samestep.rules import Rule
+from samestep.sparse import find_sparse, plan_sparse, stored
 from samestep.statistics import Mode
 from samestep.tower import Loss, Tower
-from samestep.weights import Count, NamedWeights, count_slices, names_of, nothing_counts
+from samestep.weights import Count, NamedWeights, count_slices, names_of, nothing_counts, wrong_weight
 
 __all__ = ["Towers"]
 
@@ -51,9 +53,14 @@ class Towers:
         job: from `samestep.init`; by default a job of this process alone.
         seed: of all towers' random streams.
         statistics: what becomes of batch-norm statistics; see `samestep.statistics`.
+        buffers: what becomes of other buffers that a forward changes: "mean", "first" or "ignore", by
+            patterns over their names; see `samestep.rules`.
         bucket_bytes: gradients travel in flat pieces of about this size.
         accumulate_dtype: sum gradients in this dtype; by default in each parameter's `grad_dtype`, which is
             torch's attribute for the dtype of `p.grad`, and by default that of the parameter.
+        sparse_parameters: whose gradients may be sparse, beside the weights of `nn.Embedding` and
+            `nn.EmbeddingBag` with `sparse=True`, which are found. The average is sparse, and coalesced,
+            where the gradients of all towers that used the parameter are sparse; otherwise it is dense.
         on_zero_weight: what a batch does in which all towers' weights are 0: "raise" a `BatchError`, or
             "skip" it, which leaves every `p.grad` None and says so in the report. On a GPU, "skip" and
             weights that are tensors there make `average` wait for it.
@@ -88,8 +95,10 @@ class Towers:
         job: Job | None = None,
         seed: int = 0,
         statistics: Mode = "mean",
+        buffers: Mapping[str, Rule] | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         accumulate_dtype: torch.dtype | None = None,
+        sparse_parameters: Sequence[nn.Parameter] = (),
         on_zero_weight: Literal["raise", "skip"] = "raise",
         noise_every: int = 10,
     ) -> None:
@@ -103,25 +112,32 @@ class Towers:
         self.step = 0
         self.scaler: LossScale | None = None
         self.noise = NoiseScale()
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = list(named.values())
         settings: dict[str, Any] = {"towers": num_towers, "seed": seed, "statistics": statistics}
+        settings["buffers"] = rules = dict(buffers or {})
         settings |= {"bucket_bytes": bucket_bytes, "accumulate_dtype": str(accumulate_dtype)}
         settings |= {"on_zero_weight": on_zero_weight, "noise_every": noise_every}
-        self.placement = agree_on_setup(model, num_towers, self.job, settings)
+        self.placement = agree_on_setup(model, num_towers, self.job, settings, sparse_parameters)
         start_from_first_worker(model, self.job)
         self._skips = on_zero_weight == "skip"
         self._noise_every = noise_every
         self._dtypes = [accumulate_dtype or grad_dtype(p) for p in self.parameters]
-        buckets = plan_buckets(self.parameters, self._dtypes, bucket_bytes, self.job.world_size)
-        self._buffers = Buffers(model, statistics)
+        sparse = plan_sparse(named, self._dtypes, find_sparse(model, sparse_parameters))
+        apart = [parameter.index for parameter in sparse]
+        buckets = plan_buckets(
+            self.parameters, self._dtypes, bucket_bytes, self.job.world_size, leave_out=apart
+        )
+        self._buffers = Buffers(model, statistics, rules, self.job)
         sizes = FigureSizes(len(self._buffers.counters()), self._buffers.max_moments)
-        self._exchange = Exchange(self.job, self.placement, self.parameters, buckets, sizes)
+        self._exchange = Exchange(self.job, self.placement, named, buckets, sizes, sparse)
         self._open: OpenStep | None = None
         self._last: OpenStep | None = None
         self._passes = Passes(self.job, self.placement, self._buffers, self.parameters)
         if self.job.world_size > 1:
             weakly = weakref.ref(self)  # the parameters may outlive this object, and must not keep it alive
-            watch_backward(self.parameters, lambda: _contributions(weakly()))
+            in_buckets = {n: p for n, p in enumerate(self.parameters) if n not in apart}
+            watch_backward(in_buckets, lambda: _contributions(weakly()))
 
     def __call__(self, batch: Any, *, weights: Mapping[str, Count] | None = None) -> Iterator[Tower]:
         """Start a step and return this worker's towers that have rows, in order.
@@ -190,9 +206,10 @@ class Towers:
         A parameter that no tower used keeps `grad = None`.
 
         Raises:
-            UsageError: some of this worker's towers have not run.
+            UsageError: some of this worker's towers have not run, or a parameter got a sparse gradient that
+                is not among those where one is expected.
             DisagreementError, LostWorkerError: from the exchange.
-            BatchError: the towers' weights add up to 0 (see `on_zero_weight`).
+            BatchError: the towers' weights add up to 0 (see `on_zero_weight`), or are negative or not finite.
         """
         step = self._open
         if step is None:
@@ -200,18 +217,16 @@ class Towers:
         step.finish(self.step)
         self._open, self._last = None, step
         figures = self._exchange.wait_for_figures()
-        # To know whether anything counts, a GPU must be waited for: only where no weight here is known to be
-        # above 0. If all weights are 0 that is so on every worker; if not, it does not matter who looks.
-        counts = step.is_known_to_count or float(figures.weight) > 0
+        error = self._what_is_wrong(step, figures)
         gradients: list[Tensor] = []
         norms: list[Tensor] = []
         for index, gradient in self._exchange.finish():
-            if gradient is not None and counts:
+            if gradient is not None and error is None:
                 norms += norms_of(gradient) if self._measures else []
-                gradients.append(_as_grad_of(self.parameters[index], gradient))
-                self.parameters[index].grad = gradients[-1]
-        if not counts:
-            return self._leave_out(step, figures)
+                self.parameters[index].grad = own = _as_grad_of(self.parameters[index], gradient)
+                gradients.append(stored(own))
+        if error is not None:
+            return self._leave_out(step, figures, error)
         tower_norms = self._measure(step, figures, norms) if self._measures else None
         ran = range(min(step.local.rows, self.placement.num_towers))  # those without rows come last
         self._buffers.finish(figures.totals, step.local.rows, ran, figures.counters[: len(ran)])
@@ -239,7 +254,7 @@ class Towers:
         self.put_back_buffers()
         self.step -= 1
         try:
-            yield from step.turns(self.seed, self.step, hand_in)
+            yield from step.replay(self.seed, self.step, hand_in)
         finally:
             self.step += 1
             self.put_back_buffers()
@@ -259,6 +274,18 @@ class Towers:
 
     # ---- the end of a step -------------------------------------------------------------------------
 
+    def _what_is_wrong(self, step: OpenStep, figures: Figures) -> BatchError | None:
+        """Say what is wrong with the weights, alike on every worker."""
+        if self.job.device.type == "cpu":  # a GPU would be waited for; there the average is not finite
+            found = wrong_weight(self.step, figures.weights * step.unit)
+            if found is not None:
+                return found
+        # Nor is one waited for where a weight here is known to be above 0. If all are 0, none is, and all
+        # workers look; if not, it does not matter who looks.
+        if step.is_known_to_count or float(figures.weight) != 0:
+            return None
+        return nothing_counts(self.step, step.names)
+
     def _report(self, step: OpenStep, figures: Figures, gradients: Sequence[Tensor], **more: Any) -> Report:
         weights = figures.weights[:, None] * step.unit
         if step.named is not None:
@@ -267,12 +294,11 @@ class Towers:
         told = (self.step - 1, step.local.rows, figures.loss_sums * step.unit, weights, gradients)
         return Report(*told, names=step.names, noise_scale=self.noise.value, **more)
 
-    def _leave_out(self, step: OpenStep, figures: Figures) -> Report:
-        """End a step in which nothing counts."""
+    def _leave_out(self, step: OpenStep, figures: Figures, error: BatchError) -> Report:
         self.put_back_buffers()
-        if not self._skips:
-            raise nothing_counts(self.step, step.names)
-        return self._report(step, figures, [], skipped=True)
+        if self._skips and not (figures.weights != 0).any():
+            return self._report(step, figures, [], skipped=True)
+        raise error
 
     @property
     def _measures(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
@@ -23,6 +22,7 @@ __all__ = [
     "names_of",
     "nothing_counts",
     "weigh",
+    "wrong_weight",
 ]
 
 Count = Callable[[Any], "float | Tensor"]
@@ -48,7 +48,7 @@ def weigh(tower: Tower, loss: Loss, weight: float | Tensor | None, unit: int) ->
     """Return the sum that a loss stands for: a mean over the tower's rows, or a sum over `weight` things.
 
     Raises:
-        UsageError: `loss` is not a scalar that requires grad, or `weight` not a number of at least 0.
+        UsageError: `loss` is not a scalar that requires grad, or `weight` not one number.
     """
     if isinstance(loss, Mapping):
         raise UsageError(
@@ -56,8 +56,8 @@ def weigh(tower: Tower, loss: Loss, weight: float | Tensor | None, unit: int) ->
             "start the step with towers(batch, weights={name: count, ...}), or Step(..., weights=...)"
         )
     _check_scalar(tower, "loss", loss)
-    if weight is not None:
-        _check_weight(tower, weight)
+    if isinstance(weight, Tensor) and weight.numel() != 1:
+        raise UsageError(f"{tower!r}: weight has shape {tuple(weight.shape)}, expected one number")
     # A sum over nothing may be a constant; then there is nothing to run backward through.
     if not loss.requires_grad and (weight is None or float(weight) != 0):
         raise UsageError(f"{tower!r}: loss does not require grad, so there is nothing to hand in")
@@ -76,6 +76,18 @@ def nothing_counts(step: int, names: Sequence[str]) -> BatchError:
     return BatchError(
         f"step {step}: {what} add up to 0, so there is nothing to average, and nothing was updated; leave "
         "such batches out, or make Towers with on_zero_weight='skip'"
+    )
+
+
+def wrong_weight(step: int, weights: Tensor) -> BatchError | None:
+    """Return the error of a step in which a tower's weight is negative or not finite; float64 [T]."""
+    wrong = (~(weights >= 0) | weights.isinf()).nonzero()
+    if not len(wrong):
+        return None
+    tower = int(wrong[0])
+    return BatchError(
+        f"step {step}: tower {tower} has the weight {float(weights[tower]):g}, expected a finite number "
+        "of at least 0; nothing was updated"
     )
 
 
@@ -192,14 +204,6 @@ def count_slices(
 def _check_scalar(tower: Tower, name: str, value: Tensor) -> None:
     if value.numel() != 1:
         raise UsageError(f"{tower!r}: {name} has shape {tuple(value.shape)}, expected a scalar")
-
-
-def _check_weight(tower: Tower, weight: float | Tensor) -> None:
-    if isinstance(weight, Tensor) and weight.numel() != 1:
-        raise UsageError(f"{tower!r}: weight has shape {tuple(weight.shape)}, expected one number")
-    on_gpu = isinstance(weight, Tensor) and weight.device.type != "cpu"  # reading it would wait for the GPU
-    if not on_gpu and not 0 <= float(weight) < math.inf:
-        raise UsageError(f"{tower!r}: weight = {float(weight):g}, expected a finite number of at least 0")
 
 
 def _at_least_float32(loss: Tensor) -> Tensor:

@@ -3,10 +3,11 @@
 python scenarios.py OUT [DEVICE]    run all of them as a worker of torchrun; worker N writes OUT.N
 """
 
+import itertools
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -63,6 +64,71 @@ def perceptron(dtype: torch.dtype = torch.float32) -> nn.Module:
     return nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.Dropout(0.1), nn.Linear(33, 5)).to(dtype)
 
 
+def every_norm() -> nn.Module:
+    torch.manual_seed(9)
+    model = nn.Sequential(
+        nn.Conv2d(3, 6, 3, padding=1),
+        nn.BatchNorm2d(6, affine=False),
+        nn.InstanceNorm2d(6, track_running_stats=True),
+        nn.Unflatten(2, (2, 4)),
+        nn.BatchNorm3d(6, momentum=None),
+        nn.InstanceNorm3d(6, track_running_stats=True, affine=True, momentum=0.3),
+        nn.Flatten(2),
+        nn.BatchNorm1d(6),
+        nn.InstanceNorm1d(6, track_running_stats=True),
+        nn.BatchNorm1d(6).eval(),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(6 * 64, 5),
+    )
+    model(torch.randn(2, 3, 8, 8))
+    return model
+
+
+def spectral() -> nn.Module:
+    torch.manual_seed(10)
+    return nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Conv2d(3, 4, 3, stride=2)),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.utils.spectral_norm(nn.Linear(36, 20), n_power_iterations=2),
+        nn.Tanh(),
+        nn.utils.parametrizations.weight_norm(nn.Linear(20, 5)),
+    )
+
+
+class Memories(nn.Module):
+    """Buffers that a forward changes: a codebook, a queue, flags, a moving average, a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.linear = nn.Linear(21, 5)
+        self.register_buffer("codes", torch.randn(5, 7))
+        self.register_buffer("queue", torch.zeros(12, 7))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.int16))
+        self.register_buffer("seen", torch.zeros(5, dtype=torch.bool))
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            nearest = torch.cdist(x, self.codes).argmin(1)
+            members = F.one_hot(nearest, 5).to(x.dtype)
+            self.codes += 0.1 * (members.t() @ x)
+            self.seen |= members.any(0)
+            for row in x:
+                self.queue[int(self.place)] = row
+                self.place[0] = (self.place[0] + 1) % len(self.queue)
+            self.scale = 0.9 * self.scale + 0.1 * x.abs().mean()
+            self.passes = self.passes + 1
+        hidden = [x / self.scale, self.codes[nearest] * self.seen.sum(), self.queue.mean(0).expand_as(x)]
+        return self.linear(torch.cat(hidden, 1) + self.passes)
+
+
+MEMORIES = {"codes": "mean", "scale": "mean", "queue": "first", "place": "first", "seen": "first"}
+
+
 @dataclass(frozen=True)
 class Run:
     """One small training run."""
@@ -74,6 +140,7 @@ class Run:
     optimizer: str = "sgd"
     autocast: torch.dtype | None = None
     statistics: str = "mean"
+    buffers: Mapping[str, str] = field(default_factory=dict)
     bucket_bytes: int = 4000
     dtype: torch.dtype = torch.float32
     accumulate_dtype: torch.dtype | None = None
@@ -86,6 +153,7 @@ class Run:
             job=job,
             seed=3,
             statistics=self.statistics,
+            buffers=self.buffers,
             bucket_bytes=self.bucket_bytes,
             accumulate_dtype=self.accumulate_dtype,
         )
@@ -105,7 +173,8 @@ class Run:
             average=average,
         )
         losses = [step(batch).loss for batch in batches(4, self.rows, *self.shape, dtype=self.dtype)]
-        return f"{samestep.digest(model)} {samestep.digest(average)} {losses}"
+        buffers = samestep.digest(dict(model.named_buffers()))  # those that the model does not save, too
+        return f"{samestep.digest(model)} {samestep.digest(average)} {buffers} {losses}"
 
 
 def wide_gradients() -> nn.Module:
@@ -123,6 +192,12 @@ RUNS = {
     "one bucket": Run(7, bucket_bytes=2**25),
     "pooled statistics": Run(7, statistics="pooled"),
     "first tower's statistics": Run(7, statistics="first"),
+    **{
+        f"every norm, {mode}": Run(7, every_norm, 10, statistics=mode) for mode in ("mean", "pooled", "first")
+    },
+    "spectral norm": Run(7, spectral, 10, buffers={"*_[uv]": "first"}),
+    "own buffers": Run(7, Memories, 10, (7,), buffers=MEMORIES),
+    "own buffers, the first tower's": Run(8, Memories, 30, (7,), buffers={"*": "first"}),
     "adamw": Run(8, optimizer="adamw"),
     "bf16 autocast, sgd": Run(8, autocast=torch.bfloat16),
     "bf16 autocast, adamw": Run(7, autocast=torch.bfloat16, optimizer="adamw"),
@@ -177,6 +252,69 @@ def unused_tied_frozen_and_mixed_parameters(job: samestep.Job) -> str:
     assert not any("never.weight" in names for names in used)
     assert torch.equal(model.never.weight.cpu(), Branches().never.weight)
     return f"{samestep.digest(model)} {used}"
+
+
+class Thawing(nn.Module):
+    """Uses its second norm where a row says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(12)
+        self.linear = nn.Linear(7, 5)
+        self.norms = nn.ModuleList([nn.BatchNorm1d(5), nn.BatchNorm1d(5, momentum=None)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norms[0](self.linear(x))
+        return self.norms[1](hidden) if x[0, 0] > 0 else hidden
+
+
+@scenario
+def norms_frozen_on_and_off_and_used_by_some_towers(job: samestep.Job) -> str:
+    found = []
+    for mode in ("mean", "pooled", "first"):
+        model = Thawing().to(job.device)
+        towers = samestep.Towers(model, 7, job=job, statistics=mode)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step, batch in enumerate(batches(5, 30, 7)):
+            model.norms[0].train(step % 2 == 0)
+            model.norms[1].train(step != 2)
+            for tower in towers(batch):
+                tower.backward(loss_of(model, tower.batch))
+            towers.average()
+            optimizer.step()
+        found.append(samestep.digest(model))
+    return " ".join(found)
+
+
+class Watching(nn.Module):
+    """Keeps what no weight depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = perceptron()
+        self.register_buffer("largest", torch.zeros(()))
+        self.register_buffer("rows_seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.largest = torch.maximum(self.largest, x.max())
+        self.rows_seen += len(x)
+        return self.net(x)
+
+
+@scenario
+def ignored_buffers(job: samestep.Job) -> str:
+    model = Watching().to(job.device)
+    rules = {"largest": "ignore", "rows_seen": "ignore"}
+    towers = samestep.Towers(model, 7, job=job, buffers=rules)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in batches(3, 10, 7):
+        for tower in towers(batch):
+            tower.backward(loss_of(model, tower.batch))
+        towers.average()
+        optimizer.step()
+    mine = [towers.placement.rows(job.rank, rows) for rows in (10, 6, 10)]
+    assert model.rows_seen == sum(len(rows) for each in mine for rows in each.values())
+    return samestep.digest(dict(model.named_parameters()))
 
 
 @scenario
@@ -356,6 +494,159 @@ def loader(job: samestep.Job) -> str:
     return samestep.digest(model)
 
 
+class Words(nn.Module):
+    """Sparse embeddings: `words` for all, `bag`, `rare` where a row says so, `never`; and dense layers."""
+
+    def __init__(self, num_words: int = 40) -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        self.words = nn.Embedding(num_words, 6, sparse=True, padding_idx=0)
+        self.bag = nn.EmbeddingBag(num_words, 6, sparse=True, mode="mean")
+        self.rare = nn.Embedding(num_words, 6, sparse=True)
+        self.never = nn.Embedding(num_words, 6, sparse=True)
+        self.last = nn.Sequential(nn.Tanh(), nn.Dropout(0.2), nn.Linear(6, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.words(x[:, :4]).sum(1) + self.bag(x[:, 2:])
+        if x[0, 0] > 30:
+            hidden = hidden + self.rare(x[:, 1])
+        return self.last(hidden)
+
+
+def texts(num_steps: int, rows: int, num_words: int = 40) -> list[dict[str, Tensor]]:
+    """Return batches of six words a row, few of them frequent; the second has fewer rows than seven."""
+    generator = torch.Generator().manual_seed(2)
+    sizes = [rows if step != 1 else 5 for step in range(num_steps)]
+    return [
+        {
+            "x": (torch.rand(size, 6, generator=generator) ** 3 * num_words).long(),
+            "y": torch.randint(0, 5, (size,), generator=generator),
+        }
+        for size in sizes
+    ]
+
+
+def layout(gradient: Tensor | None) -> str:
+    """Say what kind of gradient it is, and how much it stores."""
+    if gradient is None or not gradient.is_sparse:
+        return "none" if gradient is None else "dense"
+    assert gradient.is_coalesced()
+    return f"{gradient._nnz()} rows"
+
+
+@scenario
+def sparse_embeddings(job: samestep.Job) -> str:
+    model = Words().to(job.device)
+    towers = samestep.Towers(model, 7, job=job, bucket_bytes=300)
+    embeddings = [model.words.weight, model.bag.weight, model.rare.weight, model.never.weight]
+    adam = torch.optim.SparseAdam(embeddings, lr=0.01)
+    sgd = torch.optim.SGD(model.last.parameters(), lr=0.1, momentum=0.9)
+    seen = []
+    for batch in texts(5, 30):
+        for tower in towers(batch):
+            tower.backward(loss_of(model, tower.batch))
+        report = towers.average()
+        seen.append([report.grad_norm, *(layout(parameter.grad) for parameter in embeddings)])
+        adam.step()
+        sgd.step()
+    assert "none" in {step[3] for step in seen} != {"none"}
+    assert {step[4] for step in seen} == {"none"}
+    return f"{samestep.digest(model)} {seen}"
+
+
+@scenario
+def sparse_steps_clipped_and_summed_in_float64(job: samestep.Job) -> str:
+    model = Words().to(job.device)
+    towers = samestep.Towers(model, 5, job=job, accumulate_dtype=torch.float64)
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        keep = batch["y"] != 0
+        losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+        return (losses * keep).sum(), keep.sum()
+
+    with torch.sparse.check_sparse_tensor_invariants(enable=True):
+        step = samestep.Step(towers, loss, torch.optim.Adagrad(model.parameters(), lr=0.05), clip_norm=0.3)
+        losses = [step(batch).loss for batch in texts(4, 24)]
+    return f"{samestep.digest(model)} {losses}"
+
+
+@scenario
+def sparse_steps_in_float16(job: samestep.Job) -> str:
+    model = Words().to(job.device)
+    towers = samestep.Towers(model, 6, job=job)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = samestep.Step(towers, loss_of, optimizer, autocast=torch.float16, clip_norm=1.0)
+    losses = [step(batch).loss for batch in texts(4, 24)]
+    return f"{samestep.digest(model)} {losses}"
+
+
+@scenario
+def sparse_parameters_alone(job: samestep.Job) -> str:
+    """No dense gradient at all, tokens that one tower alone has, and half-precision rows."""
+    torch.manual_seed(10)
+    model = nn.Embedding(1000, 5, sparse=True, dtype=torch.bfloat16).to(job.device)
+    towers = samestep.Towers(model, 7, job=job)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    seen = []
+    for batch in texts(4, 30, 1000):
+        for tower in towers(batch):
+            tower.backward(F.cross_entropy(model(tower.batch["x"]).float().sum(1), tower.batch["y"]))
+        towers.average()
+        seen.append(layout(model.weight.grad))
+        optimizer.step()
+    return f"{samestep.digest(model)} {seen}"
+
+
+@scenario
+def sparse_and_dense_gradients_of_one_parameter(job: samestep.Job) -> str:
+    """Tied to the output layer in some towers; there the gradient is dense, and so is the average."""
+    torch.manual_seed(11)
+    model = nn.Embedding(30, 8, sparse=True).to(job.device)
+    towers = samestep.Towers(model, 7, job=job)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    seen = []
+    for number, batch in enumerate(texts(6, 21, 30)):
+        for tower in towers(batch):
+            hidden = model(tower.batch["x"]).mean(1)
+            tied = tower.index in (number, number + 2) and number > 1
+            tower.backward(((hidden @ model.weight.T if tied else hidden) ** 3).mean())
+        seen.append((towers.average().grad_norm, layout(model.weight.grad)))
+        optimizer.step()
+    assert seen[0][1].endswith("rows")
+    assert seen[2][1] == seen[5][1] == "dense"
+    return f"{samestep.digest(model)} {seen}"
+
+
+def peak_bytes(function: Callable[[], object]) -> int:
+    """Return the most memory that torch held at a time for tensors made in `function`."""
+    with torch.profiler.profile(
+        profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as profile:
+        function()
+    changes = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate(event.nbytes() for event in changes))
+
+
+@scenario
+def ten_million_rows(job: samestep.Job) -> str:
+    """A dense gradient, or a flat buffer for one, would take 160 MB."""
+    model = nn.Embedding(10_000_000, 4, sparse=True, _weight=torch.zeros(10_000_000, 4)).to(job.device)
+    towers = samestep.Towers(model, 7, job=job)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    words = torch.arange(0, 10_000_000, 123_457)[:70].reshape(14, 5)
+
+    def step() -> None:
+        for tower in towers(words):
+            tower.backward((model(tower.batch) - tower.batch[..., None]).square().mean())
+        towers.average()
+        optimizer.step()
+
+    assert [peak_bytes(step) < 1e6 for _ in range(2)] == [True, True]
+    assert layout(model.weight.grad) == "70 rows"
+    return samestep.digest({"gradient": model.weight.grad.coalesce().values(), "rows": model.weight[words]})
+
+
 def message_of(function: Callable[[], object]) -> str:
     try:
         function()
@@ -397,6 +688,18 @@ def too_few_towers_on_one(job: samestep.Job) -> str:
 def different_model(job: samestep.Job) -> str:
     model = perceptron() if job.rank != 1 else nn.Sequential(nn.Linear(7, 32), nn.Tanh(), nn.Linear(32, 5))
     return message_of(lambda: samestep.Towers(model.to(job.device), 8, job=job))
+
+
+@fault
+def different_rules_for_buffers(job: samestep.Job) -> str:
+    rules = MEMORIES if job.rank != 1 else {**MEMORIES, "codes": "first"}
+    return message_of(lambda: samestep.Towers(Memories().to(job.device), 8, job=job, buffers=rules))
+
+
+@fault
+def buffers_without_a_rule(job: samestep.Job) -> str:
+    towers = samestep.Towers(Memories().to(job.device), 8, job=job)
+    return message_of(lambda: step_on(towers, batches(1, 16, 7)[0]))
 
 
 @fault
@@ -454,6 +757,50 @@ def bad_count_on_one(job: samestep.Job) -> str:
 def bad_batch_on_all(job: samestep.Job) -> str:
     towers = samestep.Towers(perceptron().to(job.device), 8, job=job)
     return message_of(lambda: step_on(towers, {"x": torch.zeros(3, 7), "y": torch.zeros(2)}))
+
+
+class Table(nn.Module):
+    """Looks up rows of a parameter that nothing says to be sparse, where it is in several buckets' way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(40, 7))
+        self.linear = nn.Linear(7, 5)
+        self.is_sparse = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(F.embedding(x[:, 0], self.table, sparse=self.is_sparse))
+
+
+@fault
+def sparse_gradient_on_worker_1(job: samestep.Job) -> str:
+    model = Table().to(job.device)
+    model.is_sparse = job.rank == 1
+    towers = samestep.Towers(model, 7, job=job, bucket_bytes=100)
+    return message_of(lambda: step_on(towers, texts(1, 16)[0]))
+
+
+@fault
+def different_sparse_parameters(job: samestep.Job) -> str:
+    model = Table().to(job.device)
+    listed = [model.table] if job.rank != 1 else [model.table, model.linear.weight]
+    return message_of(lambda: samestep.Towers(model, 7, job=job, sparse_parameters=listed))
+
+
+@fault
+def sparse_parameter_of_another_model_on_one(job: samestep.Job) -> str:
+    model = Table().to(job.device)
+    listed = [(model if job.rank != 1 else Table()).table]
+    return message_of(lambda: samestep.Towers(model, 7, job=job, sparse_parameters=listed))
+
+
+@fault
+def bad_texts_on_one(job: samestep.Job) -> str:
+    towers = samestep.Towers(Words().to(job.device), 8, job=job)
+    batch = texts(1, 16)[0]
+    if job.rank == 1:
+        batch["y"] = batch["y"][:5]
+    return message_of(lambda: step_on(towers, batch))
 
 
 @fault

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel
 
+from samestep.convolution import FourierConv2d
 from samestep.errors import ConfigError
 from samestep.experiment import Experiment, Settings
 from samestep.job import Job
@@ -48,11 +49,11 @@ class Cifar10Net(nn.Sequential):
 
     def __init__(self, picture_size: int = 24) -> None:
         layers: dict[str, nn.Module] = {
-            "conv1": _convolution(3, bias=0.0),
+            "conv1": _start(nn.Conv2d(3, 64, 5, padding=2), 0.05, bias=0.0),
             "pool1": nn.MaxPool2d(3, stride=2, ceil_mode=True),
             "relu1": nn.ReLU(),
             "norm1": FastLocalResponseNorm(9, alpha=0.001, beta=0.75, k=1.0),
-            "conv2": _convolution(64, bias=0.1),
+            "conv2": _start(FourierConv2d(64, 64, 5, padding=2), 0.05, bias=0.1),
             "relu2": nn.ReLU(),
             "norm2": FastLocalResponseNorm(9, alpha=0.001, beta=0.75, k=1.0),
             "pool2": nn.MaxPool2d(3, stride=2, ceil_mode=True),
@@ -76,10 +77,6 @@ class _Flatten(nn.Module):
 
     def forward(self, pictures: Tensor) -> Tensor:
         return pictures.permute(0, 2, 3, 1).flatten(1)
-
-
-def _convolution(num_inputs: int, bias: float) -> nn.Module:
-    return _start(nn.Conv2d(num_inputs, 64, 5, padding=2), 0.05, bias)
 
 
 def _linear(num_inputs: int, num_outputs: int, *, sigma: float, bias: float) -> nn.Module:

@@ -1,0 +1,21 @@
+"""Accelerate's `accumulate`: the same loop for any setup, with the divisor inside."""
+
+from accelerate import Accelerator
+from problem import BATCH_ROWS, EPOCHS, MICRO_ROWS, LanguageModel, optimizer_of, sentences, tell, token_losses
+from torch.utils.data import DataLoader
+
+accelerator = Accelerator(cpu=True)
+accelerator.gradient_accumulation_steps = BATCH_ROWS // MICRO_ROWS // accelerator.num_processes
+model = LanguageModel()
+model, optimizer, loader = accelerator.prepare(
+    model, optimizer_of(model), DataLoader(sentences(), batch_size=MICRO_ROWS)
+)
+for _ in range(EPOCHS):
+    for tokens in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(token_losses(model, tokens))  # divides by the accumulation steps
+            optimizer.step()
+            optimizer.zero_grad()
+if accelerator.is_main_process:
+    tell(accelerator.unwrap_model(model))
+accelerator.end_training()

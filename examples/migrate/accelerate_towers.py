@@ -1,0 +1,32 @@
+"""Accelerate for devices, precision and trackers, as before; towers for the average."""
+
+from accelerate import Accelerator
+from problem import (
+    BATCH_ROWS,
+    MICRO_ROWS,
+    LanguageModel,
+    batches,
+    num_tokens,
+    optimizer_of,
+    tell,
+    token_losses,
+)
+
+import samestep
+
+accelerator = Accelerator(cpu=True)  # it joins the processes, and samestep finds them joined
+job = samestep.init("cpu")
+model = LanguageModel()
+optimizer = accelerator.prepare(optimizer_of(model))  # the model is not wrapped: nothing else may average
+towers = samestep.Towers(model, BATCH_ROWS // MICRO_ROWS, job=job, seed=0)
+for batch in batches():
+    for tower in towers(batch):
+        with accelerator.autocast():
+            total = token_losses(model, tower.batch, reduction="sum")
+        tower.backward(total, weight=num_tokens(tower.batch))  # not accelerator.backward
+    towers.average()
+    optimizer.step()
+if job.is_first:
+    tell(model)
+    print("weights sha256", samestep.digest(model))
+job.close()

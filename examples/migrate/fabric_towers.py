@@ -1,0 +1,31 @@
+"""Fabric for devices, precision and logging, as before; towers for the average."""
+
+from lightning_fabric import Fabric
+from problem import (
+    BATCH_ROWS,
+    MICRO_ROWS,
+    LanguageModel,
+    batches,
+    num_tokens,
+    optimizer_of,
+    tell,
+    token_losses,
+)
+
+import samestep
+
+fabric = Fabric(accelerator="cpu", devices=1)  # this process's device; samestep joins the processes
+job = samestep.init("cpu")
+module = LanguageModel()
+model, optimizer = fabric.setup(module, optimizer_of(module))
+towers = samestep.Towers(module, BATCH_ROWS // MICRO_ROWS, job=job, seed=0)
+for batch in batches():
+    for tower in towers(batch):
+        total = token_losses(model, tower.batch, reduction="sum")
+        tower.backward(total, weight=num_tokens(tower.batch))  # not fabric.backward
+    towers.average()
+    optimizer.step()
+if job.is_first:
+    tell(module)
+    print("weights sha256", samestep.digest(module))
+job.close()

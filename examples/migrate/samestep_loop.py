@@ -1,0 +1,29 @@
+"""samestep: sums and what they count; one division, of the totals."""
+
+from problem import (
+    BATCH_ROWS,
+    MICRO_ROWS,
+    LanguageModel,
+    batches,
+    num_tokens,
+    optimizer_of,
+    tell,
+    token_losses,
+)
+
+import samestep
+
+job = samestep.init("cpu")
+model = LanguageModel()
+optimizer = optimizer_of(model)
+towers = samestep.Towers(model, BATCH_ROWS // MICRO_ROWS, job=job, seed=0)
+for batch in batches():
+    for tower in towers(batch):
+        total = token_losses(model, tower.batch, reduction="sum")
+        tower.backward(total, weight=num_tokens(tower.batch))
+    towers.average()
+    optimizer.step()
+if job.is_first:
+    tell(model)
+    print("weights sha256", samestep.digest(model))
+job.close()

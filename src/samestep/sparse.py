@@ -1,0 +1,139 @@
+"""Sparse gradients: which parameters get them, how two are added, and what of one travels.
+
+The sum of two towers' gradients is sparse where both are, and dense where one is, as in autograd. Both the
+kind and the bits of a sum along the canonical tree follow from the towers alone, never from where they ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from samestep.errors import ConfigError
+
+__all__ = [
+    "Size",
+    "SparseParameter",
+    "add",
+    "coalesced",
+    "find_sparse",
+    "leaf",
+    "measure",
+    "parts",
+    "plan_sparse",
+    "room",
+    "stored",
+]
+
+Size = tuple[int, int]
+"""(sparse dimensions, stored rows): (−1, 0) of no gradient; (0, 1) of a dense one, all of it one row."""
+
+
+@dataclass(frozen=True)
+class SparseParameter:
+    """A parameter whose gradient may be sparse: its place among the parameters, and its gradient's kind."""
+
+    index: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def find_sparse(model: nn.Module, listed: Sequence[nn.Parameter]) -> list[str]:
+    """Name the parameters that get sparse gradients: those listed, and weights of sparse embeddings.
+
+    Raises:
+        ConfigError: one that is listed is no parameter of the model that requires grad.
+
+    Example:
+        >>> find_sparse(nn.Sequential(nn.Embedding(9, 2, sparse=True), nn.Linear(2, 2)), [])
+        ['0.weight']
+    """
+    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    for position, parameter in enumerate(listed):
+        if id(parameter) not in names:
+            raise ConfigError(
+                f"sparse_parameters[{position}] is no parameter of {type(model).__name__} that requires "
+                "grad: list parameters of the model itself"
+            )
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
+    found = {id(p) for p in listed} | {id(m._parameters.get("weight")) for m in embeddings}
+    return [name for key, name in names.items() if key in found]
+
+
+def plan_sparse(
+    parameters: Mapping[str, Tensor], dtypes: Sequence[torch.dtype], names: Sequence[str]
+) -> list[SparseParameter]:
+    """Describe the parameters with these names; each one's gradient is summed in its place in `dtypes`."""
+    return [
+        SparseParameter(index, parameter.shape, dtypes[index])
+        for index, (name, parameter) in enumerate(parameters.items())
+        if name in names
+    ]
+
+
+def coalesced(gradient: Tensor) -> Tensor:
+    """Return a gradient with each row stored once, in order; a dense one as it is."""
+    return gradient.coalesce() if gradient.is_sparse else gradient
+
+
+def leaf(gradient: Tensor) -> Tensor:
+    """Return a gradient that backward has left, as it is added and divided in place.
+
+    Autograd may leave the very values that a backward function returned, coalesced already. And it keeps a
+    dense gradient's strides, which others would not know of and which would show in the bits of its norm.
+    """
+    if not gradient.is_sparse:
+        return gradient.contiguous()
+    return gradient.clone() if gradient.is_coalesced() else gradient.coalesce()
+
+
+def stored(gradient: Tensor) -> Tensor:
+    """Return the values that a gradient stores, sharing its memory: all of a dense one."""
+    return gradient._values() if gradient.is_sparse else gradient
+
+
+def add(left: Tensor, right: Tensor) -> Tensor:
+    """Add two gradients, sparse ones coalesced; in place on `left` where it is dense."""
+    if not left.is_sparse:
+        return left.add_(right)
+    if not right.is_sparse:  # torch adds sparse to dense only
+        return right.clone().add_(left)
+    if left.sparse_dim() != right.sparse_dim():  # such as those of an embedding and of a gather
+        return left.to_dense().add_(right)
+    # Not `left + right`, which adds to +0.0, and so would turn a −0.0 that one of them has into +0.0.
+    indices = torch.cat([left.indices(), right.indices()], dim=1)
+    values = torch.cat([left.values(), right.values()])
+    return torch.sparse_coo_tensor(indices, values, left.shape, check_invariants=False).coalesce()
+
+
+def measure(gradient: Tensor | None) -> Size:
+    """Say how much of a gradient `parts` returns."""
+    if gradient is None:
+        return -1, 0
+    return (gradient.sparse_dim(), gradient._nnz()) if gradient.is_sparse else (0, 1)
+
+
+def room(parameter: SparseParameter, size: Size, device: torch.device) -> Tensor | None:
+    """Return memory for a gradient that another worker has measured; its `parts` are to be filled."""
+    dims, rows = size
+    if dims < 0:
+        return None
+    values = torch.empty(rows, *parameter.shape[dims:], dtype=parameter.dtype, device=device)
+    if dims == 0:
+        return values[0]
+    indices = torch.empty(dims, rows, dtype=torch.int64, device=device)
+    return torch.sparse_coo_tensor(
+        indices, values, parameter.shape, check_invariants=False, is_coalesced=True
+    )
+
+
+def parts(gradient: Tensor | None) -> list[Tensor]:
+    """Return the tensors that a gradient consists of, flat; those of a `room` share its memory."""
+    if gradient is None:
+        return []
+    parts = [gradient._indices(), gradient._values()] if gradient.is_sparse else [gradient]
+    # A tensor of one element is contiguous whatever its strides, and then `view(-1)` may keep an odd one.
+    return [part.contiguous().as_strided((part.numel(),), (1,)) for part in parts]
