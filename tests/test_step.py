@@ -115,6 +115,18 @@ def test_float16_scales_the_loss_and_lowers_the_scale_when_it_overflows():
     assert step.scaler.get_scale() == scale / 2
 
 
+def test_float16_with_sums_in_another_dtype_clips_what_is_unscaled():
+    reports = []
+    for accumulate_dtype in (None, torch.float64):
+        model = perceptron()
+        towers = Towers(model, 4, accumulate_dtype=accumulate_dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        reports.append(Step(towers, loss_of, optimizer, autocast=torch.float16, clip_norm=0.01)(batch_of()))
+        clipped = math.sqrt(sum(p.grad.square().sum().item() for p in model.parameters()))
+        assert clipped == pytest.approx(0.01, rel=1e-3)
+    assert reports[0].grad_norm == pytest.approx(reports[1].grad_norm, rel=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_autocast_computes_in_half_precision_near_the_full_one(dtype):
     seen = []

@@ -169,6 +169,65 @@ def test_few_gradients_are_alive_at_a_time(num_towers):
     assert gradients_alive >= math.floor(math.log2(num_towers)) + 1  # or the count saw too little
 
 
+def averaged_and_error(model, num_towers, batch, **settings):
+    """Return p.grad, and how far it is from the exact average of the towers' gradients."""
+    towers = Towers(model, num_towers, **settings)
+    exact = [torch.zeros_like(p, dtype=FLOAT64) for p in model.parameters()]
+    for part in range(num_towers):
+        model.zero_grad()
+        rows = slice(4 * part, 4 * part + 4)
+        loss_of(model, {name: tensor[rows] for name, tensor in batch.items()}).backward()
+        for total, parameter in zip(exact, model.parameters(), strict=True):
+            total += parameter.grad.double() / num_towers
+    run(towers, batch)
+    error = sum((p.grad.double() - g).square().sum() for p, g in zip(model.parameters(), exact, strict=True))
+    return [p.grad for p in model.parameters()], float(error.sqrt())
+
+
+def test_half_precision_gradients_are_summed_and_told_in_the_dtype_that_is_asked_for():
+    batch = batch_of(128, torch.bfloat16)
+    told, errors = [], []
+    for settings, grad_dtype in [
+        ({}, torch.bfloat16),
+        ({"accumulate_dtype": torch.float32}, torch.bfloat16),
+        ({}, torch.float32),
+        ({}, None),
+        ({"accumulate_dtype": torch.float32}, None),
+    ]:
+        model = perceptron(torch.bfloat16)
+        for parameter in model.parameters():
+            parameter.grad_dtype = grad_dtype
+        gradients, error = averaged_and_error(model, 32, batch, **settings)
+        told.append({gradient.dtype for gradient in gradients})
+        errors.append(error)
+    in_half, cast_once, wide, any_dtype, any_wide = errors
+    assert told == [{torch.bfloat16}, {torch.bfloat16}, {torch.float32}, {torch.bfloat16}, {torch.float32}]
+    assert 1000 * wide < cast_once < in_half
+    assert (any_dtype, any_wide) == (in_half, wide)
+
+
+@pytest.mark.parametrize("momentum", [0, 0.9])
+def test_an_optimizer_gets_float32_gradients_of_bfloat16_parameters(momentum):
+    """Both on the parameters themselves and on float32 copies of them, so-called master weights."""
+    model, batch = perceptron(torch.bfloat16), batch_of(32, torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+    masters = [p.detach().float() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5, momentum=momentum)
+    for_masters = torch.optim.SGD(masters, lr=1e-5, momentum=momentum)
+    towers = Towers(model, 8)
+    before = [master.clone() for master in masters]
+    for _ in range(3):
+        run(towers, batch)
+        for parameter, master in zip(model.parameters(), masters, strict=True):
+            master.grad = parameter.grad
+        optimizer.step()  # of this small a rate the parameters hardly see anything
+        for_masters.step()
+    assert all((m != b).any() for m, b in zip(masters, before, strict=True))
+    kept = [state["momentum_buffer"] for state in optimizer.state.values()] if momentum else []
+    assert all(buffer.dtype == torch.float32 for buffer in kept)
+
+
 def test_autograd_hands_its_gradients_over():
     """The averaged gradient of one tower is the very tensor that backward produced."""
     produced = []

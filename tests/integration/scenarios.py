@@ -357,29 +357,38 @@ def several_sums_with_weights_of_their_own(job: samestep.Job) -> str:
     return f"{samestep.digest(model)} {told}"
 
 
+def kept_sum(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+    return (losses * (batch["y"] != 0)).sum(), keep(batch)
+
+
+def two_sums(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    total, _ = kept_sum(model, batch)
+    return {"kept": total, "some": total.square()}
+
+
 @scenario
 def weights_of_zero(job: samestep.Job) -> str:
-    """In some towers, in all of one worker, in all; in one sum and in each of several."""
+    """In some towers, in all of one worker, in all; with buffers, unused parameters, sparse gradients."""
     results = []
-    for weights in (None, {"kept": keep, "some": keep}):
-        model = convnet().to(job.device)
-        towers = samestep.Towers(model, 7, job=job, on_zero_weight="skip")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-        def loss_fn(
-            model: nn.Module, batch: dict[str, Tensor], *, named: bool = weights is not None
-        ) -> object:
-            logits = model(batch["x"])
-            losses = F.cross_entropy(logits, batch["y"], reduction="none")
-            total = (losses * (batch["y"] != 0)).sum()
-            return {"kept": total, "some": total.square()} if named else (total, keep(batch))
-
-        step = samestep.Step(towers, loss_fn, optimizer, weights=weights)
+    pictures, rows = batches(1, 14, 3, 8, 8)[0], batches(1, 14, 7)[0]
+    for build, batch, rules, weights in [
+        (convnet, pictures, {}, None),
+        (convnet, pictures, {}, {"kept": keep, "some": keep}),
+        (Branches, rows, {}, None),
+        (Memories, rows, MEMORIES, {"kept": keep, "some": keep}),
+        (Words, texts(1, 14)[0], {}, None),
+    ]:
+        model = build().to(job.device)
+        towers = samestep.Towers(model, 7, job=job, on_zero_weight="skip", bucket_bytes=300, buffers=rules)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = samestep.Step(towers, two_sums if weights else kept_sum, optimizer, weights=weights)
         for zeros in (range(0), range(8), range(8, 13), range(30), range(1, 14)):
-            batch = batches(1, 14, 3, 8, 8)[0]
-            batch["y"][zeros.start : zeros.stop] = 0
-            report = step(batch)
-            assert report.skipped == (len(zeros) == 30)
+            some = {"x": batch["x"], "y": batch["y"].clamp(min=1)}
+            some["y"][zeros.start : zeros.stop] = 0
+            before = samestep.digest(model)
+            report = step(some)
+            assert report.skipped == (samestep.digest(model) == before) == (len(zeros) == 30)
             results.append((report.loss, report.weight, report.tower_losses, samestep.digest(model)))
     return str(results)
 
@@ -405,11 +414,16 @@ def an_overflow_in_one_tower(job: samestep.Job) -> str:
 @scenario
 def noise_scale(job: samestep.Job) -> str:
     results = []
-    for num_towers, build, shape in ((7, perceptron, (7,)), (5, convnet, (3, 8, 8))):
+    for num_towers, build, data in [
+        (7, perceptron, [*batches(5, 30, 7), *batches(2, 3, 7)]),
+        (5, convnet, [*batches(5, 30, 3, 8, 8), *batches(2, 10, 3, 8, 8)]),
+        (7, Branches, batches(3, 21, 7)),
+        (7, Words, texts(5, 30)),
+    ]:
         model = build().to(job.device)
         towers = samestep.Towers(model, num_towers, job=job, bucket_bytes=1000, noise_every=2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        for batch in [*batches(5, 30, *shape), *batches(2, 3, *shape)]:
+        for batch in data:
             for tower in towers(batch):
                 tower.backward(loss_of(model, tower.batch))
             report = towers.average()
