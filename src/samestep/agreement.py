@@ -14,10 +14,11 @@ from samestep.job import Job
 __all__ = ["agree", "difference"]
 
 Facts = Mapping[str, Any]
-_ERROR = "error"
 
 
-def agree(job: Job, facts: Facts, *, where: str, error: Error | None = None) -> None:
+def agree(
+    job: Job, facts: Facts, *, where: str, error: Exception | None = None, news: Any = None
+) -> list[Any]:
     """Raise on every worker unless all came with the same facts and none with an error.
 
     Args:
@@ -25,23 +26,32 @@ def agree(job: Job, facts: Facts, *, where: str, error: Error | None = None) -> 
         facts: what must be the same everywhere; values that can be pickled and compared.
         where: what is being agreed on, for the message.
         error: what went wrong on this worker before it came here, if anything did.
+        news: what this worker has to tell the others; it may differ from theirs.
+
+    Returns:
+        The news of all workers.
 
     Raises:
         DisagreementError: facts differ, or another worker brought an error.
-        Error: this worker's own `error`.
+        Exception: this worker's own `error`.
     """
-    everyone: list[Any] = [facts]
+    everyone: list[Any] = [(facts, None, news)]
     if job.world_size > 1:
         everyone = [None] * job.world_size
-        dist.all_gather_object(everyone, {**facts, _ERROR: None if error is None else str(error)})
+        dist.all_gather_object(everyone, (facts, None if error is None else _in_words(error), news))
     if error is not None:
         raise error
-    failed = [(worker, seen[_ERROR]) for worker, seen in enumerate(everyone) if seen.get(_ERROR)]
+    failed = [(worker, text) for worker, (_, text, _) in enumerate(everyone) if text]
     if failed:
         raise DisagreementError(f"{where}: " + "; ".join(f"worker {w} failed: {text}" for w, text in failed))
-    sentence = difference(everyone)
+    sentence = difference([seen for seen, _, _ in everyone])
     if sentence:
         raise DisagreementError(f"{where}: {sentence}")
+    return [told for _, _, told in everyone]
+
+
+def _in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
 
 
 def difference(everyone: Sequence[Facts]) -> str | None:

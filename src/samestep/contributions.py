@@ -207,6 +207,11 @@ class Contributions:
             if gradient is not None:
                 norms[index] = norms_of(gradient)
 
+    @property
+    def measures(self) -> bool:
+        """Whether the norms of each tower's gradient are taken."""
+        return self._norms is not None
+
     def squares(self) -> Tensor:
         """Return the squared norm of what each of this worker's towers handed in, float64 [towers]."""
         assert self._norms is not None

@@ -15,7 +15,7 @@ from samestep.sparse import coalesced, stored
 from samestep.tower import Tower
 from samestep.towers import Towers
 
-__all__ = ["explain", "first_nonfinite"]
+__all__ = ["explain", "explain_whole", "first_nonfinite"]
 
 _NONE = -1
 _NUM_TOLD = 4
@@ -77,6 +77,14 @@ def explain(report: Report, parameters: Sequence[str | None]) -> str:
     nowhere = "all losses are finite, and each tower's own gradient is"
     return (
         f"step {report.step}: the averaged gradient is not finite ({where or nowhere}); nothing was updated"
+    )
+
+
+def explain_whole(report: Report) -> str:
+    """Say that the averaged gradient of a loss of the whole batch is not finite."""
+    return (
+        f"step {report.step}: the averaged gradient is not finite (the loss of the whole batch, "
+        f"{report.rows} rows, is {report.loss:g}); nothing was updated"
     )
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from samestep.agreement import agree
 from samestep.buckets import REFUSED, Bucket, BucketMemory, pack, unpack
-from samestep.errors import Error, UsageError
+from samestep.errors import UsageError
 from samestep.gathering import Gathering
 from samestep.job import Job
 from samestep.placement import Placement
@@ -105,7 +105,7 @@ class Exchange:
         self._step = _Step("", {}, None, 1)
 
     def begin(
-        self, step: int, facts: Mapping[str, int], error: Error | None = None, *, num_counts: int = 0
+        self, step: int, facts: Mapping[str, int], error: Exception | None = None, *, num_counts: int = 0
     ) -> None:
         """Start a step with `facts`, numbers that must be the same on every worker.
 
@@ -116,7 +116,7 @@ class Exchange:
             num_counts: how many sums a loss has whose counts are exchanged first; 0 where it is one sum.
 
         Raises:
-            Error: `error`, once the others know of it.
+            Exception: `error`, once the others know of it.
         """
         self._step = _Step(f"step {step}", {"step": step, **facts}, error, max(1, num_counts))
         if error is not None and self._job.world_size > 1 and num_counts:
@@ -127,6 +127,11 @@ class Exchange:
             self.wait_for_figures()
         if error is not None:
             raise error
+
+    @property
+    def has_sent(self) -> bool:
+        """Whether something of this step travels already, so that it is too late to begin with an error."""
+        return bool(self._step.under_way)
 
     # ---- numbers -----------------------------------------------------------------------------------
 
@@ -328,7 +333,7 @@ class Exchange:
 class _Step:
     """What is known and under way of one step."""
 
-    def __init__(self, where: str, facts: Mapping[str, int], error: Error | None, num_sums: int) -> None:
+    def __init__(self, where: str, facts: Mapping[str, int], error: Exception | None, num_sums: int) -> None:
         self.where = where
         self.facts = facts
         self.error = error

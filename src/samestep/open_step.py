@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -39,15 +39,17 @@ class OpenStep:
         passes: gives the towers their turns.
         buffers: the model's.
         scaler: scales each loss before backward, if there is one.
+        is_whole: whether the loss is one of the whole batch, which counts once.
 
     Attributes:
         is_known_to_count: whether some tower's weight is above 0, as far as is known without waiting.
         contributions: see above.
+        is_whole: see above.
         local: see above.
         named: see above.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all that a step consists of
         self,
         local: LocalBatch,
         named: NamedWeights | None,
@@ -55,10 +57,13 @@ class OpenStep:
         passes: Passes,
         buffers: Buffers,
         scaler: LossScale | None,
+        *,
+        is_whole: bool = False,
     ) -> None:
         self.local = local
         self.named = named
         self.contributions = contributions
+        self.is_whole = is_whole
         self.is_known_to_count = False
         self._passes = passes
         self._buffers = buffers
@@ -70,9 +75,10 @@ class OpenStep:
         """The largest power of two that is at most the batch's rows: the unit of sums and weights.
 
         Scaling by it is exact. It keeps sums of gradients at the size of means, which float16 needs, and
-        makes the division at the root one by 1 where the batch is a power of two.
+        makes the division at the root one by 1 where the batch is a power of two. A loss of the whole batch
+        is no sum over rows; its unit is 1.
         """
-        return 1 << (self.local.rows.bit_length() - 1)
+        return 1 if self.is_whole else 1 << (self.local.rows.bit_length() - 1)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -98,9 +104,20 @@ class OpenStep:
         return self.named.weigh(tower, loss, weight, self.unit)
 
     def _take_in(self, tower: Tower, loss: Loss, weight: float | Tensor | None) -> None:
-        """Note a tower's figures, then run its backward and take the gradients."""
         self._passes.check_no_gradients(tower)
         loss_sum = self.weigh(tower, loss, weight)
+        total = loss_sum.total
+        scaled = total if self._scaler is None else self._scaler.scale(total)
+        self.add(tower, loss_sum, scaled.backward if total.requires_grad else None)
+
+    def add(self, tower: Tower, loss_sum: LossSum, backward: Callable[[], None] | None) -> None:
+        """Note a tower's figures, then run its backward and take the gradients.
+
+        Args:
+            tower: whose turn it is.
+            loss_sum: what it adds to the loss.
+            backward: leaves its gradients on the parameters; None where there are none.
+        """
         self.is_known_to_count |= is_known_to_count(loss_sum.weight)
         figures = TowerFigures(loss_sum.weight, loss_sum.sums, self._buffers.counters())
         self.contributions.add_figures(tower.index, figures, self._buffers.moments(tower.index, tower.rows))
@@ -108,9 +125,8 @@ class OpenStep:
         if is_last:
             self._send_figures()
         self.contributions.before_backward(tower.index, is_last=is_last)
-        total = loss_sum.total
-        if total.requires_grad:
-            (total if self._scaler is None else self._scaler.scale(total)).backward()
+        if backward is not None:
+            backward()
         self.contributions.after_backward(is_last=is_last)
         self._done.add(tower.index)
 

@@ -20,8 +20,9 @@ class Report:
         step: number of the step, from 0.
         rows: rows of the global batch.
         loss_sums: each tower's summed losses, float64 [T, K]: one column for each of `names`, or one; 0 where
-            the tower had no rows.
-        weights: what the sums count in each tower, float64 [T, K].
+            the tower had no rows. [1, 1] after a loss of the whole batch, which is one.
+        weights: what the sums count in each tower, float64 [T, K]; the number 1 after a loss of the whole
+            batch.
         gradients: the averaged gradients, for `grad_norm`.
         names: of the K sums that the loss consists of; empty where it is one sum without a name.
         skipped: whether the update was left out, because the average was not finite or nothing counted.

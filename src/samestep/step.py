@@ -6,24 +6,28 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from samestep.diagnosis import explain, first_nonfinite
+from samestep.diagnosis import explain, explain_whole, first_nonfinite
 from samestep.errors import ConfigError, NonFiniteError
 from samestep.report import Report
-from samestep.tower import Loss, Tower
+from samestep.tower import Tower
 from samestep.towers import Towers
 from samestep.weights import Count, names_of
 
 __all__ = ["LossFunction", "Schedule", "Step"]
 
-LossFunction = Callable[[nn.Module, Any], "Loss | tuple[Tensor, float | Tensor]"]
+LossFunction = Callable[..., Any]
 """loss_fn(model, tower_batch) -> the mean over the rows, or (a sum, the weight that it counts), or, with
-`weights`, a mapping that has a sum for each of their names."""
+`weights`, a mapping that has a sum for each of their names.
+
+With `forward`: loss_fn(model, all_outputs, batch) -> the loss of the whole batch, a scalar.
+"""
 
 
 class Schedule(Protocol):
@@ -40,6 +44,8 @@ class Step:
         towers: of the model to train.
         loss_fn: called as `loss_fn(model, tower_batch)`; see `LossFunction`.
         optimizer: updated once a step.
+        forward: for a loss of the whole batch, called as `forward(model, tower_batch)`; what it returns for
+            all towers is what `loss_fn` gets. See `Towers.whole_batch`.
         clip_norm: clip the averaged gradient to this 2-norm; by default not at all.
         autocast: torch.bfloat16 or torch.float16 for mixed precision; float16 brings a `GradScaler`.
         scheduler: stepped once after each update.
@@ -70,6 +76,7 @@ class Step:
         loss_fn: LossFunction,
         optimizer: torch.optim.Optimizer,
         *,
+        forward: Callable[[nn.Module, Any], Any] | None = None,
         clip_norm: float | None = None,
         autocast: torch.dtype | None = None,
         scheduler: Schedule | None = None,
@@ -87,6 +94,7 @@ class Step:
         self.towers = towers
         self.loss_fn = loss_fn
         self.optimizer = optimizer
+        self.forward = forward
         self.clip_norm = clip_norm
         self.autocast = autocast
         self.scheduler = scheduler
@@ -106,8 +114,13 @@ class Step:
                 passes run once more. Weights and buffers are still those of before.
             BatchError: nothing in the batch counts, and `towers` does not skip such batches.
         """
-        for tower in self.towers(batch, weights=self.weights):
-            self._run(tower)
+        if self.forward is None:
+            for tower in self.towers(batch, weights=self.weights):
+                self._run(tower)
+        else:
+            model = self.towers.model
+            with self._precision():
+                self.towers.whole_batch(batch, partial(self.forward, model), partial(self.loss_fn, model))
         report = self.towers.average()
         if report.skipped:
             return report
@@ -154,6 +167,8 @@ class Step:
             self.scaler.step(self.optimizer)  # does nothing but note that it was asked
             self.scaler.update()
         elif self.on_nonfinite == "raise":
+            if self.forward is not None:
+                raise NonFiniteError(explain_whole(report))
             raise NonFiniteError(explain(report, first_nonfinite(self.towers, self._run)))
         self.towers.put_back_buffers()
         return dataclasses.replace(report, skipped=True)

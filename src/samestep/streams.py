@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["GlobalStreams", "generator", "seed_globals", "stream_seed", "uniforms"]
+__all__ = [
+    "GlobalStreams",
+    "generator",
+    "keep_globals",
+    "seed_globals",
+    "stream_seed",
+    "tower_seed",
+    "uniforms",
+]
 
 
 def stream_seed(seed: int, purpose: str, *indices: int) -> int:
@@ -29,6 +39,11 @@ def stream_seed(seed: int, purpose: str, *indices: int) -> int:
     """
     name = repr((int(seed), purpose, *map(int, indices))).encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
+
+
+def tower_seed(seed: int, step: int, tower: int) -> int:
+    """Return the seed of the stream that a tower draws from in every one of its passes of a step."""
+    return stream_seed(seed, "tower", step, tower)
 
 
 def generator(seed: int, purpose: str, *indices: int, device: torch.device | str = "cpu") -> torch.Generator:
@@ -64,6 +79,16 @@ class GlobalStreams:
             torch.cuda.set_rng_state(self.torch_device, self.device)
         random.setstate(self.python)
         np.random.set_state(self.numpy)
+
+
+@contextmanager
+def keep_globals(device: torch.device) -> Iterator[None]:
+    """Leave the generators that `GlobalStreams` names as they were found."""
+    streams = GlobalStreams.capture(device)
+    try:
+        yield
+    finally:
+        streams.restore()
 
 
 def seed_globals(value: int, device: torch.device) -> None:

@@ -38,7 +38,16 @@ from samestep.rules import Rule
 from samestep.sparse import find_sparse, plan_sparse, stored
 from samestep.statistics import Mode
 from samestep.tower import Loss, Tower
-from samestep.weights import Count, NamedWeights, count_slices, names_of, nothing_counts, wrong_weight
+from samestep.weights import (
+    Count,
+    LossSum,
+    NamedWeights,
+    count_slices,
+    names_of,
+    nothing_counts,
+    wrong_weight,
+)
+from samestep.whole_batch import Forward, WholeBatch, WholeLoss
 
 __all__ = ["Towers"]
 
@@ -174,8 +183,7 @@ class Towers:
             >>> report.loss == sum(report.losses.values()), report.weight
             (True, 19.0)
         """
-        if self._open is not None:
-            raise UsageError(f"step {self.step} has not been averaged: call average() before the next batch")
+        self._check_averaged()
         names, towers = names_of(weights), self.placement.towers(self.job.rank)
         self._buffers.find_collectors()
         try:
@@ -187,18 +195,68 @@ class Towers:
         named = NamedWeights(names, self._exchange.counts(counts), local.rows) if names else None
         if named is not None and not any(named.totals):
             local = replace(local, slices={})  # nothing counts, so no pass is worth its time
-        for parameter in self.parameters:
-            parameter.grad = None
-        contributions = Contributions(
-            self._exchange,
-            self.parameters,
-            self._dtypes,
-            towers,
-            self.placement.num_towers,
-            measures=self._measures,
-        )
-        self._open = OpenStep(local, named, contributions, self._passes, self._buffers, self.scaler)
+        self._open = self._start(local, named)
         return self._open.turns(self.seed, self.step)
+
+    def whole_batch(self, batch: Any, forward: Forward, loss: WholeLoss) -> None:
+        """Take the place of the loop over towers, for a loss that is no sum over rows; then call `average`.
+
+        Every tower runs forward without grad; the loss is computed on all outputs, alike on every worker;
+        then every tower runs forward again, under the same random streams, and the gradient of its outputs
+        is pushed through. So the average is the gradient of the whole batch's loss, for the memory of one
+        tower's activations and the time of a second forward.
+
+        Args:
+            batch: as for `__call__`.
+            forward: `forward(tower_batch) -> outputs`, a tensor or any nest of dense tensors, rows first.
+                Towers' outputs may differ in their numbers of rows, and in nothing else. It is called twice,
+                and must do the same both times.
+            loss: `loss(all_outputs, batch) -> scalar`. It gets the nest with the rows of all towers, in
+                tower order: contiguous, in the dtypes that `forward` gave, floating ones requiring grad; and
+                a copy of the global batch on the worker's device, or, where the batch is a `LocalBatch`,
+                something that raises as soon as it is used. It may use parameters of the model, and draw
+                from the global generators, which are seeded from (seed, step).
+
+        Raises:
+            BatchError, DisagreementError: as for `__call__`.
+            UsageError: the last step has not been averaged, outputs that are no such nest or that differ
+                between towers or passes, a loss that is no scalar that requires grad, or one that uses the
+                batch where that is a `LocalBatch`.
+
+        Example:
+            >>> model = torch.nn.Linear(2, 3)
+            >>> towers = Towers(model, 4)
+            >>> spread = lambda outputs, batch: -torch.cdist(outputs, outputs).mean()
+            >>> towers.whole_batch(torch.randn(10, 2), model, spread)
+            >>> towers.average().weight
+            1.0
+        """
+        self._check_averaged()
+        self._buffers.find_collectors()
+        whole = WholeBatch(self.model, self.job, forward, loss, seed=self.seed, step=self.step)
+        local, error = LocalBatch(0, {}), None
+        try:
+            local = cut(batch, self.placement, self.job)
+            whole.run_ahead(local.slices)
+        except Exception as found:
+            error = found
+        facts = self._facts(local)
+        whole.gather({"step": self.step, **facts}, error)
+        self._exchange.begin(self.step, facts)
+        self._open = step = self._start(local, None, is_whole=True)
+        try:
+            scale = None if self.scaler is None else self.scaler.scale
+            value = whole.differentiate(batch, self.parameters, scale)
+            for tower in step.turns(self.seed, self.step):
+                push = whole.run_again(tower.index, tower.batch)
+                counts = float(tower.index == 0)  # the loss counts once, as tower 0's
+                step.add(tower, LossSum(value, (value * counts).reshape(1), counts), push)
+                tower.is_done = True
+        except Exception as error:
+            self._open = None
+            if not self._exchange.has_sent:
+                self._exchange.begin(self.step, facts, error)
+            raise
 
     def average(self) -> Report:
         """Finish the step: every worker's `p.grad` becomes the average over all towers.
@@ -222,12 +280,12 @@ class Towers:
         norms: list[Tensor] = []
         for index, gradient in self._exchange.finish():
             if gradient is not None and error is None:
-                norms += norms_of(gradient) if self._measures else []
+                norms += norms_of(gradient) if step.contributions.measures else []
                 self.parameters[index].grad = own = _as_grad_of(self.parameters[index], gradient)
                 gradients.append(stored(own))
         if error is not None:
             return self._leave_out(step, figures, error)
-        tower_norms = self._measure(step, figures, norms) if self._measures else None
+        tower_norms = self._measure(step, figures, norms) if step.contributions.measures else None
         ran = range(min(step.local.rows, self.placement.num_towers))  # those without rows come last
         self._buffers.finish(figures.totals, step.local.rows, ran, figures.counters[: len(ran)])
         return self._report(step, figures, gradients, tower_grad_norms=tower_norms)
@@ -272,6 +330,25 @@ class Towers:
         """
         return self._exchange.gather(values, "towers")
 
+    def _check_averaged(self) -> None:
+        if self._open is not None:
+            raise UsageError(f"step {self.step} has not been averaged: call average() before the next batch")
+
+    def _start(self, local: LocalBatch, named: NamedWeights | None, *, is_whole: bool = False) -> OpenStep:
+        for parameter in self.parameters:
+            parameter.grad = None
+        contributions = Contributions(
+            self._exchange,
+            self.parameters,
+            self._dtypes,
+            self.placement.towers(self.job.rank),
+            self.placement.num_towers,
+            measures=self._measures and not is_whole,
+        )
+        return OpenStep(
+            local, named, contributions, self._passes, self._buffers, self.scaler, is_whole=is_whole
+        )
+
     # ---- the end of a step -------------------------------------------------------------------------
 
     def _what_is_wrong(self, step: OpenStep, figures: Figures) -> BatchError | None:
@@ -287,12 +364,13 @@ class Towers:
         return nothing_counts(self.step, step.names)
 
     def _report(self, step: OpenStep, figures: Figures, gradients: Sequence[Tensor], **more: Any) -> Report:
-        weights = figures.weights[:, None] * step.unit
+        told = 1 if step.is_whole else self.placement.num_towers  # the loss of a whole batch is tower 0's
+        weights = figures.weights[:told, None] * step.unit
         if step.named is not None:
             weights = step.named.counts.to(weights.device)
         self.step += 1
-        told = (self.step - 1, step.local.rows, figures.loss_sums * step.unit, weights, gradients)
-        return Report(*told, names=step.names, noise_scale=self.noise.value, **more)
+        values = (self.step - 1, step.local.rows, figures.loss_sums[:told] * step.unit, weights, gradients)
+        return Report(*values, names=step.names, noise_scale=self.noise.value, **more)
 
     def _leave_out(self, step: OpenStep, figures: Figures, error: BatchError) -> Report:
         self.put_back_buffers()

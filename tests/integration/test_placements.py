@@ -71,6 +71,12 @@ MESSAGES = {
     "bad_texts_on_one": "batch['y'] has 5 rows, batch['x'] has 16",
     "bad_batch_on_all": "batch['y'] has 2 rows, batch['x'] has 3",
     "a_step_ahead": "worker 1 has step = 1, the others have 0",
+    "first_pass_fails_on_one": "MemoryError: out of memory",
+    "loss_fails_on_one": "MemoryError: out of memory",
+    "second_pass_fails_on_one": "MemoryError: out of memory",
+    "loss_fails_on_all": "ZeroDivisionError: integer division or modulo by zero",
+    "outputs_that_differ": "UsageError: step 0: forward gave for towers 0 and 2 tensor 0: float32",
+    "whole_batch_a_step_ahead": "worker 1 has step = 1, the others have 0",
 }
 
 
