@@ -236,14 +236,15 @@ def test_nests_integers_and_outputs_that_the_loss_does_not_use():
     assert torch.equal(seen["batch"]["left"], batch["left"])
 
 
-def test_the_loss_may_work_in_place():
+@pytest.mark.parametrize("num_towers", [1, 3])
+def test_the_loss_may_work_in_place(num_towers):
     model, batch = TwoEncoders(), batch_of(8)
 
     def in_place(model, outputs, batch):
         outputs["left"] *= model.log_scale.exp()
         return (outputs["left"] @ outputs["right"].T).logsumexp(0).mean()
 
-    run(Towers(model, 3), batch, in_place)
+    run(Towers(model, num_towers), batch, in_place)
     ours = gradients(model)
     assert_close(ours, unsplit(model, batch, in_place)[1])
 
@@ -303,6 +304,24 @@ def test_the_first_pass_leaves_buffers_as_they_were():
     assert seen == [before]
 
 
+def test_a_queue_that_the_loss_writes():
+    model = TwoEncoders()
+    model.register_buffer("queue", torch.zeros(6, 4, dtype=FLOAT64))
+    left = []
+
+    def loss(outputs, batch):
+        left.append(outputs["left"].detach().clone())
+        value = info_nce(model, outputs, batch) + (outputs["left"] @ model.queue.T.clone()).mean()
+        model.queue.copy_(left[-1])
+        return value
+
+    towers = Towers(model, 3)
+    for _ in range(2):
+        towers.whole_batch(batch_of(6), model, loss)
+        towers.average()
+    assert torch.equal(model.queue, left[-1])
+
+
 def test_a_buffer_that_nobody_said_how_to_average():
     class Remembers(TwoEncoders):
         def __init__(self):
@@ -347,12 +366,29 @@ def test_autocast_around_the_call_or_in_the_forward(inside):
 
 
 def test_autocast_around_the_call_casts_weights_anew():
-    """A cast made without grad and kept for the second pass would leave the weights without gradients."""
     model = TwoEncoders(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         run(Towers(model, 3), batch_of(12, torch.float32), info_nce)
     assert model.left[0].weight.grad.abs().sum() > 0
     assert model.right.weight.grad.abs().sum() > 0
+
+
+def test_autocast_around_the_call_does_not_reach_backward():
+    model, batch = TwoEncoders(dtype=torch.float32), batch_of(12, torch.float32)
+
+    def without_autocast(function):
+        def call(*args):
+            with torch.autocast("cpu", enabled=False):
+                return function(*args)
+
+        return call
+
+    digests = set()
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            run(Towers(model, 3), batch, without_autocast(info_nce), without_autocast(model))
+        digests.add(samestep.digest({name: g for name, g in gradients(model).items() if g is not None}))
+    assert len(digests) == 1
 
 
 def test_a_loss_scale_is_applied_once():
@@ -429,7 +465,7 @@ class Activations:
         self._hooks.__exit__(*error)
 
     def _pack(self, tensor):
-        kept = Kept(tensor)
+        kept = Kept(tensor.detach())  # an output that a node saves would keep the node
         if tensor.untyped_storage().data_ptr() not in self._own:
             self.alive += tensor.nbytes
             self.most = max(self.most, self.alive)
@@ -440,23 +476,29 @@ class Activations:
         self.alive -= size
 
 
-def test_activations_of_one_tower_are_alive_at_a_time():
+@pytest.mark.parametrize("used", [0, 1])
+def test_activations_of_one_tower_are_alive_at_a_time(used):
     model = nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 1))
 
+    def forward(x):
+        hidden = model[1](model[0](x))
+        return hidden[:, :1], model[2:](hidden)  # the graph of an output that is not used is freed, too
+
     def spread(outputs, batch):
-        return outputs.std()
+        return outputs[used].std()
 
     most = {}
     for num_towers in (1, 2, 16):
         towers = Towers(model, num_towers)
         with Activations(model) as activations:
-            towers.whole_batch(torch.randn(8 * num_towers, 4), model, spread)
+            towers.whole_batch(torch.randn(8 * num_towers, 4), forward, spread)
             assert activations.alive == 0
             towers.average()
         most[num_towers] = activations.most
     assert most[16] == most[2] == most[1]
     with Activations(model) as activations:  # the count sees what is alive
-        spread(torch.cat([model(torch.randn(8, 4)) for _ in range(16)]), None).backward()
+        parts = zip(*[forward(torch.randn(8, 4)) for _ in range(16)], strict=True)
+        spread([torch.cat(part) for part in parts], None).backward()
     assert activations.most >= 16 * most[1]
 
 

@@ -248,9 +248,10 @@ class Towers:
             scale = None if self.scaler is None else self.scaler.scale
             value = whole.differentiate(batch, self.parameters, scale)
             for tower in step.turns(self.seed, self.step):
-                push = whole.run_again(tower.index, tower.batch)
-                counts = float(tower.index == 0)  # the loss counts once, as tower 0's
-                step.add(tower, LossSum(value, (value * counts).reshape(1), counts), push)
+                # The loss counts once, as tower 0's. Nothing here may hold on to a tower's outputs.
+                counts = float(tower.index == 0)
+                loss_sum = LossSum(value, (value * counts).reshape(1), counts)
+                step.add(tower, loss_sum, whole.run_again(tower.index, tower.batch))
                 tower.is_done = True
         except Exception as error:
             self._open = None

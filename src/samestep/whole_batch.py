@@ -80,9 +80,12 @@ class WholeBatch:
                 # A copy, because a forward may write to its batch, and is to see the same again.
                 own_batch = pytree.tree_map_only(Tensor, torch.clone, batch)
                 try:
-                    self._own[tower] = self._run(own_batch).copy()
+                    self._own[tower] = TowerOutputs.open(self._forward(own_batch)).copy()
                 finally:
                     kept.restore()
+        # Casts of the weights made without grad would serve the second pass and cut it off from them:
+        # https://github.com/pytorch/pytorch/issues/112583
+        torch.clear_autocast_cache()
 
     def gather(self, facts: Mapping[str, int], error: Exception | None) -> None:
         """Exchange the outputs with all workers; for arguments and errors see `samestep.outputs.gather`."""
@@ -109,7 +112,6 @@ class WholeBatch:
             tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
         with keep_globals(self._job.device):
             seed_globals(stream_seed(self._seed, "whole batch", self._step), self._job.device)
-            torch.clear_autocast_cache()
             loss = _checked(self._loss(self._all.concatenated(), self._batch_for_loss(batch)))
             self._keep_gradients(loss if scale is None else scale(loss), parameters)
         return loss.detach().reshape(()).to(self._job.device)
@@ -122,7 +124,7 @@ class WholeBatch:
         Raises:
             UsageError: the outputs have other shapes than before.
         """
-        outputs = self._run(batch)
+        outputs = TowerOutputs.open(self._forward(batch))
         before = self._own.pop(tower)
         if not outputs.shape.is_like(before.shape):
             raise UsageError(
@@ -130,11 +132,6 @@ class WholeBatch:
                 f"{_sizes(outputs)} when it ran again: both passes must do the same"
             )
         return partial(self._push, tower, outputs.tensors)
-
-    def _run(self, batch: Any) -> TowerOutputs:
-        # Casts of the weights made without grad, or for another tower, must not be used again.
-        torch.clear_autocast_cache()
-        return TowerOutputs.open(self._forward(batch))
 
     def _keep_gradients(self, loss: Tensor, parameters: Sequence[Tensor]) -> None:
         """Differentiate with respect to all outputs and the parameters; keep what this worker needs."""

@@ -3,13 +3,26 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 from .test_digits import run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def test_an_existing_loop_on_towers():
-    alone = run(sys.executable, EXAMPLES / "towers.py").stdout
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    assert run(*launcher, EXAMPLES / "towers.py").stdout == alone
+LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.mark.parametrize("name", ["towers.py", "contrastive.py"])
+def test_training_ends_in_the_same_weights(name):
+    alone = run(sys.executable, EXAMPLES / name).stdout
+    assert run(*LAUNCHER, EXAMPLES / name).stdout == alone
     assert alone.splitlines()[-1].startswith("weights sha256 ")
+
+
+def test_the_histogram_of_all_predictions():
+    unsplit, whole, average = run(*LAUNCHER, EXAMPLES / "histogram.py").stdout.splitlines()
+    figures = unsplit.removeprefix("unsplit").strip()
+    assert figures.endswith("difference none but rounding")
+    assert whole.removeprefix("whole batch").strip() == figures
+    assert "rounding" not in average
