@@ -147,7 +147,9 @@ class Step:
         if not math.isfinite(report.grad_norm):
             return False
         if self.clip_norm is not None:
-            norm = torch.tensor(report.grad_norm, device=self.towers.job.device)
+            is_double = any(gradient.dtype == torch.float64 for gradient in report.gradients)
+            dtype = torch.float64 if is_double else torch.float32
+            norm = torch.tensor(report.grad_norm, dtype=dtype, device=self.towers.job.device)
             torch.nn.utils.clip_grads_with_norm_(self.towers.parameters, self.clip_norm, norm)
         return True
 

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 from pathlib import Path
 
 import torch
@@ -713,10 +712,11 @@ class WholeRun:
             autocast=self.autocast,
             clip_norm=1.0,
         )
-        losses = [step(batch).loss for batch in batches(3, self.rows, 7)]
+        reports = [step(batch) for batch in batches(3, self.rows, 7)]
         assert model.never.grad is None
-        assert int(model.left[1].num_batches_tracked) == 3
-        return f"{samestep.digest(model)} {losses}"
+        # A step that float16 leaves out leaves no trace in the buffers either.
+        assert int(model.left[1].num_batches_tracked) == sum(not report.skipped for report in reports)
+        return f"{samestep.digest(model)} {[report.loss for report in reports]}"
 
 
 WHOLE_RUNS = {
@@ -943,7 +943,7 @@ def whole_step(
     """Take a step with a loss of the whole batch; `forward` also gets how often it was called before."""
     model = perceptron().to(job.device)
     towers = samestep.Towers(model, 6, job=job, bucket_bytes=300)
-    calls = count()
+    calls = itertools.count()
 
     def step() -> None:
         towers.whole_batch(batches(1, 16, 7)[0], lambda part: forward(next(calls), model(part["x"])), loss)
