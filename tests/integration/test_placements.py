@@ -16,8 +16,8 @@ from . import scenarios
 WORKERS = (2, 3, 4)
 
 
-def run_workers(out, num_workers, device="cpu"):
-    """Run all scenarios on some workers and return what each of them found."""
+def run_program(program, out, num_workers, *arguments):
+    """Run a module that writes OUT.N as worker N, and return what each of them found."""
     launcher = [
         sys.executable,
         "-m",
@@ -26,7 +26,7 @@ def run_workers(out, num_workers, device="cpu"):
         f"--nproc-per-node={num_workers}",
     ]
     finished = subprocess.run(
-        [*launcher, scenarios.__file__, str(out), device],
+        [*launcher, program.__file__, str(out), *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
         capture_output=True,
         text=True,
@@ -38,7 +38,9 @@ def run_workers(out, num_workers, device="cpu"):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return cache(lambda num_workers: run_workers(tmp_path_factory.mktemp("results") / "worker", num_workers))
+    return cache(
+        lambda num_workers: run_program(scenarios, tmp_path_factory.mktemp("results") / "worker", num_workers)
+    )
 
 
 @cache
@@ -92,7 +94,7 @@ def test_all_workers_stop_and_say_who_differs(results, name):
 @pytest.mark.gpu
 def test_same_bits_on_a_gpu_for_one_and_several_workers(tmp_path):
     """More workers than GPUs share one, and talk through host memory; as many as GPUs use NCCL."""
-    (alone_there,) = run_workers(tmp_path / "one", 1, "cuda")
+    (alone_there,) = run_program(scenarios, tmp_path / "one", 1, "cuda")
     for num_workers in (2, 3):
-        for found in run_workers(tmp_path / f"{num_workers}", num_workers, "cuda"):
+        for found in run_program(scenarios, tmp_path / f"{num_workers}", num_workers, "cuda"):
             assert found["results"] == alone_there["results"]
