@@ -209,7 +209,9 @@ def test_a_layer_that_works_in_place_does_not_change_what_is_shown_of_the_one_be
     step = Step(towers, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
     batch = torch.randn(6, 3)
     lowest = model[0](batch).min().item()
-    take_steps(tmp_path, SimpleNamespace(step=step, model=model, terms=None, loader=[batch]), 1, every=1)
+    take_steps(
+        tmp_path, SimpleNamespace(step=step, model=model, terms=None, panels=None, loader=[batch]), 1, every=1
+    )
     (event,) = read(tmp_path / "summaries").Histograms("activations/0")
     assert event.histogram_value.min == pytest.approx(lowest)
     assert lowest < 0

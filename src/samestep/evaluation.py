@@ -23,7 +23,6 @@ __all__ = ["count_split", "describe", "evaluate", "evaluate_run"]
 
 Weights = Literal["average", "raw"]
 
-_CHUNK_ROWS = 250
 _POLL_S = 1.0
 
 
@@ -93,12 +92,12 @@ def count_split(experiment: Experiment, model: nn.Module, job: Job) -> Tensor:
     was_training = model.training
     model.eval()
     total = torch.zeros((), dtype=torch.int64)
-    num_rows = len(experiment.test)
+    num_rows, chunk_rows = len(experiment.test), experiment.test_chunk_rows
     # Every worker counts the first chunk, so that those without one of their own have a shape to add to.
-    for start in range(0, num_rows, _CHUNK_ROWS):
-        if start and start // _CHUNK_ROWS % job.world_size != job.rank:
+    for start in range(0, num_rows, chunk_rows):
+        if start and start // chunk_rows % job.world_size != job.rank:
             continue
-        examples = np.arange(start, min(start + _CHUNK_ROWS, num_rows))
+        examples = np.arange(start, min(start + chunk_rows, num_rows))
         batch = GlobalBatch.open(experiment.test.batch(examples, np.zeros(len(examples), np.uint64)))
         counts = experiment.count(model, batch.take(range(len(examples)), job.device)).cpu()
         total = total + (counts if start or job.is_first else torch.zeros_like(counts))

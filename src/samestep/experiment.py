@@ -36,6 +36,10 @@ class Experiment:
         figures: turns the summed counts into named figures, the main one first.
         terms: `terms(model)` -> those terms of the loss that depend on the weights alone, by name, for the
             summaries; worker 0 calls it before each step, without gradients.
+        panels: `panels(model, batch)` -> uint8 [n, 3, height, width], what the summaries show of the rows of
+            a tower instead of the input pictures; worker 0 calls it on the first rows of each of its
+            towers, without gradients and with the model in evaluation mode.
+        test_chunk_rows: test examples that are evaluated at once; 1 where their shapes differ.
     """
 
     step: Step
@@ -44,6 +48,8 @@ class Experiment:
     count: Callable[[nn.Module, Any], Tensor]
     figures: Callable[[Tensor], Mapping[str, float]]
     terms: Callable[[nn.Module], Mapping[str, float | Tensor]] | None = None
+    panels: Callable[[nn.Module, Any], Tensor] | None = None
+    test_chunk_rows: int = 250
 
     @property
     def model(self) -> nn.Module:
@@ -98,7 +104,9 @@ class Settings(abc.ABC):
             *("log_every", "summary_every", "checkpoint_every", "keep_checkpoints", "log_device_placement"),
         )
     )
-    """Settings that may change when a run goes on: where and how it runs, not what is computed."""
+    """Settings that may change when a run goes on: where and how it runs, not what is computed.
+
+    One that may be left out has to stay left out, or stay given."""
 
     def __post_init__(self) -> None:
         counts = (
@@ -141,8 +149,12 @@ class Settings(abc.ABC):
             return
         noted = _read(path)
         current = {"recipe": self.recipe, **dataclasses.asdict(self)}
-        for name in sorted(current.keys() - self.free):
-            if name in noted and noted[name] != current[name]:
+        for name in sorted(current.keys() & noted.keys()):
+            if name in self.free:
+                is_same = (noted[name] is None) == (current[name] is None)
+            else:
+                is_same = noted[name] == current[name]
+            if not is_same:
                 raise ConfigError(
                     f"{self.run_dir} was trained with {name} = {noted[name]}, not {current[name]}: go on "
                     "with the same, choose another --run-dir, or start over with --fresh"
@@ -177,6 +189,8 @@ def _is_like(value: object, default: object) -> bool:
     """Say whether a value from JSON can stand where the default does."""
     if isinstance(default, str):
         return isinstance(value, (str, int))  # the number of workers is a number or "auto"
+    if default is None:  # a path that may be left out
+        return value is None or isinstance(value, str)
     if isinstance(default, Path):
         return isinstance(value, str)
     if isinstance(default, float):

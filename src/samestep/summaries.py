@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from samestep.activations import Output, layers_of, outputs_of
-from samestep.batch import LocalBatch
+from samestep.batch import GlobalBatch, LocalBatch
 from samestep.experiment import Experiment
 from samestep.histogram import Histogram
 from samestep.report import Report, mean_losses, total_loss
@@ -55,6 +55,8 @@ class Summaries:
         weights/NAME, gradients/NAME    histograms after the update, and of the average that made it
         activations/NAME, sparsity/NAME what layers gave in this worker's first tower; share of zeros
         pictures/0 ... 3                the first pictures, if the batch's first tensor is [n, 1 or 3, h, w]
+        towers/T/pictures/0 ... 3       instead, where the experiment has panels: those of the first rows of
+                                        each of this worker's towers, with the weights after the update
 
     The bits of a run are the same with and without it. Layers inside `torch.compile` are not looked at,
     because that would compile them anew.
@@ -123,8 +125,8 @@ class Summaries:
         for tag, histogram in self._histograms():
             if histogram is not None:
                 histogram.write(writer, tag, step)
-        for index, picture in enumerate(_pictures(batch)):
-            writer.add_image(f"pictures/{index}", picture, step)
+        for tag, picture in self._pictures(batch):
+            writer.add_image(tag, picture, step)
 
     def _scalars(self, report: Report) -> dict[str, float]:
         rows_per_s, _ = self._throughput.read()
@@ -164,6 +166,20 @@ class Summaries:
                 yield f"gradients/{name}", Histogram.of(parameter.grad)
         for name, output in self._outputs.items():
             yield f"activations/{name}", output.histogram
+
+    @torch.no_grad()
+    def _pictures(self, batch: Any) -> Iterator[tuple[str, Tensor]]:
+        panels = self._experiment.panels
+        if panels is None:
+            yield from ((f"pictures/{index}", picture) for index, picture in enumerate(_pictures(batch)))
+            return
+        model = self._experiment.evaluated
+        device = self._experiment.step.towers.job.device
+        with _evaluating(model):
+            for tower, part in batch.slices.items():
+                whole = GlobalBatch.open(part)
+                shown = panels(model, whole.take(range(min(_NUM_PICTURES, whole.rows)), device)).cpu()
+                yield from ((f"towers/{tower}/pictures/{i}", picture) for i, picture in enumerate(shown))
 
 
 def write_figures(run_dir: Path, step: int, figures: Mapping[str, float]) -> None:
@@ -235,6 +251,18 @@ class _Smoothed:
     @property
     def value(self) -> float:
         return self.total / self.weight if self.weight else math.nan
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model in evaluation mode, and each of its layers back into the mode that it was in."""
+    modes = [(layer, layer.training) for layer in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for layer, was_training in modes:
+            layer.training = was_training
 
 
 def _pictures(batch: Any) -> list[Tensor]:

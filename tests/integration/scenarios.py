@@ -10,14 +10,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import samestep
 from samestep.datasets.digits import Digits
+from samestep.datasets.label_maps import LabelMaps
+from samestep.evaluation import evaluate
+from samestep.recipes.segmentation import SegmentationSettings
 
 Scenario = Callable[[samestep.Job], str]
 SCENARIOS: dict[str, Scenario] = {}
@@ -471,8 +477,6 @@ def gradients_that_are_not_finite(job: samestep.Job) -> str:
 def streams_of_all_generators(job: samestep.Job) -> str:
     import random
 
-    import numpy as np
-
     torch.manual_seed(job.rank)  # what comes before must not matter
     random.seed(job.rank)
     np.random.seed(job.rank)
@@ -772,6 +776,19 @@ def whole_batch_from_a_loader(job: samestep.Job) -> str:
         losses.append(towers.average().loss)
         optimizer.step()
     return f"{samestep.digest(model)} {losses}"
+@scenario
+def segmentation(job: samestep.Job) -> str:
+    """Losses weighted by pixels, batch norm, towers without rows, and pictures that are evaluated in turn."""
+    found = []
+    for towers, rows, statistics in ((7, 9, "mean"), (5, 4, "pooled")):
+        settings = SegmentationSettings(
+            towers=towers, batch_size=rows, statistics=statistics, steps=3, crop_size=16, width=2
+        )
+        experiment = settings.build(job)
+        for batch, _ in zip(experiment.loader, range(3), strict=False):
+            experiment.step(batch)
+        found += [samestep.digest(experiment.model), evaluate(experiment, job)]
+    return str(found)
 
 
 def message_of(function: Callable[[], object]) -> str:
@@ -928,6 +945,18 @@ def bad_texts_on_one(job: samestep.Job) -> str:
     if job.rank == 1:
         batch["y"] = batch["y"][:5]
     return message_of(lambda: step_on(towers, batch))
+
+
+@fault
+def a_wrong_label_map(job: samestep.Job) -> str:
+    """Each map is read by one worker alone, here the one of rank 1."""
+    with TemporaryDirectory() as folder:
+        for index, name in enumerate("abc"):
+            for kind, shape in {"pictures": (4, 5, 3), "labels": (4, 5)}.items():
+                path = Path(folder) / kind / f"{name}.png"
+                path.parent.mkdir(exist_ok=True)
+                Image.fromarray(np.full(shape, 7 * (index == 1), dtype=np.uint8)).save(path)
+        return message_of(lambda: LabelMaps(Path(folder), 4).check(job))
 
 
 @fault

@@ -3,7 +3,10 @@
 from samestep.experiment import Settings
 from samestep.recipes.cifar10 import Cifar10Settings
 from samestep.recipes.digits import DigitsSettings
+from samestep.recipes.segmentation import SegmentationSettings
 
 __all__ = ["RECIPES"]
 
-RECIPES: dict[str, type[Settings]] = {kind.recipe: kind for kind in (DigitsSettings, Cifar10Settings)}
+RECIPES: dict[str, type[Settings]] = {
+    kind.recipe: kind for kind in (DigitsSettings, Cifar10Settings, SegmentationSettings)
+}
