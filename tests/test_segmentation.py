@@ -19,7 +19,9 @@ from samestep.datasets import shapes
 from samestep.datasets.shapes import Shapes
 from samestep.errors import ConfigError
 from samestep.evaluation import count_split
+from samestep.experiment import read_settings
 from samestep.job import Job
+from samestep.recipes import RECIPES
 from samestep.recipes.segmentation import (
     SegmentationNet,
     SegmentationSettings,
@@ -278,9 +280,11 @@ def test_a_run_goes_on_with_the_same_bits_with_and_without_summaries(settings, t
 
 def test_drawn_shapes_and_a_folder_are_not_the_same_experiment(settings, tmp_path):
     settings.write()
+    assert read_settings(settings.run_dir, RECIPES) == settings
     with pytest.raises(ConfigError, match="was trained with data_dir = None, not "):
         replace(settings, data_dir=tmp_path).check_same_experiment()
     replace(settings, data_dir=tmp_path).write()
+    assert read_settings(settings.run_dir, RECIPES) == replace(settings, data_dir=tmp_path)
     replace(settings, data_dir=tmp_path / "moved").check_same_experiment()
     with pytest.raises(ConfigError, match="not None: go on with the same"):
         settings.check_same_experiment()
