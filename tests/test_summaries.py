@@ -364,7 +364,9 @@ def test_sums_with_names_are_shown(tmp_path):
         torch.optim.SGD(model.parameters(), lr=0.1),
         weights={"a": len, "b": torch.numel},
     )
-    experiment = SimpleNamespace(step=step, model=model, terms=None, loader=[torch.randn(6, 3)] * 4)
+    experiment = SimpleNamespace(
+        step=step, model=model, terms=None, panels=None, loader=[torch.randn(6, 3)] * 4
+    )
     reports = take_steps(tmp_path, experiment, 4, every=2)
     folder = tmp_path / "summaries"
     for name in ("a", "b"):

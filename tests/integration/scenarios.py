@@ -776,6 +776,8 @@ def whole_batch_from_a_loader(job: samestep.Job) -> str:
         losses.append(towers.average().loss)
         optimizer.step()
     return f"{samestep.digest(model)} {losses}"
+
+
 @scenario
 def segmentation(job: samestep.Job) -> str:
     """Losses weighted by pixels, batch norm, towers without rows, and pictures that are evaluated in turn."""
