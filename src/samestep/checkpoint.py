@@ -4,67 +4,60 @@ A checkpoint is a folder:
 
     model.safetensors      weights and buffers, for any tool that reads safetensors
     average.safetensors    the moving averages of the weights, where they are kept
-    training.pt            optimizer, scheduler and loop state, for torch.load(weights_only=True)
-    manifest.json          format version, step, digest, and each file's size and SHA-256
+    training.json          optimizer, scheduler and loop state; see `samestep.state_tree`
+    training.safetensors   its tensors
+    manifest.json          step, position, experiment, fingerprint, digest; sizes and SHA-256 of the rest
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import re
 import shutil
+import stat
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
+import safetensors.torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from samestep.digest import digest
-from samestep.durable import flush
-from samestep.errors import DataError, MissingFileError
+from samestep.durable import flush, storage
+from samestep.errors import DamagedError, MissingFileError
+from samestep.loader import TowerLoader
+from samestep.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest
+from samestep.snapshot import AVERAGE, STATE, WEIGHTS, Parts, Snapshot, restore, take_snapshot
+from samestep.strict_json import parse_json
+from samestep.towers import Towers
 
-__all__ = [
-    "FORMAT",
-    "Manifest",
-    "all_checkpoints",
-    "checkpoint_path",
-    "keep_last",
-    "load",
-    "newest",
-    "read_digest",
-    "save",
-]
+__all__ = ["Found", "load", "read", "save", "write"]
 
-FORMAT = 1
+_OUTLINE = f"{STATE}.json"
+_REQUIRED = {f"{WEIGHTS}.safetensors", f"{STATE}.safetensors", _OUTLINE}
+_ALLOWED = _REQUIRED | {f"{AVERAGE}.safetensors"}
+_MAX_OUTLINE_BYTES = 2**28
 
-_MANIFEST = "manifest.json"
-_STATE = "training.pt"
-_NAME = re.compile(r"step-(\d{8,})")
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint says about itself.
-
-    Attributes:
-        step: steps taken when it was written.
-        digest: `samestep.digest` of the model's weights.
-        files: each file's size in bytes and SHA-256.
-        state: after `load`, what was saved beside the weights, by name.
-    """
-
-    step: int
-    digest: str
-    files: Mapping[str, tuple[int, str]]
-    state: Mapping[str, Any] = field(default_factory=dict)
+# What a damaged folder answers when a file of it is opened; other errors are about this machine.
+_DAMAGE = (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EIO)
 
 
 def save(
-    path: str | Path, *, step: int, model: nn.Module, average: nn.Module | None = None, **state: Any
+    path: str | Path,
+    *,
+    step: int,
+    model: nn.Module,
+    average: nn.Module | None = None,
+    towers: Towers | None = None,
+    loader: TowerLoader | None = None,
+    **state: Any,
 ) -> Path:
     """Write a checkpoint: under a temporary name, flushed to disk, then renamed.
 
@@ -75,154 +68,239 @@ def save(
         step: steps taken.
         model: its `state_dict` is written as safetensors.
         average: a second module to write the same way, such as an `AveragedModel`'s `module`.
+        towers: T and the seed are noted, and `load` refuses others.
+        loader: its position is noted, with batch size, seed and number of examples.
         state: optimizers, schedulers and anything else with a `state_dict`, or plain numbers, strings,
-            tensors, and lists and dicts of them; None is left out.
+            tensors, and lists, tuples and dicts of them; None is left out.
 
     Returns:
         The folder.
+
+    Raises:
+        ConfigError: some of the state cannot be written.
+        StorageError: the disk does not take it; what was at `path` before is still there.
+
+    Example:
+        >>> import tempfile
+        >>> model = nn.Linear(2, 1)
+        >>> path = save(Path(tempfile.mkdtemp()) / "one", step=7, model=model, best=0.5)
+        >>> sorted(file.name for file in path.iterdir())
+        ['manifest.json', 'model.safetensors', 'training.json', 'training.safetensors']
+        >>> manifest = load(path, model=model)
+        >>> manifest.step, manifest.state
+        (7, {'best': 0.5})
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir()
-    _write_weights(unfinished / "model.safetensors", model)
-    if average is not None:
-        _write_weights(unfinished / "average.safetensors", average)
-    values = {n: v.state_dict() if hasattr(v, "state_dict") else v for n, v in state.items() if v is not None}
-    torch.save(values, unfinished / _STATE)
-    files = {file.name: (file.stat().st_size, _sha256(file)) for file in sorted(unfinished.iterdir())}
-    manifest = {"format": FORMAT, "step": step, "digest": digest(model), "files": files}
-    (unfinished / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-    for file in (*unfinished.iterdir(), unfinished):
-        flush(file)
-    if path.exists():
-        shutil.rmtree(path)
-    unfinished.rename(path)
-    flush(path.parent)
-    return path
+    return write(take_snapshot(step, Parts(model, average, towers, loader, state)), Path(path))
 
 
-def load(path: str | Path, *, model: nn.Module, average: nn.Module | None = None, **state: Any) -> Manifest:
-    """Read a checkpoint back into the objects it was written from, after checking every file.
+def load(
+    path: str | Path,
+    *,
+    model: nn.Module,
+    average: nn.Module | None = None,
+    towers: Towers | None = None,
+    loader: TowerLoader | None = None,
+    **state: Any,
+) -> Manifest:
+    """Read a checkpoint back into the objects it was written from: all of it, or, on an error, nothing.
+
+    Call it on every worker.
 
     Args:
         path: the folder.
         model: gets the weights.
         average: gets the moving averages.
+        towers: get the step, if T and the seed are the same.
+        loader: gets the position, if batch size, seed and number of examples are the same.
         state: the objects with a `load_state_dict` to fill, by the names they were saved under.
 
     Raises:
         MissingFileError: there is no checkpoint.
-        DataError: it is damaged, or does not fit the objects.
+        DamagedError: it is not what was written.
+        DataError: it does not fit the objects, or is of a newer format.
+        ConfigError: it is of another experiment.
+        StorageError: the disk does not give it.
     """
     path = Path(path)
-    manifest = read_manifest(path)
-    for name in manifest.files:
-        _check(path / name, *manifest.files[name])
-    _read_weights(path / "model.safetensors", model)
-    if average is not None:
-        _read_weights(path / "average.safetensors", average)
-    values = torch.load(path / _STATE, map_location="cpu", weights_only=True)
-    for name, target in state.items():
-        if target is not None:
-            if name not in values:
-                raise DataError(f"{path / _STATE}: holds no {name}; expected one of {', '.join(values)}")
-            target.load_state_dict(values[name])
-    return replace(manifest, state=values)
+    try:
+        found = read(path)
+    except DamagedError as error:
+        raise DamagedError(f"{error}; use another checkpoint") from error
+    left = restore(found.snapshot, Parts(model, average, towers, loader, state), path)
+    return replace(found.manifest, state=left)
 
 
-def read_manifest(path: Path) -> Manifest:
-    """Read what a checkpoint says about itself.
+# ---- writing ---------------------------------------------------------------------------------------
+
+
+def write(snapshot: Snapshot, path: Path) -> Path:
+    """Write a snapshot as a checkpoint; needs no object but the snapshot, so any thread may do it.
 
     Raises:
-        MissingFileError: there is no manifest.
-        DataError: it cannot be read, or is of a newer format.
+        StorageError: the disk does not take it; what was at `path` before is still there.
     """
-    file = path / _MANIFEST
-    if not file.exists():
-        raise MissingFileError(f"{file}: not there; expected a checkpoint, as `samestep train` writes it")
-    try:
-        values = json.loads(file.read_text())
-        if values["format"] > FORMAT:
-            raise DataError(f"{file}: format {values['format']} is newer than {FORMAT}: update samestep")
-        files = {name: (int(size), str(sha256)) for name, (size, sha256) in values["files"].items()}
-        return Manifest(int(values["step"]), str(values["digest"]), files)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, DataError):
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    with storage(path):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+            _write_files(snapshot, unfinished)
+            _rename(unfinished, path)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)  # on a full disk, room for others
             raise
-        raise DataError(
-            f"{file}: is no manifest of a checkpoint ({error!r}); use another checkpoint"
-        ) from error
+    return path
 
 
-def all_checkpoints(run_dir: Path) -> list[Path]:
-    """Return the checkpoints of a run, oldest first."""
-    folder = run_dir / "checkpoints"
-    found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+def _write_files(snapshot: Snapshot, folder: Path) -> None:
+    outline = folder / _OUTLINE
+    outline.write_text(json.dumps(snapshot.outline, indent=1, allow_nan=False) + "\n")
+    parts = {WEIGHTS: snapshot.weights, AVERAGE: snapshot.average, STATE: snapshot.tensors}
+    for part, tensors in parts.items():
+        if tensors is not None:
+            _write_tensors(folder / f"{part}.safetensors", tensors)
+            shutil.copymode(outline, folder / f"{part}.safetensors")  # safetensors shuts everybody else out
+    manifest = Manifest(
+        snapshot.step,
+        digest(snapshot.weights),
+        {file.name: (file.stat().st_size, _sha256_of(file)) for file in folder.iterdir()},
+        snapshot.position,
+        snapshot.experiment,
+        snapshot.fingerprint,
+    )
+    (folder / MANIFEST).write_text(manifest.to_text())
+    for file in (*folder.iterdir(), folder):
+        flush(file)
 
 
-def newest(run_dir: Path) -> Path:
-    """Return the newest checkpoint of a run, or `run_dir` itself if it is a checkpoint.
+def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    # Row-major, and tensors that share no memory: snapshots have copies.
+    rows = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    try:
+        safetensors.torch.save_file(rows, file)
+    except SafetensorError as error:  # also what the system says
+        number = re.search(r"os error (\d+)", str(error))
+        code = int(number[1]) if number else errno.EIO
+        raise OSError(code, os.strerror(code) if number else str(error), str(file)) from error
+
+
+def _rename(unfinished: Path, path: Path) -> None:
+    replaced = path.with_name(f".{path.name}.replaced")
+    with suppress(FileNotFoundError):
+        shutil.rmtree(replaced)
+    with suppress(FileNotFoundError):
+        path.rename(replaced)
+    unfinished.rename(path)
+    flush(path.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+# ---- reading ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that was read whole."""
+
+    path: Path
+    manifest: Manifest
+    snapshot: Snapshot
+
+
+pytree.register_dataclass(Found)  # so that workers can send each other its tensors
+
+
+def read(path: Path) -> Found:
+    """Read a checkpoint and check every byte of it.
 
     Raises:
-        MissingFileError: there is none.
+        MissingFileError: there is no such folder.
+        DamagedError: it is not what was written, or more or less than that.
+        DataError: it is of a newer format.
+        StorageError: the disk does not give it.
     """
-    if (run_dir / _MANIFEST).exists():
-        return run_dir
-    found = all_checkpoints(run_dir)
-    if not found:
-        raise MissingFileError(f"{run_dir}: no checkpoint there; train first, or name another run folder")
-    return found[-1]
+    with storage(path, "read"):
+        if not os.path.lexists(path):
+            raise MissingFileError(f"{path}: not there; expected a checkpoint, as `samestep train` writes it")
+        if path.is_symlink() or not path.is_dir():
+            raise DamagedError(f"{path}: is a {'link' if path.is_symlink() else 'file'}, expected a folder")
+        names = set(os.listdir(path))
+    manifest = Manifest.parse(_content(path / MANIFEST, MAX_MANIFEST_BYTES), path / MANIFEST)
+    if not _REQUIRED <= manifest.files.keys() <= _ALLOWED:
+        raise DamagedError(f"{path / MANIFEST}: its files cannot be {', '.join(manifest.files):.200}")
+    for name in sorted(names - manifest.files.keys() - {MANIFEST}):
+        raise DamagedError(f"{path / ascii(name)[1:-1]}: is not in the manifest")
+    contents = {name: _verified(path / name, *manifest.files[name]) for name in sorted(manifest.files)}
+    return Found(path, manifest, _snapshot(path, manifest, contents))
 
 
-def keep_last(run_dir: Path, count: int) -> None:
-    """Delete all but the newest `count` checkpoints of a run."""
-    for path in all_checkpoints(run_dir)[:-count]:
-        shutil.rmtree(path)
-
-
-def checkpoint_path(run_dir: Path, step: int) -> Path:
-    """Return where a run keeps the checkpoint of a step."""
-    return run_dir / "checkpoints" / f"step-{step:08d}"
-
-
-def read_digest(path: Path) -> str:
-    """Return the digest of the weights in a checkpoint, or in the newest of a run, computed anew."""
-    file = newest(path) / "model.safetensors"
-    _check(file, *read_manifest(newest(path)).files[file.name])
-    return digest(load_file(file))
-
-
-def _write_weights(file: Path, model: nn.Module) -> None:
-    # Copies, because safetensors refuses tensors that share memory, as tied weights do.
-    tensors = {
-        n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in _tensors(model).items()
+def _snapshot(path: Path, manifest: Manifest, contents: dict[str, bytes]) -> Snapshot:
+    """Make a snapshot of the files' contents, which are let go of one by one."""
+    parts = {
+        part: _parse_tensors(path / f"{part}.safetensors", contents.pop(f"{part}.safetensors"))
+        for part in (WEIGHTS, AVERAGE, STATE)
+        if f"{part}.safetensors" in contents
     }
-    save_file(tensors, file)
-
-
-def _read_weights(file: Path, model: nn.Module) -> None:
+    if digest(parts[WEIGHTS]) != manifest.digest:
+        raise DamagedError(
+            f"{path / WEIGHTS}.safetensors: its weights are not those of the manifest's digest"
+        )
     try:
-        model.load_state_dict(load_file(file))
-    except RuntimeError as error:
-        raise DataError(f"{file}: does not fit the model ({' '.join(str(error).split())})") from error
+        snapshot = Snapshot(
+            manifest.step,
+            manifest.position,
+            manifest.experiment,
+            manifest.fingerprint,
+            parts[WEIGHTS],
+            parts.get(AVERAGE),
+            parse_json(contents[_OUTLINE]),
+            parts[STATE],
+        )
+        snapshot.state()
+    except ValueError as error:
+        raise DamagedError(f"{path / _OUTLINE}: {error}") from error
+    return snapshot
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+def _parse_tensors(file: Path, content: bytes) -> dict[str, Tensor]:
+    try:
+        found = safetensors.torch.load(content)
+    except Exception as error:  # the parser has many kinds for files that are none of its own
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise DamagedError(f"{file}: is no safetensors file ({why:.200})") from error
+    # In memory that torch has allocated and aligned, as it was before.
+    return {name: found.pop(name).clone() for name in list(found)}
 
 
-def _check(file: Path, size: int, sha256: str) -> None:
-    if not file.exists():
-        raise MissingFileError(f"{file}: not there, although the manifest names it; use another checkpoint")
-    if file.stat().st_size != size:
-        raise DataError(f"{file}: has {file.stat().st_size} bytes, expected {size}; use another checkpoint")
-    if _sha256(file) != sha256:
-        raise DataError(f"{file}: its SHA-256 is not the manifest's; use another checkpoint")
+def _verified(file: Path, size: int, sha256: str) -> bytes:
+    content = _content(file, _MAX_OUTLINE_BYTES if file.suffix == ".json" else None, size)
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise DamagedError(f"{file}: its SHA-256 is not the manifest's")
+    return content
 
 
-def _sha256(file: Path) -> str:
+def _content(file: Path, max_bytes: int | None, size: int | None = None) -> bytes:
+    """Read a file of a known size, if it is one: no link, no pipe, no device."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(descriptor, "rb") as stream:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise DamagedError(f"{file}: is no regular file")
+            if size is not None and found.st_size != size:
+                raise DamagedError(f"{file}: has {found.st_size} bytes, expected {size}")
+            if max_bytes is not None and found.st_size > max_bytes:
+                raise DamagedError(f"{file}: has {found.st_size} bytes, expected at most {max_bytes}")
+            return stream.read()
+    except OSError as error:
+        if error.errno in _DAMAGE:
+            what = {errno.ENOENT: "is not there", errno.ELOOP: "is a link, expected a file"}
+            raise DamagedError(f"{file}: {what.get(error.errno, error.strerror)}") from error
+        with storage(file, "read"):
+            raise
+
+
+def _sha256_of(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -113,7 +113,7 @@ def _on_workers(settings: Settings, words: list[str], work: Callable[[Job], int]
 
 
 def _digest(command: Digest) -> int:
-    from samestep.checkpoint import read_digest
+    from samestep.run_folder import read_digest
 
     print(read_digest(command.path))
     return 0

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["flush"]
+from samestep.errors import Error, StorageError
+
+__all__ = ["flush", "storage", "write_whole"]
+
+_REMEDIES = {
+    errno.ENOSPC: "make room on the disk",
+    errno.EDQUOT: "make room in the quota",
+    errno.EFBIG: "raise the limit on file sizes",
+    errno.EROFS: "choose a folder that can be written to",
+    errno.EACCES: "change its permissions, or choose another folder",
+    errno.EPERM: "change its permissions, or choose another folder",
+    errno.ENOTDIR: "choose another folder",
+    errno.EEXIST: "choose another folder",
+}
 
 
 def flush(path: Path) -> None:
@@ -15,3 +31,40 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def storage(path: Path, action: str = "written") -> Iterator[None]:
+    """Turn what the system says about `path`, or a file in it, into one line.
+
+    Args:
+        path: what is worked on.
+        action: what cannot be done to it, in the past participle.
+
+    Raises:
+        StorageError: in place of an `OSError`.
+    """
+    try:
+        yield
+    except Error:
+        raise
+    except OSError as error:
+        remedy = _REMEDIES.get(error.errno or 0, "look after the disk, or choose another folder")
+        where = path if error.filename is None else error.filename
+        why = error.strerror or str(error)
+        raise StorageError(f"{where}: cannot be {action} ({why}); {remedy}") from error
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a text file, replacing what is there: readers find the old text or the new, never a part.
+
+    Raises:
+        StorageError: the disk does not take it.
+    """
+    unfinished = file.with_name(f".{file.name}.unfinished")
+    with storage(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(text, encoding="utf-8")
+        flush(unfinished)
+        unfinished.replace(file)
+        flush(file.parent)

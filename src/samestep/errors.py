@@ -6,7 +6,10 @@
     ├── BatchError          a batch without rows, weight, or equal lengths (also a ValueError)
     ├── BufferError         a buffer changed and nobody said how to average (also a RuntimeError)
     ├── DataError           a file on disk does not hold what it should    (also a ValueError)
+    │   └── DamagedError    a checkpoint is not what was written
     ├── MissingFileError    a file or folder is not there                  (also a FileNotFoundError)
+    ├── StorageError        the disk does not take a file, or give it      (also an OSError)
+    ├── LockedError         another process trains in the run folder       (also a RuntimeError)
     ├── DisagreementError   workers of one job do not agree                (also a RuntimeError)
     ├── LostWorkerError     a worker stopped answering                     (also a RuntimeError)
     └── NonFiniteError      a loss or gradient is NaN or infinite          (also an ArithmeticError)
@@ -20,12 +23,15 @@ __all__ = [
     "BatchError",
     "BufferError",
     "ConfigError",
+    "DamagedError",
     "DataError",
     "DisagreementError",
     "Error",
+    "LockedError",
     "LostWorkerError",
     "MissingFileError",
     "NonFiniteError",
+    "StorageError",
     "UsageError",
 ]
 
@@ -62,11 +68,23 @@ class DataError(Error, ValueError):
     """A file on disk does not hold what it should."""
 
 
+class DamagedError(DataError):
+    """A checkpoint is not what was written: an earlier one may be whole."""
+
+
 class MissingFileError(Error, FileNotFoundError):
     """A file or folder is not there."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
+
+
+class StorageError(Error, OSError):
+    """The disk does not take a file, or does not give it: full, read-only, no permission, broken."""
+
+
+class LockedError(Error, RuntimeError):
+    """Another process trains in the run folder."""
 
 
 class DisagreementError(Error, RuntimeError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -14,9 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep.batch import GlobalBatch
-from samestep.checkpoint import all_checkpoints, checkpoint_path, load, newest
+from samestep.checkpoint import Found
 from samestep.experiment import Experiment, Settings
+from samestep.first_worker import from_first_worker
 from samestep.job import Job
+from samestep.run_folder import all_checkpoints, search, tell, tell_newest
+from samestep.snapshot import Parts, restore
 from samestep.summaries import write_figures
 
 __all__ = ["count_split", "describe", "evaluate", "evaluate_run"]
@@ -40,36 +44,39 @@ def evaluate_run(settings: Settings, job: Job, *, weights: Weights = "average", 
 
     Raises:
         MissingFileError: there is no checkpoint, and `follow` is not set.
-        DataError: a checkpoint is damaged.
+        DataError: none is whole, and `follow` is not set; or it does not fit the model.
     """
     experiment = settings.build(job)
     average = None if experiment.step.average is None else experiment.step.average.module
     model = experiment.model if weights == "raw" or average is None else average
-    for path in _checkpoints(settings, job) if follow else [newest(settings.run_dir)]:
-        manifest = load(path, model=experiment.model, average=average)
+    newest = from_first_worker(job, lambda: tell_newest(settings.run_dir)) if not follow else None
+    for found in [newest] if newest is not None else _checkpoints(settings, job):
+        restore(found.snapshot, Parts(experiment.model, average), found.path)
         figures = experiment.figures(count_split(experiment, model, job))
         if job.is_first:
-            write_figures(settings.run_dir, manifest.step, figures)
-            line = f"{datetime.now():%Y-%m-%d %H:%M:%S}: step {manifest.step}: {describe(figures)}"
+            write_figures(settings.run_dir, found.manifest.step, figures)
+            line = f"{datetime.now():%Y-%m-%d %H:%M:%S}: step {found.manifest.step}: {describe(figures)}"
             print(line, flush=True)
     return 0
 
 
-def _checkpoints(settings: Settings, job: Job) -> Iterator[Path]:
-    """Yield the newest checkpoint whenever there is a new one, until that of the last step."""
-    last, seen = checkpoint_path(settings.run_dir, settings.steps), None
+def _checkpoints(settings: Settings, job: Job) -> Iterator[Found]:
+    """Yield the newest whole checkpoint whenever there is a new one, until that of the last step."""
+    step, refused = -1, set[Path]()
     if job.is_first and not all_checkpoints(settings.run_dir):
         print(f"{settings.run_dir}: no checkpoint yet; waiting for the first", flush=True)
-    while seen != last:
-        found: list[Path | None] = [next(reversed(all_checkpoints(settings.run_dir)), None)]
-        if job.world_size > 1:  # what worker 0 sees counts, and the others wait for no more than a second
-            dist.broadcast_object_list(found, 0)
-        path = found[0]
-        if path is None or path == seen:
+    while step != settings.steps:
+        # What worker 0 sees counts, and the others wait for no more than a second.
+        look = partial(search, settings.run_dir, newer_than=step, refused=refused)
+        result = from_first_worker(job, look)
+        refused.update(path for path, _ in result.damaged)
+        if job.is_first:
+            tell(result)
+        if result.found is None:
             time.sleep(_POLL_S)
             continue
-        seen = path
-        yield path
+        step = result.found.manifest.step
+        yield result.found
 
 
 def describe(figures: Mapping[str, float]) -> str:

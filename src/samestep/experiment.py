@@ -13,11 +13,13 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from samestep.durable import write_whole
 from samestep.errors import ConfigError, DataError, MissingFileError
 from samestep.job import Job
 from samestep.loader import TowerLoader
 from samestep.readers import BatchedDataset
 from samestep.step import Step
+from samestep.strict_json import parse_json
 
 __all__ = ["Experiment", "Settings", "read_settings"]
 
@@ -92,6 +94,8 @@ class Settings(abc.ABC):
     """Steps between checkpoints; there is always one at the end."""
     keep_checkpoints: int = 3
     """How many of the newest checkpoints to keep."""
+    keep_every: int = 0
+    """Keep the checkpoints of steps that are multiples of this as well; 0 is none."""
     fresh: bool = False
     """Start over: delete the checkpoints and summaries in the run folder first."""
     log_device_placement: bool = False
@@ -101,7 +105,8 @@ class Settings(abc.ABC):
     free: ClassVar[frozenset[str]] = frozenset(
         (
             *("workers", "threads", "run_dir", "device", "fresh"),
-            *("log_every", "summary_every", "checkpoint_every", "keep_checkpoints", "log_device_placement"),
+            *("log_every", "summary_every", "log_device_placement"),
+            *("checkpoint_every", "keep_checkpoints", "keep_every"),
         )
     )
     """Settings that may change when a run goes on: where and how it runs, not what is computed.
@@ -122,6 +127,8 @@ class Settings(abc.ABC):
         for name in counts:
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: expected at least 1")
+        if self.keep_every < 0:
+            raise ConfigError(f"--keep-every {self.keep_every}: expected a number of steps, or 0 for none")
 
     @abc.abstractmethod
     def build(self, job: Job) -> Experiment:
@@ -133,10 +140,13 @@ class Settings(abc.ABC):
         return {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self.autocast]
 
     def write(self) -> None:
-        """Note the settings in the run folder."""
+        """Note the settings in the run folder.
+
+        Raises:
+            StorageError: the disk does not take it.
+        """
         values = {name: str(v) if isinstance(v, Path) else v for name, v in dataclasses.asdict(self).items()}
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        (self.run_dir / _FILE).write_text(json.dumps({"recipe": self.recipe, **values}, indent=2) + "\n")
+        write_whole(self.run_dir / _FILE, json.dumps({"recipe": self.recipe, **values}, indent=2) + "\n")
 
     def check_same_experiment(self) -> None:
         """Compare with the settings noted in the run folder, if any.
@@ -204,7 +214,7 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path}: not there; expected the folder of a run, as `samestep train` writes it"
         )
     try:
-        values = json.loads(path.read_text())
+        values = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read as JSON ({error}); restore it or start over") from error
     if not isinstance(values, dict):

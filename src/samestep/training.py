@@ -7,22 +7,32 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.optim.swa_utils import AveragedModel
 
-from samestep.checkpoint import all_checkpoints, checkpoint_path, keep_last, load, save
+from samestep.agreement import agree
 from samestep.digest import digest
+from samestep.errors import Error
 from samestep.evaluation import describe, evaluate
 from samestep.experiment import Experiment, Settings
+from samestep.fingerprint import Fingerprint, changes, fingerprint
+from samestep.first_worker import from_first_worker
 from samestep.job import Job
+from samestep.lock import RunLock
 from samestep.report import Report
+from samestep.run_folder import clear, newest_whole, set_aside, tidy
+from samestep.snapshot import Parts, check_fits, restore, take_snapshot
 from samestep.summaries import FOLDER, Summaries, Throughput, write_figures
 from samestep.towers import Towers
+from samestep.writer import CheckpointWriter
 
 __all__ = ["resume", "train"]
 
@@ -37,12 +47,17 @@ def train(settings: Settings, job: Job) -> int:
 
     Raises:
         ConfigError: the run folder holds another experiment.
+        DataError: it holds checkpoints, but none that is whole.
+        LockedError: another process trains in it.
+        StorageError: the disk does not take a checkpoint.
     """
-    if settings.fresh and job.is_first:
-        for folder in ("checkpoints", FOLDER):
-            shutil.rmtree(settings.run_dir / folder, ignore_errors=True)
-        (settings.run_dir / "settings.json").unlink(missing_ok=True)
-    job.barrier()
+    with RunLock(settings.run_dir, job):
+        return _train(settings, job)
+
+
+def _train(settings: Settings, job: Job) -> int:
+    if settings.fresh:
+        from_first_worker(job, lambda: _start_over(settings))
     settings.check_same_experiment()
     experiment = settings.build(job)
     resume(experiment, settings)
@@ -52,17 +67,27 @@ def train(settings: Settings, job: Job) -> int:
         _tell_placement(experiment, job)
     display = Display(settings, job, experiment.step.towers)
     summaries = Summaries(settings.run_dir, experiment, every=settings.summary_every)
-    with display, summaries:
+    writer = CheckpointWriter(
+        settings.run_dir, keep_last=settings.keep_checkpoints, keep_every=settings.keep_every
+    )
+    with display, summaries, writer:
         for report in _steps(experiment, summaries, settings.steps):
             display.show(report)
+            writer.check()
             if (report.step + 1) % settings.checkpoint_every == 0 or report.step + 1 == settings.steps:
-                write_checkpoint(experiment, settings, job)
+                write_checkpoint(experiment, writer)
     figures = evaluate(experiment, job)
     if job.is_first:
         write_figures(settings.run_dir, experiment.step.towers.step, figures)
         print(describe(figures))
         print(f"weights sha256 {digest(experiment.model)}")
     return 0
+
+
+def _start_over(settings: Settings) -> None:
+    clear(settings.run_dir)
+    shutil.rmtree(settings.run_dir / FOLDER, ignore_errors=True)
+    (settings.run_dir / "settings.json").unlink(missing_ok=True)
 
 
 def _steps(experiment: Experiment, summaries: Summaries, num_steps: int) -> Iterator[Report]:
@@ -80,45 +105,77 @@ def _steps(experiment: Experiment, summaries: Summaries, num_steps: int) -> Iter
 # ---- checkpoints -----------------------------------------------------------------------------------
 
 
-def write_checkpoint(experiment: Experiment, settings: Settings, job: Job) -> None:
-    """Write the state after the newest step, and let go of old ones."""
-    if not job.is_first:
-        return
-    step = experiment.step
-    save(
-        checkpoint_path(settings.run_dir, step.towers.step),
-        step=step.towers.step,
-        model=experiment.model,
-        average=None if step.average is None else step.average.module,
-        **_parts(experiment),
-        position=experiment.loader.position,
-        num_averaged=None if step.average is None else int(step.average.n_averaged),
-    )
-    keep_last(settings.run_dir, settings.keep_checkpoints)
+def write_checkpoint(experiment: Experiment, writer: CheckpointWriter) -> None:
+    """Take a snapshot of the state after the newest step, and have it written while training goes on."""
+    towers = experiment.step.towers
+    if towers.job.is_first:  # all have the same state
+        writer.wait()  # before the copy, so that there is never more than one
+        writer.write(take_snapshot(towers.step, _parts(experiment)))
 
 
 def resume(experiment: Experiment, settings: Settings) -> None:
-    """Go on from the newest checkpoint in the run folder, if there is one."""
-    found = all_checkpoints(settings.run_dir)
-    if not found:
-        return
-    step = experiment.step
-    average = None if step.average is None else step.average.module
-    manifest = load(found[-1], model=experiment.model, average=average, **_parts(experiment))
-    step.towers.step = manifest.step
-    experiment.loader.position = manifest.state["position"]
-    if step.average is not None:
-        step.average.n_averaged.fill_(manifest.state["num_averaged"])
+    """Go on from the newest whole checkpoint in the run folder, if it ever had one.
+
+    Worker 0 reads it for all. Damaged ones are named and set aside, once the whole one is known to fit.
+
+    Raises:
+        ConfigError: it is of another experiment.
+        DataError: it does not fit, or there are checkpoints but none is whole.
+        StorageError: the disk does not give it.
+    """
+    job = experiment.step.towers.job
+    result = from_first_worker(job, lambda: newest_whole(settings.run_dir))
+    found, parts = result.found, _parts(experiment)
+    if found is not None:
+        error: Error | None = None
+        try:
+            check_fits(found.snapshot, parts, found.path)
+        except Error as misfit:
+            error = misfit
+        agree(job, {}, where=str(found.path), error=error)
+        restore(found.snapshot, parts, found.path)
+        _tell_changes(found.snapshot.fingerprint, job, found.path)
+    if job.is_first:
+        set_aside(result)
+        tidy(settings.run_dir)
 
 
-def _parts(experiment: Experiment) -> dict[str, Any]:
+def _tell_changes(before: Fingerprint, job: Job, path: Path) -> None:
+    differences = changes(before, fingerprint(job.device))
+    if job.is_first and differences:
+        line = f"samestep: {path}: {'; '.join(differences)}: the bits may differ from here on"
+        print(line, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class _NumAveraged:
+    """How many updates the moving averages have seen, which their module does not hold."""
+
+    average: AveragedModel
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num_averaged": int(self.average.n_averaged)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.average.n_averaged.fill_(state["num_averaged"])
+
+
+def _parts(experiment: Experiment) -> Parts:
     step = experiment.step
-    return {
-        "optimizer": step.optimizer,
-        "scheduler": step.scheduler,
-        "scaler": step.scaler,
-        "noise": step.towers.noise,
-    }
+    average = step.average
+    return Parts(
+        experiment.model,
+        None if average is None else average.module,
+        step.towers,
+        experiment.loader,
+        {
+            "optimizer": step.optimizer,
+            "scheduler": step.scheduler,
+            "scaler": step.scaler,
+            "noise": step.towers.noise,
+            "num_averaged": None if average is None else _NumAveraged(average),
+        },
+    )
 
 
 # ---- what is shown ---------------------------------------------------------------------------------

@@ -1,0 +1,172 @@
+"""Whether a checkpoint's state fits the objects that shall take it: asked before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import LBFGS, Adafactor, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from samestep.errors import ConfigError, DataError
+
+__all__ = ["check_experiment", "check_state", "check_tensors"]
+
+_OWN_SHAPES = (Adafactor, LBFGS)  # optimizers whose state has other shapes than the parameters
+
+
+def check_experiment(saved: Mapping[str, int], now: Mapping[str, int], path: Path) -> None:
+    """Compare the experiments that a checkpoint is from and that it is for.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    for name in now:
+        if name in saved and saved[name] != now[name]:
+            raise ConfigError(
+                f"{path} was trained with {name} = {saved[name]}, not {now[name]}: go on with the same, or "
+                "train anew in another folder"
+            )
+
+
+def check_tensors(saved: Mapping[str, Any], current: Mapping[str, Any], file: str, whose: str) -> None:
+    """Compare names, shapes and dtypes.
+
+    Args:
+        saved: what the checkpoint holds, by name.
+        current: what there is now, by name.
+        file: that holds it.
+        whose: the object's name, as in "the model".
+
+    Raises:
+        DataError: they differ.
+    """
+    for name in [*current, *saved]:
+        there, here = (_describe(entries.get(name)) for entries in (saved, current))
+        if there != here:
+            raise DataError(
+                f"{file}: does not fit {whose}: {name!r:.200} is {there} there, {here} here; use "
+                "a checkpoint of the same model"
+            )
+
+
+def check_state(
+    saved: Mapping[str, Any], kinds: Mapping[str, Any], targets: Mapping[str, Any], path: Path
+) -> None:
+    """Compare states with the objects that shall load them, as far as their kinds are known.
+
+    Args:
+        saved: the states, by name.
+        kinds: the names of the types that they are from.
+        targets: the objects, by name; None counts as not there.
+        path: the checkpoint.
+
+    Raises:
+        ConfigError: an object cannot load state.
+        DataError: a state is missing, or does not fit.
+    """
+    for name, target in targets.items():
+        if target is None:
+            continue
+        if not hasattr(target, "load_state_dict"):
+            raise ConfigError(
+                f"{name} is a {type(target).__name__}, which has no load_state_dict: leave it out, and "
+                "read it from the manifest's state"
+            )
+        if name not in saved:
+            raise DataError(f"{path}: holds no {name}; expected one of {', '.join(map(repr, saved)):.200}")
+        if kinds.get(name) != type(target).__qualname__:
+            raise DataError(
+                f"{path}: {name} is from a {kinds.get(name)!r}, not a {type(target).__qualname__}"
+            )
+        problem = _problem(saved[name], target)
+        if problem:
+            raise DataError(f"{path}: its state of {name} does not fit: {problem}")
+
+
+def _problem(saved: Any, target: Any) -> str | None:
+    if isinstance(target, Optimizer):
+        return _problem_of_optimizer(saved, target)
+    if isinstance(target, (LRScheduler, GradScaler)):
+        return _unlike(saved, target.state_dict())
+    if isinstance(target, nn.Module):
+        current = target.state_dict()
+        if not isinstance(saved, dict) or saved.keys() != current.keys():
+            return "the names are others"
+        return next(
+            (f"{n} is another" for n in current if _describe(saved[n]) != _describe(current[n])), None
+        )
+    return None
+
+
+def _problem_of_optimizer(saved: Any, optimizer: Optimizer) -> str | None:
+    match saved:
+        case {"state": dict(states), "param_groups": list(groups)}:
+            pass
+        case _:
+            return "it has no state and groups of parameters"
+    current = optimizer.state_dict()["param_groups"]
+    problem = _unlike(groups, current)
+    if problem:
+        return problem
+    numbers = [number for group in groups for number in group.get("params", ())]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if (
+        len(numbers) != len(parameters)
+        or len(set(numbers)) != len(numbers)
+        or not states.keys() <= set(numbers)
+    ):
+        return f"it numbers its parameters {numbers!r:.80}, there are {len(parameters)}"
+    for number, parameter in zip(numbers, parameters, strict=True):
+        entries = states.get(number, {})
+        if not isinstance(entries, dict) or not all(isinstance(name, str) for name in entries):
+            return f"it has no state for parameter {number}"
+        for name, value in entries.items():
+            if not _has_shape_for(value, parameter, optimizer):
+                return f"{name} of parameter {number} is {_describe(value)}, which is {_describe(parameter)}"
+    return None
+
+
+def _has_shape_for(value: Any, parameter: Tensor, optimizer: Optimizer) -> bool:
+    is_known = type(optimizer).__module__.startswith("torch.optim.") and not isinstance(
+        optimizer, _OWN_SHAPES
+    )
+    return not is_known or not isinstance(value, Tensor) or value.ndim == 0 or value.shape == parameter.shape
+
+
+def _unlike(saved: Any, current: Any, name: str = "it") -> str | None:
+    """Say where two nests are of different kinds; entries that one of them does not have count as alike."""
+    if current is None:  # not set yet
+        return None
+    if isinstance(current, dict):
+        if not isinstance(saved, dict):
+            return f"{name} is {_describe(saved)}, expected a dict"
+        names = [key for key in current if key in saved]
+        return next((found for key in names if (found := _unlike(saved[key], current[key], str(key)))), None)
+    if isinstance(current, Sequence) and not isinstance(current, str):
+        if not isinstance(saved, Sequence) or isinstance(saved, str) or len(saved) != len(current):
+            return f"{name} is {saved!r:.80}, expected {len(current)} values"
+        pairs = zip(saved, current, strict=True)
+        return next((found for one, other in pairs if (found := _unlike(one, other, name))), None)
+    if _kind(saved) != _kind(current):
+        return f"{name} is {saved!r:.80}, expected a value like {current!r:.80}"
+    return None
+
+
+def _kind(value: Any) -> str:
+    """Say what can stand in for what: options that are off are None or False, a number may be a tensor."""
+    if value is None or isinstance(value, bool):
+        return "switch"
+    if isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1):
+        return "number"
+    return type(value).__name__
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return "nothing" if value is None else type(value).__name__

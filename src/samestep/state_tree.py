@@ -1,0 +1,132 @@
+"""A nest of state <-> an outline in JSON and named tensors: nothing in it can run code when it is read.
+
+Numbers, strings, booleans, None, lists and dicts with string keys stand in the outline as they are. All else
+is an object whose one name begins with `$`:
+
+    {"$tensor": name, "order": [0, 2, 3, 1]}    a tensor; its memory's order where that is not row-major
+    {"$tuple": [...]}                           a tuple
+    {"$dict": [[key, value], ...]}              a dict with other keys, such as an optimizer's numbers
+    {"$counter": [[key, count], ...]}           a collections.Counter, as MultiStepLR has it
+    {"$float": "inf"}                           a number that JSON has no word for
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.errors import ConfigError
+
+__all__ = ["from_outline", "to_outline"]
+
+
+def to_outline(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """Return the outline of a nest, and put its tensors into `tensors`, as they are.
+
+    Args:
+        value: numbers, strings, booleans, None, tensors, and lists, tuples and dicts of them.
+        name: what the nest is called, in messages and the tensors' names.
+        tensors: grows.
+
+    Raises:
+        ConfigError: something else is in it.
+
+    Example:
+        >>> tensors = {}
+        >>> to_outline({"lr": 0.1, "betas": (0.9, math.inf), "buffer": torch.zeros(2)}, "optimizer", tensors)
+        {'lr': 0.1, 'betas': {'$tuple': [0.9, {'$float': 'inf'}]}, 'buffer': {'$tensor': 'optimizer.buffer'}}
+        >>> tensors
+        {'optimizer.buffer': tensor([0., 0.])}
+    """
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": str(float(value))}
+    if isinstance(value, Tensor):
+        return _note(value, name, tensors)
+    if type(value) in (list, tuple, torch.Size):
+        items = [to_outline(item, f"{name}.{index}", tensors) for index, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
+    if isinstance(value, dict):
+        return _outline_dict(value, name, tensors)
+    raise ConfigError(
+        f"{name} is a {type(value).__name__}: a checkpoint holds objects with a state_dict, numbers, "
+        "strings, tensors, and lists and dicts of them"
+    )
+
+
+def _outline_dict(value: dict[Any, Any], name: str, tensors: dict[str, Tensor]) -> Any:
+    items = [(key, to_outline(item, f"{name}.{key}", tensors)) for key, item in value.items()]
+    if isinstance(value, Counter):
+        return {"$counter": [[to_outline(key, name, {}), count] for key, count in items]}
+    if all(isinstance(key, str) and not key.startswith("$") for key in value):
+        return dict(items)
+    return {"$dict": [[to_outline(key, name, {}), item] for key, item in items]}
+
+
+def _note(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    while name in tensors:  # {"a.b": ...} beside {"a": {"b": ...}}
+        name += "'"
+    tensors[name] = tensor
+    strides = tensor.stride()
+    order = sorted(range(tensor.ndim), key=lambda axis: -strides[axis])
+    is_dense = tensor.layout == torch.strided and tensor.permute(order).is_contiguous()
+    return {"$tensor": name} | ({"order": order} if is_dense and not tensor.is_contiguous() else {})
+
+
+def from_outline(outline: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return the nest that `to_outline` was given.
+
+    Raises:
+        ValueError: no nest has such an outline, or a tensor is missing, left over or used twice.
+
+    Example:
+        >>> from_outline({"$dict": [[0, {"$tensor": "a"}], [1, {"$tuple": []}]]}, {"a": torch.zeros(2)})
+        {0: tensor([0., 0.]), 1: ()}
+    """
+    left = dict(tensors)
+    try:
+        value = _value(outline, left)
+    except (KeyError, TypeError, RuntimeError, RecursionError) as error:
+        raise ValueError(f"no state has such an outline ({error!r:.200})") from error
+    if left:
+        raise ValueError(f"{len(left)} tensors are not in the outline, the first is {min(left)!r:.80}")
+    return value
+
+
+def _value(outline: Any, left: dict[str, Tensor]) -> Any:
+    if isinstance(outline, list):
+        return [_value(item, left) for item in outline]
+    if not isinstance(outline, dict):
+        return outline
+    if not any(key.startswith("$") for key in outline):
+        return {key: _value(item, left) for key, item in outline.items()}
+    match outline:
+        case {"$tensor": str(name), **layout} if layout.keys() <= {"order"}:
+            return _ordered(left.pop(name), layout.get("order"))
+        case {"$tuple": list(items), **others} if not others:
+            return tuple(_value(item, left) for item in items)
+        case {"$dict": list(items), **others} if not others:
+            return {_value(key, left): _value(item, left) for key, item in items}
+        case {"$counter": list(items), **others} if not others:
+            return Counter({_value(key, left): int(count) for key, count in items})
+        case {"$float": "inf" | "-inf" | "nan" as value, **others} if not others:
+            return float(value)
+    raise ValueError(f"no state has such an outline ({outline!r:.200})")
+
+
+def _ordered(tensor: Tensor, order: list[int] | None) -> Tensor:
+    """Return the tensor with its axes in memory from the slowest to the fastest in `order`."""
+    if order is None:
+        return tensor
+    if sorted(order) != list(range(tensor.ndim)):
+        raise ValueError(f"{order!r:.80} is no order of {tensor.ndim} axes")
+    inverse = sorted(range(tensor.ndim), key=order.__getitem__)
+    return tensor.permute(order).contiguous().permute(inverse)
