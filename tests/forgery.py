@@ -63,7 +63,12 @@ def reseal(path, **changes):
         weights = digest(safetensors.torch.load(contents["model.safetensors"]))
     except Exception:
         weights = values["digest"]
-    seal(file, {"digest": weights, "files": files, **values, **changes} | {"digest": weights, "files": files} | changes)
+    seal(
+        file,
+        {"digest": weights, "files": files, **values, **changes}
+        | {"digest": weights, "files": files}
+        | changes,
+    )
 
 
 def seal(file, values):

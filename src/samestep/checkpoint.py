@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 
 from samestep.digest import digest
 from samestep.durable import flush, storage
-from samestep.errors import DamagedError, MissingFileError
+from samestep.errors import DamagedError, MissingFileError, one_line
 from samestep.loader import TowerLoader
 from samestep.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest
 from samestep.snapshot import AVERAGE, STATE, WEIGHTS, Parts, Snapshot, restore, take_snapshot
@@ -228,9 +228,9 @@ def read(path: Path) -> Found:
         names = set(os.listdir(path))
     manifest = Manifest.parse(_content(path / MANIFEST, MAX_MANIFEST_BYTES), path / MANIFEST)
     if not _REQUIRED <= manifest.files.keys() <= _ALLOWED:
-        raise DamagedError(f"{path / MANIFEST}: its files cannot be {', '.join(manifest.files):.200}")
+        raise DamagedError(f"{path / MANIFEST}: its files cannot be {one_line(', '.join(manifest.files))}")
     for name in sorted(names - manifest.files.keys() - {MANIFEST}):
-        raise DamagedError(f"{path / ascii(name)[1:-1]}: is not in the manifest")
+        raise DamagedError(f"{path / one_line(name)}: is not in the manifest")
     contents = {name: _verified(path / name, *manifest.files[name]) for name in sorted(manifest.files)}
     return Found(path, manifest, _snapshot(path, manifest, contents))
 
@@ -267,8 +267,8 @@ def _parse_tensors(file: Path, content: bytes) -> dict[str, Tensor]:
     try:
         found = safetensors.torch.load(content)
     except Exception as error:  # the parser has many kinds for files that are none of its own
-        why = " ".join(f"{type(error).__name__}: {error}".split())
-        raise DamagedError(f"{file}: is no safetensors file ({why:.200})") from error
+        why = one_line(f"{type(error).__name__}: {error}")
+        raise DamagedError(f"{file}: is no safetensors file ({why})") from error
     # In memory that torch has allocated and aligned, as it was before.
     return {name: found.pop(name).clone() for name in list(found)}
 

@@ -19,6 +19,8 @@
 
 from __future__ import annotations
 
+import reprlib
+
 __all__ = [
     "BatchError",
     "BufferError",
@@ -33,6 +35,8 @@ __all__ = [
     "NonFiniteError",
     "StorageError",
     "UsageError",
+    "one_line",
+    "shown",
 ]
 
 
@@ -103,3 +107,19 @@ class NonFiniteError(Error, ArithmeticError):
     """A loss or a gradient is NaN or infinite."""
 
     exit_status = 1
+
+
+def one_line(text: str, max_chars: int = 200) -> str:
+    r"""Return text that may stand in a message, whoever wrote it: short, and nothing that moves a cursor.
+
+    Example:
+        >>> print(one_line("two\n  lines, \x1b[2J"))
+        'two lines, \x1b[2J'
+    """
+    text = " ".join(text.split())[:max_chars]
+    return text if text.isprintable() else ascii(text)
+
+
+def shown(value: object, max_chars: int = 80) -> str:
+    """Return a value as it may stand in a message, whoever wrote it."""
+    return one_line(repr(value) if isinstance(value, str) else reprlib.repr(value), max_chars)

@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from samestep.errors import one_line
+
 __all__ = ["Fingerprint", "changes", "fingerprint"]
 
 Fingerprint = Mapping[str, str | int | bool | None]
@@ -53,7 +55,7 @@ def changes(before: Fingerprint, now: Fingerprint) -> list[str]:
     """
     names = [*before, *(name for name in now if name not in before)]
     return [
-        f"{_plain(name)} = {_plain(before.get(name))}, now {_plain(now.get(name))}"
+        f"{one_line(name)} = {one_line(str(before.get(name)))}, now {one_line(str(now.get(name)))}"
         for name in names
         if before.get(name) != now.get(name)
     ]
@@ -107,9 +109,3 @@ def _version_of_samestep() -> str:
         return metadata.version("samestep")
     except metadata.PackageNotFoundError:  # run from its sources
         return "unknown"
-
-
-def _plain(value: object) -> str:
-    """Return text for a terminal, also where somebody else wrote it."""
-    text = str(value)[:120]
-    return text if text.isprintable() else ascii(text)

@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 from torch.optim import LBFGS, Adafactor, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from samestep.errors import ConfigError, DataError
+from samestep.errors import ConfigError, DataError, one_line, shown
 
 __all__ = ["check_experiment", "check_state", "check_tensors"]
 
@@ -49,7 +49,7 @@ def check_tensors(saved: Mapping[str, Any], current: Mapping[str, Any], file: st
         there, here = (_describe(entries.get(name)) for entries in (saved, current))
         if there != here:
             raise DataError(
-                f"{file}: does not fit {whose}: {name!r:.200} is {there} there, {here} here; use "
+                f"{file}: does not fit {whose}: {shown(name, 200)} is {there} there, {here} here; use "
                 "a checkpoint of the same model"
             )
 
@@ -78,10 +78,12 @@ def check_state(
                 "read it from the manifest's state"
             )
         if name not in saved:
-            raise DataError(f"{path}: holds no {name}; expected one of {', '.join(map(repr, saved)):.200}")
+            raise DataError(
+                f"{path}: holds no {name}; expected one of {one_line(', '.join(map(repr, saved)))}"
+            )
         if kinds.get(name) != type(target).__qualname__:
             raise DataError(
-                f"{path}: {name} is from a {kinds.get(name)!r}, not a {type(target).__qualname__}"
+                f"{path}: {name} is from a {shown(kinds.get(name))}, not a {type(target).__qualname__}"
             )
         problem = _problem(saved[name], target)
         if problem:
@@ -120,14 +122,15 @@ def _problem_of_optimizer(saved: Any, optimizer: Optimizer) -> str | None:
         or len(set(numbers)) != len(numbers)
         or not states.keys() <= set(numbers)
     ):
-        return f"it numbers its parameters {numbers!r:.80}, there are {len(parameters)}"
+        return f"it numbers its parameters {shown(numbers)}, there are {len(parameters)}"
     for number, parameter in zip(numbers, parameters, strict=True):
         entries = states.get(number, {})
         if not isinstance(entries, dict) or not all(isinstance(name, str) for name in entries):
             return f"it has no state for parameter {number}"
         for name, value in entries.items():
             if not _has_shape_for(value, parameter, optimizer):
-                return f"{name} of parameter {number} is {_describe(value)}, which is {_describe(parameter)}"
+                there, here = _describe(value), _describe(parameter)
+                return f"{shown(name)} of parameter {number} is {there}, which is {here}"
     return None
 
 
@@ -149,11 +152,11 @@ def _unlike(saved: Any, current: Any, name: str = "it") -> str | None:
         return next((found for key in names if (found := _unlike(saved[key], current[key], str(key)))), None)
     if isinstance(current, Sequence) and not isinstance(current, str):
         if not isinstance(saved, Sequence) or isinstance(saved, str) or len(saved) != len(current):
-            return f"{name} is {saved!r:.80}, expected {len(current)} values"
+            return f"{name} is {shown(saved)}, expected {len(current)} values"
         pairs = zip(saved, current, strict=True)
         return next((found for one, other in pairs if (found := _unlike(one, other, name))), None)
     if _kind(saved) != _kind(current):
-        return f"{name} is {saved!r:.80}, expected a value like {current!r:.80}"
+        return f"{name} is {shown(saved)}, expected a value like {shown(current)}"
     return None
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from samestep.errors import DamagedError, DataError
+from samestep.errors import DamagedError, DataError, shown
 from samestep.fingerprint import Fingerprint
 from samestep.strict_json import parse_json
 
@@ -101,7 +101,11 @@ def _seal(values: Mapping[str, Any]) -> str:
 
 
 def _read(values: dict[str, Any]) -> Manifest:
-    _expect(values.keys() == _ENTRIES and _is_count(values["format"]) and values["format"] == FORMAT, "entries", list(values))
+    _expect(
+        values.keys() == _ENTRIES and _is_count(values["format"]) and values["format"] == FORMAT,
+        "entries",
+        list(values),
+    )
     _expect(_is_count(values["step"]), "step", values["step"])
     _expect(values["position"] is None or _is_count(values["position"]), "position", values["position"])
     _expect(
@@ -123,7 +127,7 @@ def _read(values: dict[str, Any]) -> Manifest:
 
 def _expect(is_right: object, name: str, value: object) -> None:
     if not is_right:
-        raise ValueError(f"its {name} cannot be {value!r:.80}")
+        raise ValueError(f"its {name} cannot be {shown(value)}")
 
 
 def _all(values: object, is_right: Any) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from samestep.errors import ConfigError, DataError
+from samestep.errors import ConfigError, DataError, one_line, shown
 from samestep.fingerprint import Fingerprint, fingerprint
 from samestep.fit import check_experiment, check_state, check_tensors
 from samestep.loader import TowerLoader
@@ -105,7 +105,7 @@ class Snapshot:
             or tuple(nest) != names
             or not all(isinstance(nest[n], dict) for n in names)
         ):
-            raise ValueError(f"its entries cannot be {nest!r:.200}")
+            raise ValueError(f"its entries cannot be {shown(nest, 200)}")
         return nest
 
 
@@ -197,7 +197,7 @@ def check_fits(snapshot: Snapshot, parts: Parts, path: Path) -> dict[str, Any]:
             raise DataError(f"{path}: holds no {name}, it was saved without one")
         extra = nest["extra"].get(name)
         if not isinstance(extra, dict) or extra.keys() & saved.keys():
-            raise DataError(f"{path}: its extra state of the {name} cannot be {extra!r:.80}")
+            raise DataError(f"{path}: its extra state of the {name} cannot be {shown(extra)}")
         check_tensors({**saved, **extra}, module.state_dict(), f"{path / name}.safetensors", f"the {name}")
     check_state(nest["state"], nest["kinds"], parts.state, path)
     return nest
@@ -214,8 +214,8 @@ def _load_or_undo(state: Mapping[str, Any], targets: Mapping[str, Any], path: Pa
         except Exception as error:  # whatever the object makes of a state that is not its own
             for changed, former in reversed(done):
                 changed.load_state_dict(former)
-            why = " ".join(f"{type(error).__name__}: {error}".split())
-            raise DataError(f"{path}: its state of {name} does not fit ({why:.200})") from error
+            why = one_line(f"{type(error).__name__}: {error}")
+            raise DataError(f"{path}: its state of {name} does not fit ({why})") from error
 
 
 def _copies(tensors: Mapping[str, Tensor], part: str, layout: torch.memory_format) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.errors import ConfigError
+from samestep.errors import ConfigError, one_line, shown
 
 __all__ = ["from_outline", "to_outline"]
 
@@ -95,9 +95,9 @@ def from_outline(outline: Any, tensors: Mapping[str, Tensor]) -> Any:
     try:
         value = _value(outline, left)
     except (KeyError, TypeError, RuntimeError, RecursionError) as error:
-        raise ValueError(f"no state has such an outline ({error!r:.200})") from error
+        raise ValueError(f"no state has such an outline ({one_line(repr(error))})") from error
     if left:
-        raise ValueError(f"{len(left)} tensors are not in the outline, the first is {min(left)!r:.80}")
+        raise ValueError(f"{len(left)} tensors are not in the outline, the first is {shown(min(left))}")
     return value
 
 
@@ -119,7 +119,7 @@ def _value(outline: Any, left: dict[str, Tensor]) -> Any:
             return Counter({_value(key, left): int(count) for key, count in items})
         case {"$float": "inf" | "-inf" | "nan" as value, **others} if not others:
             return float(value)
-    raise ValueError(f"no state has such an outline ({outline!r:.200})")
+    raise ValueError(f"no state has such an outline ({shown(outline, 200)})")
 
 
 def _ordered(tensor: Tensor, order: list[int] | None) -> Tensor:
@@ -127,6 +127,6 @@ def _ordered(tensor: Tensor, order: list[int] | None) -> Tensor:
     if order is None:
         return tensor
     if sorted(order) != list(range(tensor.ndim)):
-        raise ValueError(f"{order!r:.80} is no order of {tensor.ndim} axes")
+        raise ValueError(f"{shown(order)} is no order of {tensor.ndim} axes")
     inverse = sorted(range(tensor.ndim), key=order.__getitem__)
     return tensor.permute(order).contiguous().permute(inverse)

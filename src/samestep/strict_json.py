@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any, NoReturn
 
+from samestep.errors import shown
+
 __all__ = ["parse_json"]
 
 
@@ -30,7 +32,7 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, value in pairs:
         if name in values:
-            raise ValueError(f"{name!r:.80} stands twice in an object")
+            raise ValueError(f"{shown(name)} stands twice in an object")
         values[name] = value
     return values
 
