@@ -188,6 +188,17 @@ def test_nothing_unfinished_is_left_and_others_may_read(tmp_path):
     assert samestep.load(path, model=model).step == 2
 
 
+def test_a_link_is_replaced_not_followed(tmp_path):
+    elsewhere = forgery.save(tmp_path / "elsewhere")
+    before = contents(elsewhere)
+    for name in ("one", ".one.unfinished", ".one.replaced"):
+        (tmp_path / name).symlink_to(elsewhere)
+    path = forgery.save(tmp_path / "one", step=8)
+    assert forgery.load(path)[0].step == 8
+    assert contents(elsewhere) == before
+    assert {entry.name for entry in tmp_path.iterdir()} == {"one", "elsewhere"}
+
+
 @pytest.mark.parametrize("value", [object(), torch.complex, {1, 2}, b"bytes", [{"deep": print}]])
 def test_state_that_cannot_be_written_is_named(tmp_path, value):
     with pytest.raises(ConfigError, match=r"thing(\.0\.deep)? is a .*: a checkpoint holds"):

@@ -73,7 +73,9 @@ def _run(words: list[str]) -> int:
 def _commands() -> Command:
     from samestep.recipes import RECIPES
 
-    train = Command("Train a recipe, from its last checkpoint if there is one.", RECIPES, noun="recipe")
+    train = Command(
+        "Train a recipe, from its newest whole checkpoint if there is one.", RECIPES, noun="recipe"
+    )
     return Command("", {"train": train, "eval": Eval, "digest": Digest})
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from samestep.errors import Error, StorageError
 
-__all__ = ["flush", "storage", "write_whole"]
+__all__ = ["flush", "make_folder", "remove", "storage", "write_whole"]
 
 _REMEDIES = {
     errno.ENOSPC: "make room on the disk",
@@ -31,6 +32,22 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it, if they are not there; names that are new are on the disk then."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        flush(path.parent)
+
+
+def remove(path: Path) -> None:
+    """Delete a folder with all that is in it, or a file, or a link, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -63,7 +80,7 @@ def write_whole(file: Path, text: str) -> None:
     """
     unfinished = file.with_name(f".{file.name}.unfinished")
     with storage(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(file.parent)
         unfinished.write_text(text, encoding="utf-8")
         flush(unfinished)
         unfinished.replace(file)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep.batch import GlobalBatch
-from samestep.checkpoint import Found
 from samestep.experiment import Experiment, Settings
+from samestep.files import Found
 from samestep.first_worker import from_first_worker
 from samestep.job import Job
 from samestep.run_folder import all_checkpoints, search, tell, tell_newest

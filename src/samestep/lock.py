@@ -12,7 +12,7 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
-from samestep.durable import storage
+from samestep.durable import make_folder, storage
 from samestep.errors import LockedError
 from samestep.first_worker import from_first_worker
 from samestep.job import Job
@@ -40,17 +40,17 @@ class RunLock:
     Args:
         run_dir: the folder of the run; made if it is not there.
         job: all its workers must enter.
-        wait_s: seconds to wait for another holder to end.
+        wait_s: seconds to wait for another holder to end; `WAIT_S` by default.
 
     Raises:
         LockedError: on entering, another process holds it.
         StorageError: on entering, the folder cannot be written to.
     """
 
-    def __init__(self, run_dir: Path, job: Job, *, wait_s: float = WAIT_S) -> None:
+    def __init__(self, run_dir: Path, job: Job, *, wait_s: float | None = None) -> None:
         self._file = run_dir / "lock"
         self._job = job
-        self._wait_s = wait_s
+        self._wait_s = WAIT_S if wait_s is None else wait_s
         self._descriptor: int | None = None
 
     def __enter__(self) -> RunLock:
@@ -65,7 +65,7 @@ class RunLock:
 
     def _acquire(self) -> None:
         with storage(self._file):
-            self._file.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self._file.parent)
             descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             try:
                 self._wait_for(descriptor)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import sys
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
@@ -20,9 +19,9 @@ from pathlib import Path
 
 from torch.utils import _pytree as pytree
 
-from samestep.checkpoint import Found, read
-from samestep.durable import storage
+from samestep.durable import remove, storage
 from samestep.errors import DamagedError, DataError, MissingFileError
+from samestep.files import Found, read
 from samestep.manifest import MANIFEST
 
 __all__ = [
@@ -203,10 +202,7 @@ def _step(path: Path) -> int:
 
 def _delete(path: Path) -> None:
     with storage(path, "deleted"):
-        if path.is_symlink() or not path.is_dir():
-            path.unlink()
-        else:
-            shutil.rmtree(path)
+        remove(path)
 
 
 def _rename(path: Path, name: str) -> str:

@@ -6,8 +6,8 @@ import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from samestep.checkpoint import write
 from samestep.errors import StorageError
+from samestep.files import write
 from samestep.run_folder import checkpoint_path, prune
 from samestep.snapshot import Snapshot
 

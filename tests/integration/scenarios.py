@@ -8,6 +8,9 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,10 +23,14 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import samestep
+from samestep.agreement import agree
 from samestep.datasets.digits import Digits
 from samestep.datasets.label_maps import LabelMaps
 from samestep.evaluation import evaluate
 from samestep.recipes.segmentation import SegmentationSettings
+from samestep.files import read, write
+from samestep.first_worker import from_first_worker
+from samestep.snapshot import Parts, check_fits, restore, take_snapshot
 
 Scenario = Callable[[samestep.Job], str]
 SCENARIOS: dict[str, Scenario] = {}
@@ -791,6 +798,34 @@ def segmentation(job: samestep.Job) -> str:
             experiment.step(batch)
         found += [samestep.digest(experiment.model), evaluate(experiment, job)]
     return str(found)
+@scenario
+def from_a_checkpoint(job: samestep.Job) -> str:
+    """Worker 0 alone writes and reads; all go on from it, in new objects."""
+
+    def build() -> tuple[Parts, samestep.Step]:
+        model = convnet().to(job.device)
+        towers = samestep.Towers(model, 7, job=job, seed=3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3])
+        step = samestep.Step(towers, loss_of, optimizer, scheduler=schedule)
+        return Parts(model, None, towers, None, {"optimizer": optimizer, "schedule": schedule}), step
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "one"
+        parts, step = build()
+        data = batches(4, 30, 3, 8, 8)
+        for index, batch in enumerate(data):
+            if index == 2 and job.is_first:
+                write(take_snapshot(2, parts), path)
+            step(batch)
+        others, step = build()
+        restore(from_first_worker(job, lambda: read(path)).snapshot, others, path)
+        job.barrier()
+    assert others.towers.step == 2
+    for batch in data[2:]:
+        step(batch)
+    assert samestep.digest(parts.model) == samestep.digest(others.model)
+    return samestep.digest(others.model)
 
 
 def message_of(function: Callable[[], object]) -> str:
@@ -1024,6 +1059,23 @@ def whole_batch_a_step_ahead(job: samestep.Job) -> str:
     towers = samestep.Towers(model, 6, job=job)
     towers.step += job.rank == 1
     return message_of(lambda: towers.whole_batch(batches(1, 16, 7)[0]["x"], model, spread))
+@fault
+def no_checkpoint_on_worker_0(job: samestep.Job) -> str:
+    """The others could not tell: they do not look."""
+    return message_of(lambda: from_first_worker(job, lambda: read(Path("nowhere"))))
+
+
+@fault
+def a_model_that_does_not_fit_on_one(job: samestep.Job) -> str:
+    """Nothing is changed on any worker."""
+    model = perceptron()
+    snapshot = take_snapshot(2, Parts(perceptron() if job.rank != 1 else nn.Linear(1, 1)))
+    error = None
+    try:
+        check_fits(snapshot, Parts(model), Path("path"))
+    except samestep.Error as misfit:
+        error = misfit
+    return message_of(lambda: agree(job, {}, where="path", error=error))
 
 
 def main(out: Path, device: str = "cpu") -> None:

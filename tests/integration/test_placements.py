@@ -73,6 +73,8 @@ MESSAGES = {
     "bad_texts_on_one": "batch['y'] has 5 rows, batch['x'] has 16",
     "bad_batch_on_all": "batch['y'] has 2 rows, batch['x'] has 3",
     "a_wrong_label_map": "labels/b.png: label 7 in row 0, column 0 (and in 19 more pixels), expected 0 to 3",
+    "no_checkpoint_on_worker_0": "MissingFileError: nowhere: not there; expected a checkpoint",
+    "a_model_that_does_not_fit_on_one": "does not fit the model",
     "a_step_ahead": "worker 1 has step = 1, the others have 0",
     "first_pass_fails_on_one": "MemoryError: out of memory",
     "loss_fails_on_one": "MemoryError: out of memory",

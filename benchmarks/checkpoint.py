@@ -1,0 +1,133 @@
+"""What checkpoints cost: steps with one being written in the background, against steps without.
+
+    python benchmarks/checkpoint.py [--megabytes 100] [--every 1000] [--rounds 20] [--folder DIR]
+
+A perceptron trains with momentum SGD, one worker per core, so that weights and momentum together have the
+given size. A round times two blocks of as many steps, in turn first and second: in the one, a snapshot is
+taken before the first step and written while the others run; the block ends when it is on the disk. Reported
+are medians and quartiles of the rounds: a step without; what a checkpoint adds to its block; how much of that
+is the snapshot, for which training stands still; and the share of the time with one every so many steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import samestep
+from samestep.run_folder import all_checkpoints
+from samestep.snapshot import Parts, take_snapshot
+from samestep.writer import CheckpointWriter
+from step import on_all_cores
+
+ROWS_PER_TOWER = 32
+
+
+def perceptron(num_parameters: int) -> nn.Module:
+    """Return two square layers, with about as many parameters."""
+    width = math.isqrt(num_parameters // 2)
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+
+
+def training(megabytes: int, job: samestep.Job) -> tuple[Parts, Callable[[], object]]:
+    """Return the parts of a training run, and a step of it."""
+    torch.manual_seed(0)
+    model = perceptron(megabytes * 10**6 // 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+    towers = samestep.Towers(model, job.world_size, job=job)
+    step = samestep.Step(towers, lambda model, x: F.mse_loss(model(x), x), optimizer)
+    batch = torch.randn(ROWS_PER_TOWER * job.world_size, model[0].in_features)
+    return Parts(model, None, towers, None, {"optimizer": optimizer}), partial(step, batch)
+
+
+def block(
+    step: Callable[[], object], num_steps: int, writer: CheckpointWriter, parts: Parts | None
+) -> tuple[float, float]:
+    """Take steps; return the seconds of all, and those of the snapshot if one is written."""
+    start_s = snapshot_s = time.perf_counter()
+    if parts is not None:
+        assert parts.towers is not None
+        writer.write(take_snapshot(parts.towers.step, parts))
+        snapshot_s = time.perf_counter()
+    for _ in range(num_steps):
+        step()
+    writer.wait()
+    return time.perf_counter() - start_s, snapshot_s - start_s
+
+
+def in_ms(values: Sequence[float]) -> str:
+    """Return median and quartiles."""
+    low, middle, high = statistics.quantiles([1e3 * value for value in values], n=4)
+    return f"{middle:.1f} ms [{low:.1f}, {high:.1f}]"
+
+
+def measure(arguments: argparse.Namespace, run_dir: Path, job: samestep.Job) -> str:
+    """Return the report."""
+    parts, step = training(arguments.megabytes, job)
+    written = parts if job.is_first else None
+    without_s, with_s, snapshots_s = [], [], []
+    with CheckpointWriter(run_dir, keep_last=1) as writer:
+        block(step, 5, writer, written)
+        num_steps = steps_for_a_checkpoint(step, writer, written, job)
+        for round_number in range(arguments.rounds):
+            for is_written in (False, True) if round_number % 2 else (True, False):
+                job.barrier()
+                took_s, snapshot_s = block(step, num_steps, writer, written if is_written else None)
+                (with_s if is_written else without_s).append(took_s)
+                snapshots_s += [snapshot_s] if is_written else []
+    steps_s = [took_s / num_steps for took_s in without_s]
+    added_s = [a - b for a, b in zip(with_s, without_s, strict=True)]
+    low, middle, high = statistics.quantiles(
+        [added / (arguments.every * step_s) for added, step_s in zip(added_s, steps_s, strict=True)], n=4
+    )
+    size = sum(file.stat().st_size for path in all_checkpoints(run_dir) for file in path.iterdir())
+    return (
+        f"{size / 1e6:.0f} MB on {job.world_size} workers, {num_steps} steps a block, "
+        f"{arguments.rounds} rounds\nstep {in_ms(steps_s)}; a checkpoint adds {in_ms(added_s)}, "
+        f"of which the snapshot {in_ms(snapshots_s)}"
+        f"\nevery {arguments.every} steps: {middle:+.2%} [{low:+.2%}, {high:+.2%}]"
+    )
+
+
+def steps_for_a_checkpoint(
+    step: Callable[[], object], writer: CheckpointWriter, parts: Parts | None, job: samestep.Job
+) -> int:
+    """Return in how many steps a checkpoint is surely written, the same on all workers."""
+    job.barrier()
+    step_s = block(step, 5, writer, None)[0] / 5
+    alone_s = block(step, 0, writer, parts)[0]
+    count = torch.tensor(max(10, math.ceil(3 * alone_s / step_s)))
+    if job.world_size > 1:
+        torch.distributed.broadcast(count, 0)
+    return int(count)
+
+
+def main() -> None:
+    """Start one worker per core, or be one."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--megabytes", type=int, default=100, help="of weights and momentum")
+    parser.add_argument("--every", type=int, default=1000, help="steps between checkpoints")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--folder", type=Path, help="where checkpoints are written, on the disk in question")
+    arguments = parser.parse_args()
+    on_all_cores()
+    job = samestep.init("cpu")
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        report = measure(arguments, Path(folder), job)
+    if job.is_first:
+        print(report, flush=True)
+    job.close()
+
+
+if __name__ == "__main__":
+    main()
