@@ -6,7 +6,7 @@ import shutil
 import struct
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.errors import DataError, Error
@@ -112,8 +112,8 @@ def run_accidents(victim, name, variants):
 @pytest.mark.parametrize("name", FILES)
 def test_accidents(victim, name):
     generator = random.Random(name)
-    run_accidents(victim, name, lambda content: (changed(content, generator) for _ in range(60)))
-    run_accidents(victim, name, lambda content: flips(content, every=29))
+    run_accidents(victim, name, lambda content: (changed(content, generator) for _ in range(40)))
+    run_accidents(victim, name, lambda content: flips(content, every=37))
 
 
 @pytest.mark.slow
@@ -162,6 +162,7 @@ WHERE = st.integers(0, 10_000)
 
 
 @given(where=WHERE, value=VALUES)
+@settings(max_examples=25)
 def test_forged_outlines(path, victim, where, value):
     restore(path, victim)
     outline = json.loads((victim / "training.json").read_text())
@@ -172,6 +173,7 @@ def test_forged_outlines(path, victim, where, value):
 
 
 @given(where=WHERE, value=VALUES)
+@settings(max_examples=25)
 def test_forged_manifests(path, victim, where, value):
     restore(path, victim)
     values = json.loads((victim / "manifest.json").read_text())
@@ -181,6 +183,7 @@ def test_forged_manifests(path, victim, where, value):
 
 
 @given(where=WHERE, value=VALUES, name=st.sampled_from(("model", "training")))
+@settings(max_examples=25)
 def test_forged_headers(path, victim, where, value, name):
     restore(path, victim)
     file = victim / f"{name}.safetensors"
@@ -196,7 +199,7 @@ def test_forged_headers(path, victim, where, value, name):
 
 @pytest.mark.parametrize("name", FILES[1:])
 def test_resealed_accidents(path, victim, name):
-    run_resealed(path, victim, name, 100)
+    run_resealed(path, victim, name, 40)
 
 
 @pytest.mark.slow
