@@ -52,10 +52,10 @@ def train(settings: Settings, job: Job) -> int:
         StorageError: the disk does not take a checkpoint.
     """
     with RunLock(settings.run_dir, job):
-        return _train(settings, job)
+        return _run(settings, job)
 
 
-def _train(settings: Settings, job: Job) -> int:
+def _run(settings: Settings, job: Job) -> int:
     if settings.fresh:
         from_first_worker(job, lambda: _start_over(settings))
     settings.check_same_experiment()
