@@ -6,11 +6,9 @@ python scenarios.py OUT [DEVICE]    run all of them as a worker of torchrun; wor
 import itertools
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,9 +25,9 @@ from samestep.agreement import agree
 from samestep.datasets.digits import Digits
 from samestep.datasets.label_maps import LabelMaps
 from samestep.evaluation import evaluate
-from samestep.recipes.segmentation import SegmentationSettings
 from samestep.files import read, write
 from samestep.first_worker import from_first_worker
+from samestep.recipes.segmentation import SegmentationSettings
 from samestep.snapshot import Parts, check_fits, restore, take_snapshot
 
 Scenario = Callable[[samestep.Job], str]
@@ -798,6 +796,8 @@ def segmentation(job: samestep.Job) -> str:
             experiment.step(batch)
         found += [samestep.digest(experiment.model), evaluate(experiment, job)]
     return str(found)
+
+
 @scenario
 def from_a_checkpoint(job: samestep.Job) -> str:
     """Worker 0 alone writes and reads; all go on from it, in new objects."""
@@ -1059,6 +1059,8 @@ def whole_batch_a_step_ahead(job: samestep.Job) -> str:
     towers = samestep.Towers(model, 6, job=job)
     towers.step += job.rank == 1
     return message_of(lambda: towers.whole_batch(batches(1, 16, 7)[0]["x"], model, spread))
+
+
 @fault
 def no_checkpoint_on_worker_0(job: samestep.Job) -> str:
     """The others could not tell: they do not look."""
