@@ -14,7 +14,6 @@ from torch import nn
 
 import samestep
 from samestep import cli
-from samestep.checkpoint import read_digest
 from samestep.datasets import shapes
 from samestep.datasets.shapes import Shapes
 from samestep.errors import ConfigError
@@ -31,6 +30,7 @@ from samestep.recipes.segmentation import (
     loss_of,
     terms_of,
 )
+from samestep.run_folder import read_digest
 from samestep.training import train
 
 JOB = Job(torch.device("cpu"))
