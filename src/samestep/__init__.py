@@ -1,6 +1,7 @@
 """The same step on any hardware: synchronous training that averages gradients over towers, bit for bit."""
 
 from samestep.batch import LocalBatch
+from samestep.check import check
 from samestep.checkpoint import load, save
 from samestep.digest import digest
 from samestep.errors import Error
@@ -22,6 +23,7 @@ __all__ = [
     "TowerLoader",
     "Towers",
     "average_gradients",
+    "check",
     "digest",
     "init",
     "load",

@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,6 +24,7 @@ from samestep.placement import Placement
 __all__ = [
     "DEFAULT_TIMEOUT_S",
     "Job",
+    "environment",
     "error_file",
     "init",
     "launched_by_samestep",
@@ -110,8 +111,15 @@ def worker_environment(threads: int, signals: list[str]) -> Iterator[None]:
         "MKL_NUM_THREADS": str(threads),
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signals),
     }
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
+    with environment(wanted):
+        yield
+
+
+@contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for a while."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:

@@ -1,0 +1,1 @@
+"""Where two placements part, and why: records steps, compares the recordings, explains the difference."""

@@ -1,0 +1,148 @@
+"""What is likely to have caused a difference, decided from what was recorded around it; and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from samestep.diagnosis.attributes import Place
+from samestep.diagnosis.recording import Difference, Event
+
+__all__ = ["cause_of"]
+
+_PURE = "a tower may depend on its rows, the weights and the global random generators alone"
+
+
+def cause_of(difference: Difference, num_workers: int) -> tuple[str, str]:
+    """Return cause and remedy of a difference between one worker and `num_workers`."""
+    event = difference.event
+    one, two = difference.expected, difference.found
+    if difference.when.part == "build":
+        return (
+            "build() makes other weights each time",
+            "seed inside build(), such as with torch.manual_seed(0), and draw from no unseeded generator",
+        )
+    if event.kind == "rows":
+        return (
+            "the rows that the tower is given are not the same",
+            "let an example depend on its index and torch's, random's or np.random's global generator alone",
+        )
+    if event.stream == "own":
+        return _own_stream(difference)
+    if difference.when.part == "update":
+        return _update(event)
+    if _is_kernel(one, two):
+        return (
+            "same inputs, other values: its kernel is not deterministic (on a GPU, mostly atomic additions)",
+            "use torch.use_deterministic_algorithms(True), or an operator that has a deterministic kernel",
+        )
+    place = _suspect(difference)
+    if place is not None:
+        return _held(difference, place, num_workers)
+    if one is not None and two is not None and one.stream != two.stream:
+        return (
+            "the tower's random stream was not where it should be: something beside the pass draws from the "
+            "global generators, such as another thread",
+            "give what runs beside the pass a generator of its own",
+        )
+    return _unknown(one, two)
+
+
+def _own_stream(difference: Difference) -> tuple[str, str]:
+    places = [place for place, pair in difference.held.items() if pair[0] and pair[0].kind == "random stream"]
+    named = f" ({_choose(places, difference.event.module)})" if places else ""
+    return (
+        f"it draws from a torch.Generator of its own{named}, which goes on from tower to tower",
+        "leave out generator=: the global generators are seeded anew for each step and tower",
+    )
+
+
+def _update(event: Event) -> tuple[str, str]:
+    if event.stream:
+        return (
+            "the update draws from this process's global generator, which nobody keeps alike outside the "
+            "towers' turns",
+            "draw in the loss function, or from samestep.streams.generator(seed, purpose, step)",
+        )
+    if event.kind == "average":
+        return (
+            "towers' gradients are the same and their average is not",
+            "this is a fault of samestep: please report it with this model",
+        )
+    return (
+        "the towers' average is the same and the update is not: state of the optimizer or schedule",
+        "let the update depend on the gradients and the number of the step alone",
+    )
+
+
+def _held(difference: Difference, place: Place, num_workers: int) -> tuple[str, str]:
+    one, two = difference.held[place]
+    kinds = {held.kind for held in (one, two) if held is not None}
+    if place in difference.as_built:
+        return (
+            f"{place} is not the same on each worker from the start, and is neither parameter nor buffer",
+            "register it as a buffer, which all workers take over from worker 0, or seed inside build()",
+        )
+    if "random stream" in kinds:
+        return (
+            f"{place} is a random stream of its own, which goes on from tower to tower",
+            "draw from the global generators of torch, random or np.random, which are seeded anew for each "
+            "step and tower",
+        )
+    if kinds & {"tensor", "buffer"}:
+        return (
+            f"{place} is a tensor that one tower leaves to the next in its process, and that is not averaged",
+            f"{_PURE}: update it once a step, outside the towers, or let a normalisation layer keep it",
+        )
+    values = " and ".join(
+        f"{'nothing' if held is None else held.value} on {label}"
+        for held, label in zip((one, two), _labels(num_workers), strict=True)
+    )
+    return (
+        f"{place} goes on from tower to tower: it is {values}",
+        f"{_PURE}: set it once a step, outside the towers, or leave it out of the forward pass",
+    )
+
+
+def _unknown(one: Event | None, two: Event | None) -> tuple[str, str]:
+    if one is None or two is None or one.name != two.name:
+        names = [event.name if event else "nothing" for event in (one, two)]
+        return (
+            f"other operators run: {names[0]} in one, {names[1]} in the other",
+            f"{_PURE}: look for what the code branches on, and for an order that is not fixed, as a set's",
+        )
+    if one.kind != "operator":
+        return (
+            "no operator that was watched gave other values: a custom backward, or code that hides from it",
+            f"{_PURE}",
+        )
+    if one.numbers != two.numbers:
+        what = f"it takes in other Python numbers: {one.numbers} and {two.numbers}"
+    else:
+        named = [name for (name, _) in set(one.outside) ^ set(two.outside) if name]
+        tensor = named[0] if named else "a tensor that no operator of the pass made"
+        what = f"it takes in {tensor}, which is not the same"
+    return (
+        what,
+        f"{_PURE}: look for what comes from the time, the process, or a random stream that is not global",
+    )
+
+
+def _is_kernel(one: Event | None, two: Event | None) -> bool:
+    """Whether the same operator got the same inputs, and random numbers, if any, from the same stream."""
+    if one is None or two is None or one.kind != "operator" or one.wrote:
+        return False
+    inputs = [(event.name, event.numbers, event.outside, event.stream) for event in (one, two)]
+    return inputs[0] == inputs[1] and one.values != two.values
+
+
+def _suspect(difference: Difference) -> Place | None:
+    return _choose(difference.held, difference.event.module)
+
+
+def _choose(places: Iterable[Place], module: str) -> Place | None:
+    """Return the first place, one in the module where there is one."""
+    return min(places, key=lambda place: place.owner != module, default=None)
+
+
+def _labels(num_workers: int) -> tuple[str, str]:
+    return ("one worker", f"{num_workers} workers") if num_workers > 1 else ("one run", "the next")

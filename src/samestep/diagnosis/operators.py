@@ -1,0 +1,224 @@
+"""Watching every operator of a pass: in which module it runs, what it takes in, and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from samestep.diagnosis.attributes import fingerprint, module_names
+from samestep.diagnosis.recording import Event
+from samestep.digest import digest
+from samestep.streams import GlobalStreams
+
+__all__ = ["OperatorWatch", "Phase", "process_settings"]
+
+Phase = Literal["none", "forward", "update", "paused"]
+
+_OUTSIDE_MODULES = "the loss function"
+_UNDEFINED = ("empty", "new_empty", "resize_")  # what comes out is whatever the memory held
+
+
+def process_settings() -> dict[str, str]:
+    """Return the settings of this process that the bits depend on."""
+    settings = {
+        "threads": torch.get_num_threads(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "cudnn.benchmark": torch.backends.cudnn.benchmark,
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "default dtype": torch.get_default_dtype(),
+    }
+    return {name: str(value) for name, value in settings.items()}
+
+
+class OperatorWatch(TorchDispatchMode):
+    """Turns operators into events, while it is told which phase of a step runs.
+
+    Of the backward pass, operators that only collect gradients on parameters are left out: what they do
+    depends on the placement. The module of a backward operator is the one whose forward made its node.
+
+    Args:
+        device: whose random stream to note.
+        write: takes the events.
+
+    Attributes:
+        phase: what the step is doing; "none" watches backward passes only, "paused" nothing at all.
+    """
+
+    def __init__(self, device: torch.device, write: Callable[[Event], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+        self._write = write
+        self.phase: Phase = "none"
+        self._modules: list[str] = []
+        self._settings = process_settings()
+        self._followed: set[nn.Module] = set()
+        self._made_in: dict[int, str] = {}
+        self._last_node = -1
+        self._names: dict[int, str] = {}
+        self._known: dict[int, StorageWeakRef] = {}
+
+    # ---- where the step is -------------------------------------------------------------------------
+
+    def follow(self, model: nn.Module) -> None:
+        """Note from now on which of the model's modules runs."""
+        for module, name in module_names(model).items():
+            if module not in self._followed:
+                module.register_forward_pre_hook(lambda *_, name=name: self._enter_module(name))
+                module.register_forward_hook(lambda *_: self._leave_module(), always_call=True)
+                self._followed.add(module)
+
+    def _enter_module(self, name: str) -> None:
+        self._notice_settings()
+        self._modules.append(name)
+
+    def _leave_module(self) -> None:
+        self._notice_settings()
+        self._modules.pop()
+
+    def _notice_settings(self) -> None:
+        """Write down which module has changed a setting, if one has."""
+        settings = process_settings()
+        if settings != self._settings:
+            self._settings = settings
+            self._write(Event("setting", "", str(settings), self._module()))
+
+    def start_turn(self, outside: Iterable[tuple[str, Tensor]]) -> None:
+        """Forget the last turn; `outside` are the tensors that this one finds, and what to call them."""
+        self._modules.clear()
+        self._settings = process_settings()
+        self._made_in.clear()
+        self._last_node = torch._C._autograd._get_sequence_nr() - 1
+        self._known.clear()
+        self._names = {_storage(tensor): name for name, tensor in outside if _has_storage(tensor)}
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """Set the phase for a while."""
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    def _where(self) -> tuple[str, str] | None:
+        """Return phase and module of what runs now; None where it is not to be watched."""
+        node = torch._C._current_autograd_node()
+        if self.phase == "paused":
+            return None
+        if node is not None and node.name() != "torch::autograd::AccumulateGrad":
+            return "backward", self._made_in.get(node._sequence_nr(), _OUTSIDE_MODULES)
+        if node is not None or self.phase == "none":
+            return None
+        return self.phase, self._module() if self.phase == "forward" else "the optimizer"
+
+    def _module(self) -> str:
+        return self._modules[-1] if self._modules else _OUTSIDE_MODULES
+
+    def _claim_nodes(self, module: str) -> None:
+        """Note that the autograd nodes made since the last operator belong to a module."""
+        newest = torch._C._autograd._get_sequence_nr() - 1
+        for number in range(self._last_node + 1, newest + 1):
+            self._made_in[number] = module
+        self._last_node = newest
+
+    # ---- one operator ------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, and write down what it did."""
+        kwargs = kwargs or {}
+        where = self._where()
+        if where is None or not isinstance(func, OpOverload):
+            return func(*args, **kwargs)
+        written = _written(func, args, kwargs)
+        leaves = pytree.tree_leaves((args, kwargs))
+        outside = self._outside(leaves, written)
+        stream = self._stream(func, kwargs)
+        result = func(*args, **kwargs)
+        self._claim_nodes(where[1])
+        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        for tensor in made:
+            self._note(tensor)
+        self._write(
+            Event(
+                "operator",
+                str(func),
+                _values(func, result, written),
+                where[1],
+                where[0],
+                ", ".join(_text(leaf) for leaf in leaves if not isinstance(leaf, Tensor)),
+                outside,
+                stream,
+                tuple(self._name(t) for t in written if _storage(t) in self._names),
+            )
+        )
+        return result
+
+    def _outside(self, leaves: list[Any], written: list[Tensor]) -> tuple[tuple[str, str], ...]:
+        """Name and digest what no operator of this turn has made or seen."""
+        found = []
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor) or not _has_storage(leaf) or _storage(leaf) in self._known:
+                continue
+            self._note(leaf)
+            if not any(leaf is tensor for tensor in written):  # it may hold what is about to be overwritten
+                found.append((self._name(leaf), fingerprint(leaf)))
+        return tuple(found)
+
+    def _note(self, tensor: Tensor) -> None:
+        # A weak reference keeps the address from being used again, and lets the memory go.
+        if _has_storage(tensor):
+            self._known.setdefault(_storage(tensor), StorageWeakRef(tensor.untyped_storage()))
+
+    def _name(self, tensor: Tensor) -> str:
+        return self._names.get(_storage(tensor), "")
+
+    def _stream(self, func: OpOverload, kwargs: dict[str, Any]) -> str:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return ""
+        if kwargs.get("generator") is not None:
+            return "own"
+        state = GlobalStreams.capture(self._device)
+        on_device = {} if state.torch_device is None else {"device": state.torch_device}
+        return digest({"cpu": state.torch_cpu, **on_device})[:16]
+
+
+def _values(func: OpOverload, result: Any, written: list[Tensor]) -> str:
+    """Digest what an operator returns and writes, except what is memory not written to yet."""
+    if func.is_view or func.overloadpacket.__name__.startswith(_UNDEFINED):
+        return ""
+    leaves = [*pytree.tree_leaves(result), *written]
+    unique = {id(leaf): leaf for leaf in leaves}.values()
+    return " ".join(fingerprint(leaf) if isinstance(leaf, Tensor) else _text(leaf) for leaf in unique)
+
+
+def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operator's schema says it writes to."""
+    written = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            written += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return written
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata if _has_storage(tensor) else 0
+
+
+def _text(leaf: Any) -> str:
+    is_plain = isinstance(leaf, (bool, int, float, complex, str, torch.dtype)) or leaf is None
+    return repr(leaf) if is_plain else type(leaf).__name__

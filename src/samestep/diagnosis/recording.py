@@ -1,0 +1,163 @@
+"""What a few steps did, as digests in the order of execution, and where two recordings part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Literal, NamedTuple
+
+from samestep.diagnosis.attributes import Held, Place
+
+__all__ = ["Difference", "Event", "Recording", "Turn", "When", "first_difference", "held_differences"]
+
+
+class When(NamedTuple):
+    """A part of a step: "tower 3", or "update" for what comes after the average; or "build" before all."""
+
+    step: int
+    part: str
+
+    def __str__(self) -> str:
+        return "build()" if self.part == "build" else f"step {self.step}, {self.part}"
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that must be the same in every placement.
+
+    Attributes:
+        kind: what was recorded.
+        name: of the operator or the tensor.
+        values: digest of what came out.
+        module: where it happened, by path and class.
+        phase: "forward", "backward" or "update".
+        numbers: the operator's arguments other than tensors.
+        outside: tensors that it took in and that no operator of this turn had made: (name, digest).
+        stream: what an operator drew random numbers from: "own", or the state of the global one.
+        wrote: outside tensors that it wrote to.
+    """
+
+    kind: Literal["rows", "operator", "setting", "loss", "gradient", "average", "weight"]
+    name: str
+    values: str
+    module: str = ""
+    phase: str = ""
+    numbers: str = ""
+    outside: tuple[tuple[str, str], ...] = ()
+    stream: str = ""
+    wrote: tuple[str, ...] = ()
+
+
+@dataclass
+class Turn:
+    """All that happened in one part of a step.
+
+    Attributes:
+        events: in order.
+        built: what the model held when it was built; shared by all turns on the same model.
+        changed: what of it was different before this turn.
+        settings: of the process, after the turn.
+    """
+
+    built: Mapping[Place, Held]
+    changed: Mapping[Place, Held] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def held(self) -> dict[Place, Held]:
+        """What the model held before this turn."""
+        return {**self.built, **self.changed}
+
+
+@dataclass
+class Recording:
+    """The turns of one worker, in the order of execution.
+
+    Attributes:
+        settings: of the process, before the first step.
+        digest: of the weights, after the last step.
+    """
+
+    settings: Mapping[str, str]
+    turns: dict[When, Turn] = field(default_factory=dict)
+    digest: str = ""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first thing that is not the same.
+
+    Attributes:
+        when: in which turn.
+        expected: what the reference has there; None where it has nothing any more.
+        found: what the other placement has.
+        held: what the model held before the turn, where it differs: (reference, other).
+        as_built: what of that differed from the start.
+        parameter: the first one whose gradient, average or value differs in the same turn.
+    """
+
+    when: When
+    expected: Event | None
+    found: Event | None
+    held: Mapping[Place, tuple[Held | None, Held | None]]
+    as_built: frozenset[Place]
+    parameter: str | None
+
+    @property
+    def event(self) -> Event:
+        """One of the two."""
+        event = self.expected or self.found
+        assert event is not None
+        return event
+
+
+def first_difference(reference: Recording, workers: Sequence[Recording]) -> Difference | None:
+    """Walk the reference, a recording of one worker, and return where one of `workers` parts from it."""
+    for when, turn in reference.turns.items():
+        others = [worker.turns[when] for worker in workers if when in worker.turns]
+        assert others, f"nobody ran {when}"
+        for other in others:
+            if other.events != turn.events:
+                return _difference(when, turn, other)
+    return None
+
+
+def held_differences(reference: Recording, workers: Sequence[Recording]) -> Iterator[Place]:
+    """Yield what the model held at the start of the same turn with different values."""
+    for when, turn in reference.turns.items():
+        for worker in workers:
+            if when in worker.turns:
+                yield from _held_differences(turn, worker.turns[when])
+
+
+def _difference(when: When, turn: Turn, other: Turn) -> Difference:
+    pairs = zip_longest(turn.events, other.events)
+    expected, found = next((one, two) for one, two in pairs if one != two)
+    held = _held_differences(turn, other)
+    as_built = frozenset(place for place in held if turn.built.get(place) != other.built.get(place))
+    return Difference(when, expected, found, held, as_built, _first_parameter(turn, other))
+
+
+def _held_differences(turn: Turn, other: Turn) -> dict[Place, tuple[Held | None, Held | None]]:
+    one, two = turn.held, other.held
+    return {
+        place: (one.get(place), two.get(place))
+        for place in dict.fromkeys([*one, *two])
+        if one.get(place) != two.get(place)
+    }
+
+
+def _first_parameter(turn: Turn, other: Turn) -> str | None:
+    """Compare by name, because operators that differ shift what comes after them."""
+    named = [
+        {(event.kind, event.name): event.values for event in each.events if event.kind in _OF_PARAMETERS}
+        for each in (turn, other)
+    ]
+    return next(
+        (name for (kind, name), values in named[0].items() if named[1].get((kind, name)) != values), None
+    )
+
+
+_OF_PARAMETERS = ("gradient", "average", "weight")

@@ -1,0 +1,134 @@
+"""A few real workers on this machine that record the same steps as one job."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import sys
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from samestep.diagnosis.recorder import Subject, Trial, record
+from samestep.diagnosis.recording import Recording
+from samestep.errors import UsageError
+from samestep.failures import Failure
+from samestep.job import DEFAULT_TIMEOUT_S, environment, init, worker_environment
+from samestep.streams import seed_globals, stream_seed
+
+__all__ = ["Workers", "why_not_elsewhere"]
+
+
+@dataclass(frozen=True)
+class _Seat:
+    """One worker's place in a job of processes on this machine."""
+
+    rank: int
+    world_size: int
+    port: int
+    job_number: int
+
+    def environment(self) -> dict[str, str]:
+        """Return what torchrun would set, with a store that the parent keeps."""
+        return {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.world_size),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(self.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": str(self.job_number),
+        }
+
+
+class Workers:
+    """Processes that stay for several jobs, one after the other.
+
+    Args:
+        subject: what to record; it is pickled.
+        most: how many workers a job may have.
+        device: as for `samestep.init`.
+        threads: CPU threads of each worker.
+    """
+
+    def __init__(self, subject: Subject, most: int, *, device: str, threads: int) -> None:
+        self._pickled = pickle.dumps(subject)
+        self._device = device
+        self._threads = threads
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
+            "localhost",
+            0,
+            is_master=True,
+            timeout=timedelta(seconds=DEFAULT_TIMEOUT_S),
+            wait_for_workers=False,
+        )
+        self._pool = ProcessPoolExecutor(most, mp_context=multiprocessing.get_context("spawn"))
+        self._num_jobs = 0
+
+    def record(self, trial: Trial, num_workers: int) -> list[Recording]:
+        """Run one job, and return what each worker recorded.
+
+        Raises:
+            UsageError: the calling script starts itself again in every worker.
+        """
+        seats = [_Seat(rank, num_workers, self._store.port, self._num_jobs) for rank in range(num_workers)]
+        self._num_jobs += 1
+        with worker_environment(self._threads, []):
+            futures = [
+                self._pool.submit(_work, self._pickled, trial, seat, self._device, self._threads)
+                for seat in seats
+            ]
+            wait(futures)
+        _raise_root_cause(futures)
+        return [future.result() for future in futures]
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+def why_not_elsewhere(subject: Subject) -> str | None:
+    """Say why another process could not make what `subject` makes; None where it could."""
+    try:
+        pickled = pickle.dumps(subject)
+    except Exception as error:  # pickle raises whatever the objects do
+        return str(error).partition("\n")[0]
+    if b"__main__" in pickled and not hasattr(sys.modules["__main__"], "__file__"):
+        return "it is defined in a notebook or an interactive session"
+    return None
+
+
+def _raise_root_cause(futures: list[Future[Recording]]) -> None:
+    """Raise the error that is not merely the loss of another worker, if there is any error."""
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    if not errors:
+        return
+    first = min(errors, key=lambda error: Failure.of(error).is_echo)
+    if isinstance(first, BrokenProcessPool):
+        raise UsageError(
+            "a worker process ended before it had done anything: in a script, call samestep.check under "
+            "`if __name__ == '__main__':`, because every worker imports the script"
+        ) from first
+    raise first
+
+
+def _work(pickled: bytes, trial: Trial, seat: _Seat, device: str, threads: int) -> Recording:
+    """Be one worker of one job."""
+    with environment(seat.environment()):
+        job = init(device, threads=threads)
+        try:
+            # What importing the user's code draws is nobody's stream.
+            seed_globals(stream_seed(trial.number, "import", seat.world_size, seat.rank), job.device)
+            subject: Subject = pickle.loads(pickled)
+            recording = record(subject, job, trial)
+            job.barrier()
+            return recording
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()  # also where it failed: the others notice, and stop waiting
