@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from samestep.batch import LocalBatch
-from samestep.diagnosis.examination import Examination, Plan
-from samestep.diagnosis.findings import Finding
-from samestep.diagnosis.recorder import Subject
+from samestep.checking.examination import Examination, Plan
+from samestep.checking.findings import Finding
+from samestep.checking.recorder import Subject
 from samestep.errors import ConfigError, UsageError
 from samestep.job import Job, under_launcher
 from samestep.placement import Placement

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Literal, NamedTuple
 
-from samestep.diagnosis.attributes import Held, Place
+from samestep.checking.attributes import Held, Place
 
 __all__ = ["Difference", "Event", "Recording", "Turn", "When", "first_difference", "held_differences"]
 

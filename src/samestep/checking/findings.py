@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from samestep.diagnosis.causes import cause_of
-from samestep.diagnosis.recorder import ChangedBufferError
-from samestep.diagnosis.recording import Difference, Recording, When
+from samestep.checking.causes import cause_of
+from samestep.checking.recorder import ChangedBufferError
+from samestep.checking.recording import Difference, Recording, When
 from samestep.errors import DisagreementError
 
 __all__ = [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from samestep.diagnosis.attributes import Place
-from samestep.diagnosis.recording import Difference, Event
+from samestep.checking.attributes import Place
+from samestep.checking.recording import Difference, Event
 
 __all__ = ["cause_of"]
 

@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from samestep.diagnosis.attributes import fingerprint, module_names
-from samestep.diagnosis.recording import Event
+from samestep.checking.attributes import fingerprint, module_names
+from samestep.checking.recording import Event
 from samestep.digest import digest
 from samestep.streams import GlobalStreams
 

@@ -12,8 +12,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from samestep.diagnosis.recorder import Subject, Trial, record
-from samestep.diagnosis.recording import Recording
+from samestep.checking.recorder import Subject, Trial, record
+from samestep.checking.recording import Recording
 from samestep.errors import UsageError
 from samestep.failures import Failure
 from samestep.job import DEFAULT_TIMEOUT_S, environment, init, worker_environment

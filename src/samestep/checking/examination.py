@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from samestep.diagnosis import findings
-from samestep.diagnosis.findings import Finding
-from samestep.diagnosis.recorder import ChangedBufferError, Subject, Trial, record
-from samestep.diagnosis.recording import Recording, first_difference, held_differences
-from samestep.diagnosis.workers import Workers, why_not_elsewhere
+from samestep.checking import findings
+from samestep.checking.findings import Finding
+from samestep.checking.recorder import ChangedBufferError, Subject, Trial, record
+from samestep.checking.recording import Recording, first_difference, held_differences
+from samestep.checking.workers import Workers, why_not_elsewhere
 from samestep.errors import DisagreementError
 from samestep.job import init
 

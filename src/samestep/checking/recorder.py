@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
-from samestep.diagnosis.attributes import Held, Place, fingerprint, held_by, outside_tensors
-from samestep.diagnosis.operators import OperatorWatch, Phase, process_settings
-from samestep.diagnosis.recording import Event, Recording, Turn, When
+from samestep.checking.attributes import Held, Place, fingerprint, held_by, outside_tensors
+from samestep.checking.operators import OperatorWatch, Phase, process_settings
+from samestep.checking.recording import Event, Recording, Turn, When
 from samestep.digest import digest
 from samestep.errors import BufferError, ConfigError
 from samestep.job import Job
