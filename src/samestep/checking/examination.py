@@ -131,8 +131,8 @@ class Examination:
         why = why_not_elsewhere(self._subject) if self._plan.processes else None
         if why is not None:
             self.notes.append(
-                f"checked in this process alone, with a fresh model in the place of each worker, because build "
-                f"and batch cannot be sent to others ({why}): define build in a file to check real workers"
+                "checked in this process alone, with a fresh model for each worker, because build and batch "
+                f"cannot be sent to others ({why}): define build in a file to check real workers"
             )
             self._plan = replace(self._plan, processes=False)
 

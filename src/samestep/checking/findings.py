@@ -76,13 +76,14 @@ def explain_vanished(difference: Difference, num_workers: int) -> Finding:
 def explain_buffers(error: ChangedBufferError) -> Finding:
     """Explain that a tower changed a buffer that is not averaged."""
     place = error.places[0] if error.places else None
+    cause, _, remedy = error.message.partition(": ")
     return Finding(
         f"cannot train: a buffer that is not averaged changes in {error.when}",
         place.owner if place else None,
         None,
         place.name if place else None,
-        error.message,
-        "update it once a step, outside the towers, or let a normalisation layer keep it",
+        cause,
+        remedy,
     )
 
 

@@ -147,7 +147,7 @@ class OperatorWatch(TorchDispatchMode):
         self._claim_nodes(where[1])
         made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         for tensor in made:
-            self._note(tensor)
+            self.note(tensor)
         self._write(
             Event(
                 "operator",
@@ -169,12 +169,13 @@ class OperatorWatch(TorchDispatchMode):
         for leaf in leaves:
             if not isinstance(leaf, Tensor) or not _has_storage(leaf) or _storage(leaf) in self._known:
                 continue
-            self._note(leaf)
+            self.note(leaf)
             if not any(leaf is tensor for tensor in written):  # it may hold what is about to be overwritten
                 found.append((self._name(leaf), fingerprint(leaf)))
         return tuple(found)
 
-    def _note(self, tensor: Tensor) -> None:
+    def note(self, tensor: Tensor) -> None:
+        """Count a tensor, and all that shares its memory, among those that this turn has made or seen."""
         # A weak reference keeps the address from being used again, and lets the memory go.
         if _has_storage(tensor):
             self._known.setdefault(_storage(tensor), StorageWeakRef(tensor.untyped_storage()))
@@ -193,12 +194,17 @@ class OperatorWatch(TorchDispatchMode):
 
 
 def _values(func: OpOverload, result: Any, written: list[Tensor]) -> str:
-    """Digest what an operator returns and writes, except what is memory not written to yet."""
+    """Digest what an operator returns and writes, except memory that is not written to, or is scratch."""
     if func.is_view or func.overloadpacket.__name__.startswith(_UNDEFINED):
         return ""
     leaves = [*pytree.tree_leaves(result), *written]
     unique = {id(leaf): leaf for leaf in leaves}.values()
-    return " ".join(fingerprint(leaf) if isinstance(leaf, Tensor) else _text(leaf) for leaf in unique)
+    return " ".join(_digest(leaf) if isinstance(leaf, Tensor) else _text(leaf) for leaf in unique)
+
+
+def _digest(tensor: Tensor) -> str:
+    # Bytes are what kernels of recurrent and normalisation layers save for backward, gaps included.
+    return "bytes" if tensor.dtype is torch.uint8 else fingerprint(tensor)
 
 
 def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -119,16 +119,21 @@ def _check_new(model: nn.Module) -> None:
 
 def _share_weights(model: nn.Module, stand_in: nn.Module) -> None:
     """Make a stand-in compute with the model's own parameters, buffers and normalisation layers."""
-    owned = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-    theirs = {**dict(stand_in.named_parameters(remove_duplicate=False)), **dict(stand_in.named_buffers())}
+    owned, theirs = (
+        {**dict(each.named_parameters(remove_duplicate=False)), **dict(each.named_buffers())}
+        for each in (model, stand_in)
+    )
     if [(n, t.shape) for n, t in owned.items()] != [(n, t.shape) for n, t in theirs.items()]:
-        raise ConfigError("build() makes models with other parameters or buffers each time it is called")
-    for name, tensor in owned.items():
-        path, _, attribute = name.rpartition(".")
-        setattr(stand_in.get_submodule(path), attribute, tensor)
-    for path, module in model.named_modules():
-        if path and isinstance(module, _NormBase):
+        raise ConfigError("build() makes a model with other parameters or buffers each time it is called")
+    for path, module in model.named_modules(remove_duplicate=False):
+        if path and isinstance(module, _NormBase):  # its statistics are collected from the layer itself
             stand_in.set_submodule(path, module)
+            continue
+        place = stand_in.get_submodule(path)
+        for name, parameter in module._parameters.items():
+            setattr(place, name, parameter)  # recurrent layers note their parameters a second time
+        # The same dictionaries, because a forward may put another tensor in a buffer's place.
+        place._parameters, place._buffers = module._parameters, module._buffers
 
 
 class _Recorder:
@@ -184,9 +189,8 @@ class _Recorder:
         """Start a tower's turn, on the worker that runs it."""
         self._worker = self._workers[self._owner(tower.index)]
         self._open(When(step, f"tower {tower.index}"), tower.batch)
-        for number, leaf in enumerate(pytree.tree_leaves(tower.batch)):
-            if isinstance(leaf, Tensor):
-                self._write_tensor("rows", f"tensor {number} of the batch", leaf)
+        for name, rows in _named_rows(tower.batch):
+            self._write_tensor("rows", name, rows)
 
     def open_update(self, step: int) -> None:
         """Start what comes after the average."""
@@ -195,6 +199,8 @@ class _Recorder:
         for name, parameter in self._model.named_parameters():
             if parameter.grad is not None:
                 self._write_tensor("average", name, parameter.grad)
+                if self._watch is not None:
+                    self._watch.note(parameter.grad)
         if self._watch is not None:
             self._watch.phase = "update"
 
@@ -218,13 +224,8 @@ class _Recorder:
             changed = {place: value for place, value in held.items() if built.get(place) != value}
             self._turn = self._recording.turns[when] = Turn(built, changed)
             if self._watch is not None:
-                self._watch.start_turn([*self._outside(), *_named_rows(batch)])
-
-    def _outside(self) -> Iterator[tuple[str, Tensor]]:
-        yield from outside_tensors(self._worker.model, self._worker.loss_fn)
-        for name, parameter in self._model.named_parameters():
-            if parameter.grad is not None:
-                yield f"the averaged gradient of {name}", parameter.grad
+                outside = outside_tensors(self._worker.model, self._worker.loss_fn)
+                self._watch.start_turn([*outside, *_named_rows(batch)])
 
     def _close_with_weights(self) -> None:
         if self._watch is not None:
@@ -236,16 +237,15 @@ class _Recorder:
 
     # ---- events ------------------------------------------------------------------------------------
 
-    def _loss(self, model: nn.Module, batch: Any) -> Any:
+    def _loss(self, model: nn.Module, *batch: Any) -> Any:
         """Stand in for the step's loss function: call that of the worker on turn."""
         with self._during("forward"):
-            result = self._worker.loss_fn(self._worker.model, batch)
-        loss, weight = result if isinstance(result, tuple) else (result, None)
-        self._write_tensor("loss", "loss", loss)
-        if isinstance(weight, Tensor):
-            self._write_tensor("loss", "weight", weight)
-        elif weight is not None:
-            self._write(Event("loss", "weight", repr(weight)))
+            result = self._worker.loss_fn(self._worker.model, *batch)
+        for leaf in pytree.tree_leaves(result):  # the loss, or losses by name, and what it counts
+            if isinstance(leaf, Tensor):
+                self._write_tensor("loss", "loss", leaf)
+            else:
+                self._write(Event("loss", "weight", repr(leaf)))
         return result
 
     def _write_tensor(self, kind: Any, name: str, tensor: Tensor) -> None:
@@ -267,8 +267,8 @@ class _Turns:
         self._towers = towers
         self._recorder = recorder
 
-    def __call__(self, batch: Any) -> Iterator[Tower]:
-        for tower in self._towers(batch):
+    def __call__(self, batch: Any, **options: Any) -> Iterator[Tower]:
+        for tower in self._towers(batch, **options):
             self._recorder.open_tower(self._towers.step, tower)
             yield tower
             self._recorder.close()

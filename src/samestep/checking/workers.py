@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import pickle
 import sys
@@ -29,7 +30,6 @@ class _Seat:
     rank: int
     world_size: int
     port: int
-    job_number: int
 
     def environment(self) -> dict[str, str]:
         """Return what torchrun would set, with a store that the parent keeps."""
@@ -41,7 +41,6 @@ class _Seat:
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": str(self.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": str(self.job_number),
         }
 
 
@@ -59,15 +58,7 @@ class Workers:
         self._pickled = pickle.dumps(subject)
         self._device = device
         self._threads = threads
-        self._store = dist.TCPStore(  # type: ignore[attr-defined]
-            "localhost",
-            0,
-            is_master=True,
-            timeout=timedelta(seconds=DEFAULT_TIMEOUT_S),
-            wait_for_workers=False,
-        )
         self._pool = ProcessPoolExecutor(most, mp_context=multiprocessing.get_context("spawn"))
-        self._num_jobs = 0
 
     def record(self, trial: Trial, num_workers: int) -> list[Recording]:
         """Run one job, and return what each worker recorded.
@@ -75,8 +66,15 @@ class Workers:
         Raises:
             UsageError: the calling script starts itself again in every worker.
         """
-        seats = [_Seat(rank, num_workers, self._store.port, self._num_jobs) for rank in range(num_workers)]
-        self._num_jobs += 1
+        # The parent keeps the store, so the system can choose its port. A job's own, so that no key is stale.
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            "localhost",
+            0,
+            is_master=True,
+            timeout=timedelta(seconds=DEFAULT_TIMEOUT_S),
+            wait_for_workers=False,
+        )
+        seats = [_Seat(rank, num_workers, store.port) for rank in range(num_workers)]
         with worker_environment(self._threads, []):
             futures = [
                 self._pool.submit(_work, self._pickled, trial, seat, self._device, self._threads)
@@ -131,4 +129,5 @@ def _work(pickled: bytes, trial: Trial, seat: _Seat, device: str, threads: int) 
             return recording
         finally:
             if dist.is_initialized():
+                gc.collect()  # as `Job.close` does
                 dist.destroy_process_group()  # also where it failed: the others notice, and stop waiting
