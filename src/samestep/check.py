@@ -137,9 +137,10 @@ def check_recipe(settings: Settings) -> CheckResult:
     Its first batches are taken by one worker, twice, and by two and three, or by `settings.workers`.
 
     Raises:
-        ConfigError: as `check` does.
+        ConfigError: as `check` does, and for more workers than towers.
     """
     workers = _WORKERS if settings.workers == "auto" else (settings.workers,)
+    Placement(settings.towers, 1 if settings.workers == "auto" else settings.workers)
     plan = Plan(min(_NUM_STEPS, settings.steps), workers, True, settings.device, settings.threads)
     return replace(_examine(_Recipe(settings), settings.towers, plan), name=settings.recipe)
 

@@ -66,6 +66,8 @@ def _run(words: list[str]) -> int:
             return _eval(command, words)
         case Digest() as command:
             return _digest(command)
+        case settings if words[0] == "check":
+            return _check(cast("Settings", settings))
         case settings:
             return _train(cast("Settings", settings), words)
 
@@ -76,7 +78,12 @@ def _commands() -> Command:
     train = Command(
         "Train a recipe, from its newest whole checkpoint if there is one.", RECIPES, noun="recipe"
     )
-    return Command("", {"train": train, "eval": Eval, "digest": Digest})
+    check = Command(
+        "Compare the bits of a recipe's first steps on 1, 2 and 3 workers; takes the options of train.",
+        RECIPES,
+        noun="recipe",
+    )
+    return Command("", {"train": train, "eval": Eval, "digest": Digest, "check": check})
 
 
 def _train(settings: Settings, words: list[str]) -> int:
@@ -112,6 +119,14 @@ def _on_workers(settings: Settings, words: list[str], work: Callable[[Job], int]
     status = work(job)
     job.close()
     return status
+
+
+def _check(settings: Settings) -> int:
+    from samestep.check import check_recipe
+
+    result = check_recipe(settings)
+    print(result)
+    return 0 if result.same else 1
 
 
 def _digest(command: Digest) -> int:

@@ -92,7 +92,8 @@ class Examination:
             others = self._record(placement)
             finding = self._changed_settings(others, placement)
             finding = finding or self._differs(reference, others, placement)
-            self._note_held(reference, others)
+            if finding is None:
+                self._note_held(reference, others)
         return finding
 
     def _placements(self) -> Iterator[_Placement]:
@@ -121,7 +122,7 @@ class Examination:
 
     def _note_held(self, reference: Recording, others: list[Recording]) -> None:
         for place in dict.fromkeys(held_differences(reference, others)):
-            note = f"{place} is not the same in all placements; it had no effect on these steps"
+            note = f"{place} is not the same in all placements, without effect on these steps"
             if len(self.notes) < _MAX_NOTES and note not in self.notes:
                 self.notes.append(note)
 
@@ -132,7 +133,7 @@ class Examination:
         if why is not None:
             self.notes.append(
                 "checked in this process alone, with a fresh model for each worker, because build and batch "
-                f"cannot be sent to others ({why}): define build in a file to check real workers"
+                f"cannot be sent to another ({why}): define build in a file to check real workers"
             )
             self._plan = replace(self._plan, processes=False)
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import multiprocessing.connection
+import os
 import pickle
 import sys
+import threading
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -58,7 +61,9 @@ class Workers:
         self._pickled = pickle.dumps(subject)
         self._device = device
         self._threads = threads
-        self._pool = ProcessPoolExecutor(most, mp_context=multiprocessing.get_context("spawn"))
+        self._pool = ProcessPoolExecutor(
+            most, mp_context=multiprocessing.get_context("spawn"), initializer=_end_with_parent
+        )
 
     def record(self, trial: Trial, num_workers: int) -> list[Recording]:
         """Run one job, and return what each worker recorded.
@@ -97,9 +102,23 @@ def why_not_elsewhere(subject: Subject) -> str | None:
         pickled = pickle.dumps(subject)
     except Exception as error:  # pickle raises whatever the objects do
         return str(error).partition("\n")[0]
-    if b"__main__" in pickled and not hasattr(sys.modules["__main__"], "__file__"):
-        return "it is defined in a notebook or an interactive session"
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    if (b"__main__" in pickled and main is None) or (main is not None and not os.path.isfile(main)):
+        return "the program is not in a file"
     return None
+
+
+def _end_with_parent() -> None:
+    """Leave no process behind where the parent is killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    sentinel = parent.sentinel
+
+    def watch() -> None:
+        multiprocessing.connection.wait([sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _raise_root_cause(futures: list[Future[Recording]]) -> None:
@@ -118,6 +137,10 @@ def _raise_root_cause(futures: list[Future[Recording]]) -> None:
 
 def _work(pickled: bytes, trial: Trial, seat: _Seat, device: str, threads: int) -> Recording:
     """Be one worker of one job."""
+    # Its functions have the group of the moment they are imported as a default argument. An optimizer imports
+    # it, by way of torch.compile; a group that is still referred to there is never closed.
+    import torch.distributed.nn  # noqa: F401
+
     with environment(seat.environment()):
         job = init(device, threads=threads)
         try:
