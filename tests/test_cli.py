@@ -57,8 +57,8 @@ TRAIN_HELP = "see samestep train tiny --help"
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("", "a command is missing, expected one of train, eval, digest; see samestep --help"),
-        ("learn", "unknown command 'learn', expected one of train, eval, digest; see samestep --help"),
+        ("", "a command is missing, expected one of train, eval, digest, check; see samestep --help"),
+        ("learn", "unknown command 'learn', expected one of train, eval, digest, check; see samestep --help"),
         ("train", "a recipe is missing, expected one of tiny, other; see samestep train --help"),
         ("train tin", "unknown recipe 'tin', expected one of tiny, other; see samestep train --help"),
         ("train tiny --towers x", f"--towers: invalid value 'x', expected an integer; {TRAIN_HELP}"),

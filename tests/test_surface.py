@@ -8,7 +8,7 @@ import samestep
 
 PUBLIC = {
     "Error", "Job", "LocalBatch", "Report", "Step", "Tower", "TowerLoader", "Towers",
-    "average_gradients", "digest", "init", "load", "save",
+    "average_gradients", "check", "digest", "init", "load", "save",
 }  # fmt: skip
 
 

@@ -20,10 +20,12 @@ from samestep.digest import digest
 
 __all__ = ["Held", "Place", "fingerprint", "held_by", "module_names", "outside_tensors"]
 
-Kind = Literal["value", "tensor", "buffer", "random stream"]
+Kind = Literal["value", "values", "tensor", "buffer", "random stream"]
 
 _OWN = frozenset(vars(nn.Module()))  # what every module has, such as its hooks
+_NOT_THE_USERS = ("torch.", "samestep.checking.")
 _PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))
+_MAX_TEXT = 40
 _MAX_DEPTH = 3
 _MAX_ITEMS = 1000
 
@@ -40,7 +42,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Held:
-    """Something held, in a form that can be compared: a digest, or the value itself where it is short."""
+    """Something held, in a form that can be compared: a digest, or for a "value" the short text of it."""
 
     kind: Kind
     value: str
@@ -92,17 +94,21 @@ def outside_tensors(model: nn.Module, loss_fn: Callable[..., Any]) -> Iterator[t
 
 
 def _all_held(model: nn.Module, loss_fn: Callable[..., Any]) -> Iterator[tuple[Place, Any]]:
-    functions: dict[Callable[..., Any], None] = {}
+    callables: list[tuple[str, Any]] = []
     for module, owner in module_names(model).items():
         for name, value in vars(module).items():
-            if name not in _OWN or name == "training":
+            if name == "training" or (name not in _OWN and not name.startswith("_torchdynamo")):
                 yield Place(owner, name), value
-        functions[type(module).forward] = None
-    for value, name in _parts_of(loss_fn):
-        if inspect.isfunction(value):
-            functions[value] = None
-        elif not isinstance(value, nn.Module):
-            yield Place("the loss function", name), value
+        callables.append((owner, type(module).forward))
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        callables += [(f"a hook of {owner}", hook) for hook in hooks]
+    functions: dict[Callable[..., Any], None] = {}
+    for owner, function in [*callables, ("the loss function", loss_fn)]:
+        for value, name in _parts_of(function):
+            if inspect.isfunction(value):
+                functions[value] = None
+            elif not isinstance(value, nn.Module):
+                yield Place(owner, name), value
     for function in functions:
         yield from _referred_to(function)
 
@@ -125,7 +131,7 @@ def _parts_of(function: Any) -> Iterator[tuple[Any, str]]:
 
 def _referred_to(function: Callable[..., Any]) -> Iterator[tuple[Place, Any]]:
     """Yield the globals and the enclosing variables that a function of the user's refers to."""
-    if function.__module__.partition(".")[0] == "torch" or not inspect.isfunction(function):
+    if function.__module__.startswith(_NOT_THE_USERS):
         return
     try:
         variables = inspect.getclosurevars(function)
@@ -152,11 +158,11 @@ def _watched_buffers(model: nn.Module) -> Iterator[tuple[Place, Tensor]]:
 def _describe(value: Any, depth: int = 0) -> Held | None:
     if isinstance(value, _PLAIN):
         text = repr(value)
-        return Held("value", text if len(text) <= 40 else _hash([text]))
-    if isinstance(value, nn.Parameter):
-        return None
+        return Held("value", text) if len(text) <= _MAX_TEXT else Held("values", _hash([text]))
     if isinstance(value, Tensor):
-        return Held("tensor", fingerprint(value))
+        # What has a graph is left over from a pass, and was made in it.
+        is_state = not isinstance(value, nn.Parameter) and value.grad_fn is None and not value.is_meta
+        return Held("tensor", fingerprint(value)) if is_state else None
     if isinstance(value, np.ndarray):
         return None if value.dtype.hasobject else Held("tensor", _hash_array(value))
     state = _stream_state(value)
@@ -186,8 +192,8 @@ def _describe_nest(value: Any, depth: int) -> Held | None:
     ]
     parts = [(name, held) for name, held in described if held is not None]
     kinds: list[Kind] = [held.kind for _, held in parts]
-    odd: list[Kind] = [kind for kind in kinds if kind != "value"]
-    return Held(odd[0] if odd else "value", _hash([f"{name} {held.value}" for name, held in parts]))
+    odd: list[Kind] = [kind for kind in kinds if kind not in ("value", "values")]
+    return Held(odd[0] if odd else "values", _hash([f"{name} {held.value}" for name, held in parts]))
 
 
 def _items(value: Any) -> Iterable[tuple[object, Any]] | None:

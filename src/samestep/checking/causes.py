@@ -93,12 +93,12 @@ def _held(difference: Difference, place: Place, num_workers: int) -> tuple[str, 
             f"{place} is a tensor that one tower leaves to the next in its process, and that is not averaged",
             f"{_PURE}: update it once a step, outside the towers, or let a normalisation layer keep it",
         )
-    values = " and ".join(
-        f"{'nothing' if held is None else held.value} on {label}"
-        for held, label in zip((one, two), _labels(num_workers), strict=True)
-    )
+    values = ""
+    if one is not None and two is not None and kinds == {"value"}:
+        labels = ("one worker", f"{num_workers} workers") if num_workers > 1 else ("one run", "the next")
+        values = f": it is {one.value} on {labels[0]} and {two.value} on {labels[1]}"
     return (
-        f"{place} goes on from tower to tower: it is {values}",
+        f"{place} goes on from tower to tower{values}",
         f"{_PURE}: set it once a step, outside the towers, or leave it out of the forward pass",
     )
 
@@ -142,7 +142,3 @@ def _suspect(difference: Difference) -> Place | None:
 def _choose(places: Iterable[Place], module: str) -> Place | None:
     """Return the first place, one in the module where there is one."""
     return min(places, key=lambda place: place.owner != module, default=None)
-
-
-def _labels(num_workers: int) -> tuple[str, str]:
-    return ("one worker", f"{num_workers} workers") if num_workers > 1 else ("one run", "the next")

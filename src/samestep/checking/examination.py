@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from samestep.checking import findings
+from samestep.checking.attributes import Place
 from samestep.checking.findings import Finding
 from samestep.checking.recorder import ChangedBufferError, Subject, Trial, record
 from samestep.checking.recording import Recording, first_difference, held_differences
@@ -19,7 +20,7 @@ from samestep.job import init
 
 __all__ = ["Examination", "Plan"]
 
-_MAX_NOTES = 3
+_MAX_HELD_NOTES = 3
 
 
 @dataclass(frozen=True)
@@ -86,14 +87,18 @@ class Examination:
         (reference,) = self._record(alone)
         self.digest = reference.digest
         finding = self._changed_settings([reference], alone)
+        held: dict[Place, None] = {}
         for placement in self._placements():
             if finding is not None:
-                break
+                return finding
             others = self._record(placement)
-            finding = self._changed_settings(others, placement)
-            finding = finding or self._differs(reference, others, placement)
-            if finding is None:
-                self._note_held(reference, others)
+            held.update(dict.fromkeys(held_differences(reference, others)))
+            finding = self._changed_settings(others, placement) or self._differs(reference, others, placement)
+        if finding is None:
+            self.notes += [
+                f"{place} is not the same in all placements, without effect on these steps"
+                for place in list(held)[:_MAX_HELD_NOTES]
+            ]
         return finding
 
     def _placements(self) -> Iterator[_Placement]:
@@ -120,12 +125,6 @@ class Examination:
             return findings.explain_vanished(difference, placement.num_workers)
         return findings.explain(closer, placement.num_workers)
 
-    def _note_held(self, reference: Recording, others: list[Recording]) -> None:
-        for place in dict.fromkeys(held_differences(reference, others)):
-            note = f"{place} is not the same in all placements, without effect on these steps"
-            if len(self.notes) < _MAX_NOTES and note not in self.notes:
-                self.notes.append(note)
-
     # ---- recording ---------------------------------------------------------------------------------
 
     def _check_pickling(self) -> None:
@@ -140,12 +139,12 @@ class Examination:
     def _record(self, placement: _Placement, *, operators: bool = False) -> list[Recording]:
         trial = Trial(next(self._numbers), self._plan.steps, operators)
         if placement.in_processes:
-            return self._processes().record(trial, placement.num_workers)
+            return self._processes().record(self._subject, trial, placement.num_workers)
         return [record(self._subject, self._job, replace(trial, stand_ins=placement.num_workers))]
 
     def _processes(self) -> Workers:
         if self._workers is None:
             plan = self._plan
-            workers = Workers(self._subject, max(plan.workers), device=plan.device, threads=plan.threads)
+            workers = Workers(max(plan.workers), device=plan.device, threads=plan.threads)
             self._workers = self._cleanup.enter_context(workers)
         return self._workers

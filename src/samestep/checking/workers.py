@@ -51,22 +51,20 @@ class Workers:
     """Processes that stay for several jobs, one after the other.
 
     Args:
-        subject: what to record; it is pickled.
         most: how many workers a job may have.
         device: as for `samestep.init`.
         threads: CPU threads of each worker.
     """
 
-    def __init__(self, subject: Subject, most: int, *, device: str, threads: int) -> None:
-        self._pickled = pickle.dumps(subject)
+    def __init__(self, most: int, *, device: str, threads: int) -> None:
         self._device = device
         self._threads = threads
         self._pool = ProcessPoolExecutor(
             most, mp_context=multiprocessing.get_context("spawn"), initializer=_end_with_parent
         )
 
-    def record(self, trial: Trial, num_workers: int) -> list[Recording]:
-        """Run one job, and return what each worker recorded.
+    def record(self, subject: Subject, trial: Trial, num_workers: int) -> list[Recording]:
+        """Run one job, and return what each worker recorded of `subject`, which must be picklable.
 
         Raises:
             UsageError: the calling script starts itself again in every worker.
@@ -80,10 +78,10 @@ class Workers:
             wait_for_workers=False,
         )
         seats = [_Seat(rank, num_workers, store.port) for rank in range(num_workers)]
+        pickled = pickle.dumps(subject)
         with worker_environment(self._threads, []):
             futures = [
-                self._pool.submit(_work, self._pickled, trial, seat, self._device, self._threads)
-                for seat in seats
+                self._pool.submit(_work, pickled, trial, seat, self._device, self._threads) for seat in seats
             ]
             wait(futures)
         _raise_root_cause(futures)
