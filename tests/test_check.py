@@ -1,4 +1,6 @@
+import doctest
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -189,8 +191,8 @@ def test_a_fault_in_the_loss_function():
 def test_numbers_drawn_in_build_that_no_worker_shares():
     finding = finding_of(partial(planted.build_without_seed, planted.DrawnInBuild))
     assert finding.module == "1 (DrawnInBuild)"
-    assert "noise of 1 (DrawnInBuild) is not the same on each worker from the start" in finding.cause
-    assert finding.remedy.startswith("register it as a buffer")
+    assert "noise of 1 (DrawnInBuild) is not the same from the start" in finding.cause
+    assert "register it as a buffer" in finding.remedy
 
 
 def test_other_weights_each_time():
@@ -271,6 +273,27 @@ def test_what_cannot_be_sent_to_a_process_is_checked_here():
     assert note.startswith("checked in this process alone")
     assert "lambda" in note
     assert not check(lambda: planted.build(planted.Counter), processes=True).same
+
+
+def test_a_counter_of_the_class():
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            type(self).calls += 1
+            return super().forward(x) * self.calls
+
+    finding = finding_of(lambda: (nn.Sequential(Counting(5, 4)), planted.loss_of))
+    assert finding.cause.startswith(
+        "calls of the class test_a_counter_of_the_class.<locals>.Counting goes on"
+    )
+
+
+def test_the_page_on_checks_is_true():
+    page = Path(__file__).parents[1] / "docs" / "check.md"
+    found = doctest.testfile(str(page), module_relative=False)
+    assert found.attempted > 20
+    assert found.failed == 0
 
 
 # ---- bad use -----------------------------------------------------------------------------------------

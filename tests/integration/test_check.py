@@ -1,7 +1,5 @@
 """Checks with real workers: what only they can show, and the command."""
 
-import subprocess
-import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -75,16 +73,11 @@ def test_an_exception_in_one_worker_is_raised_and_the_others_go_on(workers):
 # ---- the command -------------------------------------------------------------------------------------
 
 
-def test_a_recipe_that_keeps_the_promise(tmp_path):
-    options = ["--towers", "3", "--batch-size", "32", "--workers", "2", "--run-dir", tmp_path / "run"]
-    finished = subprocess.run(
-        [sys.executable, "-m", "samestep", "check", "digits", *options],
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert finished.stdout == "same bits: digits, 3 towers, 3 steps, placements 1, 1, 2 workers\n"
-    assert (finished.stderr, finished.returncode) == ("", 0)
+def test_a_recipe_that_keeps_the_promise(tmp_path, capfd):
+    options = ["--towers", "3", "--batch-size", "32", "--workers", "2", "--run-dir", str(tmp_path / "run")]
+    assert cli.main(["check", "digits", *options]) == 0
+    printed = "same bits: digits, 3 towers, 3 steps, placements 1, 1, 2 workers\n"
+    assert tuple(capfd.readouterr()) == (printed, "")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -23,7 +23,6 @@ __all__ = ["Held", "Place", "fingerprint", "held_by", "module_names", "outside_t
 Kind = Literal["value", "values", "tensor", "buffer", "random stream"]
 
 _OWN = frozenset(vars(nn.Module()))  # what every module has, such as its hooks
-_NOT_THE_USERS = ("torch.", "samestep.checking.")
 _PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))
 _MAX_TEXT = 40
 _MAX_DEPTH = 3
@@ -94,16 +93,10 @@ def outside_tensors(model: nn.Module, loss_fn: Callable[..., Any]) -> Iterator[t
 
 
 def _all_held(model: nn.Module, loss_fn: Callable[..., Any]) -> Iterator[tuple[Place, Any]]:
-    callables: list[tuple[str, Any]] = []
-    for module, owner in module_names(model).items():
-        for name, value in vars(module).items():
-            if name == "training" or (name not in _OWN and not name.startswith("_torchdynamo")):
-                yield Place(owner, name), value
-        callables.append((owner, type(module).forward))
-        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-        callables += [(f"a hook of {owner}", hook) for hook in hooks]
+    for owner, variables in _attributes_of(model):
+        yield from ((Place(owner, name), value) for name, value in variables.items())
     functions: dict[Callable[..., Any], None] = {}
-    for owner, function in [*callables, ("the loss function", loss_fn)]:
+    for owner, function in _code_of(model, loss_fn):
         for value, name in _parts_of(function):
             if inspect.isfunction(value):
                 functions[value] = None
@@ -111,6 +104,26 @@ def _all_held(model: nn.Module, loss_fn: Callable[..., Any]) -> Iterator[tuple[P
                 yield Place(owner, name), value
     for function in functions:
         yield from _referred_to(function)
+
+
+def _attributes_of(model: nn.Module) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield what modules hold beside torch's own attributes, and what their classes hold."""
+    for module, owner in module_names(model).items():
+        names = [name for name in vars(module) if not name.startswith("_torchdynamo")]
+        yield owner, {n: vars(module)[n] for n in names if n == "training" or n not in _OWN}
+    for kind in dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__):
+        if not kind.__module__.startswith(("torch.", "builtins")):
+            yield f"the class {kind.__qualname__}", vars(kind)
+
+
+def _code_of(model: nn.Module, loss_fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    """Yield what a pass calls, by owner: forwards, the user's hooks on them, and the loss function."""
+    for module, owner in module_names(model).items():
+        yield owner, type(module).forward
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            if not (getattr(hook, "__module__", None) or "").startswith(("torch.", "samestep.")):
+                yield f"a hook of {owner}", hook
+    yield "the loss function", loss_fn
 
 
 def _parts_of(function: Any) -> Iterator[tuple[Any, str]]:
@@ -131,7 +144,7 @@ def _parts_of(function: Any) -> Iterator[tuple[Any, str]]:
 
 def _referred_to(function: Callable[..., Any]) -> Iterator[tuple[Place, Any]]:
     """Yield the globals and the enclosing variables that a function of the user's refers to."""
-    if function.__module__.startswith(_NOT_THE_USERS):
+    if (function.__module__ or "").startswith("torch."):
         return
     try:
         variables = inspect.getclosurevars(function)

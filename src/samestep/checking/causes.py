@@ -79,8 +79,8 @@ def _held(difference: Difference, place: Place, num_workers: int) -> tuple[str, 
     kinds = {held.kind for held in (one, two) if held is not None}
     if place in difference.as_built:
         return (
-            f"{place} is not the same on each worker from the start, and is neither parameter nor buffer",
-            "register it as a buffer, which all workers take over from worker 0, or seed inside build()",
+            f"{place} is not the same from the start, and is neither parameter nor buffer",
+            "draw it inside build(), seeded; or register it as a buffer: all workers take over worker 0's",
         )
     if "random stream" in kinds:
         return (
@@ -94,9 +94,10 @@ def _held(difference: Difference, place: Place, num_workers: int) -> tuple[str, 
             f"{_PURE}: update it once a step, outside the towers, or let a normalisation layer keep it",
         )
     values = ""
-    if one is not None and two is not None and kinds == {"value"}:
+    if kinds == {"value"}:
         labels = ("one worker", f"{num_workers} workers") if num_workers > 1 else ("one run", "the next")
-        values = f": it is {one.value} on {labels[0]} and {two.value} on {labels[1]}"
+        texts = ["not set" if held is None else held.value for held in (one, two)]
+        values = f": it is {texts[0]} on {labels[0]} and {texts[1]} on {labels[1]}"
     return (
         f"{place} goes on from tower to tower{values}",
         f"{_PURE}: set it once a step, outside the towers, or leave it out of the forward pass",

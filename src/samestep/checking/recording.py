@@ -99,7 +99,7 @@ class Difference:
         expected: what the reference has there; None where it has nothing any more.
         found: what the other placement has.
         held: what the model held before the turn, where it differs: (reference, other).
-        as_built: what of that differed from the start.
+        as_built: what of that no turn has changed, so that it differed from the start.
         parameter: the first one whose gradient, average or value differs in the same turn.
     """
 
@@ -128,7 +128,10 @@ def first_difference(reference: Recording, workers: Sequence[Recording]) -> Diff
         assert others, f"nobody ran {when}"
         for other in others:
             if other.results != turn.results:
-                return _difference(when, turn, other)
+                passing = {
+                    p for each in (reference, *workers) for t in each.turns.values() for p in t.changed
+                }
+                return _difference(when, turn, other, passing)
     return None
 
 
@@ -140,12 +143,13 @@ def held_differences(reference: Recording, workers: Sequence[Recording]) -> Iter
                 yield from _held_differences(turn, worker.turns[when])
 
 
-def _difference(when: When, turn: Turn, other: Turn) -> Difference:
+def _difference(when: When, turn: Turn, other: Turn, passing: set[Place]) -> Difference:
     pairs = zip_longest(turn.events, other.events)
     expected, found = next((one, two) for one, two in pairs if one != two)
     held = _held_differences(turn, other)
-    as_built = frozenset(place for place in held if turn.built.get(place) != other.built.get(place))
-    return Difference(when, expected, found, held, as_built, _first_parameter(turn, other))
+    return Difference(
+        when, expected, found, held, frozenset(held.keys() - passing), _first_parameter(turn, other)
+    )
 
 
 def _held_differences(turn: Turn, other: Turn) -> dict[Place, tuple[Held | None, Held | None]]:
