@@ -33,12 +33,14 @@ def agree(
 
     Raises:
         DisagreementError: facts differ, or another worker brought an error.
+        LostWorkerError: another worker is gone.
         Exception: this worker's own `error`.
     """
     everyone: list[Any] = [(facts, None, news)]
     if job.world_size > 1:
         everyone = [None] * job.world_size
-        dist.all_gather_object(everyone, (facts, None if error is None else _in_words(error), news))
+        with job.together(where):
+            dist.all_gather_object(everyone, (facts, None if error is None else _in_words(error), news))
     if error is not None:
         raise error
     failed = [(worker, text) for worker, (_, text, _) in enumerate(everyone) if text]

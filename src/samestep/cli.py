@@ -115,7 +115,7 @@ def _on_workers(settings: Settings, words: list[str], work: Callable[[Job], int]
     workers = resolve_workers(settings.workers, settings.towers, settings.device, threads=settings.threads)
     if workers > 1 and not under_launcher():
         return launch([sys.executable, "-m", "samestep", *words], workers, threads=settings.threads)
-    job = init(settings.device, threads=settings.threads)
+    job = init(settings.device, threads=settings.threads, timeout_s=settings.timeout)
     status = work(job)
     job.close()
     return status

@@ -9,15 +9,18 @@ second round: everyone sends all of it, and finishes the whole tree.
 Sparse gradients are in no bucket; they travel at the end of the step (`gathering.py`). A model without
 parameters that may have them sends nothing for them.
 
-With the first bucket travel the figures, and a few facts that must be the same on every worker. A worker
-that met an error sends its first bucket all the same, unfilled, with the error among the facts. So
-everyone learns of it, raises, and nobody waits for a message that never comes.
+With the first bucket travel the figures, a few facts that must be the same on every worker, and a number
+whose bits are wishes, such as to stop after this step (`interruption.py`). A worker that met an error sends
+its first bucket all the same, unfilled, with the error among the facts. So everyone learns of it, raises,
+and nobody waits for a message that never comes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 
 import torch
 from torch import Tensor
@@ -49,6 +52,7 @@ class Figures:
         totals: float64 [S], sums over all towers along the canonical tree.
         weight: float64 0-dim, the sum of the towers' weights.
         divisor: the same, but 1 where that is 0, so that what nobody used is not told as NaN.
+        wishes: the bits that any worker had set.
     """
 
     weights: Tensor
@@ -57,6 +61,7 @@ class Figures:
     totals: Tensor
     weight: Tensor
     divisor: Tensor
+    wishes: int
 
 
 @dataclass(frozen=True)
@@ -102,10 +107,16 @@ class Exchange:
         self._transport = Transport(job)
         self._spans = [subtrees(towers, placement.num_towers) for towers in placement.ranges()]
         self._memory: dict[Bucket, BucketMemory] = {}
-        self._step = _Step("", {}, None, 1)
+        self._step = _Step("", {}, None, 1, int)
 
     def begin(
-        self, step: int, facts: Mapping[str, int], error: Exception | None = None, *, num_counts: int = 0
+        self,
+        step: int,
+        facts: Mapping[str, int],
+        error: Exception | None = None,
+        *,
+        num_counts: int = 0,
+        wishes: Callable[[], int] = int,
     ) -> None:
         """Start a step with `facts`, numbers that must be the same on every worker.
 
@@ -114,11 +125,12 @@ class Exchange:
             facts: by name.
             error: what this worker has met.
             num_counts: how many sums a loss has whose counts are exchanged first; 0 where it is one sum.
+            wishes: asked once, when the first bucket goes, for the bits that this worker sets.
 
         Raises:
             Exception: `error`, once the others know of it.
         """
-        self._step = _Step(f"step {step}", {"step": step, **facts}, error, max(1, num_counts))
+        self._step = _Step(f"step {step}", {"step": step, **facts}, error, max(1, num_counts), wishes)
         if error is not None and self._job.world_size > 1 and num_counts:
             self.counts(torch.zeros(len(self._placement.towers(self._job.rank)), num_counts).double())
         elif error is not None and self._job.world_size > 1:
@@ -179,14 +191,17 @@ class Exchange:
         step = self._step
         if step.known is None:
             step.under_way[0].swap.wait()
-            if any(not torch.equal(numbers, step.facts_sent) for numbers in step.facts_received):
+            if any(not torch.equal(numbers[1:], step.facts_sent[1:]) for numbers in step.facts_received):
                 self._disagree()
             scalars = torch.cat([step.figures[worker][0] for worker in range(self._job.world_size)])
             partials = {w: sums[:, : step.num_moments] for w, (_, sums) in step.figures.items()}
             weights, loss_sums, counters = scalars.split([1, step.num_sums, self._sizes.num_counters], dim=1)
             totals, weight = self._finish_tree(partials), weights.sum()
             divisor = torch.where(weight == 0, 1, weight)
-            step.known = Figures(weights[:, 0], loss_sums, counters, totals, weight, divisor)
+            wishes = reduce(
+                or_, (int(numbers[0]) for numbers in step.facts_received), int(step.facts_sent[0])
+            )
+            step.known = Figures(weights[:, 0], loss_sums, counters, totals, weight, divisor, wishes)
         return step.known
 
     def _finish_tree(self, partials: Mapping[int, Tensor]) -> Tensor:
@@ -212,6 +227,8 @@ class Exchange:
         used_here = [
             any(column) for column in zip(*([g is not None for g in gs] for _, gs in nodes), strict=True)
         ]
+        if not self._step.under_way:
+            self._step.facts_sent[0] = self._step.wishes()
         if self._job.world_size == 1:
             ((_, gradients),) = nodes
             self._step.under_way.append(_BucketUnderWay(bucket, used_here, Swap(), gradients))
@@ -333,12 +350,20 @@ class Exchange:
 class _Step:
     """What is known and under way of one step."""
 
-    def __init__(self, where: str, facts: Mapping[str, int], error: Exception | None, num_sums: int) -> None:
+    def __init__(
+        self,
+        where: str,
+        facts: Mapping[str, int],
+        error: Exception | None,
+        num_sums: int,
+        wishes: Callable[[], int],
+    ) -> None:
         self.where = where
         self.facts = facts
         self.error = error
         self.num_sums = num_sums
-        self.facts_sent = torch.tensor([error is not None, *facts.values()])
+        self.wishes = wishes
+        self.facts_sent = torch.tensor([0, error is not None, *facts.values()])  # the wishes come first
         self.facts_received: list[Tensor] = []
         self.figures: dict[int, list[Tensor]] = {}
         self.num_moments = 0

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from samestep.durable import write_whole
 from samestep.errors import ConfigError, DataError, MissingFileError
-from samestep.job import Job
+from samestep.job import DEFAULT_TIMEOUT_S, Job
 from samestep.loader import TowerLoader
 from samestep.readers import BatchedDataset
 from samestep.step import Step
@@ -92,10 +92,16 @@ class Settings(abc.ABC):
     """Steps between summaries for TensorBoard, in the folder summaries of the run's."""
     checkpoint_every: int = 1000
     """Steps between checkpoints; there is always one at the end."""
+    checkpoint_minutes: float | None = None
+    """Write a checkpoint whenever so many minutes have passed, too."""
     keep_checkpoints: int = 3
     """How many of the newest checkpoints to keep."""
     keep_every: int = 0
     """Keep the checkpoints of steps that are multiples of this as well; 0 is none."""
+    max_seconds: float | None = None
+    """Stop after the step in which so many seconds since the start are over, with a checkpoint."""
+    timeout: float = DEFAULT_TIMEOUT_S
+    """Seconds until a worker that does not answer counts as lost; more than the slowest step takes."""
     fresh: bool = False
     """Start over: delete the checkpoints and summaries in the run folder first."""
     log_device_placement: bool = False
@@ -104,14 +110,14 @@ class Settings(abc.ABC):
     recipe: ClassVar[str]
     free: ClassVar[frozenset[str]] = frozenset(
         (
-            *("workers", "threads", "run_dir", "device", "fresh"),
+            *("workers", "threads", "run_dir", "device", "fresh", "max_seconds", "timeout"),
             *("log_every", "summary_every", "log_device_placement"),
-            *("checkpoint_every", "keep_checkpoints", "keep_every"),
+            *("checkpoint_every", "checkpoint_minutes", "keep_checkpoints", "keep_every"),
         )
     )
     """Settings that may change when a run goes on: where and how it runs, not what is computed.
 
-    One that may be left out has to stay left out, or stay given."""
+    A folder that may be left out has to stay left out, or stay given."""
 
     def __post_init__(self) -> None:
         counts = (
@@ -129,6 +135,10 @@ class Settings(abc.ABC):
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: expected at least 1")
         if self.keep_every < 0:
             raise ConfigError(f"--keep-every {self.keep_every}: expected a number of steps, or 0 for none")
+        for name in ("checkpoint_minutes", "max_seconds", "timeout"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"--{name.replace('_', '-')} {value:g}: expected more than 0")
 
     @abc.abstractmethod
     def build(self, job: Job) -> Experiment:
@@ -160,11 +170,9 @@ class Settings(abc.ABC):
         noted = _read(path)
         current = {"recipe": self.recipe, **dataclasses.asdict(self)}
         for name in sorted(current.keys() & noted.keys()):
-            if name in self.free:
-                is_same = (noted[name] is None) == (current[name] is None)
-            else:
-                is_same = noted[name] == current[name]
-            if not is_same:
+            values = noted[name], current[name]
+            is_free = name in self.free and not (name.endswith("_dir") and None in values)
+            if not is_free and values[0] != values[1]:
                 raise ConfigError(
                     f"{self.run_dir} was trained with {name} = {noted[name]}, not {current[name]}: go on "
                     "with the same, choose another --run-dir, or start over with --fresh"
@@ -184,7 +192,7 @@ def read_settings(run_dir: Path, recipes: Mapping[str, type[Settings]]) -> Setti
         raise DataError(f"{run_dir / _FILE}: its recipe is unknown, expected one of {', '.join(recipes)}")
     known = {field.name: field.default for field in dataclasses.fields(kind)}
     for name in values.keys() & known.keys():
-        if not _is_like(values[name], known[name]):
+        if not _is_like(name, values[name], known[name]):
             raise DataError(
                 f"{run_dir / _FILE}: {name} = {values[name]!r}, expected a value like {str(known[name])!r}; "
                 "restore it or start over"
@@ -195,12 +203,12 @@ def read_settings(run_dir: Path, recipes: Mapping[str, type[Settings]]) -> Setti
     return kind(**{**{n: v for n, v in values.items() if n in known}, **paths, "run_dir": run_dir})
 
 
-def _is_like(value: object, default: object) -> bool:
+def _is_like(name: str, value: object, default: object) -> bool:
     """Say whether a value from JSON can stand where the default does."""
+    if default is None:  # a folder or a number that may be left out
+        return value is None or type(value) in ((str,) if name.endswith("_dir") else (int, float))
     if isinstance(default, str):
         return isinstance(value, (str, int))  # the number of workers is a number or "auto"
-    if default is None:  # a path that may be left out
-        return value is None or isinstance(value, str)
     if isinstance(default, Path):
         return isinstance(value, str)
     if isinstance(default, float):

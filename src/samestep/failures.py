@@ -10,9 +10,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import torch.distributed as dist
-
 from samestep.errors import Error, LostWorkerError
+from samestep.job import is_lost_connection
 
 __all__ = ["Failure", "root_cause"]
 
@@ -51,7 +50,7 @@ class Failure:
             return cls.of_status(INTERRUPTED)
         if isinstance(error, SystemExit) and isinstance(error.code, int | None):
             return cls.of_status(error.code or 0)
-        return cls("".join(traceback.format_exception(error)), 1, is_echo=_is_lost_connection(error))
+        return cls("".join(traceback.format_exception(error)), 1, is_echo=is_lost_connection(error))
 
     @classmethod
     def of_status(cls, exit_status: int) -> Failure:
@@ -84,8 +83,3 @@ def root_cause(failures: Iterable[tuple[int, Failure]]) -> tuple[int, Failure]:
     been the consequence of.
     """
     return min(failures, key=lambda item: (item[1].is_echo, not item[1].is_recorded, item[1].time_ns))
-
-
-def _is_lost_connection(error: BaseException) -> bool:
-    # gloo has no exception type of its own: a RuntimeError that begins with its source file.
-    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)

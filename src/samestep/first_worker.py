@@ -49,6 +49,11 @@ def from_first_worker(job: Job, work: Callable[[], T]) -> T:
 
 def _share(nest: Any, job: Job) -> Any:
     """Send worker 0's nest to all, its tensors one by one: pickled they would need twice the memory."""
+    with job.together("what worker 0 found"):
+        return _broadcast(nest, job)
+
+
+def _broadcast(nest: Any, job: Job) -> Any:
     outline = [pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), nest) if job.is_first else None]
     dist.broadcast_object_list(outline, 0)
     if not job.is_first:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
-import platform
-import sys
+import re
+import signal
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,8 +17,9 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from samestep.errors import ConfigError
+from samestep.errors import ConfigError, LostWorkerError
 from samestep.placement import Placement
+from samestep.process import end_with_parent, keep_freed_memory
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
@@ -27,7 +27,9 @@ __all__ = [
     "environment",
     "error_file",
     "init",
+    "is_lost_connection",
     "launched_by_samestep",
+    "lost_worker",
     "num_cores",
     "rank",
     "resolve_workers",
@@ -36,8 +38,6 @@ __all__ = [
 ]
 
 DEFAULT_TIMEOUT_S = 600.0
-
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # names and numbers of malloc.h
 
 
 @dataclass(frozen=True)
@@ -63,17 +63,52 @@ class Job:
         """Whether this is worker 0, the one that prints and writes."""
         return self.rank == 0
 
-    def barrier(self) -> None:
-        """Wait for all workers."""
+    def barrier(self, what: str = "barrier") -> None:
+        """Wait for all workers.
+
+        Raises:
+            LostWorkerError: one of them is gone, or has not come within the timeout.
+        """
         if self.world_size > 1:
-            dist.barrier()
+            with self.together(what):
+                dist.barrier()
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Around a collective: say what it was for where a worker does not take part.
+
+        Raises:
+            LostWorkerError: in place of what the backend raises.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_lost_connection(error):
+                raise
+            raise lost_worker(what, "another worker", self.timeout_s, error) from error
 
     def close(self) -> None:
         """Leave the process group, if there is one, once all workers do."""
         if dist.is_available() and dist.is_initialized():
-            self.barrier()
+            self.barrier("end")
             gc.collect()  # a group that outlives the interpreter aborts the process; see pytorch#190489
             dist.destroy_process_group()
+
+
+def lost_worker(what: str, who: str, timeout_s: float, error: RuntimeError) -> LostWorkerError:
+    """Return the error that says who did not take part in what, and whether it is gone or silent."""
+    why = (
+        re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]
+    )  # without gloo's source line
+    is_silent = "timed out" in why.lower() or "timeout" in why.lower()
+    how = f"did not answer for {timeout_s:g} s" if is_silent else "is gone"
+    return LostWorkerError(f"{what}: {who} {how} ({why})")
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether an exception of torch's is about another process that is gone or silent."""
+    # gloo has no exception type of its own: a RuntimeError that begins with its source file.
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
 def under_launcher() -> bool:
@@ -189,20 +224,25 @@ def init(device: str = "auto", *, threads: int = 1, timeout_s: float = DEFAULT_T
 
     Raises:
         ConfigError: an unknown device, no GPU for "cuda", or threads below 1.
+        LostWorkerError: the workers have not found each other within the timeout.
     """
     _check_threads(threads)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     chosen = _device(device, local_rank)
     torch.set_num_threads(threads)
     if chosen.type == "cpu":
-        _keep_freed_memory()
+        keep_freed_memory()
     else:
         _make_cuda_deterministic(chosen)
     if not under_launcher():
         return Job(chosen, threads=threads, timeout_s=timeout_s)
-    if int(os.environ["WORLD_SIZE"]) > 1 and not dist.is_initialized():
-        dist.init_process_group(_backend(chosen), timeout=timedelta(seconds=timeout_s))
-    return Job(chosen, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), threads, timeout_s)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(signal.SIGTERM)  # else the workers of a launcher that was killed would go on
+    job = Job(chosen, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), threads, timeout_s)
+    if job.world_size > 1 and not dist.is_initialized():
+        with job.together(f"start of {job.world_size} workers"):
+            dist.init_process_group(_backend(chosen), timeout=timedelta(seconds=timeout_s))
+    return job
 
 
 def _check_threads(threads: int) -> None:
@@ -226,18 +266,6 @@ def _backend(device: torch.device) -> str:
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     # NCCL refuses two ranks on one GPU; gloo carries CUDA tensors through host memory.
     return "cpu:gloo,cuda:nccl" if local_world_size <= torch.cuda.device_count() else "gloo"
-
-
-def _keep_freed_memory() -> None:
-    """Let glibc keep freed gradients for the next pass.
-
-    By default it gives large blocks back to the system, and every pass pays for fresh zeroed pages:
-    a quarter of a step for a perceptron of 10 million parameters. See mallopt(3).
-    """
-    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
-        libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_MAX, 0)
-        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def _make_cuda_deterministic(device: torch.device) -> None:

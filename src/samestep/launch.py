@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import cast
 
-from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from samestep.failures import Failure, root_cause
+from samestep.interruption import ECHO_S, is_ignored
 from samestep.job import error_file, launched_by_samestep, rank, worker_environment
 
 __all__ = ["GRACE_S", "launch", "run_worker"]
@@ -26,7 +32,6 @@ GRACE_S = 30
 """Seconds that workers have to finish their step and write a checkpoint before they are killed."""
 
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_NOHUP = (signal.SIGHUP, signal.SIG_IGN)
 
 
 def launch(command: Sequence[str], num_workers: int, *, threads: int) -> int:
@@ -34,7 +39,7 @@ def launch(command: Sequence[str], num_workers: int, *, threads: int) -> int:
 
     The workers' output passes straight through. When one fails, the others are stopped, and the error
     that came first is shown once. SIGINT and SIGTERM are passed on to the workers, which have `GRACE_S`
-    seconds to finish; a second one kills them.
+    seconds to finish; a second one, more than a second later, kills them.
 
     Args:
         command: the command line; its main function should go through `run_worker`.
@@ -93,18 +98,51 @@ def _run(command: Sequence[str], num_workers: int, threads: int, folder: str) ->
 
 
 class _Agent(LocalElasticAgent):
-    """The elastic agent, except that a second signal kills the workers instead of waiting once more."""
+    """The elastic agent, except for what a second signal does, and that stopped workers are woken to end.
+
+    A second signal kills the workers instead of waiting once more, unless it comes so soon that it is the
+    first one's echo.
+    """
 
     _is_stopping = False
+    _signalled_s: float | None = None
 
     @property
     def spec(self) -> WorkerSpec:
         return self._worker_group.spec
 
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
+        pids: dict[int, int] = super()._start_workers(worker_group)
+        for number in _HANDLED:
+            if not is_ignored(number):
+                signal.signal(number, self._receive)
+        return pids
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if self._signalled_s is None:
+            self._signalled_s = now_s
+        elif now_s - self._signalled_s <= ECHO_S:
+            return
+        raise SignalException("", signal.Signals(number))
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        # Once one has failed, torch gives the others time to end, which those that are stopped never use.
+        workers = cast(SubprocessContext, self._pcontext).subprocess_handlers.values()
+        if any(worker.proc.poll() for worker in workers):
+            self._wake()
+        return cast(RunResult, super()._monitor_workers(worker_group))
+
+    def _wake(self) -> None:
+        for pid in self._pcontext.pids().values() if self._pcontext else []:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = GRACE_S) -> None:
         # The signal handler raises out of the first call, and the agent cleans up with another.
         chosen = signal.SIGKILL if self._is_stopping else death_sig
         self._is_stopping = True
+        self._wake()
         super()._shutdown(chosen, timeout)
         self._is_stopping = False
 
@@ -132,7 +170,7 @@ def _handlers_kept() -> Iterator[list[str]]:
     before = {number: signal.getsignal(number) for number in _HANDLED}
     try:
         # Under nohup, SIGHUP is ignored and has to stay so.
-        yield [number.name for number in _HANDLED if (number, before[number]) != _NOHUP]
+        yield [number.name for number in _HANDLED if not is_ignored(number)]
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -164,6 +202,8 @@ def _explain(failures: Mapping[int, ProcessFailure], num_workers: int) -> int:
     ]
     worker, cause = root_cause(described)
     sys.stderr.write(cause.text)
+    if not cause.is_recorded:  # nobody knows better in which step it was than those that missed it
+        sys.stderr.write(next((found.text for _, found in described if found.is_error), ""))
     if cause.is_recorded and cause.text and not cause.is_error:
         sys.stderr.write(f"samestep: worker {worker} of {num_workers} failed; the job was stopped\n")
     return cause.exit_status

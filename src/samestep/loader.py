@@ -22,6 +22,7 @@ from samestep.batch import LocalBatch
 from samestep.errors import ConfigError, UsageError
 from samestep.job import Job
 from samestep.placement import Placement
+from samestep.process import join_own_group
 from samestep.readers import BatchedReader, Reader, Request, is_batched
 from samestep.streams import generator
 
@@ -117,6 +118,7 @@ class TowerLoader:
             collate_fn=_as_it_is,
             # Without one of its own, DataLoader draws a number from torch's global generator each epoch.
             generator=torch.Generator(),
+            worker_init_fn=_start_loader_process,
             **dataloader_options,
         )
 
@@ -197,6 +199,10 @@ def _ahead(reader: BatchedReader | Reader, requests: Sequence[Request]) -> Itera
             yield waiting.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _start_loader_process(_: int) -> None:
+    join_own_group()
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -109,7 +109,7 @@ def start_from_first_worker(model: nn.Module, job: Job) -> None:
     if job.world_size == 1:
         return
     for tensor in (*model.parameters(), *model.buffers()):
-        with torch.no_grad():
+        with torch.no_grad(), job.together("Towers"):
             values = tensor.detach().contiguous()
             dist.broadcast(values.reshape(-1).view(torch.uint8), 0)  # no backend knows all dtypes
             tensor.copy_(values)

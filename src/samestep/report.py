@@ -31,6 +31,7 @@ class Report:
         noise_scale: the gradient noise scale in rows (see `samestep.noise`), smoothed over the steps that
             measured it, this one included; infinite where the noise hides the gradient; None before the
             first, and where there are not two towers with weight.
+        wishes: the bits that any worker's `Towers.wishes` answered.
     """
 
     step: int
@@ -42,6 +43,7 @@ class Report:
     skipped: bool = False
     tower_grad_norms: list[float] | None = None
     noise_scale: float | None = None
+    wishes: int = 0
 
     @cached_property
     def loss(self) -> float:

@@ -80,6 +80,8 @@ class Towers:
         noise: the smoothed gradient noise scale; part of what a checkpoint carries.
         step: steps taken so far; set it after loading a checkpoint.
         scaler: a gradient scaler whose `scale` is applied to each loss before backward, or None.
+        wishes: called once a step, as late as its answer can still travel with the step; the bits that
+            any worker answers are in every worker's `Report.wishes`.
 
     Raises:
         ConfigError: T or W out of range, a model without parameters that require grad, ...
@@ -121,6 +123,7 @@ class Towers:
         self.step = 0
         self.scaler: LossScale | None = None
         self.noise = NoiseScale()
+        self.wishes: Callable[[], int] = int
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.parameters = list(named.values())
         settings: dict[str, Any] = {"towers": num_towers, "seed": seed, "statistics": statistics}
@@ -191,7 +194,7 @@ class Towers:
             counts = count_slices(weights or {}, towers, local.slices, self.job.device)
         except Error as error:
             self._exchange.begin(self.step, self._facts(LocalBatch(0, {})), error, num_counts=len(names))
-        self._exchange.begin(self.step, self._facts(local), num_counts=len(names))
+        self._exchange.begin(self.step, self._facts(local), num_counts=len(names), wishes=self.wishes)
         named = NamedWeights(names, self._exchange.counts(counts), local.rows) if names else None
         if named is not None and not any(named.totals):
             local = replace(local, slices={})  # nothing counts, so no pass is worth its time
@@ -242,7 +245,7 @@ class Towers:
             error = found
         facts = self._facts(local)
         whole.gather({"step": self.step, **facts}, error)
-        self._exchange.begin(self.step, facts)
+        self._exchange.begin(self.step, facts, wishes=self.wishes)
         self._open = step = self._start(local, None, is_whole=True)
         try:
             scale = None if self.scaler is None else self.scaler.scale
@@ -371,7 +374,8 @@ class Towers:
             weights = step.named.counts.to(weights.device)
         self.step += 1
         values = (self.step - 1, step.local.rows, figures.loss_sums[:told] * step.unit, weights, gradients)
-        return Report(*values, names=step.names, noise_scale=self.noise.value, **more)
+        told_too = {"noise_scale": self.noise.value, "wishes": figures.wishes, **more}
+        return Report(*values, names=step.names, **told_too)
 
     def _leave_out(self, step: OpenStep, figures: Figures, error: BatchError) -> Report:
         self.put_back_buffers()

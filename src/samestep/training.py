@@ -25,6 +25,7 @@ from samestep.evaluation import describe, evaluate
 from samestep.experiment import Experiment, Settings
 from samestep.fingerprint import Fingerprint, changes, fingerprint
 from samestep.first_worker import from_first_worker
+from samestep.interruption import Interruption, Wish
 from samestep.job import Job
 from samestep.lock import RunLock
 from samestep.report import Report
@@ -40,10 +41,11 @@ __all__ = ["resume", "train"]
 def train(settings: Settings, job: Job) -> int:
     """Train a recipe from its newest checkpoint, if there is one, to its last step.
 
-    Prints the figures on the test examples and, last, `weights sha256 <hex>`.
+    Prints the figures on the test examples and, last, `weights sha256 <hex>`. A signal or a time limit
+    stops it earlier: after the same step on all workers, with a checkpoint, and without figures.
 
     Returns:
-        The exit status, 0.
+        The exit status: 0, or 128 + the number of the signal that stopped it.
 
     Raises:
         ConfigError: the run folder holds another experiment.
@@ -51,11 +53,14 @@ def train(settings: Settings, job: Job) -> int:
         LockedError: another process trains in it.
         StorageError: the disk does not take a checkpoint.
     """
+    interruption = Interruption(
+        job, max_seconds=settings.max_seconds, checkpoint_minutes=settings.checkpoint_minutes
+    )
     with RunLock(settings.run_dir, job):
-        return _run(settings, job)
+        return _run(settings, job, interruption)
 
 
-def _run(settings: Settings, job: Job) -> int:
+def _run(settings: Settings, job: Job, interruption: Interruption) -> int:
     if settings.fresh:
         from_first_worker(job, lambda: _start_over(settings))
     settings.check_same_experiment()
@@ -65,17 +70,11 @@ def _run(settings: Settings, job: Job) -> int:
         settings.write()
     if settings.log_device_placement:
         _tell_placement(experiment, job)
-    display = Display(settings, job, experiment.step.towers)
-    summaries = Summaries(settings.run_dir, experiment, every=settings.summary_every)
-    writer = CheckpointWriter(
-        settings.run_dir, keep_last=settings.keep_checkpoints, keep_every=settings.keep_every
-    )
-    with display, summaries, writer:
-        for report in _steps(experiment, summaries, settings.steps):
-            display.show(report)
-            writer.check()
-            if (report.step + 1) % settings.checkpoint_every == 0 or report.step + 1 == settings.steps:
-                write_checkpoint(experiment, writer)
+    wishes = _train(experiment, settings, job, interruption)
+    if wishes.reason is not None:
+        if job.is_first:
+            sys.stderr.write(_goodbye(experiment.step.towers.step, wishes))
+        return wishes.exit_status
     figures = evaluate(experiment, job)
     if job.is_first:
         write_figures(settings.run_dir, experiment.step.towers.step, figures)
@@ -90,6 +89,27 @@ def _start_over(settings: Settings) -> None:
     (settings.run_dir / "settings.json").unlink(missing_ok=True)
 
 
+def _train(experiment: Experiment, settings: Settings, job: Job, interruption: Interruption) -> Wish:
+    """Take steps to the last one, or to the first after which a worker wishes to stop; return the wishes."""
+    display = Display(settings, job, experiment.step.towers)
+    summaries = Summaries(settings.run_dir, experiment, every=settings.summary_every)
+    writer = CheckpointWriter(
+        settings.run_dir, keep_last=settings.keep_checkpoints, keep_every=settings.keep_every
+    )
+    experiment.step.towers.wishes = interruption.wishes
+    wishes = Wish(0)
+    with interruption, display, summaries, writer:
+        for report in _steps(experiment, summaries, settings.steps):
+            display.show(report)
+            writer.check()
+            wishes = Wish(report.wishes)
+            if _is_checkpoint_due(report.step + 1, wishes, settings):
+                write_checkpoint(experiment, writer)
+            if wishes.reason is not None:
+                break
+    return wishes
+
+
 def _steps(experiment: Experiment, summaries: Summaries, num_steps: int) -> Iterator[Report]:
     """Take steps, epoch after epoch, until `num_steps` have been taken in all."""
     while experiment.step.towers.step < num_steps:
@@ -100,6 +120,19 @@ def _steps(experiment: Experiment, summaries: Summaries, num_steps: int) -> Iter
             yield report
             if experiment.step.towers.step >= num_steps:
                 return
+
+
+def _is_checkpoint_due(step: int, wishes: Wish, settings: Settings) -> bool:
+    """Say, alike on every worker, whether a checkpoint follows after `step` steps."""
+    is_planned = step % settings.checkpoint_every == 0 or step == settings.steps
+    return is_planned or Wish.CHECKPOINT in wishes or wishes.reason is not None
+
+
+def _goodbye(step: int, wishes: Wish) -> str:
+    return (
+        f"samestep: stopped after step {step} by {wishes.reason}; checkpoint written; run the same command "
+        "to go on\n"
+    )
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------

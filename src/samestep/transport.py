@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.errors import LostWorkerError
-from samestep.job import Job
+from samestep.job import Job, lost_worker
 
 __all__ = ["Swap", "Transport"]
 
@@ -52,9 +52,9 @@ class Swap:
 
     def lost(self, error: RuntimeError, peer: int | None = None) -> LostWorkerError:
         """Return the error that says who did not take part in what."""
-        who = "another worker" if peer is None else f"worker {peer}"
-        why = str(error).partition("\n")[0]
-        return LostWorkerError(f"{self.what}: {who} is gone or silent for {self.timeout_s:g} s ({why})")
+        return lost_worker(
+            self.what, "another worker" if peer is None else f"worker {peer}", self.timeout_s, error
+        )
 
 
 class Transport:

@@ -828,6 +828,26 @@ def from_a_checkpoint(job: samestep.Job) -> str:
     return samestep.digest(others.model)
 
 
+@scenario
+def wishes(job: samestep.Job) -> str:
+    """The first and the last worker wish for different things, and are asked once a step."""
+    towers = samestep.Towers(perceptron().to(job.device), 7, job=job, bucket_bytes=300)
+    asked: list[int] = []
+
+    def answer() -> int:
+        asked.append(towers.step)
+        mine = (job.rank == 0) | 2 * (job.rank == job.world_size - 1)
+        return mine if towers.step != 1 else 0
+
+    towers.wishes = answer
+    heard = []
+    for batch in batches(3, 4, 7):  # fewer rows than towers
+        for tower in towers(batch):
+            tower.backward(loss_of(towers.model, tower.batch))
+        heard.append(towers.average().wishes)
+    return f"{heard} {asked}"
+
+
 def message_of(function: Callable[[], object]) -> str:
     try:
         function()

@@ -9,6 +9,9 @@ import time
 
 import pytest
 
+from samestep.interruption import ECHO_S
+from samestep.launch import GRACE_S
+
 JOB = """
 import os, signal, sys, time
 from samestep.errors import ConfigError
@@ -195,6 +198,7 @@ while True:
     pids = [int(line) for line in wait_for(process, 2)]
     process.send_signal(signal.SIGTERM)
     assert wait_for(process, 2) == ["heard"] * 2
+    time.sleep(ECHO_S)
     begin = time.monotonic()
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 143
@@ -202,3 +206,33 @@ while True:
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_workers_of_a_launcher_that_is_killed_end_too(start):
+    body = """
+import samestep
+samestep.init("cpu")
+say(os.getpid())
+time.sleep(60)
+"""
+    process = start(body)
+    pids = [int(line) for line in wait_for(process, 2)]
+    process.kill()
+    deadline_s = time.monotonic() + 10
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_a_stopped_worker_does_not_keep_a_failed_job_waiting(start):
+    body = """
+if WORKER == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(0.5)
+raise ConfigError("no")
+"""
+    begin = time.monotonic()
+    process = start(body)
+    assert process.communicate(timeout=60) == ("", "samestep: error: no\n")
+    assert process.returncode == 2
+    assert time.monotonic() - begin < GRACE_S

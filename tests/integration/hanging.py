@@ -1,0 +1,62 @@
+"""A recipe for tests: the digits, with loader processes, and with a worker that hangs where it is told to."""
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from torch import Tensor, nn
+
+from samestep import Job, TowerLoader
+from samestep.datasets.digits import Digits
+from samestep.experiment import Experiment
+from samestep.recipes.digits import DigitsSettings, loss_of
+
+
+@dataclass(frozen=True)
+class HangingSettings(DigitsSettings):
+    """Train on digits until the last worker hangs."""
+
+    hang: Literal["never", "forward", "loading"] = "never"
+    """Where the last worker hangs."""
+    hang_at: int = 5
+    """In which step."""
+    loader_processes: int = 0
+    """As of the recipe cifar10."""
+
+    recipe: ClassVar[str] = "hanging"
+
+    def build(self, job: Job) -> Experiment:
+        """Make the parts of the digits, and put what hangs between them."""
+        experiment = super().build(job)
+        step, is_last = experiment.step, job.rank == job.world_size - 1
+
+        def loss(model: nn.Module, batch: Any) -> Tensor:
+            if is_last and self.hang == "forward" and step.towers.step == self.hang_at:
+                time.sleep(1000)
+            return loss_of(model, batch)
+
+        step.loss_fn = loss
+        first = self.hang_at * self.batch_size if is_last and self.hang == "loading" else None
+        loader = TowerLoader(
+            Pictures(first), self.batch_size, step.towers, shuffle=False, num_workers=self.loader_processes
+        )
+        return dataclasses.replace(experiment, loader=loader)
+
+
+class Pictures:
+    """The digits one by one, for loader processes; some of them take forever."""
+
+    def __init__(self, endless: int | None) -> None:
+        self.digits = Digits("train", augment=False)
+        self.endless = endless
+
+    def __len__(self) -> int:
+        return len(self.digits)
+
+    def __getitem__(self, example: int) -> Any:
+        if self.endless is not None and example >= self.endless:
+            time.sleep(1000)
+        pictures, labels = self.digits.batch(np.array([example]), np.zeros(1, np.uint64))
+        return pictures[0], labels[0]

@@ -1,0 +1,164 @@
+"""Workers that start at once: a process that has imported everything forks them.
+
+Starting Python and torch takes seconds; tests that start dozens of jobs have no time for that. The
+workers are real processes, each in its own session, that run the real command line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+
+class Nursery:
+    """Starts one job after the other; enter it first."""
+
+    def __enter__(self) -> Nursery:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        )
+        self._answers: queue.Queue[Any] = queue.Queue()
+        self._workers: Workers | None = None
+        threading.Thread(target=self._listen, daemon=True).start()
+        self._answers.get(timeout=100)  # it has imported everything
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end_workers()
+        self._process.kill()
+        self._process.communicate()
+
+    def start(self, words: Sequence[str | Path], num_workers: int, folder: Path) -> Workers:
+        """Start workers of `samestep WORDS`; worker N writes its output to folder/N.
+
+        Those of the job before are killed if they still run.
+        """
+        self._end_workers()
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        folder.mkdir(parents=True, exist_ok=True)
+        request = {"words": [str(word) for word in words], "folder": str(folder), "port": store.port}
+        self._process.stdin.write(json.dumps({**request, "num_workers": num_workers}) + "\n")
+        self._process.stdin.flush()
+        self._workers = Workers(self._answers.get(timeout=100), folder, self._answers, store)
+        return self._workers
+
+    def _end_workers(self) -> None:
+        if self._workers is not None:
+            self._workers.signal(signal.SIGKILL)
+            self._workers.wait()
+
+    def _listen(self) -> None:
+        for line in self._process.stdout:
+            self._answers.put(json.loads(line))
+
+
+class Workers:
+    """The processes of one job."""
+
+    def __init__(self, pids: list[int], folder: Path, answers: queue.Queue[Any], store: Any) -> None:
+        self.pids = pids
+        self._folder = folder
+        self._answers = answers
+        self._statuses: dict[int, int] = {}
+        self._store = store  # lives as long as the job
+
+    def output(self, worker: int = 0) -> str:
+        """Return what a worker has written so far."""
+        file = self._folder / str(worker)
+        return file.read_text() if file.exists() else ""
+
+    def signal(self, number: signal.Signals, *workers: int) -> None:
+        """Signal some workers, or all; those that have ended get nothing."""
+        for worker in workers or range(len(self.pids)):
+            if self.pids[worker] not in self._statuses:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pids[worker], number)
+
+    def signal_group(self, number: signal.Signals, worker: int) -> None:
+        """Signal a worker and the processes that it has started, as torch's launcher does."""
+        os.killpg(self.pids[worker], number)
+
+    def started_by(self, worker: int) -> list[int]:
+        """Return the processes that a worker has started."""
+        pid = self.pids[worker]
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    def wait(self, timeout_s: float = 60) -> list[int]:
+        """Wait for all to end and return their exit statuses, −n for those that signal n killed."""
+        deadline_s = time.monotonic() + timeout_s
+        while len(self._statuses) < len(self.pids):
+            pid, status = self._answers.get(timeout=max(0.0, deadline_s - time.monotonic()))
+            self._statuses[pid] = status
+        return [self._statuses[pid] for pid in self.pids]
+
+
+def main() -> None:
+    """Fork the workers that requests on stdin ask for."""
+    # What torch imports when the first optimizer is made, and what the first summaries need.
+    import torch._dynamo
+    import torch.utils.tensorboard  # noqa: F401
+
+    import samestep.evaluation
+    import samestep.recipes.cifar10
+    import samestep.recipes.digits
+    import samestep.training
+    from samestep.cli import main as run
+
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    from tests.integration.hanging import HangingSettings
+
+    samestep.recipes.RECIPES["hanging"] = HangingSettings
+    gc.freeze()
+    print('"ready"', flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        pids = []
+        for worker in range(request["num_workers"]):
+            pids.append(os.fork())
+            if pids[-1] == 0:
+                _become_worker(worker, request)
+                status = run(request["words"])
+                sys.stdout.flush()
+                os._exit(status)  # taking the interpreter down would take longer than the whole job
+        print(json.dumps(pids), flush=True)
+        for _ in pids:
+            pid, status = os.wait()
+            print(json.dumps([pid, os.waitstatus_to_exitcode(status)]), flush=True)
+
+
+def _become_worker(worker: int, request: dict[str, Any]) -> None:
+    os.setsid()
+    output = os.open(Path(request["folder"]) / str(worker), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    os.environ.update(
+        RANK=str(worker),
+        LOCAL_RANK=str(worker),
+        WORLD_SIZE=str(request["num_workers"]),
+        LOCAL_WORLD_SIZE=str(request["num_workers"]),
+        MASTER_ADDR="localhost",
+        MASTER_PORT=str(request["port"]),
+        TORCHELASTIC_RUN_ID="nursery",
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+import os
+import signal
+import time
+import warnings
+
+import pytest
+
+import samestep
+from samestep.interruption import ECHO_S, Interruption, Wish
+
+ALONE = samestep.Job(samestep.init("cpu").device)
+SECOND = samestep.Job(ALONE.device, rank=1, world_size=2)
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    before = {number: signal.getsignal(number) for number in HANDLED}
+    yield before
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def in_a_child(work):
+    """Run in a forked process and return its exit status, −n where signal n killed it."""
+    with warnings.catch_warnings(action="ignore"):  # about threads, of which the child needs none
+        pid = os.fork()
+    if pid == 0:
+        work()
+        os._exit(7)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize("number", HANDLED)
+def test_a_signal_becomes_a_wish(number):
+    with Interruption(SECOND) as interruption:
+        assert interruption.wishes() == Wish(0)
+        signal.raise_signal(number)
+        wishes = interruption.wishes()
+    assert wishes == Wish[number.name]
+    assert (wishes.reason, wishes.exit_status) == (number.name, 128 + number)
+
+
+def test_without_a_signal_the_handlers_are_put_back(handlers):
+    with Interruption(ALONE):
+        assert {number: signal.getsignal(number) for number in HANDLED} != handlers
+    assert {number: signal.getsignal(number) for number in HANDLED} == handlers
+
+
+def test_sighup_stays_ignored_under_nohup():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with Interruption(ALONE):
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def test_an_echo_of_the_first_signal_changes_nothing():
+    with Interruption(ALONE) as interruption:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        assert interruption.wishes() == Wish.SIGTERM
+
+
+@pytest.mark.parametrize("number", HANDLED)
+def test_a_second_signal_kills_even_after_the_loop(number):
+    def work():
+        with Interruption(ALONE):
+            signal.raise_signal(signal.SIGINT)
+        time.sleep(ECHO_S + 0.1)
+        signal.raise_signal(number)
+
+    assert in_a_child(work) == -number
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 7)])
+def test_a_process_forked_by_a_worker_ends_by_sigterm_and_leaves_sigint_to_the_worker(number, status):
+    with Interruption(ALONE) as interruption:
+        assert in_a_child(lambda: signal.raise_signal(number)) == status
+        assert interruption.wishes() == Wish(0)
+
+
+def test_time_is_up_on_the_first_worker_alone():
+    with Interruption(ALONE, max_seconds=0.02) as interruption, Interruption(SECOND, max_seconds=0) as second:
+        assert interruption.wishes() == Wish(0)
+        time.sleep(0.02)
+        assert interruption.wishes() == Wish.TIME_UP
+        assert second.wishes() == Wish(0)
+    assert (Wish.TIME_UP.reason, Wish.TIME_UP.exit_status) == ("--max-seconds", 0)
+
+
+def test_a_checkpoint_is_wished_for_once_a_period():
+    with Interruption(ALONE, checkpoint_minutes=0.02 / 60) as interruption:
+        assert interruption.wishes() == Wish(0)
+        time.sleep(0.02)
+        assert interruption.wishes() == Wish.CHECKPOINT
+        assert interruption.wishes() == Wish(0)
+    assert Wish.CHECKPOINT.reason is None
+
+
+def test_a_signal_comes_before_a_time_limit():
+    wishes = Wish.TIME_UP | Wish.SIGINT | Wish.CHECKPOINT
+    assert (wishes.reason, wishes.exit_status) == ("SIGINT", 130)
