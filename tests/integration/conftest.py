@@ -1,9 +1,30 @@
 import pytest
 
-from .nursery import Nursery
+from .nursery import SHORT, STEPS, Nursery, digests_of
 
 
 @pytest.fixture(scope="session")
 def nursery():
     with Nursery() as started:
         yield started
+
+
+@pytest.fixture
+def start(nursery, tmp_path):
+    """Start workers that train in tmp_path/run."""
+
+    def start_run(num_workers, *options, recipe="digits"):
+        words = ("train", recipe, *SHORT, "--run-dir", tmp_path / "run", *options)
+        return nursery.start(words, num_workers, tmp_path / "output")
+
+    return start_run
+
+
+@pytest.fixture(scope="session")
+def whole(nursery, tmp_path_factory):
+    """The digest after each step of the run that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("whole")
+    words = ("train", "digits", *SHORT, "--run-dir", folder / "run")
+    workers = nursery.start((*words, "--checkpoint-every", "1", "--keep-checkpoints", STEPS), 1, folder)
+    assert workers.wait() == [0]
+    return digests_of(folder / "run")

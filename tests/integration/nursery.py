@@ -22,6 +22,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from samestep.checkpoint import all_checkpoints, read_digest
+
+STEPS = 60
+SHORT = ("--towers", "5", "--batch-size", "40", "--log-every", "1", "--steps", STEPS)
+"""What most jobs here train: a step takes some ten milliseconds."""
+
 
 class Nursery:
     """Starts one job after the other; enter it first."""
@@ -84,6 +90,21 @@ class Workers:
         file = self._folder / str(worker)
         return file.read_text() if file.exists() else ""
 
+    def wait_for_step(self, step: int, timeout_s: float = 60) -> None:
+        """Wait until worker 0 has told of a step."""
+        deadline_s = time.monotonic() + timeout_s
+        while f" step {step}," not in self.output():
+            assert time.monotonic() < deadline_s, self.output()
+            assert self.ended() < len(self.pids), self.output()
+            time.sleep(0.002)
+
+    def ended(self) -> int:
+        """Return how many have ended."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._note(self._answers.get_nowait())
+        return len(self._statuses)
+
     def signal(self, number: signal.Signals, *workers: int) -> None:
         """Signal some workers, or all; those that have ended get nothing."""
         for worker in workers or range(len(self.pids)):
@@ -104,9 +125,22 @@ class Workers:
         """Wait for all to end and return their exit statuses, −n for those that signal n killed."""
         deadline_s = time.monotonic() + timeout_s
         while len(self._statuses) < len(self.pids):
-            pid, status = self._answers.get(timeout=max(0.0, deadline_s - time.monotonic()))
-            self._statuses[pid] = status
+            self._note(self._answers.get(timeout=max(0.0, deadline_s - time.monotonic())))
         return [self._statuses[pid] for pid in self.pids]
+
+    def _note(self, answer: tuple[int, int]) -> None:
+        pid, status = answer
+        self._statuses[pid] = status
+
+
+def steps_of(run_dir: Path) -> list[int]:
+    """Return the steps of a run's checkpoints."""
+    return [int(path.name.removeprefix("step-")) for path in all_checkpoints(run_dir)]
+
+
+def digests_of(run_dir: Path) -> dict[int, str]:
+    """Return what is in the checkpoints of a run, by step: the digest of the weights, computed anew."""
+    return dict(zip(steps_of(run_dir), map(read_digest, all_checkpoints(run_dir)), strict=True))
 
 
 def main() -> None:

@@ -8,45 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
-from samestep.checkpoint import all_checkpoints
-
-STEPS = 60
-SHORT = ["--towers", "5", "--batch-size", "40", "--log-every", "1", "--steps", str(STEPS)]
-
-
-@pytest.fixture
-def start(nursery, tmp_path):
-    def start_run(num_workers, *options, recipe="digits"):
-        words = ("train", recipe, *SHORT, "--run-dir", tmp_path / "run", *options)
-        return nursery.start(words, num_workers, tmp_path / "output")
-
-    return start_run
-
-
-@pytest.fixture(scope="module")
-def whole(nursery, tmp_path_factory):
-    """The digest of the run that nothing interrupts."""
-    folder = tmp_path_factory.mktemp("whole")
-    workers = nursery.start(("train", "digits", *SHORT, "--run-dir", folder / "run"), 1, folder / "output")
-    assert workers.wait() == [0]
-    return digest_of(workers)
-
-
-def digest_of(workers):
-    return re.search(r"^weights sha256 ([0-9a-f]{64})$", workers.output(), re.MULTILINE)[1]
-
-
-def wait_for_step(workers, step, timeout_s=60):
-    deadline_s = time.monotonic() + timeout_s
-    while f"step {step}," not in workers.output():
-        assert time.monotonic() < deadline_s, workers.output()
-        time.sleep(0.002)
-
-
-def steps_on_disk(tmp_path):
-    return [int(path.name.removeprefix("step-")) for path in all_checkpoints(tmp_path / "run")]
+from .nursery import SHORT, STEPS, digests_of, steps_of
 
 
 def stopped_after(workers, tmp_path, reason):
@@ -55,7 +17,7 @@ def stopped_after(workers, tmp_path, reason):
         rf"samestep: stopped after step (\d+) by {reason}; checkpoint written; run the same command to go on"
     )
     step = int(re.search(message, workers.output())[1])
-    assert steps_on_disk(tmp_path)[-1] == step
+    assert steps_of(tmp_path / "run")[-1] == step
     assert all("samestep:" not in workers.output(other) for other in range(1, len(workers.pids)))
     return step
 
@@ -67,13 +29,13 @@ def test_one_signalled_worker_stops_all_and_the_run_goes_on_with_the_same_bits(s
         (2, 35, 0, signal.SIGINT),
     ]:
         workers = start(num_workers)
-        wait_for_step(workers, step)
+        workers.wait_for_step(step)
         workers.signal(number, victim)
         assert workers.wait() == [128 + number] * num_workers
         assert step <= stopped_after(workers, tmp_path, number.name) <= step + 3
     workers = start(4)
     assert workers.wait() == [0] * 4
-    assert digest_of(workers) == whole
+    assert digests_of(tmp_path / "run")[STEPS] == whole[STEPS]
 
 
 def test_max_seconds_and_checkpoint_minutes(start, whole, tmp_path):
@@ -81,15 +43,17 @@ def test_max_seconds_and_checkpoint_minutes(start, whole, tmp_path):
     assert workers.wait() == [0, 0]
     stopped = stopped_after(workers, tmp_path, "--max-seconds")
     assert stopped < STEPS
-    assert steps_on_disk(tmp_path) == list(range(max(1, stopped - 2), stopped + 1))  # the three that are kept
+    assert steps_of(tmp_path / "run") == list(
+        range(max(1, stopped - 2), stopped + 1)
+    )  # the three that are kept
     workers = start(1)
     assert workers.wait() == [0]
-    assert digest_of(workers) == whole
+    assert digests_of(tmp_path / "run")[STEPS] == whole[STEPS]
 
 
 def test_signals_to_a_whole_process_tree_and_their_echoes_count_once(start, tmp_path):
     workers = start(3)
-    wait_for_step(workers, 3)
+    workers.wait_for_step(3)
     for _ in range(3):
         workers.signal(signal.SIGTERM)
     assert workers.wait() == [143] * 3
@@ -98,7 +62,7 @@ def test_signals_to_a_whole_process_tree_and_their_echoes_count_once(start, tmp_
 
 def test_loader_processes_outlive_a_signal_to_the_group_and_end_with_their_worker(start, tmp_path):
     workers = start(2, "--loader-processes", "2", "--steps", "100000", recipe="hanging")
-    wait_for_step(workers, 2)
+    workers.wait_for_step(2)
     loaders = [pid for worker in range(2) for pid in workers.started_by(worker)]
     assert len(loaders) == 4
     workers.signal_group(signal.SIGTERM, 1)
@@ -109,7 +73,7 @@ def test_loader_processes_outlive_a_signal_to_the_group_and_end_with_their_worke
 
 def test_loader_processes_end_with_a_worker_that_is_killed(start):
     workers = start(1, "--loader-processes", "2", "--hang", "loading", recipe="hanging")
-    wait_for_step(workers, 2)
+    workers.wait_for_step(2)
     loaders = workers.started_by(0)
     workers.signal(signal.SIGKILL)
     assert workers.wait() == [-signal.SIGKILL]
@@ -124,7 +88,17 @@ def assert_gone(pids, timeout_s=10):
 
 
 def test_a_signal_to_the_launcher_and_its_workers_is_one_message_and_a_checkpoint(tmp_path):
-    words = ["train", "digits", *SHORT, "--steps", "100000", "--workers", "2", "--run-dir", tmp_path / "run"]
+    words = [
+        "train",
+        "digits",
+        *map(str, SHORT),
+        "--steps",
+        "100000",
+        "--workers",
+        "2",
+        "--run-dir",
+        tmp_path / "run",
+    ]
     process = subprocess.Popen(
         [sys.executable, "-m", "samestep", *words],
         stdout=subprocess.PIPE,
@@ -140,7 +114,7 @@ def test_a_signal_to_the_launcher_and_its_workers_is_one_message_and_a_checkpoin
     for pid in (process.pid, *workers):
         os.kill(pid, signal.SIGTERM)
     _, told = process.communicate(timeout=60)
-    step = steps_on_disk(tmp_path)[-1]
+    step = steps_of(tmp_path / "run")[-1]
     assert process.returncode == 143
     assert told == (
         f"samestep: stopped after step {step} by SIGTERM; checkpoint written; run the same command to go on\n"

@@ -236,3 +236,21 @@ raise ConfigError("no")
     assert process.communicate(timeout=60) == ("", "samestep: error: no\n")
     assert process.returncode == 2
     assert time.monotonic() - begin < GRACE_S
+
+
+@pytest.mark.slow
+def test_a_worker_that_does_not_listen_is_killed_after_the_grace_period(start):
+    body = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+say(os.getpid())
+if WORKER == 0:
+    raise ConfigError("no")
+time.sleep(1000)
+"""
+    process = start(body)
+    pids = [int(line) for line in wait_for(process, 2)]
+    begin = time.monotonic()
+    assert process.communicate(timeout=GRACE_S + 30) == ("", "samestep: error: no\n")
+    assert process.returncode == 2
+    assert GRACE_S - 1 < time.monotonic() - begin < GRACE_S + 15
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)

@@ -1,0 +1,70 @@
+"""A worker that dies or hangs: the others find it, say which one and in which step, and end."""
+
+import re
+import signal
+import time
+
+import pytest
+
+from .nursery import STEPS, digests_of
+
+TIMEOUT_S = 4
+
+
+def the_others_tell(workers, victim, how):
+    """Check what the others say of the victim, and return the step."""
+    steps = set()
+    for worker in range(len(workers.pids)):
+        if worker != victim:
+            told = rf"samestep: error: step (\d+), (?:gradients|averages): worker {victim} {how} \("
+            steps.add(int(re.search(told, workers.output(worker))[1]))
+    (step,) = steps
+    return step
+
+
+def test_a_stopped_worker_is_found_within_the_timeout(start, whole, tmp_path):
+    workers = start(3, "--timeout", TIMEOUT_S, "--checkpoint-every", "4")
+    workers.wait_for_step(5)
+    workers.signal(signal.SIGSTOP, 1)
+    begin_s = time.monotonic()
+    while workers.ended() < 2:
+        assert time.monotonic() - begin_s < 3 * TIMEOUT_S
+        time.sleep(0.01)
+    workers.signal(signal.SIGKILL, 1)
+    assert workers.wait() == [1, -signal.SIGKILL, 1]
+    assert the_others_tell(workers, 1, f"did not answer for {TIMEOUT_S} s") >= 5
+    step, found = digests_of(tmp_path / "run").popitem()
+    assert found == whole[step]
+
+
+def test_a_killed_worker_is_found_at_once(start, whole, tmp_path):
+    workers = start(3, "--checkpoint-every", "4")
+    workers.wait_for_step(9)
+    workers.signal(signal.SIGKILL, 2)
+    assert workers.wait(timeout_s=20) == [1, 1, -signal.SIGKILL]
+    assert the_others_tell(workers, 2, "is gone") >= 8
+    assert digests_of(tmp_path / "run")[8] == whole[8]
+    assert start(2).wait() == [0, 0]
+    assert digests_of(tmp_path / "run")[STEPS] == whole[STEPS]
+
+
+@pytest.mark.parametrize("where", ["forward", "loading"])
+def test_a_worker_that_hangs_in_its_own_code_is_found_within_the_timeout(start, where):
+    workers = start(2, "--timeout", TIMEOUT_S, "--hang", where, recipe="hanging")
+    begin_s = time.monotonic()
+    while workers.ended() == 0:
+        assert time.monotonic() - begin_s < 20
+        time.sleep(0.01)
+    workers.signal(signal.SIGKILL, 1)
+    assert workers.wait() == [1, -signal.SIGKILL]
+    assert the_others_tell(workers, 1, f"did not answer for {TIMEOUT_S} s") == 5
+
+
+def test_a_worker_that_never_comes_is_missed_at_the_start(start):
+    workers = start(2, "--timeout", 2)
+    workers.signal(signal.SIGSTOP, 1)
+    while workers.ended() == 0:
+        time.sleep(0.01)
+    assert "samestep: error: start of 2 workers: another worker did not answer for 2 s" in workers.output()
+    workers.signal(signal.SIGKILL, 1)
+    assert workers.wait() == [1, -signal.SIGKILL]
