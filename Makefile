@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install train test check bench clean
+.PHONY: install train test chaos check bench clean
 
 install: $(STAMP)
 
@@ -18,6 +18,9 @@ train: install
 
 test: install
 	$(BIN)/python -m pytest -q -m "not slow"
+
+chaos: install
+	$(BIN)/python -m tests.integration.chaos
 
 check: install
 	$(BIN)/ruff format --check .

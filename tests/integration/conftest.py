@@ -1,6 +1,6 @@
 import pytest
 
-from .nursery import SHORT, STEPS, Nursery, digests_of
+from .nursery import SHORT, Nursery
 
 
 @pytest.fixture(scope="session")
@@ -23,8 +23,4 @@ def start(nursery, tmp_path):
 @pytest.fixture(scope="session")
 def whole(nursery, tmp_path_factory):
     """The digest after each step of the run that nothing interrupts."""
-    folder = tmp_path_factory.mktemp("whole")
-    words = ("train", "digits", *SHORT, "--run-dir", folder / "run")
-    workers = nursery.start((*words, "--checkpoint-every", "1", "--keep-checkpoints", STEPS), 1, folder)
-    assert workers.wait() == [0]
-    return digests_of(folder / "run")
+    return nursery.whole_run(tmp_path_factory.mktemp("whole"))

@@ -65,6 +65,12 @@ class Nursery:
         self._workers = Workers(self._answers.get(timeout=100), folder, self._answers, store)
         return self._workers
 
+    def whole_run(self, folder: Path) -> dict[int, str]:
+        """Train what `SHORT` says without a break; return the digest after each step."""
+        options = ("--run-dir", folder / "run", "--checkpoint-every", 1, "--keep-checkpoints", STEPS)
+        assert self.start(("train", "digits", *SHORT, *options), 1, folder).wait() == [0]
+        return digests_of(folder / "run")
+
     def _end_workers(self) -> None:
         if self._workers is not None:
             self._workers.signal(signal.SIGKILL)
@@ -97,6 +103,17 @@ class Workers:
             assert time.monotonic() < deadline_s, self.output()
             assert self.ended() < len(self.pids), self.output()
             time.sleep(0.002)
+
+    def wait_until_it_waits(self, worker: int, timeout_s: float = 60) -> None:
+        """Wait until a worker has done nothing but sleep for a while: it waits for another one."""
+        pid, begin_s, since_s, before = self.pids[worker], time.monotonic(), time.monotonic(), ""
+        while time.monotonic() - since_s < 0.05:
+            assert time.monotonic() - begin_s < timeout_s, self.output(worker)
+            on_cpu = Path(f"/proc/{pid}/schedstat").read_text().split()[0]
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+            if on_cpu != before or state != "S":
+                since_s, before = time.monotonic(), on_cpu
+            time.sleep(0.005)
 
     def ended(self) -> int:
         """Return how many have ended."""
