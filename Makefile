@@ -20,6 +20,7 @@ test: install
 	$(BIN)/python -m pytest -q -m "not slow"
 
 chaos: install
+	$(BIN)/python -m pytest -q -m slow tests/integration/test_elastic.py tests/integration/test_launch.py
 	$(BIN)/python -m tests.integration.chaos
 
 check: install

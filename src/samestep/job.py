@@ -10,16 +10,16 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from samestep.errors import ConfigError, LostWorkerError
+from samestep.errors import ConfigError, Error, LostWorkerError
 from samestep.placement import Placement
 from samestep.process import end_with_parent, keep_freed_memory
+from samestep.rendezvous import join
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
@@ -30,6 +30,7 @@ __all__ = [
     "is_lost_connection",
     "launched_by_samestep",
     "lost_worker",
+    "may_restart",
     "num_cores",
     "rank",
     "resolve_workers",
@@ -83,7 +84,7 @@ class Job:
         try:
             yield
         except RuntimeError as error:
-            if not is_lost_connection(error):
+            if isinstance(error, Error) or not is_lost_connection(error):
                 raise
             raise lost_worker(what, "another worker", self.timeout_s, error) from error
 
@@ -100,7 +101,7 @@ def lost_worker(what: str, who: str, timeout_s: float, error: RuntimeError) -> L
     why = (
         re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]
     )  # without gloo's source line
-    is_silent = "timed out" in why.lower() or "timeout" in why.lower()
+    is_silent = ("timed out" in why.lower() or "timeout" in why.lower()) and "refused" not in why
     how = f"did not answer for {timeout_s:g} s" if is_silent else "is gone"
     return LostWorkerError(f"{what}: {who} {how} ({why})")
 
@@ -119,6 +120,11 @@ def under_launcher() -> bool:
 def launched_by_samestep() -> bool:
     """Whether `samestep.launch` started this process, and so shows the errors of all workers itself."""
     return "SAMESTEP_LAUNCHED" in os.environ
+
+
+def may_restart() -> bool:
+    """Whether the launcher starts failed workers again by itself."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
 
 def rank() -> int:
@@ -241,7 +247,7 @@ def init(device: str = "auto", *, threads: int = 1, timeout_s: float = DEFAULT_T
     job = Job(chosen, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), threads, timeout_s)
     if job.world_size > 1 and not dist.is_initialized():
         with job.together(f"start of {job.world_size} workers"):
-            dist.init_process_group(_backend(chosen), timeout=timedelta(seconds=timeout_s))
+            join(_backend(chosen), timeout_s)
     return job
 
 

@@ -20,13 +20,13 @@ from torch.optim.swa_utils import AveragedModel
 
 from samestep.agreement import agree
 from samestep.digest import digest
-from samestep.errors import Error
+from samestep.errors import ConfigError, Error
 from samestep.evaluation import describe, evaluate
 from samestep.experiment import Experiment, Settings
 from samestep.fingerprint import Fingerprint, changes, fingerprint
 from samestep.first_worker import from_first_worker
 from samestep.interruption import Interruption, Wish
-from samestep.job import Job
+from samestep.job import Job, may_restart
 from samestep.lock import RunLock
 from samestep.report import Report
 from samestep.run_folder import clear, newest_whole, set_aside, tidy
@@ -48,11 +48,13 @@ def train(settings: Settings, job: Job) -> int:
         The exit status: 0, or 128 + the number of the signal that stopped it.
 
     Raises:
-        ConfigError: the run folder holds another experiment.
+        ConfigError: the run folder holds another experiment, or `fresh` would delete more than once.
         DataError: it holds checkpoints, but none that is whole.
         LockedError: another process trains in it.
+        LostWorkerError: another worker is gone or silent.
         StorageError: the disk does not take a checkpoint.
     """
+    _check_fresh(settings)
     interruption = Interruption(
         job, max_seconds=settings.max_seconds, checkpoint_minutes=settings.checkpoint_minutes
     )
@@ -120,6 +122,14 @@ def _steps(experiment: Experiment, summaries: Summaries, num_steps: int) -> Iter
             yield report
             if experiment.step.towers.step >= num_steps:
                 return
+
+
+def _check_fresh(settings: Settings) -> None:
+    if settings.fresh and may_restart():
+        raise ConfigError(
+            "--fresh together with torchrun's --max-restarts would start over at every restart: delete "
+            f"{settings.run_dir} once, or choose another --run-dir"
+        )
 
 
 def _is_checkpoint_due(step: int, wishes: Wish, settings: Settings) -> bool:

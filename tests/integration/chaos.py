@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .nursery import SHORT, STEPS, Nursery, Workers, digests_of, steps_of
+from .nursery import SHORT, STEPS, Nursery, Processes, digests_of, steps_of
 
 MAX_WORKERS = 4
 LAST_AIM = STEPS - 8
@@ -26,7 +26,7 @@ LAST_AIM = STEPS - 8
 class Target:
     """A job that is running, and what a fault may need to hit it."""
 
-    workers: Workers
+    workers: Processes
     checkpoints: Path
     random: random.Random
     first_step: int
@@ -168,7 +168,7 @@ def strike(
     chance = random.Random(seed)
     attempts = itertools.count()
 
-    def start(run: int, num_workers: int, *options: object) -> Workers:
+    def start(run: int, num_workers: int, *options: object) -> Processes:
         words = (
             "train",
             "digits",

@@ -1,16 +1,23 @@
-"""A recipe for tests: the digits, with loader processes, and with a worker that hangs where it is told to."""
+"""A recipe for tests: the digits, with loader processes, and a worker that is slow or hangs when told to.
+
+python hanging.py train hanging ...    the command line, with this recipe
+"""
 
 import dataclasses
+import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 from torch import Tensor, nn
 
 from samestep import Job, TowerLoader
+from samestep.cli import main
 from samestep.datasets.digits import Digits
 from samestep.experiment import Experiment
+from samestep.recipes import RECIPES
 from samestep.recipes.digits import DigitsSettings, loss_of
 
 
@@ -22,10 +29,13 @@ class HangingSettings(DigitsSettings):
     """Where the last worker hangs."""
     hang_at: int = 5
     """In which step."""
+    slow_while: Path | None = None
+    """While this file exists, a step takes a tenth of a second."""
     loader_processes: int = 0
     """As of the recipe cifar10."""
 
     recipe: ClassVar[str] = "hanging"
+    free: ClassVar[frozenset[str]] = DigitsSettings.free | {"slow_while"}
 
     def build(self, job: Job) -> Experiment:
         """Make the parts of the digits, and put what hangs between them."""
@@ -35,6 +45,8 @@ class HangingSettings(DigitsSettings):
         def loss(model: nn.Module, batch: Any) -> Tensor:
             if is_last and self.hang == "forward" and step.towers.step == self.hang_at:
                 time.sleep(1000)
+            if is_last and self.slow_while is not None and self.slow_while.exists():
+                time.sleep(0.1 / len(step.towers.placement.towers(job.rank)))
             return loss_of(model, batch)
 
         step.loss_fn = loss
@@ -60,3 +72,9 @@ class Pictures:
             time.sleep(1000)
         pictures, labels = self.digits.batch(np.array([example]), np.zeros(1, np.uint64))
         return pictures[0], labels[0]
+
+
+RECIPES["hanging"] = HangingSettings
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,13 +1,12 @@
-"""Workers that start at once: a process that has imported everything forks them.
+"""Jobs that start at once: a process that has imported everything (`forks.py`) forks their processes.
 
-Starting Python and torch takes seconds; tests that start dozens of jobs have no time for that. The
-workers are real processes, each in its own session, that run the real command line.
+Starting Python and torch takes seconds; tests that start dozens of jobs have no time for that. What is
+forked are real processes, each in its own session, that run the real command line.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import queue
@@ -30,85 +29,103 @@ SHORT = ("--towers", "5", "--batch-size", "40", "--log-every", "1", "--steps", S
 
 
 class Nursery:
-    """Starts one job after the other; enter it first."""
+    """Starts jobs; enter it first."""
 
     def __enter__(self) -> Nursery:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__],
+        # One store for all jobs, as an elastic agent has one for all restarts.
+        self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self._forks = subprocess.Popen(
+            [sys.executable, Path(__file__).with_name("forks.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
         )
-        self._answers: queue.Queue[Any] = queue.Queue()
-        self._workers: Workers | None = None
+        self._started: queue.Queue[list[int]] = queue.Queue()
+        self._statuses: dict[int, int] = {}
+        self._running: list[Processes] = []
         threading.Thread(target=self._listen, daemon=True).start()
-        self._answers.get(timeout=100)  # it has imported everything
+        self._started.get(timeout=100)  # it has imported everything
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end_workers()
-        self._process.kill()
-        self._process.communicate()
+        self.end()
+        self._forks.kill()
+        self._forks.communicate()
 
-    def start(self, words: Sequence[str | Path], num_workers: int, folder: Path) -> Workers:
-        """Start workers of `samestep WORDS`; worker N writes its output to folder/N.
+    def start(self, words: Sequence[object], num_workers: int, folder: Path) -> Processes:
+        """Start the workers of a job that runs `samestep WORDS`, and kill those of another before.
 
-        Those of the job before are killed if they still run.
+        Process N writes its output to folder/N.
         """
-        self._end_workers()
-        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        folder.mkdir(parents=True, exist_ok=True)
-        request = {"words": [str(word) for word in words], "folder": str(folder), "port": store.port}
-        self._process.stdin.write(json.dumps({**request, "num_workers": num_workers}) + "\n")
-        self._process.stdin.flush()
-        self._workers = Workers(self._answers.get(timeout=100), folder, self._answers, store)
-        return self._workers
+        self.end()
+        return self._fork("worker", words, folder, range(num_workers))
 
-    def whole_run(self, folder: Path) -> dict[int, str]:
+    def start_agents(self, words: Sequence[object], agents: range, folder: Path) -> Processes:
+        """Start agents of torch's elastic launcher, each with one worker, that join those there are."""
+        return self._fork("agent", words, folder, agents)
+
+    def whole_run(self, folder: Path, recipe: str = "digits", *options: object) -> dict[int, str]:
         """Train what `SHORT` says without a break; return the digest after each step."""
-        options = ("--run-dir", folder / "run", "--checkpoint-every", 1, "--keep-checkpoints", STEPS)
-        assert self.start(("train", "digits", *SHORT, *options), 1, folder).wait() == [0]
+        own = ("--run-dir", folder / "run", "--checkpoint-every", 1, "--keep-checkpoints", STEPS)
+        assert self.start(("train", recipe, *SHORT, *own, *options), 1, folder).wait() == [0]
         return digests_of(folder / "run")
 
-    def _end_workers(self) -> None:
-        if self._workers is not None:
-            self._workers.signal(signal.SIGKILL)
-            self._workers.wait()
+    def end(self) -> None:
+        """Kill what still runs."""
+        for processes in self._running:
+            processes.signal_groups(signal.SIGKILL)
+            processes.wait()
+        self._running.clear()
+
+    def _fork(self, role: str, words: Sequence[object], folder: Path, names: range) -> Processes:
+        folder.mkdir(parents=True, exist_ok=True)
+        outputs = [str(folder / str(name)) for name in names]
+        request = {"role": role, "words": list(map(str, words)), "outputs": outputs, "port": self.store.port}
+        self._forks.stdin.write(json.dumps(request) + "\n")
+        self._forks.stdin.flush()
+        self._running.append(Processes(self._started.get(timeout=100), outputs, self._statuses))
+        return self._running[-1]
 
     def _listen(self) -> None:
-        for line in self._process.stdout:
-            self._answers.put(json.loads(line))
+        for line in self._forks.stdout:
+            match json.loads(line):
+                case {"started": pids}:
+                    self._started.put(pids)
+                case {"ended": pid, "status": status}:
+                    self._statuses[pid] = status
 
 
-class Workers:
-    """The processes of one job."""
+class Processes:
+    """The processes of one job, by number."""
 
-    def __init__(self, pids: list[int], folder: Path, answers: queue.Queue[Any], store: Any) -> None:
+    def __init__(self, pids: list[int], outputs: list[str], statuses: dict[int, int]) -> None:
         self.pids = pids
-        self._folder = folder
-        self._answers = answers
-        self._statuses: dict[int, int] = {}
-        self._store = store  # lives as long as the job
+        self._outputs = outputs
+        self._statuses = statuses
 
-    def output(self, worker: int = 0) -> str:
-        """Return what a worker has written so far."""
-        file = self._folder / str(worker)
+    def output(self, number: int = 0) -> str:
+        """Return what a process has written so far."""
+        file = Path(self._outputs[number])
         return file.read_text() if file.exists() else ""
 
-    def wait_for_step(self, step: int, timeout_s: float = 60) -> None:
-        """Wait until worker 0 has told of a step."""
+    def wait_for(self, text: str, number: int = 0, timeout_s: float = 60) -> None:
+        """Wait until a process has written something."""
         deadline_s = time.monotonic() + timeout_s
-        while f" step {step}," not in self.output():
-            assert time.monotonic() < deadline_s, self.output()
-            assert self.ended() < len(self.pids), self.output()
+        while text not in self.output(number):
+            assert time.monotonic() < deadline_s, self.output(number)
+            assert self.ended() < len(self.pids), self.output(number)
             time.sleep(0.002)
 
-    def wait_until_it_waits(self, worker: int, timeout_s: float = 60) -> None:
+    def wait_for_step(self, step: int, number: int = 0) -> None:
+        """Wait until a process has told of a step."""
+        self.wait_for(f" step {step},", number)
+
+    def wait_until_it_waits(self, number: int, timeout_s: float = 60) -> None:
         """Wait until a worker has done nothing but sleep for a while: it waits for another one."""
-        pid, begin_s, since_s, before = self.pids[worker], time.monotonic(), time.monotonic(), ""
+        pid, begin_s, since_s, before = self.pids[number], time.monotonic(), time.monotonic(), ""
         while time.monotonic() - since_s < 0.05:
-            assert time.monotonic() - begin_s < timeout_s, self.output(worker)
+            assert time.monotonic() - begin_s < timeout_s, self.output(number)
             on_cpu = Path(f"/proc/{pid}/schedstat").read_text().split()[0]
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
             if on_cpu != before or state != "S":
@@ -117,37 +134,34 @@ class Workers:
 
     def ended(self) -> int:
         """Return how many have ended."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._note(self._answers.get_nowait())
-        return len(self._statuses)
+        return sum(pid in self._statuses for pid in self.pids)
 
-    def signal(self, number: signal.Signals, *workers: int) -> None:
-        """Signal some workers, or all; those that have ended get nothing."""
-        for worker in workers or range(len(self.pids)):
-            if self.pids[worker] not in self._statuses:
+    def signal(self, which: signal.Signals, *numbers: int) -> None:
+        """Signal some processes, or all; those that have ended get nothing."""
+        self._signal(os.kill, which, numbers)
+
+    def signal_groups(self, which: signal.Signals, *numbers: int) -> None:
+        """Signal some processes, or all, each with all processes that it has started."""
+        self._signal(os.killpg, which, numbers)
+
+    def _signal(self, kill: Any, which: signal.Signals, numbers: Sequence[int]) -> None:
+        for number in numbers or range(len(self.pids)):
+            if self.pids[number] not in self._statuses:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(self.pids[worker], number)
+                    kill(self.pids[number], which)
 
-    def signal_group(self, number: signal.Signals, worker: int) -> None:
-        """Signal a worker and the processes that it has started, as torch's launcher does."""
-        os.killpg(self.pids[worker], number)
-
-    def started_by(self, worker: int) -> list[int]:
-        """Return the processes that a worker has started."""
-        pid = self.pids[worker]
+    def started_by(self, number: int) -> list[int]:
+        """Return the processes that a process has started."""
+        pid = self.pids[number]
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
     def wait(self, timeout_s: float = 60) -> list[int]:
         """Wait for all to end and return their exit statuses, −n for those that signal n killed."""
         deadline_s = time.monotonic() + timeout_s
-        while len(self._statuses) < len(self.pids):
-            self._note(self._answers.get(timeout=max(0.0, deadline_s - time.monotonic())))
+        while self.ended() < len(self.pids):
+            assert time.monotonic() < deadline_s, self.output()
+            time.sleep(0.002)
         return [self._statuses[pid] for pid in self.pids]
-
-    def _note(self, answer: tuple[int, int]) -> None:
-        pid, status = answer
-        self._statuses[pid] = status
 
 
 def steps_of(run_dir: Path) -> list[int]:
@@ -158,58 +172,3 @@ def steps_of(run_dir: Path) -> list[int]:
 def digests_of(run_dir: Path) -> dict[int, str]:
     """Return what is in the checkpoints of a run, by step: the digest of the weights, computed anew."""
     return dict(zip(steps_of(run_dir), map(read_digest, all_checkpoints(run_dir)), strict=True))
-
-
-def main() -> None:
-    """Fork the workers that requests on stdin ask for."""
-    # What torch imports when the first optimizer is made, and what the first summaries need.
-    import torch._dynamo
-    import torch.utils.tensorboard  # noqa: F401
-
-    import samestep.evaluation
-    import samestep.recipes.cifar10
-    import samestep.recipes.digits
-    import samestep.training
-    from samestep.cli import main as run
-
-    sys.path.insert(0, str(Path(__file__).parents[2]))
-    from tests.integration.hanging import HangingSettings
-
-    samestep.recipes.RECIPES["hanging"] = HangingSettings
-    gc.freeze()
-    print('"ready"', flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        pids = []
-        for worker in range(request["num_workers"]):
-            pids.append(os.fork())
-            if pids[-1] == 0:
-                _become_worker(worker, request)
-                status = run(request["words"])
-                sys.stdout.flush()
-                os._exit(status)  # taking the interpreter down would take longer than the whole job
-        print(json.dumps(pids), flush=True)
-        for _ in pids:
-            pid, status = os.wait()
-            print(json.dumps([pid, os.waitstatus_to_exitcode(status)]), flush=True)
-
-
-def _become_worker(worker: int, request: dict[str, Any]) -> None:
-    os.setsid()
-    output = os.open(Path(request["folder"]) / str(worker), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for descriptor in (1, 2):
-        os.dup2(output, descriptor)
-    os.environ.update(
-        RANK=str(worker),
-        LOCAL_RANK=str(worker),
-        WORLD_SIZE=str(request["num_workers"]),
-        LOCAL_WORLD_SIZE=str(request["num_workers"]),
-        MASTER_ADDR="localhost",
-        MASTER_PORT=str(request["port"]),
-        TORCHELASTIC_RUN_ID="nursery",
-        TORCHELASTIC_USE_AGENT_STORE="True",
-    )
-
-
-if __name__ == "__main__":
-    main()

@@ -8,6 +8,14 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+import torch
+
+from samestep import Job
+from samestep.errors import ConfigError
+from samestep.recipes.digits import DigitsSettings
+from samestep.training import train
+
 from .nursery import SHORT, STEPS, digests_of, steps_of
 
 
@@ -65,7 +73,7 @@ def test_loader_processes_outlive_a_signal_to_the_group_and_end_with_their_worke
     workers.wait_for_step(2)
     loaders = [pid for worker in range(2) for pid in workers.started_by(worker)]
     assert len(loaders) == 4
-    workers.signal_group(signal.SIGTERM, 1)
+    workers.signal_groups(signal.SIGTERM, 1)
     assert workers.wait() == [143] * 2
     stopped_after(workers, tmp_path, "SIGTERM")
     assert_gone(loaders)
@@ -120,3 +128,10 @@ def test_a_signal_to_the_launcher_and_its_workers_is_one_message_and_a_checkpoin
         f"samestep: stopped after step {step} by SIGTERM; checkpoint written; run the same command to go on\n"
     )
     assert_gone(workers)
+
+
+def test_a_launcher_that_restarts_workers_may_not_start_over(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    with pytest.raises(ConfigError, match="--fresh together with torchrun's --max-restarts would start over"):
+        train(DigitsSettings(run_dir=tmp_path, fresh=True), Job(torch.device("cpu")))
+    assert list(tmp_path.iterdir()) == []

@@ -65,6 +65,6 @@ def test_a_worker_that_never_comes_is_missed_at_the_start(start):
     workers.signal(signal.SIGSTOP, 1)
     while workers.ended() == 0:
         time.sleep(0.01)
-    assert "samestep: error: start of 2 workers: another worker did not answer for 2 s" in workers.output()
+    assert "samestep: error: start of 2 workers: worker 1 did not come for 2 s\n" in workers.output()
     workers.signal(signal.SIGKILL, 1)
     assert workers.wait() == [1, -signal.SIGKILL]
