@@ -61,6 +61,13 @@ def test_an_echo_of_the_first_signal_changes_nothing():
         assert interruption.wishes() == Wish.SIGTERM
 
 
+def test_what_another_worker_was_sent_counts_as_the_first_signal(handlers):
+    with Interruption(SECOND) as interruption:
+        interruption.heed(Wish.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)  # as the launcher does, when the first worker has ended
+    assert {number: signal.getsignal(number) for number in HANDLED} != handlers
+
+
 @pytest.mark.parametrize("number", HANDLED)
 def test_a_second_signal_kills_even_after_the_loop(number):
     def work():

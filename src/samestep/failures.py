@@ -59,9 +59,10 @@ class Failure:
 
     def write(self, path: Path) -> None:
         """Leave this where torch's launcher looks for it, in the format that torchrun prints."""
+        told = self.text or f"exit status {self.exit_status}"
         message = {
-            "message": self.text,
-            "extraInfo": {"py_callstack": self.text, "timestamp": str(self.time_ns // 10**9)},
+            "message": told,
+            "extraInfo": {"py_callstack": told, "timestamp": str(self.time_ns // 10**9)},
         }
         unfinished = path.with_suffix(".tmp")
         unfinished.write_text(json.dumps({"message": message, "samestep": asdict(self)}), encoding="utf-8")

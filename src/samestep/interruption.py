@@ -91,7 +91,7 @@ class Interruption:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._received:  # else the process is about to end, and a second signal should end it now
+        if not self._received:  # else the process is about to end: an echo may come, and a second signal
             for number, handler in self._before.items():
                 signal.signal(number, handler)  # type: ignore[arg-type]
 
@@ -105,15 +105,19 @@ class Interruption:
             self._checkpoint_s = now_s
         return wishes
 
+    def heed(self, wishes: Wish) -> None:
+        """Take what another worker was sent for a signal to this one: what follows is its echo."""
+        if not self._received:
+            self._received, self._received_s = wishes, time.monotonic()
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        now_s = time.monotonic()
         if os.getpid() != self._pid:
             # A loader process: the worker that it belongs to ends it, after the step.
             if number == signal.SIGTERM:
                 _die(number)
         elif not self._received:
-            self._received, self._received_s = _SIGNALS[signal.Signals(number)], now_s
-        elif now_s - self._received_s > ECHO_S:
+            self.heed(_SIGNALS[signal.Signals(number)])
+        elif time.monotonic() - self._received_s > ECHO_S:
             _die(number)
 
 

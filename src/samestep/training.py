@@ -75,6 +75,7 @@ def _run(settings: Settings, job: Job, interruption: Interruption) -> int:
     wishes = _train(experiment, settings, job, interruption)
     if wishes.reason is not None:
         if job.is_first:
+            sys.stdout.flush()
             sys.stderr.write(_goodbye(experiment.step.towers.step, wishes))
         return wishes.exit_status
     figures = evaluate(experiment, job)
@@ -108,6 +109,7 @@ def _train(experiment: Experiment, settings: Settings, job: Job, interruption: I
             if _is_checkpoint_due(report.step + 1, wishes, settings):
                 write_checkpoint(experiment, writer)
             if wishes.reason is not None:
+                interruption.heed(wishes)
                 break
     return wishes
 

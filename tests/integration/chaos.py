@@ -232,8 +232,9 @@ def main() -> int:
         outcomes = []
         for outcome in strike(nursery, Path(folder), kinds, chosen.seed, whole):
             outcomes.append(outcome)
-            print(f"\r{len(outcomes)} of {len(kinds)}", end="", file=sys.stderr, flush=True)
-    print("\n" + table(outcomes))
+            if sys.stderr.isatty():
+                print(f"\r{len(outcomes)} faults", end="\r", file=sys.stderr, flush=True)
+    print(table(outcomes))
     return 0 if all(outcome.is_same for outcome in outcomes) else 1
 
 
