@@ -5,6 +5,7 @@ python -m tests.integration.chaos [--faults N] [--seed SEED]    prints what was 
 
 import argparse
 import itertools
+import os
 import random
 import signal
 import sys
@@ -42,8 +43,10 @@ class Target:
 
     def unfinished(self) -> set[tuple[str, int]]:
         """Return what is being written, or was left half-written, in the checkpoints' folder."""
-        found = self.checkpoints.iterdir() if self.checkpoints.exists() else ()
-        return {(path.name, path.stat().st_ino) for path in found if path.name.startswith(".")}
+        if not self.checkpoints.exists():
+            return set()
+        with os.scandir(self.checkpoints) as entries:
+            return {(entry.name, entry.inode()) for entry in entries if entry.name.startswith(".")}
 
     def wait(self, *, victim: int, others: int) -> bool:
         """Wait for the end, and say whether it was this one."""
@@ -227,7 +230,7 @@ def main() -> int:
     kinds = list(itertools.islice(itertools.cycle(KINDS), chosen.faults))
     chance.shuffle(kinds)
     print(f"seed {chosen.seed}", flush=True)
-    with Nursery() as nursery, tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, Nursery() as nursery:
         whole = nursery.whole_run(Path(folder) / "whole")
         outcomes = []
         for outcome in strike(nursery, Path(folder), kinds, chosen.seed, whole):
