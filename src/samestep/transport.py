@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -88,17 +88,31 @@ class Transport:
             source = (self._job.rank - distance) % self._job.world_size
             target = (self._job.rank + distance) % self._job.world_size
             for parcel in self._parcels(incoming[source]):
-                self._add(swap, operations, dist.irecv, parcel.to_fill(), source)
+                operations.append(dist.P2POp(dist.irecv, parcel.to_fill(), source))
                 swap.staged.append(parcel)
             for parcel in self._parcels(outgoing[target]):
-                self._add(swap, operations, dist.isend, parcel.pack(), target)
-        for device_type in ("cpu", "cuda"):  # a batch goes to one backend
-            batch = [operation for operation in operations if operation.tensor.device.type == device_type]
-            try:
-                swap.works += dist.batch_isend_irecv(batch) if batch else []
-            except RuntimeError as error:
-                raise swap.lost(error) from error
+                operations.append(dist.P2POp(dist.isend, parcel.pack(), target))
+        self._start(swap, [operation for operation in operations if operation.tensor.device.type == "cpu"])
+        self._start_batch(swap, [op for op in operations if op.tensor.device.type == "cuda"])
         return swap
+
+    @staticmethod
+    def _start(swap: Swap, operations: Sequence[dist.P2POp]) -> None:
+        """Start operations on gloo, which takes them one by one, so that an error names the worker."""
+        for operation in operations:
+            try:
+                swap.works.append(operation.op(operation.tensor, operation.peer))
+            except RuntimeError as error:
+                raise swap.lost(error, operation.peer) from error
+            swap.peers.append(operation.peer)
+
+    @staticmethod
+    def _start_batch(swap: Swap, operations: list[dist.P2POp]) -> None:
+        """Start operations on NCCL, which would wait for each other if they came one by one."""
+        try:
+            swap.works += dist.batch_isend_irecv(operations) if operations else []
+        except RuntimeError as error:
+            raise swap.lost(error) from error
 
     def gather(self, values: Tensor, sizes: Sequence[int], what: str) -> Tensor:
         """Return the rows of all workers, in their order, given this worker's; wait for them.
@@ -116,13 +130,6 @@ class Transport:
         outgoing = {worker: [parts[self._job.rank]] for worker in self.others}
         self.post(outgoing, {worker: [parts[worker]] for worker in self.others}, what).wait()
         return torch.cat(parts)
-
-    @staticmethod
-    def _add(
-        swap: Swap, operations: list[dist.P2POp], operation: Callable[..., object], tensor: Tensor, peer: int
-    ) -> None:
-        operations.append(dist.P2POp(operation, tensor, peer))
-        swap.peers.append(peer)
 
     def _parcels(self, tensors: Sequence[Tensor]) -> list[_Parcel]:
         """Sort tensors into messages, alike on both ends: small ones of a device share one."""
