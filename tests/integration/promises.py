@@ -205,7 +205,8 @@ def evaluation_counts_each_example_once(job: samestep.Job) -> list[int]:
     def count(model: nn.Module, examples: Tensor) -> Tensor:
         return torch.stack([torch.tensor(len(examples)), examples.sum(), examples.square().sum()])
 
-    counted = count_split(SimpleNamespace(test=Examples(), count=count), nn.Identity(), job).tolist()
+    experiment = SimpleNamespace(test=Examples(), test_chunk_rows=250, count=count)
+    counted = count_split(experiment, nn.Identity(), job).tolist()
     numbers = np.arange(1003)
     assert counted == [1003, numbers.sum(), (numbers**2).sum()]
     return counted
