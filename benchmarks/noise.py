@@ -3,7 +3,7 @@
     python benchmarks/noise.py [--rounds 30]
 
 One worker per core, 1 thread each. A round times one block of steps with `noise_every=1`, then one with 0, in
-turn first and second; reported are the quartiles of the rounds' ratios. By default one step in 10 measures.
+turn first and second; reported are the quartiles of the rounds' ratios. By default one step in 20 measures.
 """
 
 from __future__ import annotations

@@ -208,7 +208,7 @@ def test_the_command_line_tells_faults_of_either_split(tmp_path, folder, split, 
     assert printed.out == ""
     assert printed.err.count("\n") == 1
     assert message in printed.err
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run" / "settings.json").exists()
 
 
 @pytest.mark.parametrize("kind", ["png", "jpeg"])

@@ -111,7 +111,7 @@ class Towers:
         accumulate_dtype: torch.dtype | None = None,
         sparse_parameters: Sequence[nn.Parameter] = (),
         on_zero_weight: Literal["raise", "skip"] = "raise",
-        noise_every: int = 10,
+        noise_every: int = 20,
     ) -> None:
         if on_zero_weight not in ("raise", "skip"):
             raise ConfigError(f"on_zero_weight = {on_zero_weight!r}: expected 'raise' or 'skip'")
