@@ -201,7 +201,7 @@ def strike(
                 run += 1
                 continue
             workers = start(
-                run, chance.randint(min_workers, MAX_WORKERS), "--timeout", 6 if fault is stop else 60
+                run, chance.randint(min_workers, MAX_WORKERS), "--timeout", 6 if fault is stop else 15
             )
             hit = fault(Target(workers, checkpoints, chance, first_step))
             found = digests_of(checkpoints.parent)
