@@ -10,36 +10,20 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
 
 import torch
 
 import samestep
-from step import MODELS, Batch, loss_of, on_all_cores, seconds
-
-
-def step_of(name: str, num_towers: int, noise_every: int, job: samestep.Job) -> Callable[[Batch], None]:
-    """Return one step, a function of the global batch."""
-    model = MODELS[name][0]()
-    towers = samestep.Towers(model, num_towers, job=job, noise_every=noise_every)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-
-    def step(batch: Batch) -> None:
-        for tower in towers(batch):
-            tower.backward(loss_of(model, tower.batch))
-        towers.average()
-        optimizer.step()
-
-    return step
+from step import MODELS, on_all_cores, ours, seconds
 
 
 def compare(name: str, towers_per_worker: int, rounds: int, job: samestep.Job) -> str:
     """Return one row of the table."""
-    _, shape, rows = MODELS[name]
+    build, shape, rows = MODELS[name]
     num_towers = job.world_size * towers_per_worker
     torch.manual_seed(0)
     batch = (torch.randn(rows * num_towers, *shape), torch.randint(0, 10, (rows * num_towers,)))
-    steps = {every: step_of(name, num_towers, every, job) for every in (1, 0)}
+    steps = {every: ours(build(), num_towers, job, noise_every=every) for every in (1, 0)}
     ratios = []
     for round_number in range(rounds + 2):
         order = (1, 0) if round_number % 2 else (0, 1)

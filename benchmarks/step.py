@@ -53,9 +53,9 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def ours(model: nn.Module, num_towers: int, job: samestep.Job) -> Callable[[Batch], None]:
-    """Return one step of samestep, a function of the global batch."""
-    towers = samestep.Towers(model, num_towers, job=job)
+def ours(model: nn.Module, num_towers: int, job: samestep.Job, **settings: int) -> Callable[[Batch], None]:
+    """Return one step of samestep, a function of the global batch; `settings` go to `Towers`."""
+    towers = samestep.Towers(model, num_towers, job=job, **settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
     def step(batch: Batch) -> None:

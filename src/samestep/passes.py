@@ -11,7 +11,7 @@ from samestep.buffers import Buffers
 from samestep.errors import UsageError
 from samestep.job import Job
 from samestep.placement import Placement
-from samestep.streams import GlobalStreams, seed_globals, stream_seed
+from samestep.streams import keep_globals, seed_globals, tower_seed
 from samestep.tower import HandIn, Tower
 
 __all__ = ["Passes"]
@@ -47,20 +47,19 @@ class Passes:
         Raises:
             UsageError: a turn ended, and the tower had not handed in.
         """
-        streams = GlobalStreams.capture(self._job.device)
-        self._buffers.start_step()
         rows = self._placement.rows(self._job.rank, local.rows)
-        try:
-            for index, batch in local.slices.items():
-                self._buffers.start_tower()
-                seed_globals(stream_seed(seed, "tower", step, index), self._job.device)
-                tower = Tower(index, batch, len(rows[index]), hand_in)
-                yield tower
-                tower.end_turn()
-                self._check_turn_used(tower)
-        finally:
-            self._buffers.end_passes()
-            streams.restore()
+        with keep_globals(self._job.device):
+            self._buffers.start_step()
+            try:
+                for index, batch in local.slices.items():
+                    self._buffers.start_tower()
+                    seed_globals(tower_seed(seed, step, index), self._job.device)
+                    tower = Tower(index, batch, len(rows[index]), hand_in)
+                    yield tower
+                    tower.end_turn()
+                    self._check_turn_used(tower)
+            finally:
+                self._buffers.end_passes()
 
     def check_no_gradients(self, tower: Tower) -> None:
         """Refuse a tower's loss where gradients are there that did not come through a tower.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from samestep.agreement import agree
 from samestep.errors import ConfigError, Error
@@ -76,32 +76,28 @@ def _describe(model: nn.Module) -> list[str]:
 
 
 def _check_model(model: nn.Module, job: Job) -> None:
-    parameters = dict(model.named_parameters())
-    for name, parameter in parameters.items():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ConfigError(f"parameter {name} has no shape yet: run the model once before making Towers")
-        if parameter.device != job.device:
-            raise ConfigError(
-                f"parameter {name} is on {parameter.device}, the worker's device is {job.device}: "
-                "call model.to(job.device) first"
-            )
-    if not any(parameter.requires_grad for parameter in parameters.values()):
+    _check_tensors("parameter", model.named_parameters(), job)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
             f"{type(model).__name__} has no parameter that requires grad: there is nothing to train"
         )
 
 
 def _check_buffers(model: nn.Module, job: Job, statistics: Mode, rules: Mapping[str, Rule]) -> None:
-    for name, buffer in model.named_buffers():
-        if isinstance(buffer, nn.parameter.UninitializedBuffer):
-            raise ConfigError(f"buffer {name} has no shape yet: run the model once before making Towers")
-        if buffer.device != job.device:
-            raise ConfigError(
-                f"buffer {name} is on {buffer.device}, the worker's device is {job.device}: "
-                "call model.to(job.device) first"
-            )
+    _check_tensors("buffer", model.named_buffers(), job)
     check_norms(model, statistics)
     assign_rules(find_slots(model), rules)
+
+
+def _check_tensors(kind: str, named: Iterable[tuple[str, Tensor]], job: Job) -> None:
+    for name, tensor in named:
+        if nn.parameter.is_lazy(tensor):
+            raise ConfigError(f"{kind} {name} has no shape yet: run the model once before making Towers")
+        if tensor.device != job.device:
+            raise ConfigError(
+                f"{kind} {name} is on {tensor.device}, the worker's device is {job.device}: "
+                "call model.to(job.device) first"
+            )
 
 
 def start_from_first_worker(model: nn.Module, job: Job) -> None:
