@@ -221,6 +221,10 @@ def _read(path: Path) -> dict[str, Any]:
         raise MissingFileError(
             f"{path}: not there; expected the folder of a run, as `samestep train` writes it"
         )
+    if not path.is_file():
+        raise DataError(
+            f"{path}: is no file, expected JSON with the run's settings; restore it or start over"
+        )
     try:
         values = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
