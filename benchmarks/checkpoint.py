@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import samestep
-from samestep.run_folder import all_checkpoints
-from samestep.snapshot import Parts, take_snapshot
-from samestep.writer import CheckpointWriter
+from samestep.app.run_folder import all_checkpoints
+from samestep.app.writer import CheckpointWriter
+from samestep.checkpoint.snapshot import Parts, take_snapshot
 from step import on_all_cores
 
 ROWS_PER_TOWER = 32

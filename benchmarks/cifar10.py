@@ -33,9 +33,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torch.utils.flop_counter import FlopCounterMode
 
 import samestep
-from samestep.datasets.cifar10 import Cifar10, ensure_cifar10
-from samestep.recipes.cifar10 import Cifar10Net, Cifar10Settings, loss_of
-from samestep.summaries import Summaries
+from samestep.app.summaries import Summaries
+from samestep.recipes.cifar10.data import Cifar10, ensure_cifar10
+from samestep.recipes.cifar10.recipe import Cifar10Net, Cifar10Settings, loss_of
 
 BATCH_ROWS = 128
 WARM_UP_STEPS = 15

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import samestep
-from samestep.placement import Placement
-from samestep.recipes.digits import DigitsNet
+from samestep.recipes.digits.recipe import DigitsNet
+from samestep.summation.placement import Placement
 
 Batch = tuple[Tensor, Tensor]
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import samestep
-from samestep.transport import Transport
+from samestep.workers.transport import Transport
 from step import on_all_cores
 
 

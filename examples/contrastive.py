@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import samestep
-from samestep.datasets.digits import Digits
+from samestep.recipes.digits.data import Digits
 
 
 class Halves(nn.Module):

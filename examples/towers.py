@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import samestep
-from samestep.datasets.digits import Digits
+from samestep.recipes.digits.data import Digits
 
 job = samestep.init("cpu")
 torch.manual_seed(0)

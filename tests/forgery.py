@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import samestep
-from samestep.digest import digest
-from samestep.manifest import Manifest
+from samestep.checkpoint.manifest import Manifest
+from samestep.identity import digest
 
 
 def parts():

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.batch import GlobalBatch
 from samestep.errors import BatchError
-from samestep.placement import even_ranges
+from samestep.summation.placement import even_ranges
+from samestep.towers.batch import GlobalBatch
 
 CPU = torch.device("cpu")
 

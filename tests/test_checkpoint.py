@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 import samestep
+from samestep.data.loader import TowerLoader
 from samestep.errors import ConfigError, DamagedError, DataError, MissingFileError, StorageError
-from samestep.loader import TowerLoader
-from samestep.towers import Towers
+from samestep.towers.towers import Towers
 
 from . import forgery
 from .forgery import contents, parts, reseal, state_of, trained

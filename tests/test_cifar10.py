@@ -9,11 +9,18 @@ import torch.nn.functional as F
 from torch import nn
 
 import samestep
-from samestep.datasets import cifar10 as data
+from samestep.app.evaluation import evaluate
+from samestep.app.training import train
 from samestep.errors import ConfigError
-from samestep.evaluation import evaluate
-from samestep.recipes.cifar10 import Cifar10Net, Cifar10Settings, WeightAverage, decayed, loss_of, staircase
-from samestep.training import train
+from samestep.recipes.cifar10 import data
+from samestep.recipes.cifar10.recipe import (
+    Cifar10Net,
+    Cifar10Settings,
+    WeightAverage,
+    decayed,
+    loss_of,
+    staircase,
+)
 
 RECORDS = 40
 
@@ -199,7 +206,7 @@ def test_a_run_goes_on_with_the_same_bits(settings, tmp_path):
         for stop in stops:
             train(settings(steps=stop, run_dir=tmp_path / name), job)
         experiment = settings(run_dir=tmp_path / name).build(job)
-        samestep.training.resume(experiment, settings(run_dir=tmp_path / name))
+        samestep.app.training.resume(experiment, settings(run_dir=tmp_path / name))
         digests[name] = [samestep.digest(model) for model in (experiment.model, experiment.evaluated)]
     assert digests["whole"] == digests["parts"]
     assert len(set(digests["whole"])) == 2

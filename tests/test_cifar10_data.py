@@ -8,13 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.datasets.cifar10 import CLASS_NAMES, Cifar10, Cifar10Pictures, ensure_cifar10
-from samestep.datasets.pictures import central_pictures, distort_pictures
+from samestep.data.loader import TowerLoader
+from samestep.data.readers import BatchedDataset
 from samestep.errors import ConfigError, DataError, Error, MissingFileError
-from samestep.loader import TowerLoader
-from samestep.readers import BatchedDataset
+from samestep.recipes.cifar10.data import CLASS_NAMES, Cifar10, Cifar10Pictures, ensure_cifar10
+from samestep.recipes.cifar10.pictures import central_pictures, distort_pictures
 from samestep.streams import stream_seed
-from samestep.towers import Towers
+from samestep.towers.towers import Towers
 
 NAMES = [f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]
 NUM, RECORD = 20, 3073

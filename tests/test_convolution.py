@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from samestep.convolution import FourierConv2d
+from samestep.recipes.cifar10.convolution import FourierConv2d
 
 SHAPES = {
     "same size": ((6, 5, 12, 12), 4, 5, 2),

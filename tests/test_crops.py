@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 import torch
 
-from samestep.datasets.crops import RandomCrops, WholePictures
+from samestep.data.readers import BatchedDataset
 from samestep.errors import BatchError, ConfigError
-from samestep.readers import BatchedDataset
+from samestep.recipes.segmentation.crops import RandomCrops, WholePictures
 from samestep.streams import stream_seed, uniforms
 
 SIZES = [(20, 30), (17, 40), (9, 21), (16, 16), (20, 30)]  # height, width

@@ -11,8 +11,8 @@ from torch import nn
 
 import samestep
 from samestep import Step, Towers
-from samestep.diagnosis import first_nonfinite
 from samestep.errors import NonFiniteError, UsageError
+from samestep.towers.diagnosis import first_nonfinite
 
 
 class Net(nn.Module):

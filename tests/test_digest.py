@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from samestep.digest import digest
+from samestep.identity import digest
 
 WEIGHTS = {"a": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "b": torch.tensor(5, dtype=torch.int64)}
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from samestep.datasets.digits import NUM_TRAIN, Digits, load_digits
+from samestep.data.readers import BatchedDataset
 from samestep.errors import ConfigError, DataError
-from samestep.readers import BatchedDataset
+from samestep.recipes.digits.data import NUM_TRAIN, Digits, load_digits
 from samestep.streams import stream_seed, uniforms
 
 MEAN, STD = 4.88, 6.02
@@ -114,7 +114,7 @@ def test_another_split_is_refused():
         Digits("validation", augment=False)
 
 
-ORIGINAL = (resources.files("samestep.datasets") / "digits.csv.gz").read_bytes()
+ORIGINAL = (resources.files("samestep.recipes.digits") / "digits.csv.gz").read_bytes()
 LINES = gzip.decompress(ORIGINAL)
 
 

@@ -13,8 +13,8 @@ import threading
 import numpy as np
 import pytest
 
-from samestep.datasets.cifar10 import Cifar10, ensure_cifar10
 from samestep.errors import DataError, Error, MissingFileError
+from samestep.recipes.cifar10.data import Cifar10, ensure_cifar10
 
 FOLDER, FILE = "cifar-10-batches-bin", "cifar-10-binary.tar.gz"
 NAMES = [f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]

@@ -3,10 +3,10 @@ import os
 
 import pytest
 
+from samestep.app.experiment import read_settings
 from samestep.errors import DataError, MissingFileError
-from samestep.experiment import read_settings
 from samestep.recipes import RECIPES
-from samestep.recipes.digits import DigitsSettings
+from samestep.recipes.digits.recipe import DigitsSettings
 
 
 def test_settings_come_back_as_they_were_written(tmp_path):

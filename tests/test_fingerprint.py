@@ -2,8 +2,8 @@ import json
 
 import torch
 
-from samestep import fingerprint as module
-from samestep.fingerprint import changes, fingerprint
+from samestep import identity as module
+from samestep.identity import changes, fingerprint
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ import warnings
 import pytest
 
 import samestep
-from samestep.interruption import ECHO_S, Interruption, Wish
+from samestep.app.interruption import ECHO_S, Interruption, Wish
 
 ALONE = samestep.Job(samestep.init("cpu").device)
 SECOND = samestep.Job(ALONE.device, rank=1, world_size=2)

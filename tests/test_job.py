@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import samestep
+from samestep.app.launch import resolve_workers
 from samestep.errors import ConfigError
-from samestep.job import resolve_workers
 
 
 def test_without_a_launcher_a_job_is_one_worker():

@@ -9,9 +9,9 @@ import torch
 from PIL import Image
 
 from samestep import cli
-from samestep.datasets.label_maps import LabelMaps
 from samestep.errors import DataError, MissingFileError
-from samestep.job import Job
+from samestep.recipes.segmentation.label_maps import LabelMaps
+from samestep.workers.job import Job
 
 JOB = Job(torch.device("cpu"))
 SIZES = {"a": (20, 30), "b": (17, 40), "c": (33, 21)}  # height, width

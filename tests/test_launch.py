@@ -3,10 +3,10 @@ import os
 import pytest
 import torch
 
+from samestep.app.launch import resolve_workers, run_worker
 from samestep.errors import ConfigError, LostWorkerError
-from samestep.failures import Failure
-from samestep.job import num_cores, resolve_workers, worker_environment
-from samestep.launch import run_worker
+from samestep.workers.failures import Failure
+from samestep.workers.job import num_cores, worker_environment
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "SAMESTEP_LAUNCHED", "TORCHELASTIC_ERROR_FILE")
 
@@ -109,7 +109,7 @@ def test_worker_environment_is_put_back(monkeypatch):
 
 
 def test_auto_is_a_worker_per_core_and_at_most_one_per_tower(monkeypatch):
-    monkeypatch.setattr("samestep.job.num_cores", lambda: 6)
+    monkeypatch.setattr("samestep.workers.job.num_cores", lambda: 6)
     assert resolve_workers("auto", 8, "cpu") == 6
     assert resolve_workers("auto", 4, "cpu") == 4
     assert resolve_workers("auto", 8, "cpu", threads=4) == 1

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
-from samestep.batch import LocalBatch
+from samestep.data.loader import TowerLoader
+from samestep.data.readers import BatchedDataset
 from samestep.errors import BatchError, ConfigError, UsageError
-from samestep.job import Job
-from samestep.loader import TowerLoader
-from samestep.placement import Placement, even_ranges
-from samestep.readers import BatchedDataset
 from samestep.streams import generator, seed_globals, stream_seed, uniforms
+from samestep.summation.placement import Placement, even_ranges
+from samestep.towers.batch import LocalBatch
+from samestep.workers.job import Job
 
 CPU = torch.device("cpu")
 NUM_EXAMPLES, BATCH_SIZE, NUM_TOWERS = 23, 7, 5

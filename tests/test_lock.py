@@ -10,10 +10,10 @@ import time
 import pytest
 import torch
 
-from samestep import lock
+from samestep.app import lock
+from samestep.app.lock import RunLock
 from samestep.errors import LockedError, StorageError
-from samestep.job import Job
-from samestep.lock import RunLock
+from samestep.workers.job import Job
 
 JOB = Job(torch.device("cpu"))
 
@@ -31,8 +31,8 @@ time.sleep(60)
 PARENT = """
 import os, sys, time, torch
 from pathlib import Path
-from samestep.job import Job
-from samestep.lock import RunLock
+from samestep.workers.job import Job
+from samestep.app.lock import RunLock
 with RunLock(Path(sys.argv[1]), Job(torch.device("cpu"))):
     child = os.fork()
     if child:

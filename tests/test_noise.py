@@ -11,8 +11,9 @@ from torch import nn
 import samestep
 from samestep import Step, Towers
 from samestep.errors import ConfigError
-from samestep.noise import GradientNorms, NoiseScale, norms_of, squared_sum
-from samestep.placement import even_ranges
+from samestep.summation.norms import norms_of, squared_sum
+from samestep.summation.placement import even_ranges
+from samestep.towers.noise import GradientNorms, NoiseScale
 
 
 def perceptron(dtype=torch.float64):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from samestep.normalization import FastLocalResponseNorm
+from samestep.recipes.cifar10.normalization import FastLocalResponseNorm
 
 SETTINGS = {"size": 9, "alpha": 0.001, "beta": 0.75, "k": 1.0}
 STRONG = {"size": 9, "alpha": 2.0, "beta": 0.75, "k": 1.0}

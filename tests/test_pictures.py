@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.datasets.pictures import central_pictures, distort_pictures
 from samestep.errors import ConfigError
+from samestep.recipes.cifar10.pictures import central_pictures, distort_pictures
 from samestep.streams import stream_seed, uniforms
 
 

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.errors import ConfigError
-from samestep.placement import Placement, even_ranges
+from samestep.summation.placement import Placement, even_ranges
 
 
 @st.composite

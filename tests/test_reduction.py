@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.errors import ConfigError
-from samestep.reduction import TreeSum, add_gradients, average_gradients, divide, subtrees
+from samestep.summation.tree import TreeSum, add_gradients, average_gradients, divide, subtrees
 
 
 def twin(leaves, add):

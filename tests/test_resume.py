@@ -19,15 +19,16 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel
 
 import samestep
-from samestep import cli, lock, recipes
-from samestep.datasets.digits import Digits
-from samestep.experiment import Experiment, Settings
-from samestep.job import Job
-from samestep.lock import RunLock
-from samestep.placement import Placement
-from samestep.recipes.digits import accuracy, count_right, loss_of
-from samestep.run_folder import all_checkpoints, checkpoint_path
-from samestep.training import train
+from samestep import cli, recipes
+from samestep.app import lock
+from samestep.app.experiment import Experiment, Settings
+from samestep.app.lock import RunLock
+from samestep.app.run_folder import all_checkpoints, checkpoint_path
+from samestep.app.training import train
+from samestep.recipes.digits.data import Digits
+from samestep.recipes.digits.recipe import accuracy, count_right, loss_of
+from samestep.summation.placement import Placement
+from samestep.workers.job import Job
 
 from .forgery import contents, reseal
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from samestep import cli
-from samestep.errors import DataError, MissingFileError
-from samestep.run_folder import (
+from samestep.app.run_folder import (
     all_checkpoints,
     checkpoint_path,
     clear,
@@ -19,6 +18,7 @@ from samestep.run_folder import (
     tell_newest,
     tidy,
 )
+from samestep.errors import DataError, MissingFileError
 
 from . import forgery
 
@@ -173,7 +173,7 @@ def test_a_newer_format_ends_the_search(run_dir):
 
 
 def test_one_that_the_run_deletes_while_it_is_read_is_not_damaged(run_dir, monkeypatch):
-    from samestep import run_folder
+    from samestep.app import run_folder
 
     read, gone = run_folder.read, checkpoint_path(run_dir, 300)
 

@@ -14,14 +14,14 @@ from torch import nn
 
 import samestep
 from samestep import cli
-from samestep.datasets import shapes
-from samestep.datasets.shapes import Shapes
+from samestep.app.evaluation import count_split
+from samestep.app.experiment import read_settings
+from samestep.app.run_folder import read_digest
+from samestep.app.training import train
 from samestep.errors import ConfigError
-from samestep.evaluation import count_split
-from samestep.experiment import read_settings
-from samestep.job import Job
 from samestep.recipes import RECIPES
-from samestep.recipes.segmentation import (
+from samestep.recipes.segmentation import shapes
+from samestep.recipes.segmentation.recipe import (
     SegmentationNet,
     SegmentationSettings,
     count_pixels,
@@ -30,8 +30,8 @@ from samestep.recipes.segmentation import (
     loss_of,
     terms_of,
 )
-from samestep.run_folder import read_digest
-from samestep.training import train
+from samestep.recipes.segmentation.shapes import Shapes
+from samestep.workers.job import Job
 
 JOB = Job(torch.device("cpu"))
 LOSS = {"ignore_label": 255, "weight_decay": 0.01}

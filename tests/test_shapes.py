@@ -3,8 +3,8 @@ import math
 import numpy as np
 import pytest
 
-from samestep.datasets.shapes import CLASS_NAMES, Shapes, _distance
 from samestep.errors import ConfigError
+from samestep.recipes.segmentation.shapes import CLASS_NAMES, Shapes, _distance
 
 
 def test_a_picture_follows_from_seed_split_and_number():

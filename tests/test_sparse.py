@@ -10,9 +10,9 @@ from torch import nn
 
 import samestep
 from samestep import Step, Towers
-from samestep.buckets import plan_buckets
 from samestep.errors import ConfigError, NonFiniteError, UsageError
-from samestep.sparse import SparseParameter, add, find_sparse, measure, parts, room, stored
+from samestep.summation.buckets import plan_buckets
+from samestep.summation.sparse import SparseParameter, add, find_sparse, measure, parts, room, stored
 
 from .integration.scenarios import Words, layout, loss_of, texts
 

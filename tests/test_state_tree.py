@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from samestep.checkpoint.state_tree import from_outline, to_outline
+from samestep.checkpoint.strict_json import parse_json
 from samestep.errors import ConfigError
-from samestep.state_tree import from_outline, to_outline
-from samestep.strict_json import parse_json
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64)
 TENSORS = st.builds(

@@ -16,21 +16,21 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from samestep import cli, recipes
-from samestep.batch import LocalBatch
-from samestep.checkpoint import load
-from samestep.datasets.digits import Digits
-from samestep.digest import digest
-from samestep.experiment import Experiment, Settings
-from samestep.histogram import Histogram
-from samestep.job import Job
-from samestep.loader import TowerLoader
-from samestep.recipes.digits import accuracy, count_right
-from samestep.report import Report
-from samestep.run_folder import all_checkpoints
-from samestep.step import Step
-from samestep.summaries import Summaries, Throughput, write_figures
-from samestep.towers import Towers
-from samestep.training import Display, train
+from samestep.app.experiment import Experiment, Settings
+from samestep.app.histogram import Histogram
+from samestep.app.run_folder import all_checkpoints
+from samestep.app.summaries import Summaries, Throughput, write_figures
+from samestep.app.training import Display, train
+from samestep.checkpoint.saving import load
+from samestep.data.loader import TowerLoader
+from samestep.identity import digest
+from samestep.recipes.digits.data import Digits
+from samestep.recipes.digits.recipe import accuracy, count_right
+from samestep.towers.batch import LocalBatch
+from samestep.towers.report import Report
+from samestep.towers.step import Step
+from samestep.towers.towers import Towers
+from samestep.workers.job import Job
 
 JOB = Job(torch.device("cpu"))
 DECAY = 0.01
@@ -423,7 +423,7 @@ def test_there_is_no_histogram_of_nothing(values):
 
 
 def test_pictures_are_stretched_to_the_whole_range(tmp_path):
-    from samestep.summaries import _pictures
+    from samestep.app.summaries import _pictures
 
     pictures = torch.randn(2, 3, 5, 6) * 7
     found = _pictures(LocalBatch(6, {2: (pictures, 0), 3: (pictures.mul(255).byte(), 0), 4: (pictures, 0)}))

@@ -7,7 +7,7 @@ import pkgutil
 import samestep
 
 PUBLIC = {
-    "Error", "Job", "LocalBatch", "Report", "Step", "Tower", "TowerLoader", "Towers",
+    "CheckResult", "Error", "Job", "LocalBatch", "Report", "Step", "Tower", "TowerLoader", "Towers",
     "average_gradients", "check", "digest", "init", "load", "save",
 }  # fmt: skip
 

@@ -14,8 +14,8 @@ from torch import nn
 import samestep
 from samestep import LocalBatch, Step, Towers
 from samestep.errors import BatchError, BufferError, UsageError
-from samestep.placement import even_ranges
 from samestep.streams import keep_globals, seed_globals, tower_seed
+from samestep.summation.placement import even_ranges
 
 FLOAT64 = torch.float64
 

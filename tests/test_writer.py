@@ -5,14 +5,14 @@ import pytest
 import torch
 from torch import nn
 
-from samestep import writer as module
-from samestep.digest import digest
-from samestep.durable import storage, write_whole
+from samestep.app import writer as module
+from samestep.app.run_folder import all_checkpoints, checkpoint_path
+from samestep.app.writer import CheckpointWriter
+from samestep.checkpoint.durable import storage, write_whole
+from samestep.checkpoint.files import read, write
+from samestep.checkpoint.snapshot import Parts, take_snapshot
 from samestep.errors import StorageError
-from samestep.files import read, write
-from samestep.run_folder import all_checkpoints, checkpoint_path
-from samestep.snapshot import Parts, take_snapshot
-from samestep.writer import CheckpointWriter
+from samestep.identity import digest
 
 
 class SlowDisk:

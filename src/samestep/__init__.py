@@ -1,19 +1,26 @@
-"""The same step on any hardware: synchronous training that averages gradients over towers, bit for bit."""
+"""The same step on any number of workers: training that averages gradients over towers, bit for bit."""
 
-from samestep.batch import LocalBatch
-from samestep.check import check
-from samestep.checkpoint import load, save
-from samestep.digest import digest
-from samestep.errors import Error
-from samestep.job import Job, init
-from samestep.loader import TowerLoader
-from samestep.reduction import average_gradients
-from samestep.report import Report
-from samestep.step import Step
-from samestep.tower import Tower
-from samestep.towers import Towers
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from samestep.checking.result import CheckResult, check
+    from samestep.checkpoint.saving import load, save
+    from samestep.data.loader import TowerLoader
+    from samestep.errors import Error
+    from samestep.identity import digest
+    from samestep.summation.tree import average_gradients
+    from samestep.towers.batch import LocalBatch
+    from samestep.towers.report import Report
+    from samestep.towers.step import Step
+    from samestep.towers.tower import Tower
+    from samestep.towers.towers import Towers
+    from samestep.workers.job import Job, init
 
 __all__ = [
+    "CheckResult",
     "Error",
     "Job",
     "LocalBatch",
@@ -29,3 +36,33 @@ __all__ = [
     "load",
     "save",
 ]
+
+_HOMES = {
+    "CheckResult": "checking.result",
+    "Error": "errors",
+    "Job": "workers.job",
+    "LocalBatch": "towers.batch",
+    "Report": "towers.report",
+    "Step": "towers.step",
+    "Tower": "towers.tower",
+    "TowerLoader": "data.loader",
+    "Towers": "towers.towers",
+    "average_gradients": "summation.tree",
+    "check": "checking.result",
+    "digest": "identity",
+    "init": "workers.job",
+    "load": "checkpoint.saving",
+    "save": "checkpoint.saving",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'samestep' has no attribute {name!r}")
+    value = getattr(import_module(f"samestep.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 from tyro.conf import Positional, arg
 
-from samestep.job import Job, init, resolve_workers, under_launcher
-from samestep.launch import launch, run_worker
-from samestep.usage import Command, parse
+from samestep.app.command_line import Command, parse
+from samestep.app.launch import launch, resolve_workers, run_worker
+from samestep.workers.job import Job, init, under_launcher
 
 if TYPE_CHECKING:
-    from samestep.experiment import Settings
+    from samestep.app.experiment import Settings
 
 __all__ = ["Digest", "Eval", "main"]
 
@@ -87,14 +87,14 @@ def _commands() -> Command:
 
 
 def _train(settings: Settings, words: list[str]) -> int:
-    from samestep.training import train
+    from samestep.app.training import train
 
     return _on_workers(settings, words, lambda job: train(settings, job))
 
 
 def _eval(command: Eval, words: list[str]) -> int:
-    from samestep.evaluation import evaluate_run
-    from samestep.experiment import read_settings
+    from samestep.app.evaluation import evaluate_run
+    from samestep.app.experiment import read_settings
     from samestep.recipes import RECIPES
 
     settings = replace(
@@ -122,7 +122,7 @@ def _on_workers(settings: Settings, words: list[str], work: Callable[[Job], int]
 
 
 def _check(settings: Settings) -> int:
-    from samestep.check import check_recipe
+    from samestep.app.recipe_check import check_recipe
 
     result = check_recipe(settings)
     print(result)
@@ -130,7 +130,7 @@ def _check(settings: Settings) -> int:
 
 
 def _digest(command: Digest) -> int:
-    from samestep.run_folder import read_digest
+    from samestep.app.run_folder import read_digest
 
     print(read_digest(command.path))
     return 0

@@ -16,9 +16,9 @@ import torch.utils.tensorboard  # noqa: F401
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-import samestep.evaluation
-import samestep.recipes.digits
-import samestep.training  # noqa: F401
+import samestep.app.evaluation
+import samestep.app.training
+import samestep.recipes.digits.recipe  # noqa: F401
 from samestep.cli import main as samestep_main
 
 sys.path.insert(0, str(Path(__file__).parents[2]))

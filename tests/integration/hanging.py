@@ -14,11 +14,11 @@ import numpy as np
 from torch import Tensor, nn
 
 from samestep import Job, TowerLoader
+from samestep.app.experiment import Experiment
 from samestep.cli import main
-from samestep.datasets.digits import Digits
-from samestep.experiment import Experiment
 from samestep.recipes import RECIPES
-from samestep.recipes.digits import DigitsSettings, loss_of
+from samestep.recipes.digits.data import Digits
+from samestep.recipes.digits.recipe import DigitsSettings, loss_of
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from samestep.run_folder import all_checkpoints, read_digest
+from samestep.app.run_folder import all_checkpoints, read_digest
 
 STEPS = 60
 SHORT = ("--towers", "5", "--batch-size", "40", "--log-every", "1", "--steps", STEPS)

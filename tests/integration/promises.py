@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import samestep
-from samestep.evaluation import count_split
+from samestep.app.evaluation import count_split
 
 T = 5
 PROMISES: dict[str, Callable[[samestep.Job], Any]] = {}

@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import samestep
-from samestep.agreement import agree
-from samestep.datasets.digits import Digits
-from samestep.datasets.label_maps import LabelMaps
-from samestep.evaluation import evaluate
-from samestep.files import read, write
-from samestep.first_worker import from_first_worker
-from samestep.recipes.segmentation import SegmentationSettings
-from samestep.snapshot import Parts, check_fits, restore, take_snapshot
+from samestep.app.evaluation import evaluate
+from samestep.checkpoint.files import read, write
+from samestep.checkpoint.snapshot import Parts, check_fits, restore, take_snapshot
+from samestep.recipes.digits.data import Digits
+from samestep.recipes.segmentation.label_maps import LabelMaps
+from samestep.recipes.segmentation.recipe import SegmentationSettings
+from samestep.workers.agreement import agree
+from samestep.workers.first_worker import from_first_worker
 
 Scenario = Callable[[samestep.Job], str]
 SCENARIOS: dict[str, Scenario] = {}

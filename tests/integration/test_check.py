@@ -9,12 +9,12 @@ import torch
 
 import samestep
 from samestep import cli, recipes
-from samestep.check import _Built
 from samestep.checking.findings import explain
 from samestep.checking.recorder import Trial, record
 from samestep.checking.recording import first_difference
+from samestep.checking.result import _Built
 from samestep.checking.workers import Workers
-from samestep.recipes.digits import DigitsSettings
+from samestep.recipes.digits.recipe import DigitsSettings
 
 from .. import planted
 

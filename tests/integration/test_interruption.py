@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from samestep import Job
+from samestep.app.training import train
 from samestep.errors import ConfigError
-from samestep.recipes.digits import DigitsSettings
-from samestep.training import train
+from samestep.recipes.digits.recipe import DigitsSettings
 
 from .nursery import SHORT, STEPS, digests_of, steps_of
 

@@ -9,13 +9,13 @@ import time
 
 import pytest
 
-from samestep.interruption import ECHO_S
-from samestep.launch import GRACE_S
+from samestep.app.interruption import ECHO_S
+from samestep.app.launch import GRACE_S
 
 JOB = """
 import os, signal, sys, time
 from samestep.errors import ConfigError
-from samestep.launch import launch, run_worker
+from samestep.app.launch import launch, run_worker
 
 WORKER = int(os.environ.get("RANK", "-1"))
 

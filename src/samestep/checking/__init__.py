@@ -1,1 +1,1 @@
-"""Where two placements part, and why: records steps, compares the recordings, explains the difference."""
+"""Does a model keep the promise? `samestep.check`."""

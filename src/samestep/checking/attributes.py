@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from samestep.digest import digest
+from samestep.identity import digest
 
 __all__ = ["Held", "Place", "fingerprint", "held_by", "module_names", "outside_tensors"]
 

@@ -16,7 +16,7 @@ from samestep.checking.recorder import ChangedBufferError, Subject, Trial, recor
 from samestep.checking.recording import Recording, first_difference, held_differences
 from samestep.checking.workers import Workers, why_not_elsewhere
 from samestep.errors import DisagreementError
-from samestep.job import init
+from samestep.workers.job import init
 
 __all__ = ["Examination", "Plan"]
 

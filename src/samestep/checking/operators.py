@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.checking.attributes import fingerprint, module_names
 from samestep.checking.recording import Event
-from samestep.digest import digest
+from samestep.identity import digest
 from samestep.streams import GlobalStreams
 
 __all__ = ["OperatorWatch", "Phase", "process_settings"]

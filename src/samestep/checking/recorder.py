@@ -18,15 +18,15 @@ from torch.utils import _pytree as pytree
 from samestep.checking.attributes import Held, Place, fingerprint, held_by, outside_tensors
 from samestep.checking.operators import OperatorWatch, Phase, process_settings
 from samestep.checking.recording import Event, Recording, Turn, When
-from samestep.digest import digest
 from samestep.errors import BufferError, ConfigError
-from samestep.job import Job
-from samestep.placement import Placement
-from samestep.report import Report
-from samestep.step import LossFunction, Step
+from samestep.identity import digest
 from samestep.streams import GlobalStreams, seed_globals, stream_seed
-from samestep.tower import Tower
-from samestep.towers import Towers
+from samestep.summation.placement import Placement
+from samestep.towers.report import Report
+from samestep.towers.step import LossFunction, Step
+from samestep.towers.tower import Tower
+from samestep.towers.towers import Towers
+from samestep.workers.job import Job
 
 __all__ = ["ChangedBufferError", "Subject", "Trial", "record"]
 

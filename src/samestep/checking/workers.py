@@ -19,9 +19,9 @@ import torch.distributed as dist
 from samestep.checking.recorder import Subject, Trial, record
 from samestep.checking.recording import Recording
 from samestep.errors import UsageError
-from samestep.failures import Failure
-from samestep.job import DEFAULT_TIMEOUT_S, environment, init, worker_environment
 from samestep.streams import seed_globals, stream_seed
+from samestep.workers.failures import Failure
+from samestep.workers.job import DEFAULT_TIMEOUT_S, environment, init, worker_environment
 
 __all__ = ["Workers", "why_not_elsewhere"]
 

@@ -1,9 +1,9 @@
 """One file, one experiment, to be read from top to bottom."""
 
-from samestep.experiment import Settings
-from samestep.recipes.cifar10 import Cifar10Settings
-from samestep.recipes.digits import DigitsSettings
-from samestep.recipes.segmentation import SegmentationSettings
+from samestep.app.experiment import Settings
+from samestep.recipes.cifar10.recipe import Cifar10Settings
+from samestep.recipes.digits.recipe import DigitsSettings
+from samestep.recipes.segmentation.recipe import SegmentationSettings
 
 __all__ = ["RECIPES"]
 

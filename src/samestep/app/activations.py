@@ -1,0 +1,63 @@
+"""What a model's layers give: looked at during one pass, through hooks that are gone afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from samestep.app.histogram import Histogram
+
+__all__ = ["Output", "layers_of", "outputs_of"]
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a layer gave: the distribution of its values, and how many of them are zero."""
+
+    histogram: Histogram | None
+    sparsity: float
+
+    @classmethod
+    def of(cls, values: Tensor) -> Output:
+        """Look at a tensor."""
+        zeros = 1 - int(values.count_nonzero()) / max(1, values.numel())
+        return cls(Histogram.of(values), zeros)
+
+
+@contextmanager
+def outputs_of(layers: Sequence[tuple[str, nn.Module]]) -> Iterator[Mapping[str, Output]]:
+    """Collect what each layer gives when it is first called, which is in the first tower."""
+    found: dict[str, Output] = {}
+    handles = [layer.register_forward_hook(_keep_as(name, found)) for name, layer in layers]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _keep_as(name: str, found: dict[str, Output]) -> Callable[[nn.Module, Any, Any], None]:
+    def keep(_: nn.Module, inputs: Any, output: Any) -> None:
+        # At once, because a layer that works in place may overwrite the output.
+        if name not in found and isinstance(output, Tensor):
+            found[name] = Output.of(output)
+
+    return keep
+
+
+def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the activation functions of a model, and its layers with matrices or filters."""
+    layers = dict(model.named_modules())
+    if any(hasattr(layer, "_orig_mod") or layer._compiled_call_impl is not None for layer in layers.values()):
+        return []
+    return [(name or type(layer).__name__, layer) for name, layer in layers.items() if _is_looked_at(layer)]
+
+
+def _is_looked_at(layer: nn.Module) -> bool:
+    is_leaf = next(layer.children(), None) is None
+    is_activation = type(layer).__module__ == nn.ReLU.__module__
+    return is_leaf and (is_activation or any(weight.ndim > 1 for weight in layer.parameters()))

@@ -1,0 +1,114 @@
+"""Exact counts over a split: each example once, and the same figures for any placement."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from samestep.app.experiment import Experiment, Settings
+from samestep.app.run_folder import all_checkpoints, search, tell, tell_newest
+from samestep.app.summaries import write_figures
+from samestep.checkpoint.files import Found
+from samestep.checkpoint.snapshot import Parts, restore
+from samestep.towers.batch import GlobalBatch
+from samestep.workers.first_worker import from_first_worker
+from samestep.workers.job import Job
+
+__all__ = ["count_split", "describe", "evaluate", "evaluate_run"]
+
+Weights = Literal["average", "raw"]
+
+_POLL_S = 1.0
+
+
+def evaluate_run(settings: Settings, job: Job, *, weights: Weights = "average", follow: bool = False) -> int:
+    """Print the figures of a run's newest checkpoint on the test examples, and write them as summaries.
+
+    Args:
+        settings: of the run.
+        job: all its workers must call this.
+        weights: which of the two kinds to evaluate; a run without moving averages has the raw ones only.
+        follow: go on with each new checkpoint, until that of the run's last step.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        MissingFileError: there is no checkpoint, and `follow` is not set.
+        DataError: none is whole, and `follow` is not set; or it does not fit the model.
+    """
+    experiment = settings.build(job)
+    average = None if experiment.step.average is None else experiment.step.average.module
+    model = experiment.model if weights == "raw" or average is None else average
+    newest = from_first_worker(job, lambda: tell_newest(settings.run_dir)) if not follow else None
+    for found in [newest] if newest is not None else _checkpoints(settings, job):
+        restore(found.snapshot, Parts(experiment.model, average), found.path)
+        figures = experiment.figures(count_split(experiment, model, job))
+        if job.is_first:
+            write_figures(settings.run_dir, found.manifest.step, figures)
+            line = f"{datetime.now():%Y-%m-%d %H:%M:%S}: step {found.manifest.step}: {describe(figures)}"
+            print(line, flush=True)
+    return 0
+
+
+def _checkpoints(settings: Settings, job: Job) -> Iterator[Found]:
+    """Yield the newest whole checkpoint whenever there is a new one, until that of the last step."""
+    step, refused = -1, set[Path]()
+    if job.is_first and not all_checkpoints(settings.run_dir):
+        print(f"{settings.run_dir}: no checkpoint yet; waiting for the first", flush=True)
+    while step != settings.steps:
+        # What worker 0 sees counts, and the others wait for no more than a second.
+        look = partial(search, settings.run_dir, newer_than=step, refused=refused)
+        result = from_first_worker(job, look)
+        refused.update(path for path, _ in result.damaged)
+        if job.is_first:
+            tell(result)
+        if result.found is None:
+            time.sleep(_POLL_S)
+            continue
+        step = result.found.manifest.step
+        yield result.found
+
+
+def describe(figures: Mapping[str, float]) -> str:
+    """Return figures as text."""
+    return ", ".join(f"{name} = {value:.4f}" for name, value in figures.items())
+
+
+def evaluate(experiment: Experiment, job: Job) -> Mapping[str, float]:
+    """Return the figures of the experiment's model on its test examples, on every worker."""
+    return experiment.figures(count_split(experiment, experiment.evaluated, job))
+
+
+@torch.no_grad()
+def count_split(experiment: Experiment, model: nn.Module, job: Job) -> Tensor:
+    """Add up the counts over all test examples.
+
+    Workers take fixed chunks in turn, so that every chunk has the same shape, and so the same bits,
+    wherever it is computed; integers add up exactly.
+    """
+    was_training = model.training
+    model.eval()
+    total = torch.zeros((), dtype=torch.int64)
+    num_rows, chunk_rows = len(experiment.test), experiment.test_chunk_rows
+    # Every worker counts the first chunk, so that those without one of their own have a shape to add to.
+    for start in range(0, num_rows, chunk_rows):
+        if start and start // chunk_rows % job.world_size != job.rank:
+            continue
+        examples = np.arange(start, min(start + chunk_rows, num_rows))
+        batch = GlobalBatch.open(experiment.test.batch(examples, np.zeros(len(examples), np.uint64)))
+        counts = experiment.count(model, batch.take(range(len(examples)), job.device)).cpu()
+        total = total + (counts if start or job.is_first else torch.zeros_like(counts))
+    if job.world_size > 1:
+        dist.all_reduce(total)
+    model.train(was_training)
+    return total

@@ -1,0 +1,43 @@
+"""`samestep check RECIPE`: the check of a recipe's own step and batches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from samestep.app.experiment import Settings
+from samestep.checking.examination import Plan
+from samestep.checking.result import NUM_STEPS, WORKERS, CheckResult, examine
+from samestep.summation.placement import Placement
+from samestep.towers.step import Step
+from samestep.workers.job import Job
+
+__all__ = ["check_recipe"]
+
+
+def check_recipe(settings: Settings) -> CheckResult:
+    """Check a recipe with the settings that `samestep train` would run it with.
+
+    Its first batches are taken by one worker, twice, and by two and three, or by `settings.workers`.
+
+    Raises:
+        ConfigError: as `check` does, and for more workers than towers.
+    """
+    workers = WORKERS if settings.workers == "auto" else (settings.workers,)
+    Placement(settings.towers, 1 if settings.workers == "auto" else settings.workers)
+    plan = Plan(min(NUM_STEPS, settings.steps), workers, True, settings.device, settings.threads)
+    return replace(examine(_Recipe(settings), settings.towers, plan), name=settings.recipe)
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """A recipe's step and the batches of its own loader."""
+
+    settings: Settings
+
+    def __call__(self, job: Job) -> tuple[Step, Iterable[Any]]:
+        experiment = self.settings.build(job)
+        loader = experiment.loader
+        return experiment.step, itertools.chain.from_iterable(itertools.repeat(loader))

@@ -1,0 +1,1 @@
+"""A module's buffers through a step: norms, policies, the watch."""

@@ -1,0 +1,199 @@
+"""Does a model keep the promise? A few steps in several placements, and where they first part."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from samestep.checking.examination import Examination, Plan
+from samestep.checking.findings import Finding
+from samestep.checking.recorder import Subject
+from samestep.errors import ConfigError, UsageError
+from samestep.summation.placement import Placement
+from samestep.towers.batch import LocalBatch
+from samestep.towers.step import LossFunction, Step
+from samestep.towers.towers import Towers
+from samestep.workers.job import Job, under_launcher
+
+__all__ = ["NUM_STEPS", "WORKERS", "CheckResult", "Parts", "check", "examine"]
+
+Parts = tuple[nn.Module, LossFunction] | tuple[nn.Module, LossFunction, torch.optim.Optimizer]
+"""What `build` returns: a new model, its loss function and, if it is not to be plain SGD, its optimizer."""
+
+NUM_STEPS = 3
+WORKERS = (2, 3)
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What a check found; as text, the sentence or the lines that say it.
+
+    Attributes:
+        finding: the first fault; None where there is none.
+        placements: the numbers of workers that took the steps, in order.
+        towers: T.
+        steps: how many were taken.
+        digest: of the weights after the last step of the first run; "" where it did not get there.
+        notes: what was not checked, or may matter later.
+        name: of what was checked.
+    """
+
+    finding: Finding | None
+    placements: Sequence[int]
+    towers: int
+    steps: int
+    digest: str
+    notes: Sequence[str] = ()
+    name: str = ""
+
+    @property
+    def same(self) -> bool:
+        """Whether all placements took the same steps, and nothing was found that could change that."""
+        return self.finding is None
+
+    def __str__(self) -> str:
+        notes = [f"note: {note}" for note in self.notes]
+        if self.finding is not None:
+            return "\n".join([str(self.finding), *notes])
+        what = [self.name, _count(self.towers, "tower"), _count(self.steps, "step")]
+        placements = f"placements {', '.join(map(str, self.placements))} workers"
+        return "\n".join([f"same bits: {', '.join([*filter(None, what), placements])}", *notes])
+
+
+def check(  # noqa: PLR0913 - what is run, and how, each with a default
+    build: Callable[[], Parts],
+    batch: Any,
+    towers: int = 8,
+    *,
+    steps: int = NUM_STEPS,
+    workers: Sequence[int] = WORKERS,
+    processes: bool = True,
+    device: str = "auto",
+    threads: int = 1,
+    autocast: torch.dtype | None = None,
+    **options: Any,
+) -> CheckResult:
+    """Take a few steps in several placements, and find the first module and operator that differ.
+
+    The steps are taken by one worker, twice, and then by each number of `workers`. Compared are, for
+    every step and tower, the tower's rows, its loss and every parameter's gradient; then the averages and
+    the weights. Where something differs, both runs are repeated with every operator watched.
+
+    Args:
+        build: makes a new model and returns `(model, loss_fn)` or `(model, loss_fn, optimizer)`, as `Step`
+            takes them; without an optimizer it is plain SGD. It is called once for every run and worker.
+        batch: the global batch, any nest of tensors, rows first, taken at each step; or what yields such
+            batches, such as a DataLoader or an iterator, of which the first `steps` are taken in turn.
+        towers: T, part of the experiment like the batch size.
+        steps: how many to take.
+        workers: the numbers of workers to compare with one; those above `towers` are left out.
+        processes: run each worker in a process of its own. Otherwise, and where `build` cannot be pickled,
+            a fresh model stands in for each worker in this process: quicker, but what a process has of its
+            own (its generators outside the towers' turns, its imports) is not seen.
+        device: as for `samestep.init`, which is called.
+        threads: CPU threads of each worker.
+        autocast: as for `samestep.Step`.
+        options: of `samestep.Towers`, such as `seed` and `statistics`.
+
+    Returns:
+        The result. A difference is no exception; `result.same` says whether there is one.
+
+    Raises:
+        ConfigError: an argument is out of range, `build` returns something else or the same model again,
+            or this process is itself a worker.
+        BatchError: the batch cannot be cut into towers.
+        UsageError: a script calls this without `if __name__ == "__main__":`.
+
+    Example:
+        >>> def build():
+        ...     return torch.nn.Linear(2, 1), lambda model, x: model(x).square().mean()
+        >>> print(check(build, torch.randn(10, 2), towers=4, processes=False))
+        same bits: 4 towers, 3 steps, placements 1, 1, 2, 3 workers
+    """
+    if not callable(build):
+        raise ConfigError(
+            f"build is a {type(build).__name__}: expected a function that makes a model and returns "
+            "(model, loss_fn) or (model, loss_fn, optimizer)"
+        )
+    _check_numbers(steps, workers)
+    Placement(towers, 1)
+    subject = _Built(build, _batches(batch, steps), towers, autocast, options)
+    return examine(subject, towers, Plan(steps, tuple(workers), processes, device, threads))
+
+
+def examine(subject: Subject, towers: int, plan: Plan) -> CheckResult:
+    """Run what a plan says, and return the result.
+
+    Raises:
+        ConfigError: this process is itself a worker.
+        UsageError: a script calls this without `if __name__ == "__main__":`.
+    """
+    if under_launcher():
+        raise ConfigError("check starts its own workers: run it by plain python or samestep, not by torchrun")
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise UsageError("put the call of samestep.check under `if __name__ == '__main__':`")
+    plan = replace(plan, workers=tuple(num for num in plan.workers if 1 < num <= towers))
+    examination = Examination(subject, plan)
+    finding = examination.run()
+    return CheckResult(
+        finding, (1, 1, *plan.workers), towers, plan.steps, examination.digest, examination.notes
+    )
+
+
+@dataclass(frozen=True)
+class _Built:
+    """A model from the user's `build`, with the towers and the step that the options ask for."""
+
+    build: Callable[[], Parts]
+    batches: Sequence[Any]
+    towers: int
+    autocast: torch.dtype | None
+    options: Mapping[str, Any]
+
+    def __call__(self, job: Job) -> tuple[Step, Iterable[Any]]:
+        model, loss_fn, optimizer = _take_apart(self.build())
+        model.to(job.device)
+        towers = Towers(model, self.towers, job=job, **self.options)
+        # The learning rate only has to move the weights, and not so far that they become infinite.
+        optimizer = optimizer or torch.optim.SGD(towers.parameters, lr=1e-3)
+        return Step(towers, loss_fn, optimizer, autocast=self.autocast), itertools.cycle(self.batches)
+
+
+def _take_apart(parts: Any) -> tuple[nn.Module, LossFunction, torch.optim.Optimizer | None]:
+    if isinstance(parts, tuple) and len(parts) in (2, 3):
+        model, loss_fn, optimizer = (*parts, None)[:3]
+        is_optimizer = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
+        if isinstance(model, nn.Module) and callable(loss_fn) and is_optimizer:
+            return model, loss_fn, optimizer
+    kinds = [type(part).__name__ for part in parts] if isinstance(parts, tuple) else type(parts).__name__
+    raise ConfigError(f"build() returned {kinds}: expected (model, loss_fn) or (model, loss_fn, optimizer)")
+
+
+def _batches(batch: Any, steps: int) -> list[Any]:
+    is_nest = isinstance(batch, Tensor) or not pytree.tree_structure(batch).is_leaf()
+    batches = [batch] if is_nest or not hasattr(batch, "__iter__") else list(itertools.islice(batch, steps))
+    if not batches:
+        raise ConfigError(
+            f"batch is a {type(batch).__name__} that yields nothing: expected at least one batch"
+        )
+    if any(isinstance(each, LocalBatch) for each in batches):
+        raise ConfigError("batch is cut for one placement: give check a global batch, or a plain DataLoader")
+    return [pytree.tree_map_only(Tensor, Tensor.cpu, each) for each in batches]
+
+
+def _check_numbers(steps: int, workers: Sequence[int]) -> None:
+    if steps < 1:
+        raise ConfigError(f"steps = {steps}: expected at least 1")
+    if not isinstance(workers, Sequence) or any(num < 1 for num in workers):
+        raise ConfigError(f"workers = {workers!r}: expected numbers of workers, such as (2, 3)")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -1,0 +1,145 @@
+"""What a checkpoint says about itself, and how that is checked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from samestep.checkpoint.strict_json import parse_json
+from samestep.errors import DamagedError, DataError, shown
+from samestep.identity import Fingerprint
+
+__all__ = ["FORMAT", "MANIFEST", "MAX_MANIFEST_BYTES", "Manifest"]
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 2**20
+
+_SEAL = "sha256"
+_ENTRIES = {"format", "step", "position", "experiment", "fingerprint", "digest", "files", _SEAL}
+_HEX = re.compile(r"[0-9a-f]{64}")
+_FILE_NAME = re.compile(r"[a-z]+\.(safetensors|json)")
+_MAX_COUNT = 2**62
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says about itself.
+
+    Attributes:
+        step: steps taken when it was written.
+        digest: `samestep.identity` of the model's weights.
+        files: each file's size in bytes and SHA-256.
+        position: of the `TowerLoader`, in batches, if one was saved.
+        experiment: what must be the same where training goes on: towers, seed, batch size, ...
+        fingerprint: what else the bits depend on; see `samestep.identity`.
+        state: after `load`, what was saved besides and has no object to go into, by name.
+    """
+
+    step: int
+    digest: str
+    files: Mapping[str, tuple[int, str]]
+    position: int | None = None
+    experiment: Mapping[str, int] = field(default_factory=dict)
+    fingerprint: Fingerprint = field(default_factory=dict)
+    state: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_text(self) -> str:
+        """Return the content of manifest.json: the same for the same state, so without times and places.
+
+        Its last entry is the SHA-256 of the text without that entry, in every format to come.
+        """
+        values = {
+            "format": FORMAT,
+            "step": self.step,
+            "position": self.position,
+            "experiment": dict(self.experiment),
+            "fingerprint": dict(self.fingerprint),
+            "digest": self.digest,
+            "files": {name: [size, sha256] for name, (size, sha256) in sorted(self.files.items())},
+        }
+        return _text(values | {_SEAL: _seal(values)})
+
+    @classmethod
+    def parse(cls, content: bytes, file: Path) -> Manifest:
+        """Read the content of manifest.json.
+
+        Args:
+            content: the text, in UTF-8.
+            file: where it is from, for messages.
+
+        Raises:
+            DamagedError: this is not what was written.
+            DataError: it is whole, but of a newer format.
+        """
+        try:
+            values = parse_json(content)
+            if not isinstance(values, dict):
+                raise ValueError("it is no JSON object")
+            if values.get(_SEAL) != _seal({k: v for k, v in values.items() if k != _SEAL}):
+                raise ValueError("its SHA-256 is not the one that it holds")
+            if _is_count(values.get("format")) and values["format"] > FORMAT:
+                raise DataError(f"{file}: format {values['format']} is newer than {FORMAT}: update samestep")
+            return _read(values)
+        except ValueError as error:
+            if isinstance(error, DataError):
+                raise
+            raise DamagedError(f"{file}: is no manifest of a checkpoint ({error})") from error
+
+
+def _text(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, indent=2) + "\n"
+
+
+def _seal(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(_text(values).encode()).hexdigest()
+
+
+def _read(values: dict[str, Any]) -> Manifest:
+    _expect(
+        values.keys() == _ENTRIES and _is_count(values["format"]) and values["format"] == FORMAT,
+        "entries",
+        list(values),
+    )
+    _expect(_is_count(values["step"]), "step", values["step"])
+    _expect(values["position"] is None or _is_count(values["position"]), "position", values["position"])
+    _expect(
+        isinstance(values["digest"], str) and _HEX.fullmatch(values["digest"]), "digest", values["digest"]
+    )
+    experiment, entries, files = values["experiment"], values["fingerprint"], values["files"]
+    _expect(_all(experiment, lambda value: type(value) in (int, bool)), "experiment", experiment)
+    _expect(_all(entries, lambda value: type(value) in (str, int, bool, type(None))), "fingerprint", entries)
+    _expect(_all(files, _is_size_and_hash) and all(map(_FILE_NAME.fullmatch, files)), "files", files)
+    return Manifest(
+        values["step"],
+        values["digest"],
+        {name: (size, sha256) for name, (size, sha256) in files.items()},
+        values["position"],
+        experiment,
+        entries,
+    )
+
+
+def _expect(is_right: object, name: str, value: object) -> None:
+    if not is_right:
+        raise ValueError(f"its {name} cannot be {shown(value)}")
+
+
+def _all(values: object, is_right: Any) -> bool:
+    return isinstance(values, dict) and all(map(is_right, values.values()))
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < _MAX_COUNT
+
+
+def _is_size_and_hash(value: object) -> bool:
+    match value:
+        case [size, str(sha256)]:
+            return _is_count(size) and bool(_HEX.fullmatch(sha256))
+    return False

@@ -1,0 +1,244 @@
+"""The data of a run: one global order, a random stream for each example, torch's DataLoader underneath.
+
+Which examples are in a batch follows from (seed, epoch), and the random numbers that an example meets from
+(seed, epoch, example). So every placement, and any number of loader processes, sees the same batches, and
+a run can go on from batch 1,000,000 without reading the ones before.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader
+
+from samestep.towers.batch import LocalBatch
+from samestep.errors import ConfigError, UsageError
+from samestep.workers.job import Job
+from samestep.summation.placement import Placement
+from samestep.workers.process import join_own_group
+from samestep.data.readers import BatchedReader, Reader, Request, is_batched
+from samestep.streams import generator
+
+__all__ = ["PlacedTowers", "TowerLoader"]
+
+_NUM_AHEAD = 2
+
+_OWNED = {
+    "sampler": "the order of an epoch depends on seed and epoch alone; use shuffle, or order the dataset",
+    "batch_sampler": "batches are cut into towers here; use batch_size and drop_last",
+    "generator": "every random stream comes from seed; use seed",
+    "worker_init_fn": "its effects would depend on the number of loader processes; set up in the dataset",
+    "in_order": "batches always come in order",
+}
+
+
+class PlacedTowers(Protocol):
+    """What a `TowerLoader` needs of `samestep.Towers`."""
+
+    @property
+    def placement(self) -> Placement:
+        """Which towers each worker runs."""
+
+    @property
+    def job(self) -> Job:
+        """This process's view of the job."""
+
+
+class TowerLoader:
+    """Loads this worker's rows of each global batch, already cut into towers.
+
+    Iterating walks the rest of the current epoch, from `position` on; the next `iter` walks the next epoch.
+    Around `dataset[example]` torch's CPU generator, Python's `random` and NumPy's legacy generator are
+    seeded from (seed, epoch, example), and around `collate_fn` from (seed, position, tower). Examples are
+    read with one CPU thread, in loader processes and without.
+
+    Args:
+        dataset: map-style: `len(dataset)` and `dataset[example]`; or a `BatchedDataset`, of which each
+            tower's rows are read by one call.
+        batch_size: rows of the global batch.
+        towers: a `samestep.Towers`.
+        seed: of the order and of all examples' random streams.
+        shuffle: a new permutation for each epoch; otherwise the dataset's own order.
+        drop_last: leave out an epoch's last batch where it is short.
+        collate_fn: a tower's list of examples -> its batch; torch's `default_collate` by default.
+        dataloader_options: passed on to `torch.utils.data.DataLoader`, such as `num_workers`, `pin_memory`,
+            `prefetch_factor`, `persistent_workers`, `multiprocessing_context`, `timeout`.
+
+    Raises:
+        ConfigError: no examples, no whole batch, a batch size below 1, or an option that has no place here.
+
+    Example:
+        >>> from samestep import Towers
+        >>> towers = Towers(torch.nn.Linear(1, 1), 2)
+        >>> loader = TowerLoader([10, 11, 12, 13, 14], 3, towers, shuffle=False)
+        >>> for batch in loader:
+        ...     print(batch.position, batch.rows, batch.slices)
+        0 3 {0: tensor([10, 11]), 1: tensor([12])}
+        1 2 {0: tensor([13]), 1: tensor([14])}
+        >>> loader.position, loader.epoch
+        (2, 1)
+    """
+
+    def __init__(  # noqa: PLR0913 - the settings of the order, each with a default
+        self,
+        dataset: Any,
+        batch_size: int,
+        towers: PlacedTowers,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        **dataloader_options: Any,
+    ) -> None:
+        batched = is_batched(dataset)
+        _check(dataset, batch_size, drop_last)
+        _check_options(dataloader_options, collate_fn if batched else None)
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self._towers = towers
+        self._position = 0
+        self._requests: list[Request] = []
+        reader = BatchedReader(dataset, seed) if batched else Reader(dataset, seed, collate_fn)
+        self._in_background = reader if batched and not dataloader_options.get("num_workers") else None
+        self._loader: DataLoader[Any] = DataLoader(
+            reader,
+            batch_size=None,
+            sampler=self._requests,
+            collate_fn=_as_it_is,
+            # Without one of its own, DataLoader draws a number from torch's global generator each epoch.
+            generator=torch.Generator(),
+            worker_init_fn=_start_loader_process,
+            **dataloader_options,
+        )
+
+    @property
+    def position(self) -> int:
+        """Batches handed out over the whole run, all epochs together. Setting it reads no data.
+
+        Raises:
+            ConfigError: it is set to something else than an int of at least 0.
+        """
+        return self._position
+
+    @position.setter
+    def position(self, position: int) -> None:
+        if not _is_int(position) or position < 0:
+            raise ConfigError(f"position = {position!r}: expected an int >= 0, the batches handed out so far")
+        self._position = position
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch."""
+        return self._position // len(self)
+
+    def __len__(self) -> int:
+        """Return the number of batches of an epoch."""
+        return _num_batches(len(self.dataset), self.batch_size, self.drop_last)
+
+    def __iter__(self) -> Iterator[LocalBatch]:
+        """Walk the rest of the current epoch.
+
+        Raises:
+            UsageError: `position` was set, or another iteration went on, since the last batch of this one.
+        """
+        requests = list(self._rest_of_epoch())
+        self._requests[:] = requests
+        slices = iter(self._loader) if self._in_background is None else _ahead(self._in_background, requests)
+        for request in requests:
+            self._check_unmoved(request.position)
+            read = next(slices)
+            self._position += 1
+            yield LocalBatch(request.rows, read, request.position, request.fingerprint)
+
+    def _rest_of_epoch(self) -> Iterator[Request]:
+        first_position = self.epoch * len(self)
+        order, placement = self._order(self.epoch), self._towers.placement
+        for position in range(self._position, first_position + len(self)):
+            start = (position - first_position) * self.batch_size
+            rows = order[start : start + self.batch_size]
+            mine = placement.rows(self._towers.job.rank, len(rows))
+            examples = {tower: rows[part.start : part.stop] for tower, part in mine.items()}
+            yield Request(self.epoch, position, len(rows), zlib.crc32(rows.tobytes()), examples)
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        """Return the epoch's examples in their global order, int64 [examples]."""
+        if not self.shuffle:
+            return np.arange(len(self.dataset), dtype=np.int64)
+        order = torch.randperm(len(self.dataset), generator=generator(self.seed, "order", epoch))
+        return np.asarray(order.numpy(), dtype=np.int64)
+
+    def _check_unmoved(self, expected: int) -> None:
+        if self._position != expected:
+            raise UsageError(
+                f"position is {self._position}, this iteration is at {expected}: after setting position or "
+                "starting another iteration, do not go on with an old one"
+            )
+
+
+def _ahead(reader: BatchedReader | Reader, requests: Sequence[Request]) -> Iterator[dict[int, Any]]:
+    """Read in a background thread, so that the passes find their batches made."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="samestep-loader")
+    try:
+        waiting: deque[Future[dict[int, Any]]] = deque()
+        for request in requests:
+            waiting.append(pool.submit(reader.__getitem__, request))
+            if len(waiting) > _NUM_AHEAD:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _start_loader_process(_: int) -> None:
+    join_own_group()
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _num_batches(examples: int, batch_size: int, drop_last: bool) -> int:
+    return examples // batch_size if drop_last else -(-examples // batch_size)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check(dataset: Any, batch_size: int, drop_last: bool) -> None:
+    if not hasattr(dataset, "__len__"):
+        raise ConfigError(
+            f"dataset is a {type(dataset).__name__} without a length: expected a map-style dataset, with "
+            "__len__ and __getitem__"
+        )
+    if not _is_int(batch_size) or batch_size < 1:
+        raise ConfigError(f"batch_size = {batch_size!r}: expected an int >= 1, the rows of the global batch")
+    if len(dataset) == 0:
+        raise ConfigError(f"dataset ({type(dataset).__name__}) is empty: expected at least one example")
+    if _num_batches(len(dataset), batch_size, drop_last) == 0:
+        raise ConfigError(
+            f"batch_size = {batch_size} with drop_last leaves no batch of {len(dataset)} examples: expected "
+            f"batch_size <= {len(dataset)}, or drop_last=False"
+        )
+
+
+def _check_options(options: Iterable[str], unused_collate_fn: object) -> None:
+    for name in options:
+        if name in _OWNED:
+            raise ConfigError(f"{name} is not an option of TowerLoader: {_OWNED[name]}")
+    if unused_collate_fn is not None:
+        raise ConfigError(
+            "collate_fn has no effect on a BatchedDataset: do its work in the dataset's batch()"
+        )

@@ -1,0 +1,139 @@
+"""Which bits these are, and what they depend on besides the experiment: `digest` and `fingerprint`."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+from collections.abc import Mapping
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from samestep.errors import one_line
+
+__all__ = ["Fingerprint", "changes", "digest", "fingerprint"]
+
+Fingerprint = Mapping[str, str | int | bool | None]
+
+_VARIABLES = ("ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA")
+
+
+def digest(model: nn.Module | Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of all weights, as 64 hexadecimal digits.
+
+    Hashed are, in order of name, each tensor's name, shape, dtype and bytes (row-major, whatever its
+    memory format; little-endian). The tensors are those of `model.state_dict()`: parameters and
+    persistent buffers.
+
+    Args:
+        model: a module, or a mapping from names to tensors of any dtype on any device.
+
+    Example:
+        >>> digest({"weight": torch.zeros(2)})[:16]
+        '93100c8e2288b19c'
+    """
+    tensors = model.state_dict() if isinstance(model, nn.Module) else model
+    sha256 = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        if not isinstance(tensor, Tensor):  # a module's extra state
+            continue
+        sha256.update(f"{name}\0{tuple(tensor.shape)}\0{tensor.dtype}\0".encode())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        sha256.update(flat.view(torch.uint8).numpy().data)
+    return sha256.hexdigest()
+
+
+def fingerprint(device: torch.device) -> Fingerprint:
+    """Return what may change the bits on this worker; the same for every placement on like machines.
+
+    Args:
+        device: what is computed on.
+    """
+    entries: dict[str, str | int | bool | None] = {
+        "device": device.type,
+        "CPU": _cpu(),
+        "CPU kernels": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "default dtype": str(torch.get_default_dtype()),
+        "float32 on CPU": _precisions(torch.backends.mkldnn),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "Python": platform.python_version(),
+        "samestep": _version_of_samestep(),
+        "torch": torch.__version__,
+        "NumPy": np.__version__,
+        **_libraries(),
+        **{name: os.environ[name] for name in _VARIABLES if name in os.environ},
+    }
+    return entries | (_gpu(device) if device.type == "cuda" else {})
+
+
+def changes(before: Fingerprint, now: Fingerprint) -> list[str]:
+    """Say which entries differ.
+
+    Example:
+        >>> changes({"threads": 1, "torch": "2.12"}, {"threads": 2, "torch": "2.12"})
+        ['threads = 1, now 2']
+    """
+    names = [*before, *(name for name in now if name not in before)]
+    return [
+        f"{one_line(name)} = {one_line(str(before.get(name)))}, now {one_line(str(now.get(name)))}"
+        for name in names
+        if before.get(name) != now.get(name)
+    ]
+
+
+def _gpu(device: torch.device) -> dict[str, str | int | bool | None]:
+    return {
+        "GPU": torch.cuda.get_device_name(device),
+        "float32 on GPU": _precisions(torch.backends.cuda, torch.backends.cudnn),
+        "cuDNN benchmark": torch.backends.cudnn.benchmark,
+        "CUDA": torch.version.cuda,
+        "cuDNN": torch.backends.cudnn.version(),
+    }
+
+
+def _precisions(*backends: object) -> str:
+    """Name the precisions (ieee, tf32, bf16) that are set for float32."""
+    set_for = [
+        f"{name} {getattr(backend, name).fp32_precision}"
+        for backend in backends
+        for name in ("matmul", "conv", "rnn")
+        if hasattr(getattr(backend, name, None), "fp32_precision")
+    ]
+    return f"{torch.get_float32_matmul_precision()} ({', '.join(set_for)})"
+
+
+@cache
+def _cpu() -> str:
+    """Return the CPU's model, with the numbers that tell apart those of one name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    except OSError:  # no Linux
+        return platform.processor() or platform.machine()
+    known = dict(re.split(r"\s*:\s*", line, maxsplit=1) for line in lines if ":" in line)
+    numbers = [f"{name} {known[name]}" for name in ("cpu family", "model", "stepping") if name in known]
+    return f"{known.get('model name', platform.machine())} ({', '.join(numbers)})"
+
+
+@cache
+def _libraries() -> Fingerprint:
+    """Return the versions of the CPU's kernel libraries that torch was built with."""
+    built_with = torch.__config__.show()
+    patterns = {"oneDNN": r"MKL-DNN (v[\d.]+)", "MKL": r"Math Kernel Library Version (\S+)"}
+    found = {name: re.search(pattern, built_with) for name, pattern in patterns.items()}
+    return {name: match[1] for name, match in found.items() if match}
+
+
+@cache
+def _version_of_samestep() -> str:
+    try:
+        return metadata.version("samestep")
+    except metadata.PackageNotFoundError:  # run from its sources
+        return "unknown"

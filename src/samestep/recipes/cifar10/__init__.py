@@ -1,0 +1,1 @@
+"""CIFAR-10, as the classic tutorial had it."""

@@ -1,0 +1,218 @@
+"""The classic of synchronous training: CIFAR-10 with two convolutions and local response normalisation.
+
+The net, its distorted pictures, its schedule and its averaged weights are those of TensorFlow's CIFAR-10
+tutorial, which reached about 86% of the test pictures after 100,000 steps. Its batch size was per GPU; here
+it is that of all towers together. The learning rate does not change with the number of towers.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
+from torch.optim.swa_utils import AveragedModel
+
+from samestep.app.experiment import Experiment, Settings
+from samestep.data.loader import TowerLoader
+from samestep.errors import ConfigError
+from samestep.recipes.cifar10.convolution import FourierConv2d
+from samestep.recipes.cifar10.normalization import FastLocalResponseNorm
+from samestep.streams import stream_seed
+from samestep.towers.step import Step
+from samestep.towers.towers import Towers
+from samestep.workers.job import Job
+
+__all__ = ["Cifar10Net", "Cifar10Settings", "WeightAverage"]
+
+_WEIGHT_DECAY = 0.004
+_DECAYED = ("local3.weight", "local4.weight")
+_EPOCH_ROWS = 50_000
+_EPOCHS_PER_DECAY = 350
+
+
+class Cifar10Net(nn.Sequential):
+    """Two convolutions and three linear layers: [rows, 3, size, size] -> [rows, 10].
+
+    The first ReLU comes after its max-pooling. They commute, gradients included, and the pooled picture is a
+    quarter of the size.
+
+    Args:
+        picture_size: height and width of the pictures, in pixels.
+    """
+
+    def __init__(self, picture_size: int = 24) -> None:
+        layers: dict[str, nn.Module] = {
+            "conv1": _start(nn.Conv2d(3, 64, 5, padding=2), 0.05, bias=0.0),
+            "pool1": nn.MaxPool2d(3, stride=2, ceil_mode=True),
+            "relu1": nn.ReLU(),
+            "norm1": FastLocalResponseNorm(9, alpha=0.001, beta=0.75, k=1.0),
+            "conv2": _start(FourierConv2d(64, 64, 5, padding=2), 0.05, bias=0.1),
+            "relu2": nn.ReLU(),
+            "norm2": FastLocalResponseNorm(9, alpha=0.001, beta=0.75, k=1.0),
+            "pool2": nn.MaxPool2d(3, stride=2, ceil_mode=True),
+            "flatten": _Flatten(),
+            "local3": _linear(64 * (picture_size // 4) ** 2, 384, sigma=0.04, bias=0.1),
+            "relu3": nn.ReLU(),
+            "local4": _linear(384, 192, sigma=0.04, bias=0.1),
+            "relu4": nn.ReLU(),
+            "softmax_linear": _linear(192, 10, sigma=1 / 192, bias=0.0),
+        }
+        super().__init__(OrderedDict(layers))
+
+    def weight_decay(self) -> Tensor:
+        """Return Σ 0.004 · ‖W‖² / 2 over the weights of the layers local3 and local4."""
+        squares = [self.get_parameter(name).square().sum() for name in _DECAYED]
+        return (squares[0] + squares[1]) * (_WEIGHT_DECAY / 2)
+
+
+class _Flatten(nn.Module):
+    """[rows, channels, height, width] -> [rows, features], in the order of channels-last memory: no copy."""
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        return pictures.permute(0, 2, 3, 1).flatten(1)
+
+
+def _linear(num_inputs: int, num_outputs: int, *, sigma: float, bias: float) -> nn.Module:
+    return _start(nn.Linear(num_inputs, num_outputs), sigma, bias)
+
+
+def _start(layer: nn.Conv2d | nn.Linear, sigma: float, bias: float) -> nn.Module:
+    """Draw the weights from a normal distribution cut off at ±2σ, and set the biases."""
+    nn.init.trunc_normal_(layer.weight, std=sigma, a=-2 * sigma, b=2 * sigma)
+    assert layer.bias is not None
+    nn.init.constant_(layer.bias, bias)
+    return layer
+
+
+class WeightAverage(AveragedModel):
+    r"""The moving average of the weights, from the initial ones on; torch's own leaves those out.
+
+    .. math:: \bar w \leftarrow d \bar w + (1 - d) w, \qquad
+        d = \min\left(0.9999, \frac{1 + n}{10 + n}\right)
+
+    where n counts the updates before this one.
+    """
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        """Take in the weights after one more update."""
+        averages, weights = (tuple(m.parameters()) for m in (self.module, model))
+        torch._foreach_lerp_(averages, weights, 1 - self.decay)
+        self.n_averaged += 1
+
+    @property
+    def decay(self) -> float:
+        """The decay of the next update."""
+        num_updates = int(self.n_averaged)
+        return min(0.9999, (1 + num_updates) / (10 + num_updates))
+
+
+@dataclass(frozen=True)
+class Cifar10Settings(Settings):
+    """Train the net of the classic CIFAR-10 tutorial."""
+
+    towers: int = 4
+    """Logical slices of the global batch; part of the experiment, like the batch size."""
+    batch_size: int = 128
+    """The global batch, in rows, of all towers together."""
+    steps: int = 100_000
+    """Steps to take in all, those of earlier runs in the same folder included."""
+    run_dir: Path = Path("runs/cifar10")
+    """Where checkpoints and settings are kept; training goes on from what is there."""
+    data_dir: Path = Path("data/cifar10")
+    """Where the pictures are; they are fetched (170 MB) where they are not."""
+    log_every: int = 10
+    """Steps between printed lines."""
+    picture_size: int = 24
+    """Height and width of what is cut out of each picture, 4 to 32 pixels."""
+    learning_rate: float = 0.1
+    """Of the first 350 epochs; a tenth of it in the next 350, and so on."""
+    loader_processes: int = 0
+    """Processes that read and distort pictures for each worker; with 0 the worker does it itself."""
+
+    recipe: ClassVar[str] = "cifar10"
+    free: ClassVar[frozenset[str]] = Settings.free | {"steps", "data_dir", "loader_processes"}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 4 <= self.picture_size <= 32:
+            raise ConfigError(f"--picture-size {self.picture_size}: expected 4 to 32 pixels")
+        if self.loader_processes < 0:
+            raise ConfigError(f"--loader-processes {self.loader_processes}: expected at least 0")
+
+    def build(self, job: Job) -> Experiment:
+        """Make the parts."""
+        # Imported here, because what fetches archives takes a while to import.
+        from samestep.recipes.cifar10.data import Cifar10, Cifar10Pictures, ensure_cifar10
+
+        folder = ensure_cifar10(self.data_dir)
+        train = Cifar10Pictures(Cifar10("train", folder), distort=True, picture_size=self.picture_size)
+        test = Cifar10Pictures(Cifar10("test", folder), distort=False, picture_size=self.picture_size)
+        step = self._make_step(job)
+        processes: dict[str, Any] = {"num_workers": self.loader_processes}
+        processes["persistent_workers"] = self.loader_processes > 0
+        loader = TowerLoader(train, self.batch_size, step.towers, seed=self.seed, **processes)
+        return Experiment(step, loader, test, count_right, precision, terms=terms_of)
+
+    def _make_step(self, job: Job) -> Step:
+        torch.manual_seed(stream_seed(self.seed, "weights"))
+        model = Cifar10Net(self.picture_size).to(job.device)
+        towers = Towers(model, self.towers, job=job, seed=self.seed)
+        optimizer = torch.optim.SGD(decayed(model), lr=self.learning_rate)
+        return Step(
+            towers,
+            loss_of,
+            optimizer,
+            scheduler=staircase(optimizer, self.batch_size),
+            average=WeightAverage(model),
+            autocast=self.autocast_dtype,
+        )
+
+
+def decayed(model: nn.Module) -> list[dict[str, Any]]:
+    """Return the parameters for an optimizer, which adds the gradient of `Cifar10Net.weight_decay`."""
+    named = dict(model.named_parameters())
+    weights = [named.pop(name) for name in _DECAYED]
+    return [{"params": list(named.values())}, {"params": weights, "weight_decay": _WEIGHT_DECAY}]
+
+
+def staircase(optimizer: torch.optim.Optimizer, batch_size: int) -> StepLR:
+    """Return the schedule: after every 350 epochs the learning rate falls to a tenth."""
+    num_steps = max(1, _EPOCHS_PER_DECAY * _EPOCH_ROWS // batch_size)
+    return StepLR(optimizer, num_steps, gamma=0.1)
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    """Return the mean cross-entropy over the rows, plus the weight decay, whose gradient is left out here.
+
+    The optimizer adds it, once a step; here it would take a twentieth of the time of every tower.
+    """
+    pictures, labels = batch
+    assert isinstance(model, Cifar10Net)
+    return F.cross_entropy(model(pictures), labels) + model.weight_decay().detach()
+
+
+def terms_of(model: nn.Module) -> Mapping[str, Tensor]:
+    """Return the part of the loss that depends on the weights alone."""
+    assert isinstance(model, Cifar10Net)
+    return {"weight decay": model.weight_decay()}
+
+
+def count_right(model: nn.Module, batch: Any) -> Tensor:
+    """Return int64 [right, all]."""
+    pictures, labels = batch
+    right = (model(pictures).argmax(dim=1) == labels).sum()
+    return torch.stack([right, right.new_tensor(len(labels))])
+
+
+def precision(counts: Tensor) -> Mapping[str, float]:
+    """Return the share of the pictures whose likeliest class is the right one."""
+    right, num_rows = counts.tolist()
+    return {"precision @ 1": right / num_rows}

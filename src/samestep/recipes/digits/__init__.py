@@ -1,0 +1,1 @@
+"""Handwritten digits of 8×8 pixels."""

@@ -1,0 +1,102 @@
+"""The main job: handwritten digits of 8×8 pixels, with a small convolutional net.
+
+About 99% of the 360 test digits are right after 300 steps, a few seconds on one core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import OneCycleLR
+
+from samestep.app.experiment import Experiment, Settings
+from samestep.buffers.statistics import Mode
+from samestep.data.loader import TowerLoader
+from samestep.recipes.digits.data import Digits
+from samestep.streams import stream_seed
+from samestep.towers.step import Step
+from samestep.towers.towers import Towers
+from samestep.workers.job import Job
+
+__all__ = ["DigitsNet", "DigitsSettings"]
+
+
+class DigitsNet(nn.Sequential):
+    """Three convolutions with batch norm, then dropout and a linear layer: [rows, 1, 8, 8] -> [rows, 10]."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            *self._convolution(1, 32),
+            *self._convolution(32, 32),
+            nn.MaxPool2d(2),  # 4×4
+            *self._convolution(32, 64),
+            nn.MaxPool2d(2),  # 2×2
+            nn.Flatten(),
+            nn.Dropout(0.3),
+            nn.Linear(256, 10),
+        )
+
+    @staticmethod
+    def _convolution(num_inputs: int, num_outputs: int) -> tuple[nn.Module, ...]:
+        convolution = nn.Conv2d(num_inputs, num_outputs, 3, padding=1, bias=False)
+        return convolution, nn.BatchNorm2d(num_outputs), nn.ReLU()
+
+
+@dataclass(frozen=True)
+class DigitsSettings(Settings):
+    """Train a small convolutional net on the built-in handwritten digits."""
+
+    steps: int = 300
+    run_dir: Path = Path("runs/digits")
+    learning_rate: float = 0.2
+    """The highest of the one-cycle schedule."""
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    """Momentum SGD, or AdamW at a fiftieth of the learning rate."""
+    statistics: Mode = "mean"
+    """What becomes of batch-norm statistics: the towers' mean, pooled over all rows, or the first tower's."""
+
+    recipe: ClassVar[str] = "digits"
+
+    def build(self, job: Job) -> Experiment:
+        """Make the parts."""
+        torch.manual_seed(stream_seed(self.seed, "weights"))
+        model = DigitsNet().to(job.device)
+        towers = Towers(model, self.towers, job=job, seed=self.seed, statistics=self.statistics)
+        optimizer = self._make_optimizer(model)
+        highest = [group["lr"] for group in optimizer.param_groups]
+        scheduler = OneCycleLR(optimizer, highest, total_steps=self.steps + 1, cycle_momentum=False)
+        step = Step(towers, loss_of, optimizer, scheduler=scheduler, autocast=self.autocast_dtype)
+        loader = TowerLoader(Digits("train", augment=True), self.batch_size, towers, seed=self.seed)
+        return Experiment(step, loader, Digits("test", augment=False), count_right, accuracy)
+
+    def _make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        if self.optimizer == "adamw":
+            return torch.optim.AdamW(model.parameters(), lr=self.learning_rate / 50, weight_decay=0.01)
+        return torch.optim.SGD(
+            model.parameters(), lr=self.learning_rate, momentum=0.9, nesterov=True, weight_decay=5e-4
+        )
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    """Return the mean cross-entropy over the rows."""
+    pictures, labels = batch
+    return F.cross_entropy(model(pictures), labels)
+
+
+def count_right(model: nn.Module, batch: Any) -> Tensor:
+    """Return int64 [right, all]."""
+    pictures, labels = batch
+    right = (model(pictures).argmax(dim=1) == labels).sum()
+    return torch.stack([right, right.new_tensor(len(labels))])
+
+
+def accuracy(counts: Tensor) -> Mapping[str, float]:
+    """Return the share of the examples that are right."""
+    right, num_rows = counts.tolist()
+    return {"test accuracy": right / num_rows}

@@ -1,0 +1,202 @@
+"""A folder of pictures and a folder of their label maps, paired by name and checked before they are used."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+from PIL import Image
+
+from samestep.errors import DataError, MissingFileError
+from samestep.workers.job import Job
+
+__all__ = ["LabelMaps"]
+
+_PICTURES, _LABELS = (".png", ".jpg", ".jpeg"), (".png",)  # suffixes
+_PICTURE_MODES = ("RGB", "RGBA", "L", "LA", "P", "CMYK")
+_FORMATS = {".png": ["PNG"], ".jpg": ["JPEG"], ".jpeg": ["JPEG"]}
+# What Pillow raises on damaged files; Image.UnidentifiedImageError is an OSError.
+_UNREADABLE = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    struct.error,
+    zlib.error,
+    Image.DecompressionBombError,
+)
+
+
+class LabelMaps:
+    """Pictures and label maps in the folders `pictures` and `labels`, paired by the names before the suffix.
+
+    A picture is a PNG or JPEG of 8 bits a channel, in colour or grey. A label map is a PNG with one channel,
+    of 8 bits or a palette, whose values (not colours) are the labels. Hidden files and those with other
+    suffixes are left alone. Pairs are in the order of their names.
+
+    Args:
+        folder: that holds `pictures` and `labels`.
+        num_classes: labels are 0 to `num_classes` - 1,
+        ignore_label: or this, where a pixel is of no class.
+
+    Raises:
+        MissingFileError: a folder is not there, or a picture or label map has no partner.
+        DataError: a file cannot be opened, is of another kind, or not of the size of its partner.
+    """
+
+    def __init__(self, folder: Path, num_classes: int, *, ignore_label: int = 255) -> None:
+        self.num_classes = num_classes
+        self.ignore_label = ignore_label
+        self.pairs = _pairs(folder / "pictures", folder / "labels")
+        for picture, labels in self.pairs:
+            _check_kinds(picture, labels)
+
+    def __len__(self) -> int:
+        """Return the number of pictures."""
+        return len(self.pairs)
+
+    def read(self, example: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        """Return one picture, uint8 [height, width, 3], and its label map, uint8 [height, width].
+
+        Raises:
+            DataError: a file is damaged, or a label is neither a class nor the ignore label.
+        """
+        picture, path = self.pairs[example]
+        labels = _read(path)
+        self._check_labels(path, labels)
+        return _read(picture, "RGB"), labels
+
+    def check(self, job: Job) -> None:
+        """Read all pictures and label maps once, each on one worker.
+
+        Args:
+            job: all its workers must call this.
+
+        Raises:
+            DataError: as for `read`; on every worker the same.
+        """
+        problems: list[str | None] = [self._first_problem(range(job.rank, len(self), job.world_size))]
+        if job.world_size > 1:
+            problems *= job.world_size
+            dist.all_gather_object(problems, problems[job.rank])
+        for problem in problems:
+            if problem is not None:
+                raise DataError(problem)
+
+    def _first_problem(self, examples: Iterable[int]) -> str | None:
+        try:
+            for example in examples:
+                self.read(example)
+        except DataError as error:
+            return str(error)
+        return None
+
+    def _check_labels(self, path: Path, labels: NDArray[np.uint8]) -> None:
+        wrong = np.argwhere((labels >= self.num_classes) & (labels != self.ignore_label))
+        if len(wrong):
+            row, column = wrong[0].tolist()
+            raise DataError(
+                f"{path}: label {labels[row, column]} in row {row}, column {column} (and in {len(wrong) - 1} "
+                f"more pixels), expected 0 to {self.num_classes - 1}, or {self.ignore_label} to ignore; "
+                "correct the label map, or set --classes or --ignore-label"
+            )
+
+
+# ---- names -----------------------------------------------------------------------------------------
+
+
+def _pairs(pictures: Path, labels: Path) -> list[tuple[Path, Path]]:
+    """Return (picture, label map), by name."""
+    found = _by_stem(pictures, _PICTURES)
+    maps = _by_stem(labels, _LABELS)
+    if not found:
+        raise DataError(f"{pictures}: no picture there, expected files {_named(_PICTURES)}; add some")
+    for stem in sorted(found.keys() ^ maps.keys()):
+        if stem in found:
+            raise MissingFileError(
+                f"{labels / stem}.png: not there, expected the label map of {found[stem]}; add it, or remove "
+                "the picture"
+            )
+        raise MissingFileError(
+            f"{pictures / stem}: no such file {_named(_PICTURES)}, expected the picture of {maps[stem]}; "
+            "add it, or remove the label map"
+        )
+    return [(found[stem], maps[stem]) for stem in sorted(found)]
+
+
+def _by_stem(folder: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
+    if not folder.is_dir():
+        raise MissingFileError(
+            f"{folder}: no such folder, expected one with files {_named(suffixes)}; add it"
+        )
+    found: dict[str, Path] = {}
+    for path in sorted(folder.iterdir()):
+        if path.suffix.lower() not in suffixes or path.name.startswith("."):
+            continue
+        if path.stem in found:
+            raise DataError(
+                f"{path}: {found[path.stem].name} has the same name, expected one; remove the other"
+            )
+        found[path.stem] = path
+    return found
+
+
+def _named(suffixes: tuple[str, ...]) -> str:
+    return " or ".join(suffixes)
+
+
+# ---- files -----------------------------------------------------------------------------------------
+
+
+def _check_kinds(picture: Path, labels: Path) -> None:
+    """Check what the first bytes of the files tell: kind and size."""
+    mode, size, _ = _open(picture)
+    if mode not in _PICTURE_MODES:
+        raise DataError(f"{picture}: its pixels are {mode}, expected 8 bits a channel; convert it")
+    mode, size_of_labels, depth = _open(labels)
+    # Pillow scales grey of fewer bits up to 255, and those of a palette not.
+    if mode != "P" and (mode, depth) != ("L", 8):
+        raise DataError(
+            f"{labels}: its pixels are {mode} of {depth} bits, expected one channel of 8 bits, or a palette; "
+            "convert it so that values are labels"
+        )
+    if size_of_labels != size:
+        raise DataError(
+            f"{labels}: {_pixels(size_of_labels)}, expected the {_pixels(size)} of {picture}; replace the "
+            "one that is wrong"
+        )
+
+
+def _open(path: Path) -> tuple[str, tuple[int, int], int]:
+    """Return a file's mode in Pillow's terms, (width, height), and, for a PNG, the bits of a channel."""
+    try:
+        with path.open("rb") as file:
+            depth = file.read(25)[-1]  # of IHDR, which always comes first
+        with Image.open(path, formats=_FORMATS[path.suffix.lower()]) as image:
+            return image.mode, image.size, depth
+    except (*_UNREADABLE, IndexError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _read(path: Path, mode: str | None = None) -> NDArray[np.uint8]:
+    try:
+        with Image.open(path, formats=_FORMATS[path.suffix.lower()]) as image:
+            return np.array(image if mode is None else image.convert(mode), dtype=np.uint8)
+    except _UNREADABLE as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> DataError:
+    return DataError(
+        f"{path}: cannot be read ({error}), expected a whole {path.suffix[1:].upper()} file; restore it"
+    )
+
+
+def _pixels(size: tuple[int, int]) -> str:
+    width, height = size
+    return f"{width}×{height} pixels"

@@ -1,0 +1,1 @@
+"""The same parentheses anywhere: the canonical tree, and partial sums across workers."""

@@ -1,0 +1,107 @@
+"""Where a gradient that is not finite came from: which towers, rows and parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from samestep.summation.placement import even_ranges
+from samestep.summation.sparse import coalesced, stored
+from samestep.towers.report import Report
+from samestep.towers.tower import Tower
+from samestep.towers.towers import Towers
+
+__all__ = ["explain", "explain_whole", "first_nonfinite"]
+
+_NONE = -1
+_NUM_TOLD = 4
+
+
+def first_nonfinite(towers: Towers, run: Callable[[Tower], None]) -> list[str | None]:
+    """Run the towers of the last step again, and look at each one's own gradient.
+
+    All workers must call this, and all get the same answer. Weights, buffers and `p.grad` stay as they are,
+    but that the buffers are those of before the step.
+
+    Args:
+        towers: whose last step to look at; its weights must be those that the step began with.
+        run: what a tower does in its turn: forward, and `tower.backward(loss)`.
+
+    Returns:
+        For each of the T towers the name of its first parameter, in the model's order, with a gradient
+        that is not finite; None where all are, and where the tower had no rows.
+    """
+    mine = towers.placement.towers(towers.job.rank)
+    found = torch.full((len(mine), 1), _NONE)
+    averaged = [parameter.grad for parameter in towers.parameters]
+
+    def look(tower: Tower, loss: Tensor) -> None:
+        _clear(towers.parameters)
+        if loss.requires_grad:
+            loss.backward()
+        found[tower.index - mine.start] = _first(towers.parameters)
+        _clear(towers.parameters)
+
+    try:
+        _clear(towers.parameters)
+        # Whatever goes wrong in here must not hide what is being explained.
+        with contextlib.suppress(Exception), contextlib.closing(towers.replay(look)) as turns:
+            for tower in turns:
+                run(tower)
+    finally:
+        for parameter, gradient in zip(towers.parameters, averaged, strict=True):
+            parameter.grad = gradient
+    names = [name for name, parameter in towers.model.named_parameters() if parameter.requires_grad]
+    return [names[index] if index != _NONE else None for index in towers.gather(found)[:, 0].tolist()]
+
+
+def explain(report: Report, parameters: Sequence[str | None]) -> str:
+    """Say, in one line, where an averaged gradient that is not finite came from.
+
+    Args:
+        report: of the step.
+        parameters: each tower's first parameter with a gradient that is not finite, if any.
+    """
+    ranges = even_ranges(report.rows, len(parameters))
+    towers = list(zip(ranges, report.tower_losses, parameters, strict=True))
+    bad = [
+        _tell(tower, *each)
+        for tower, each in enumerate(towers)
+        if each[2] is not None or (each[0] and not math.isfinite(each[1]))
+    ]
+    where = "; ".join(bad[:_NUM_TOLD]) + f"; and {len(bad) - _NUM_TOLD} more" * (len(bad) > _NUM_TOLD)
+    nowhere = "all losses are finite, and each tower's own gradient is"
+    return (
+        f"step {report.step}: the averaged gradient is not finite ({where or nowhere}); nothing was updated"
+    )
+
+
+def explain_whole(report: Report) -> str:
+    """Say that the averaged gradient of a loss of the whole batch is not finite."""
+    return (
+        f"step {report.step}: the averaged gradient is not finite (the loss of the whole batch, "
+        f"{report.rows} rows, is {report.loss:g}); nothing was updated"
+    )
+
+
+def _tell(tower: int, rows: range, loss: float, parameter: str | None) -> str:
+    told = f"tower {tower}, rows {rows.start} to {rows.stop - 1}, loss {loss:g}"
+    return told if parameter is None else f"{told}, first in the gradient of {parameter}"
+
+
+def _first(parameters: Sequence[Tensor]) -> int:
+    """Return the first parameter whose gradient is not finite."""
+    for index, parameter in enumerate(parameters):
+        gradient = parameter.grad
+        if gradient is not None and not bool(stored(coalesced(gradient)).isfinite().all()):
+            return index
+    return _NONE
+
+
+def _clear(parameters: Sequence[Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = None

@@ -1,0 +1,132 @@
+"""The gradient noise scale: how large a batch pays off, told by how much the towers' gradients differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["GradientNorms", "NoiseScale"]
+
+_DECAY = 0.9
+"""Of the exponential averages, from one measurement to the next."""
+
+_SETTLED = 10
+
+
+class NoiseScale:
+    r"""The gradient noise scale, smoothed over the steps at which it is measured.
+
+    .. math:: B_\text{noise} = \frac{\operatorname{tr} \Sigma}{|G|^2}
+
+    with G the gradient over all data and Σ the covariance of a row's gradient. At a batch of as many rows,
+    noise and gradient are of the same size: below it, twice the rows save nearly half the steps, above
+    it they save few. Both estimates are averaged before they are divided, because a ratio of noisy numbers
+    is biased.
+
+    Attributes:
+        signal: the smoothed estimate of |G|².
+        noise: the smoothed estimate of tr Σ.
+        num_measured: measurements so far.
+
+    References:
+        McCandlish, Kaplan, Amodei & OpenAI Dota Team, "An Empirical Model of Large-Batch Training", 2018,
+        section 2.2 and appendix A.1. https://arxiv.org/abs/1812.06162
+    """
+
+    def __init__(self) -> None:
+        self.signal = 0.0
+        self.noise = 0.0
+        self.num_measured = 0
+
+    @property
+    def value(self) -> float | None:
+        """The noise scale in rows; infinite where noise hides the gradient; None before anything is known."""
+        if self.num_measured == 0:
+            return None
+        return self.noise / self.signal if self.signal > 0 else math.inf
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it has been measured often enough to act on it."""
+        return self.num_measured >= _SETTLED
+
+    def measure(self, norms: GradientNorms) -> None:
+        """Take in the gradients of one step; those that are not finite, or too few, are left out."""
+        found = norms.estimate()
+        if found is None or not all(map(math.isfinite, found)):
+            return
+        signal, noise = found
+        # The same decays in both, so that a beginning from 0 cancels in the ratio.
+        self.signal = _DECAY * self.signal + (1 - _DECAY) * signal
+        self.noise = _DECAY * self.noise + (1 - _DECAY) * noise
+        self.num_measured += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs."""
+        return {"signal": self.signal, "noise": self.noise, "num_measured": self.num_measured}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.signal = float(state["signal"])
+        self.noise = float(state["noise"])
+        self.num_measured = int(state["num_measured"])
+
+
+@dataclass(frozen=True)
+class GradientNorms:
+    """How long the gradients of one step are.
+
+    Attributes:
+        squares: the squared 2-norm of each tower's own mean gradient; NaN without weight.
+        weights: each tower's, at least 0.
+        rows: each tower's.
+        average: the squared 2-norm of the average over all towers.
+    """
+
+    squares: Sequence[float]
+    weights: Sequence[float]
+    rows: Sequence[int]
+    average: float
+
+    @classmethod
+    def of(cls, squares: Tensor, weights: Tensor, rows: Sequence[int], average: Tensor) -> GradientNorms:
+        """Read them from tensors, float64 [T]; `squares` are those of sums, not of means."""
+        means = torch.where(weights > 0, squares / weights.square(), torch.nan)
+        return cls(means.tolist(), weights.tolist(), rows, float(average))
+
+    @property
+    def of_towers(self) -> list[float]:
+        """The 2-norm of each tower's own mean gradient."""
+        return [math.sqrt(square) for square in self.squares]
+
+    def estimate(self) -> tuple[float, float] | None:
+        r"""Return unbiased estimates of |G|² and tr Σ, or None where fewer than two towers have weight.
+
+        Tower t has :math:`b_t` of B rows and the share :math:`\omega_t` of the weight; its mean gradient is
+        :math:`g_t`, and the average is :math:`g = \sum_t \omega_t g_t`. Rows are drawn independently, so the
+        variance of :math:`\omega_t (g_t - G)` is :math:`v b_t / B`, where v is that of g. Hence
+
+        .. math:: \mathrm{E} \Big[\sum_t \omega_t |g_t|^2 - |g|^2\Big]
+            = v \Big(\sum_t \frac{b_t}{B \omega_t} - 1\Big), \quad
+            \mathrm{E} |g|^2 = |G|^2 + v, \quad \operatorname{tr} \Sigma = B v.
+
+        With T towers of b rows each, weighed by rows, the factor is T − 1, and these are the estimators
+        that the paper makes of batches of b and of T·b rows.
+
+        References:
+            McCandlish et al., 2018, appendix A.1. https://arxiv.org/abs/1812.06162
+        """
+        towers = [each for each in zip(self.squares, self.weights, self.rows, strict=True) if each[1] > 0]
+        if len(towers) < 2:
+            return None
+        weight = math.fsum(weight for _, weight, _ in towers)
+        num_rows = sum(rows for _, _, rows in towers)
+        spread = math.fsum(w / weight * square for square, w, _ in towers) - self.average
+        factor = math.fsum(rows / num_rows * (weight / w) for _, w, rows in towers) - 1
+        variance = spread / factor
+        return self.average - variance, num_rows * variance

@@ -1,0 +1,177 @@
+"""What a forward gives for each tower: a nest of tensors, rows first. Gathering it from all workers."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from samestep.errors import UsageError
+from samestep.workers.agreement import agree
+from samestep.workers.job import Job
+from samestep.workers.transport import Transport
+
+__all__ = ["AllOutputs", "TowerOutputs", "gather"]
+
+
+class _Kind(NamedTuple):
+    """A tensor but for its rows and values."""
+
+    dtype: torch.dtype
+    device_type: str
+    row: tuple[int, ...]
+
+    def __str__(self) -> str:
+        shape = ", ".join(["rows", *map(str, self.row)])
+        return f"{str(self.dtype).removeprefix('torch.')} [{shape}] on {self.device_type}"
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A tower's outputs but for their values; `nest` has a number in each tensor's place."""
+
+    kinds: tuple[_Kind, ...]
+    rows: tuple[int, ...]
+    nest: Any
+
+    @property
+    def spec(self) -> pytree.TreeSpec:
+        return pytree.tree_structure(self.nest)
+
+    def is_like(self, other: _Shape) -> bool:
+        """Whether both are the same, rows included."""
+        return self.rows == other.rows and self.difference(other) is None
+
+    def difference(self, other: _Shape) -> str | None:
+        """Say where two towers' outputs differ in more than their rows."""
+        if self.spec != other.spec:
+            return f"{self.nest}, {other.nest}"
+        pairs = enumerate(zip_longest(self.kinds, other.kinds))
+        return next((f"tensor {n}: {mine}, {theirs}" for n, (mine, theirs) in pairs if mine != theirs), None)
+
+
+@dataclass(frozen=True)
+class TowerOutputs:
+    """One tower's outputs, taken apart.
+
+    Attributes:
+        tensors: in the order of the nest, each with rows first.
+        shape: what they are but for their values.
+    """
+
+    tensors: list[Tensor]
+    shape: _Shape
+
+    @classmethod
+    def open(cls, outputs: Any) -> TowerOutputs:
+        """Take a nest apart.
+
+        Raises:
+            UsageError: something in it is not a tensor, has no rows, or the nest cannot be sent.
+        """
+        leaves, spec = pytree.tree_flatten(outputs)
+        if not leaves:
+            raise UsageError(f"forward gave a {type(outputs).__name__} without tensors")
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.layout != torch.strided:
+                raise UsageError(f"forward gave {_name(leaf)}: expected a nest of dense tensors, rows first")
+        nest = pytree.tree_unflatten(list(range(len(leaves))), spec)
+        try:
+            pickle.dumps(nest)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise UsageError(
+                f"forward gave a nest that cannot be told to other workers ({error}): use dicts and tuples"
+            ) from None
+        kinds = tuple(_Kind(leaf.dtype, leaf.device.type, tuple(leaf.shape[1:])) for leaf in leaves)
+        return cls(leaves, _Shape(kinds, tuple(len(leaf) for leaf in leaves), nest))
+
+    def copy(self) -> TowerOutputs:
+        """Return the values alone: contiguous, so that nobody sees where they come from."""
+        tensors = [t.detach().clone(memory_format=torch.contiguous_format) for t in self.tensors]
+        return TowerOutputs(tensors, self.shape)
+
+
+def _name(leaf: Any) -> str:
+    if not isinstance(leaf, Tensor):
+        return f"a {type(leaf).__name__}"
+    return "a tensor without dimensions" if leaf.ndim == 0 else f"a tensor in the layout {leaf.layout}"
+
+
+@dataclass(frozen=True)
+class AllOutputs:
+    """All towers' outputs, alike on every worker.
+
+    Attributes:
+        parts: for each tower with rows its tensors, in tower order.
+        spec: how they are nested.
+    """
+
+    parts: list[list[Tensor]]
+    spec: pytree.TreeSpec
+
+    def concatenated(self) -> Any:
+        """Return the nest with each tensor's rows of all towers, in tower order."""
+        columns = zip(*self.parts, strict=True)
+        return pytree.tree_unflatten([torch.cat(column) for column in columns], self.spec)
+
+
+def gather(
+    job: Job,
+    own: Mapping[int, TowerOutputs],
+    facts: Mapping[str, int],
+    *,
+    where: str,
+    error: Exception | None = None,
+) -> AllOutputs:
+    """Return all towers' outputs on every worker, once it is clear that all workers agree.
+
+    Args:
+        job: all its workers must call this.
+        own: copies of the outputs of this worker's towers that have rows; none on some workers perhaps.
+        facts: numbers that must be the same on every worker.
+        where: what is going on, for messages.
+        error: what this worker has met instead.
+
+    Raises:
+        DisagreementError: facts differ, or another worker met an error.
+        Exception: `error`.
+        UsageError: towers' outputs differ in more than their rows.
+    """
+    shapes = {tower: outputs.shape for tower, outputs in own.items()}
+    everyone: list[dict[int, _Shape]] = agree(job, facts, where=where, error=error, news=shapes)
+    first = everyone[0][0]  # tower 0 always has rows
+    for tower, shape in (item for told in everyone for item in told.items()):
+        difference = first.difference(shape)
+        if difference:
+            raise UsageError(
+                f"{where}: forward gave for towers 0 and {tower} {difference}; only rows may differ"
+            )
+    parts = {tower: outputs.tensors for tower, outputs in own.items()}
+    others = {w: told for w, told in enumerate(everyone) if w != job.rank}
+    for told in others.values():
+        parts |= {tower: _room(shape, job.device) for tower, shape in told.items()}
+    if others:
+        outgoing = {worker: _as_bytes(parts, shapes) for worker in others}
+        incoming = {worker: _as_bytes(parts, told) for worker, told in others.items()}
+        Transport(job).post(outgoing, incoming, f"{where}, outputs").wait()
+    return AllOutputs([parts[tower] for tower in sorted(parts)], first.spec)
+
+
+def _room(shape: _Shape, device: torch.device) -> list[Tensor]:
+    return [
+        torch.empty(
+            (rows, *kind.row), dtype=kind.dtype, device=device if kind.device_type == device.type else "cpu"
+        )
+        for kind, rows in zip(shape.kinds, shape.rows, strict=True)
+    ]
+
+
+def _as_bytes(parts: Mapping[int, list[Tensor]], towers: Mapping[int, _Shape]) -> list[Tensor]:
+    """Return views that every backend can move, whatever the dtype."""
+    return [tensor.view(-1).view(torch.uint8) for tower in towers for tensor in parts[tower]]

@@ -1,0 +1,86 @@
+"""Why a worker stopped: what it leaves behind for the launcher, and which of several came first."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from samestep.errors import Error, LostWorkerError
+from samestep.workers.job import is_lost_connection
+
+__all__ = ["Failure", "root_cause"]
+
+INTERRUPTED = 130  # what shells show for SIGINT: 128 + 2
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why one worker stopped.
+
+    Attributes:
+        text: what the user should read: one line for a `samestep.Error`, the traceback of any other
+            exception, nothing where the worker has said all there is.
+        exit_status: what the worker exits with.
+        is_error: whether `text` is the line of a `samestep.Error`, which needs no further words.
+        is_echo: whether a worker ends like this because *another* one is gone or told it to.
+        is_recorded: whether the worker itself wrote this down.
+        time_ns: when, in nanoseconds since the epoch.
+    """
+
+    text: str
+    exit_status: int
+    is_error: bool = False
+    is_echo: bool = False
+    is_recorded: bool = True
+    time_ns: int = field(default_factory=time.time_ns)
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Describe an exception that ended a worker."""
+        if isinstance(error, Error):
+            line = " ".join(str(error).splitlines())
+            is_echo = isinstance(error, LostWorkerError)
+            return cls(f"samestep: error: {line}\n", error.exit_status, is_error=True, is_echo=is_echo)
+        if isinstance(error, KeyboardInterrupt):
+            return cls.of_status(INTERRUPTED)
+        if isinstance(error, SystemExit) and isinstance(error.code, int | None):
+            return cls.of_status(error.code or 0)
+        return cls("".join(traceback.format_exception(error)), 1, is_echo=is_lost_connection(error))
+
+    @classmethod
+    def of_status(cls, exit_status: int) -> Failure:
+        """Describe a worker that exits with a status and has said why, or was told to stop by a signal."""
+        return cls("", exit_status, is_echo=exit_status > 128)
+
+    def write(self, path: Path) -> None:
+        """Leave this where torch's launcher looks for it, in the format that torchrun prints."""
+        told = self.text or f"exit status {self.exit_status}"
+        message = {
+            "message": told,
+            "extraInfo": {"py_callstack": told, "timestamp": str(self.time_ns // 10**9)},
+        }
+        unfinished = path.with_suffix(".tmp")
+        unfinished.write_text(json.dumps({"message": message, "samestep": asdict(self)}), encoding="utf-8")
+        os.replace(unfinished, path)
+
+    @classmethod
+    def read(cls, path: Path) -> Failure | None:
+        """Read what a worker left at `path`; None where it left nothing."""
+        if not path.is_file():
+            return None
+        return cls(**json.loads(path.read_text(encoding="utf-8"))["samestep"])
+
+
+def root_cause(failures: Iterable[tuple[int, Failure]]) -> tuple[int, Failure]:
+    """Return the worker, and its failure, that brought the others down.
+
+    The first by time, except that a lost connection is never the cause where there is another, and that
+    a death without a word is dated when it was noticed, which is after any exception that it may have
+    been the consequence of.
+    """
+    return min(failures, key=lambda item: (item[1].is_echo, not item[1].is_recorded, item[1].time_ns))

@@ -1,0 +1,36 @@
+"""A room imports only from those below it, as ARCHITECTURE.md draws them."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "samestep"
+ROOMS = (
+    *("cli", "recipes", "app", "checking", "checkpoint", "data", "towers", "buffers", "summation", "workers"),
+    *("identity", "streams", "errors"),
+)
+FILES = [path for path in SOURCE.rglob("*.py") if path.name not in ("__main__.py",)]
+
+
+def room_of(module):
+    """Return the place in `ROOMS` of a module of ours; None for other packages, and for samestep itself."""
+    package, _, rest = module.partition(".")
+    return ROOMS.index(rest.partition(".")[0]) if package == "samestep" and rest else None
+
+
+def imported(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_go_downwards_only(path):
+    place = path.relative_to(SOURCE).with_suffix("").parts[0]
+    if place == "__init__":
+        return
+    above = [m for m in imported(path) if (r := room_of(m)) is not None and r < ROOMS.index(place)]
+    assert not above
