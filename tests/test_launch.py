@@ -5,8 +5,9 @@ import torch
 
 from samestep.app.launch import resolve_workers, run_worker
 from samestep.errors import ConfigError, LostWorkerError
+from samestep.workers.device import num_cores
+from samestep.workers.environment import worker_environment
 from samestep.workers.failures import Failure
-from samestep.workers.job import num_cores, worker_environment
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "SAMESTEP_LAUNCHED", "TORCHELASTIC_ERROR_FILE")
 

@@ -85,7 +85,7 @@ def gradients_of_towers(model, batch, num_towers):
     towers = samestep.Towers(model, num_towers, job=JOB)
     for tower in towers(batch):
         loss, weight = loss_of(model, tower.batch, **LOSS)
-        tower.backward(loss, weight=weight)
+        tower.backward_sum(loss, weight)
     return towers.average(), [parameter.grad for parameter in model.parameters()]
 
 
@@ -102,7 +102,7 @@ def test_pixels_to_ignore_weigh_nothing(num_towers):
     report, found = gradients_of_towers(model, (pictures, labels), num_towers)
     for got, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12)
-    assert report.weight == len(valid)
+    assert report.count == len(valid)
     decay = terms_of(model, weight_decay=0.01)["weight decay"]
     assert report.loss == pytest.approx(float((mean + decay).detach()))
 

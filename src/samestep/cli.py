@@ -12,7 +12,8 @@ from tyro.conf import Positional, arg
 
 from samestep.app.command_line import Command, parse
 from samestep.app.launch import launch, resolve_workers, run_worker
-from samestep.workers.job import Job, init, under_launcher
+from samestep.workers.environment import under_launcher
+from samestep.workers.job import Job, init
 
 if TYPE_CHECKING:
     from samestep.app.experiment import Settings

@@ -20,7 +20,7 @@ from samestep.app.summaries import write_figures
 from samestep.checkpoint.files import Found
 from samestep.checkpoint.snapshot import Parts, restore
 from samestep.towers.batch import GlobalBatch
-from samestep.workers.first_worker import from_first_worker
+from samestep.workers.agreement import from_first_worker
 from samestep.workers.job import Job
 
 __all__ = ["count_split", "describe", "evaluate", "evaluate_run"]
@@ -47,7 +47,7 @@ def evaluate_run(settings: Settings, job: Job, *, weights: Weights = "average", 
         DataError: none is whole, and `follow` is not set; or it does not fit the model.
     """
     experiment = settings.build(job)
-    average = None if experiment.step.average is None else experiment.step.average.module
+    average = None if experiment.step.averaged_model is None else experiment.step.averaged_model.module
     model = experiment.model if weights == "raw" or average is None else average
     newest = from_first_worker(job, lambda: tell_newest(settings.run_dir)) if not follow else None
     for found in [newest] if newest is not None else _checkpoints(settings, job):

@@ -61,7 +61,7 @@ class Experiment:
     @property
     def evaluated(self) -> nn.Module:
         """The model to evaluate: with the moving averages of the weights, where they are kept."""
-        return self.step.average.module if self.step.average is not None else self.model
+        return self.step.averaged_model.module if self.step.averaged_model is not None else self.model
 
 
 @dataclass(frozen=True)

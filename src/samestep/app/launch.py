@@ -26,17 +26,15 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from samestep.app.interruption import ECHO_S, is_ignored
 from samestep.errors import ConfigError
 from samestep.summation.placement import Placement
-from samestep.workers.failures import Failure, root_cause
-from samestep.workers.job import (
-    check_threads,
-    device_named,
+from samestep.workers.device import check_threads, device_named, num_cores
+from samestep.workers.environment import (
     error_file,
     launched_by_samestep,
-    num_cores,
     rank,
     under_launcher,
     worker_environment,
 )
+from samestep.workers.failures import Failure, root_cause
 
 __all__ = ["GRACE_S", "launch", "resolve_workers", "run_worker"]
 
@@ -74,9 +72,9 @@ def resolve_workers(
                 f"workers = {workers}, but the launcher started {started} processes (WORLD_SIZE={started}): "
                 f"start {workers} processes, or leave out --workers"
             )
-        return Placement(towers, started).num_workers
+        return Placement.even(towers, started).num_workers
     if workers != "auto":
-        return Placement(towers, workers).num_workers
+        return Placement.even(towers, workers).num_workers
     on_cpu = device_named(device, 0).type == "cpu"
     room = num_cores() // threads if on_cpu else torch.cuda.device_count()
     return max(1, min(towers, room))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from samestep.checkpoint.durable import make_folder, storage
 from samestep.errors import LockedError
-from samestep.workers.first_worker import from_first_worker
+from samestep.workers.agreement import from_first_worker
 from samestep.workers.job import Job
 
 __all__ = ["WAIT_S", "RunLock"]

@@ -26,7 +26,7 @@ def check_recipe(settings: Settings) -> CheckResult:
         ConfigError: as `check` does, and for more workers than towers.
     """
     workers = WORKERS if settings.workers == "auto" else (settings.workers,)
-    Placement(settings.towers, 1 if settings.workers == "auto" else settings.workers)
+    Placement.even(settings.towers, 1 if settings.workers == "auto" else settings.workers)
     plan = Plan(min(NUM_STEPS, settings.steps), workers, True, settings.device, settings.threads)
     return replace(examine(_Recipe(settings), settings.towers, plan), name=settings.recipe)
 

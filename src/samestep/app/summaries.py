@@ -113,7 +113,7 @@ class Summaries:
             return
         self._throughput.add(report.rows)
         # Read only when they are written: on a GPU each reading is a wait.
-        self._recent.append((report.loss_sums, report.weights, self._terms))
+        self._recent.append((report.loss_sums, report.counts, self._terms))
         if (report.step + 1) % self._every == 0:
             self._write_all(self._writer, report, batch)
 

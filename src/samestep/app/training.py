@@ -30,9 +30,9 @@ from samestep.errors import ConfigError, Error
 from samestep.identity import Fingerprint, changes, digest, fingerprint
 from samestep.towers.report import Report
 from samestep.towers.towers import Towers
-from samestep.workers.agreement import agree
-from samestep.workers.first_worker import from_first_worker
-from samestep.workers.job import Job, may_restart
+from samestep.workers.agreement import agree, from_first_worker
+from samestep.workers.environment import may_restart
+from samestep.workers.job import Job
 
 __all__ = ["resume", "train"]
 
@@ -98,13 +98,12 @@ def _train(experiment: Experiment, settings: Settings, job: Job, interruption: I
     writer = CheckpointWriter(
         settings.run_dir, keep_last=settings.keep_checkpoints, keep_every=settings.keep_every
     )
-    experiment.step.towers.wishes = interruption.wishes
     wishes = Wish(0)
     with interruption, display, summaries, writer:
-        for report in _steps(experiment, summaries, settings.steps):
+        for report in _steps(experiment, summaries, settings.steps, interruption):
             display.show(report)
             writer.check()
-            wishes = Wish(report.wishes)
+            wishes = Wish(report.flags)
             if _is_checkpoint_due(report.step + 1, wishes, settings):
                 write_checkpoint(experiment, writer)
             if wishes.reason is not None:
@@ -113,12 +112,14 @@ def _train(experiment: Experiment, settings: Settings, job: Job, interruption: I
     return wishes
 
 
-def _steps(experiment: Experiment, summaries: Summaries, num_steps: int) -> Iterator[Report]:
+def _steps(
+    experiment: Experiment, summaries: Summaries, num_steps: int, interruption: Interruption
+) -> Iterator[Report]:
     """Take steps, epoch after epoch, until `num_steps` have been taken in all."""
     while experiment.step.towers.step < num_steps:
         for batch in experiment.loader:
             with summaries.watch():
-                report = experiment.step(batch)
+                report = experiment.step(batch, flags=interruption.wishes)
             summaries.write(report, batch)
             yield report
             if experiment.step.towers.step >= num_steps:
@@ -206,7 +207,7 @@ class _NumAveraged:
 
 def _parts(experiment: Experiment) -> Parts:
     step = experiment.step
-    average = step.average
+    average = step.averaged_model
     return Parts(
         experiment.model,
         None if average is None else average.module,

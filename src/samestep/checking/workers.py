@@ -20,8 +20,9 @@ from samestep.checking.recorder import Subject, Trial, record
 from samestep.checking.recording import Recording
 from samestep.errors import UsageError
 from samestep.streams import seed_globals, stream_seed
+from samestep.workers.environment import environment, worker_environment
 from samestep.workers.failures import Failure
-from samestep.workers.job import DEFAULT_TIMEOUT_S, environment, init, worker_environment
+from samestep.workers.job import DEFAULT_TIMEOUT_S, init
 
 __all__ = ["Workers", "why_not_elsewhere"]
 

@@ -171,7 +171,7 @@ class Cifar10Settings(Settings):
             loss_of,
             optimizer,
             scheduler=staircase(optimizer, self.batch_size),
-            average=WeightAverage(model),
+            averaged_model=WeightAverage(model),
             autocast=self.autocast_dtype,
         )
 
