@@ -21,9 +21,9 @@ from torch.optim.swa_utils import AveragedModel
 import samestep
 from samestep import cli, recipes
 from samestep.app import lock
-from samestep.app.experiment import Experiment, Settings
 from samestep.app.lock import RunLock
 from samestep.app.run_folder import all_checkpoints, checkpoint_path
+from samestep.app.settings import Experiment, Settings
 from samestep.app.training import train
 from samestep.recipes.digits.data import Digits
 from samestep.recipes.digits.recipe import accuracy, count_right, loss_of

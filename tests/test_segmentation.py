@@ -15,8 +15,8 @@ from torch import nn
 import samestep
 from samestep import cli
 from samestep.app.evaluation import count_split
-from samestep.app.experiment import read_settings
 from samestep.app.run_folder import read_digest
+from samestep.app.settings import read_settings
 from samestep.app.training import train
 from samestep.errors import ConfigError
 from samestep.recipes import RECIPES

@@ -15,7 +15,7 @@ from samestep.app.launch import launch, resolve_workers, run_worker
 from samestep.workers.job import Job, init, under_launcher
 
 if TYPE_CHECKING:
-    from samestep.app.experiment import Settings
+    from samestep.app.settings import Settings
 
 __all__ = ["Digest", "Eval", "main"]
 
@@ -94,7 +94,7 @@ def _train(settings: Settings, words: list[str]) -> int:
 
 def _eval(command: Eval, words: list[str]) -> int:
     from samestep.app.evaluation import evaluate_run
-    from samestep.app.experiment import read_settings
+    from samestep.app.settings import read_settings
     from samestep.recipes import RECIPES
 
     settings = replace(

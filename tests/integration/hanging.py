@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from samestep import Job, TowerLoader
-from samestep.app.experiment import Experiment
+from samestep.app.settings import Experiment
 from samestep.cli import main
 from samestep.recipes import RECIPES
 from samestep.recipes.digits.data import Digits

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep.app.experiment import Experiment, Settings
 from samestep.app.run_folder import all_checkpoints, search, tell, tell_newest
+from samestep.app.settings import Experiment, Settings
 from samestep.app.summaries import write_figures
 from samestep.checkpoint.files import Found
 from samestep.checkpoint.snapshot import Parts, restore

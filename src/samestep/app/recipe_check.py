@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from samestep.app.experiment import Settings
+from samestep.app.settings import Settings
 from samestep.checking.examination import Plan
 from samestep.checking.result import NUM_STEPS, WORKERS, CheckResult, examine
 from samestep.summation.placement import Placement

@@ -1,6 +1,6 @@
 """One file, one experiment, to be read from top to bottom."""
 
-from samestep.app.experiment import Settings
+from samestep.app.settings import Settings
 from samestep.recipes.cifar10.recipe import Cifar10Settings
 from samestep.recipes.digits.recipe import DigitsSettings
 from samestep.recipes.segmentation.recipe import SegmentationSettings

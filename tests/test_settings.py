@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from samestep.app.experiment import read_settings
+from samestep.app.settings import read_settings
 from samestep.errors import DataError, MissingFileError
 from samestep.recipes import RECIPES
 from samestep.recipes.digits.recipe import DigitsSettings
