@@ -16,9 +16,10 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from samestep import cli, recipes
+from samestep.app.experiment import Experiment
 from samestep.app.histogram import Histogram
 from samestep.app.run_folder import all_checkpoints
-from samestep.app.settings import Experiment, Settings
+from samestep.app.settings import Settings
 from samestep.app.summaries import Summaries, Throughput, write_figures
 from samestep.app.training import Display, train
 from samestep.checkpoint.saving import load

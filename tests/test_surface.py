@@ -3,6 +3,8 @@
 import importlib
 import inspect
 import pkgutil
+import subprocess
+import sys
 
 import samestep
 
@@ -34,3 +36,15 @@ def test_each_module_says_what_it_gives():
 def test_public_things_are_documented():
     for name in samestep.__all__:
         assert inspect.getdoc(getattr(samestep, name)), name
+
+
+def test_the_library_needs_none_of_the_packages_of_the_extra():
+    program = """if True:
+        import sys
+        import samestep
+        assert "torch" not in sys.modules
+        for name in samestep.__all__:
+            getattr(samestep, name)
+        assert not {"PIL", "pooch", "requests", "rich", "tensorboard"} & sys.modules.keys()
+    """
+    subprocess.run([sys.executable, "-c", program], check=True)

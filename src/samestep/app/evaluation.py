@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from samestep.app.experiment import Experiment
 from samestep.app.run_folder import all_checkpoints, search, tell, tell_newest
-from samestep.app.settings import Experiment, Settings
+from samestep.app.settings import Settings
 from samestep.app.summaries import write_figures
 from samestep.checkpoint.files import Found
 from samestep.checkpoint.snapshot import Parts, restore
@@ -52,7 +53,7 @@ def evaluate_run(settings: Settings, job: Job, *, weights: Weights = "average", 
     newest = from_first_worker(job, lambda: tell_newest(settings.run_dir)) if not follow else None
     for found in [newest] if newest is not None else _checkpoints(settings, job):
         restore(found.snapshot, Parts(experiment.model, average), found.path)
-        figures = experiment.figures(count_split(experiment, model, job))
+        figures = experiment.metrics(count_split(experiment, model, job))
         if job.is_first:
             write_figures(settings.run_dir, found.manifest.step, figures)
             line = f"{datetime.now():%Y-%m-%d %H:%M:%S}: step {found.manifest.step}: {describe(figures)}"
@@ -86,7 +87,7 @@ def describe(figures: Mapping[str, float]) -> str:
 
 def evaluate(experiment: Experiment, job: Job) -> Mapping[str, float]:
     """Return the figures of the experiment's model on its test examples, on every worker."""
-    return experiment.figures(count_split(experiment, experiment.evaluated, job))
+    return experiment.metrics(count_split(experiment, experiment.evaluated, job))
 
 
 @torch.no_grad()

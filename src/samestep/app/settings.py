@@ -1,67 +1,26 @@
-"""What a recipe consists of: the settings that a user chooses, and the parts that they make."""
+"""The options that all recipes share, and the file in the run folder that keeps them."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
 
+from samestep.app.experiment import Experiment
 from samestep.checkpoint.durable import write_whole
 from samestep.checkpoint.strict_json import parse_json
-from samestep.data.loader import TowerLoader
-from samestep.data.readers import BatchedDataset
 from samestep.errors import ConfigError, DataError, MissingFileError
-from samestep.towers.step import Step
 from samestep.workers.job import DEFAULT_TIMEOUT_S, Job
 
-__all__ = ["Experiment", "Settings", "read_settings"]
+__all__ = ["Settings", "read_settings"]
 
 _FILE = "settings.json"
-
-
-@dataclass(frozen=True)
-class Experiment:
-    """The parts of one training run.
-
-    Attributes:
-        step: takes one training step.
-        loader: gives its batches.
-        test: the examples to evaluate on.
-        count: `count(model, batch)` -> int64 tensor of counts that add up over batches.
-        figures: turns the summed counts into named figures, the main one first.
-        terms: `terms(model)` -> those terms of the loss that depend on the weights alone, by name, for the
-            summaries; worker 0 calls it before each step, without gradients.
-        panels: `panels(model, batch)` -> uint8 [n, 3, height, width], what the summaries show of the rows of
-            a tower instead of the input pictures; worker 0 calls it on the first rows of each of its
-            towers, without gradients and with the model in evaluation mode.
-        test_chunk_rows: test examples that are evaluated at once; 1 where their shapes differ.
-    """
-
-    step: Step
-    loader: TowerLoader
-    test: BatchedDataset
-    count: Callable[[nn.Module, Any], Tensor]
-    figures: Callable[[Tensor], Mapping[str, float]]
-    terms: Callable[[nn.Module], Mapping[str, float | Tensor]] | None = None
-    panels: Callable[[nn.Module, Any], Tensor] | None = None
-    test_chunk_rows: int = 250
-
-    @property
-    def model(self) -> nn.Module:
-        """The model in training."""
-        return self.step.towers.model
-
-    @property
-    def evaluated(self) -> nn.Module:
-        """The model to evaluate: with the moving averages of the weights, where they are kept."""
-        return self.step.average.module if self.step.average is not None else self.model
 
 
 @dataclass(frozen=True)

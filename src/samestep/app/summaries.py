@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from samestep.app.activations import Output, layers_of, outputs_of
+from samestep.app.experiment import Experiment
 from samestep.app.histogram import Histogram
-from samestep.app.settings import Experiment
 from samestep.towers.batch import GlobalBatch, LocalBatch
 from samestep.towers.report import Report, mean_losses, total_loss
 

@@ -19,10 +19,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch.optim.swa_utils import AveragedModel
 
 from samestep.app.evaluation import describe, evaluate
+from samestep.app.experiment import Experiment
 from samestep.app.interruption import Interruption, Wish
 from samestep.app.lock import RunLock
 from samestep.app.run_folder import clear, newest_whole, set_aside, tidy
-from samestep.app.settings import Experiment, Settings
+from samestep.app.settings import Settings
 from samestep.app.summaries import FOLDER, Summaries, Throughput, write_figures
 from samestep.app.writer import CheckpointWriter
 from samestep.checkpoint.snapshot import Parts, check_fits, restore, take_snapshot

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel
 
-from samestep.app.settings import Experiment, Settings
+from samestep.app.experiment import Experiment
+from samestep.app.settings import Settings
 from samestep.data.loader import TowerLoader
 from samestep.errors import ConfigError
 from samestep.recipes.cifar10.convolution import FourierConv2d

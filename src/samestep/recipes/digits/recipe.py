@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 
-from samestep.app.settings import Experiment, Settings
+from samestep.app.experiment import Experiment
+from samestep.app.settings import Settings
 from samestep.buffers.statistics import Mode
 from samestep.data.loader import TowerLoader
 from samestep.recipes.digits.data import Digits

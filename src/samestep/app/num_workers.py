@@ -1,0 +1,50 @@
+"""How many workers a run has: a number, or what the machine has room for."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import torch
+
+from samestep.errors import ConfigError
+from samestep.summation.placement import Placement
+from samestep.workers.job import check_threads, device_named, num_cores, under_launcher
+
+__all__ = ["resolve_workers"]
+
+
+def resolve_workers(
+    workers: int | Literal["auto"], towers: int, device: str = "auto", *, threads: int = 1
+) -> int:
+    """Return the number of workers W that `--workers` asks for.
+
+    Under a launcher W is what the launcher started. Otherwise "auto" is one worker per GPU, or one per
+    `threads` cores available to this process, and in any case at most one per tower.
+
+    Args:
+        workers: a number, or "auto".
+        towers: logical slices of the global batch, T.
+        device: as for `init`.
+        threads: CPU threads of each worker.
+
+    Returns:
+        W, with 1 <= W <= T.
+
+    Raises:
+        ConfigError: more workers than towers, or other than what the launcher started; threads below 1.
+    """
+    check_threads(threads)
+    if under_launcher():
+        started = int(os.environ["WORLD_SIZE"])
+        if workers not in ("auto", started):
+            raise ConfigError(
+                f"workers = {workers}, but the launcher started {started} processes (WORLD_SIZE={started}): "
+                f"start {workers} processes, or leave out --workers"
+            )
+        return Placement(towers, started).num_workers
+    if workers != "auto":
+        return Placement(towers, workers).num_workers
+    on_cpu = device_named(device, 0).type == "cpu"
+    room = num_cores() // threads if on_cpu else torch.cuda.device_count()
+    return max(1, min(towers, room))
