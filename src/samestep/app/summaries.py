@@ -7,10 +7,9 @@ follows only the newest file of a folder. Values stand at the number of steps ta
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +20,14 @@ from torch.utils import _pytree as pytree
 from samestep.app.activations import Output, layers_of, outputs_of
 from samestep.app.experiment import Experiment
 from samestep.app.histogram import Histogram
+from samestep.app.throughput import Throughput
 from samestep.towers.batch import GlobalBatch, LocalBatch
 from samestep.towers.report import Report, mean_losses, total_loss
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["FOLDER", "Summaries", "Throughput", "write_figures"]
+__all__ = ["FOLDER", "Summaries", "write_metrics"]
 
 FOLDER = "summaries"
 """The folder inside a run's that holds its summaries."""
@@ -182,16 +182,16 @@ class Summaries:
                 yield from ((f"towers/{tower}/pictures/{i}", picture) for i, picture in enumerate(shown))
 
 
-def write_figures(run_dir: Path, step: int, figures: Mapping[str, float]) -> None:
-    """Write the figures of an evaluation; call it on one worker.
+def write_metrics(run_dir: Path, step: int, metrics: Mapping[str, float]) -> None:
+    """Write the metrics of an evaluation; call it on one worker.
 
     Args:
-        run_dir: the folder of the run.
+        run_dir: the run folder.
         step: of the checkpoint that was evaluated.
-        figures: by name, which becomes the tag.
+        metrics: by name, which becomes the tag.
     """
     with _open(run_dir / FOLDER / "evaluation") as writer:
-        for name, value in figures.items():
+        for name, value in metrics.items():
             writer.add_scalar(name, value, step)
 
 
@@ -202,35 +202,7 @@ def _open(folder: Path, purge_step: int | None = None) -> SummaryWriter:
     return SummaryWriter(folder, purge_step=purge_step, max_queue=_QUEUE)
 
 
-# ---- figures ---------------------------------------------------------------------------------------
-
-
-@dataclass
-class Throughput:
-    """Rows and batches over wall time, input included, since it was last read.
-
-    Attributes:
-        rows: taken since then.
-        batches: taken since then.
-        since_s: when that was, on `time.perf_counter`.
-    """
-
-    rows: int = 0
-    batches: int = 0
-    since_s: float = field(default_factory=time.perf_counter)
-
-    def add(self, rows: int) -> None:
-        """Count one more batch."""
-        self.rows += rows
-        self.batches += 1
-
-    def read(self) -> tuple[float, float]:
-        """Return rows per second and seconds per batch, and begin anew."""
-        now = time.perf_counter()
-        elapsed_s = now - self.since_s
-        figures = self.rows / elapsed_s, elapsed_s / max(1, self.batches)
-        self.rows, self.batches, self.since_s = 0, 0, now
-        return figures
+# ---- values ----------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -158,7 +158,7 @@ class SegmentationSettings(Settings):
             TowerLoader(crops, self.batch_size, step.towers, seed=self.seed, **processes),
             WholePictures(test),
             partial(count_pixels, ignore_label=self.ignore_label),
-            figures_of,
+            metrics_of,
             terms=partial(terms_of, weight_decay=self.weight_decay),
             panels=partial(panels, ignore_label=self.ignore_label),
             test_chunk_rows=1,  # whole pictures may be of any size
@@ -237,7 +237,7 @@ def count_pixels(model: nn.Module, batch: Any, *, ignore_label: int) -> Tensor:
     return torch.bincount(cells, minlength=num_classes**2).view(num_classes, num_classes)
 
 
-def figures_of(confusion: Tensor) -> Mapping[str, float]:
+def metrics_of(confusion: Tensor) -> Mapping[str, float]:
     r"""Return the mean over classes of intersection over union, and the share of the pixels that are right.
 
     With n_ij the pixels of class i that are taken for class j,
