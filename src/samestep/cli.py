@@ -30,11 +30,11 @@ class Eval:
     run_dir: Path
     """The run folder that train wrote, its --run-dir."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """What to compute on; auto is the GPU where there is one."""
+    """Device to compute on; auto is the GPU where there is one."""
     threads: int = 1
     """CPU threads of each worker."""
     workers: int | Literal["auto"] = "auto"
-    """Processes to start here; auto is one for each core or GPU."""
+    """Processes to start here; auto is one for each core or GPU, and at most one for each tower."""
     weights: Literal["average", "raw"] = "average"
     """Evaluate the moving averages of the weights where a run keeps them, or the raw weights."""
     follow: bool = False

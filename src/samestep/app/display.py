@@ -39,7 +39,7 @@ def print_placement(towers: Towers) -> None:
 
 
 class Display:
-    """A line every `log_every` steps, above a progress bar on a terminal; silent but on the first worker."""
+    """A line every `log_every` steps, above a progress bar on a terminal; only worker 0 prints."""
 
     def __init__(self, settings: Settings, job: Job, towers: Towers) -> None:
         first_step = towers.step

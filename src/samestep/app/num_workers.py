@@ -1,4 +1,4 @@
-"""How many workers a run has: a number, or what the machine has room for."""
+"""How many workers a run has: a number, or one for each core or GPU of the machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def resolve_workers(
         W, with 1 <= W <= T.
 
     Raises:
-        ConfigError: more workers than towers, or other than what the launcher started; threads below 1.
+        ConfigError: more workers than towers, or not as many as the launcher started; threads below 1.
     """
     check_threads(threads)
     if under_launcher():
@@ -46,5 +46,5 @@ def resolve_workers(
     if workers != "auto":
         return Placement(towers, workers).num_workers
     on_cpu = device_named(device, 0).type == "cpu"
-    room = num_cores() // threads if on_cpu else torch.cuda.device_count()
-    return max(1, min(towers, room))
+    available = num_cores() // threads if on_cpu else torch.cuda.device_count()
+    return max(1, min(towers, available))

@@ -28,43 +28,43 @@ class Settings(abc.ABC):
     """The options that all recipes share."""
 
     towers: int = 8
-    """Logical slices of the global batch; part of the experiment, like the batch size."""
+    """Slices of the global batch; part of the experiment, like the batch size."""
     workers: int | Literal["auto"] = "auto"
-    """Processes to start here; auto is one for each core or GPU, at most one a tower."""
+    """Processes to start here; auto is one for each core or GPU, and at most one for each tower."""
     threads: int = 1
-    """CPU threads of each worker; the bits depend on it."""
+    """CPU threads of each worker; another number may change the last bits of the result."""
     batch_size: int = 256
-    """The global batch, in rows."""
+    """Rows of the global batch, of all towers together."""
     steps: int = 1000
-    """Steps to take in all, those of earlier runs in the same folder included."""
+    """Steps to train for, including those of earlier runs in the same run folder."""
     seed: int = 0
-    """Of the weights, the order of the data, augmentation and dropout."""
+    """Seed of the weights, the order of the data, augmentation and dropout."""
     run_dir: Path = Path("runs/unnamed")
-    """Where checkpoints and settings are kept; training goes on from what is there."""
+    """Folder for checkpoints, settings and summaries; a run that is already there is continued."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """What to compute on; auto is the GPU where there is one."""
+    """Device to compute on; auto is the GPU where there is one."""
     autocast: Literal["none", "bf16", "fp16"] = "none"
-    """Mixed precision."""
+    """Dtype of mixed precision (torch.autocast)."""
     log_every: int = 50
     """Steps between printed lines."""
     summary_every: int = 100
-    """Steps between summaries for TensorBoard, in the folder summaries of the run's."""
+    """Steps between summaries for TensorBoard, which are written to RUN_DIR/summaries."""
     checkpoint_every: int = 1000
-    """Steps between checkpoints; there is always one at the end."""
+    """Steps between checkpoints; one is always written at the end."""
     checkpoint_minutes: float | None = None
-    """Write a checkpoint whenever so many minutes have passed, too."""
+    """Also write a checkpoint every so many minutes."""
     keep_checkpoints: int = 3
-    """How many of the newest checkpoints to keep."""
+    """Number of newest checkpoints to keep."""
     keep_every: int = 0
-    """Keep the checkpoints of steps that are multiples of this as well; 0 is none."""
+    """Also keep the checkpoints of steps that are multiples of this; 0 keeps no others."""
     max_seconds: float | None = None
-    """Stop after the step in which so many seconds since the start are over, with a checkpoint."""
+    """Stop after so many seconds, between two steps and with a checkpoint."""
     timeout: float = DEFAULT_TIMEOUT_S
-    """Seconds until a worker that does not answer counts as lost; more than the slowest step takes."""
+    """Seconds to wait for another worker before it counts as lost; must exceed the time of a step."""
     fresh: bool = False
-    """Start over: delete the checkpoints and summaries in the run folder first."""
+    """Start over: first delete the checkpoints and summaries in the run folder."""
     log_device_placement: bool = False
-    """Print at the start which worker runs which towers, and on what."""
+    """Print at the start which worker runs which towers, and on which device."""
 
     recipe: ClassVar[str]
     free: ClassVar[frozenset[str]] = frozenset(
@@ -74,9 +74,9 @@ class Settings(abc.ABC):
             *("checkpoint_every", "checkpoint_minutes", "keep_checkpoints", "keep_every"),
         )
     )
-    """Settings that may change when a run goes on: where and how it runs, not what is computed.
+    """Settings that may change when a run is continued: where and how it runs, not what is computed.
 
-    A folder that may be left out has to stay left out, or stay given."""
+    An optional folder has to stay given, or stay left out."""
 
     def __post_init__(self) -> None:
         counts = (
@@ -109,7 +109,7 @@ class Settings(abc.ABC):
         return {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self.autocast]
 
     def write(self) -> None:
-        """Note the settings in the run folder.
+        """Write the settings to the run folder.
 
         Raises:
             StorageError: the disk does not take it.
@@ -118,22 +118,22 @@ class Settings(abc.ABC):
         write_whole(self.run_dir / _FILE, json.dumps({"recipe": self.recipe, **values}, indent=2) + "\n")
 
     def check_same_experiment(self) -> None:
-        """Compare with the settings noted in the run folder, if any.
+        """Compare with the settings in the run folder, if there are any.
 
         Raises:
-            ConfigError: a setting that the result depends on is another one.
+            ConfigError: a setting that the result depends on has changed.
         """
         path = self.run_dir / _FILE
         if not path.exists():
             return
-        noted = _read(path)
+        earlier = _read(path)
         current = {"recipe": self.recipe, **dataclasses.asdict(self)}
-        for name in sorted(current.keys() & noted.keys()):
-            values = noted[name], current[name]
+        for name in sorted(current.keys() & earlier.keys()):
+            values = earlier[name], current[name]
             is_free = name in self.free and not (name.endswith("_dir") and None in values)
             if not is_free and values[0] != values[1]:
                 raise ConfigError(
-                    f"{self.run_dir} was trained with {name} = {noted[name]}, not {current[name]}: go on "
+                    f"{self.run_dir} was trained with {name} = {earlier[name]}, not {current[name]}: go on "
                     "with the same, choose another --run-dir, or start over with --fresh"
                 )
 
@@ -164,7 +164,7 @@ def read_settings(run_dir: Path, recipes: Mapping[str, type[Settings]]) -> Setti
 
 def _is_like(name: str, value: object, default: object) -> bool:
     """Say whether a value from JSON can stand where the default does."""
-    if default is None:  # a folder or a number that may be left out
+    if default is None:  # an optional folder or number
         return value is None or type(value) in ((str,) if name.endswith("_dir") else (int, float))
     if isinstance(default, str):
         return isinstance(value, (str, int))  # the number of workers is a number or "auto"
@@ -177,12 +177,10 @@ def _is_like(name: str, value: object, default: object) -> bool:
 
 def _read(path: Path) -> dict[str, Any]:
     if not path.exists():
-        raise MissingFileError(
-            f"{path}: not there; expected the folder of a run, as `samestep train` writes it"
-        )
+        raise MissingFileError(f"{path}: not found; expected a run folder, as `samestep train` writes it")
     if not path.is_file():
         raise DataError(
-            f"{path}: is no file, expected JSON with the run's settings; restore it or start over"
+            f"{path}: not a file, expected JSON with the run's settings; restore it or start over"
         )
     try:
         values = parse_json(path.read_bytes())

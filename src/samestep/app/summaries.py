@@ -58,8 +58,8 @@ class Summaries:
         towers/T/pictures/0 ... 3       instead, where the experiment has panels: those of the first rows of
                                         each of this worker's towers, with the weights after the update
 
-    The bits of a run are the same with and without it. Layers inside `torch.compile` are not looked at,
-    because that would compile them anew.
+    The bits of a run are the same with and without it. Layers inside `torch.compile` are left out,
+    because hooks would have them compiled again.
 
     Args:
         run_dir: the folder of the run; what an earlier run wrote there for later steps is hidden.
@@ -90,7 +90,7 @@ class Summaries:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Look on while a step is taken: before it, and where its summaries are due, inside the model."""
+        """Record what the summaries of a step need: before it, and, where they are due, inside the model."""
         if self._writer is None:
             yield
             return
@@ -103,7 +103,7 @@ class Summaries:
             yield
 
     def write(self, report: Report, batch: Any) -> None:
-        """Note a step that was watched, and write its summaries where they are due.
+        """Take in a step that was watched, and write its summaries where they are due.
 
         Args:
             report: of the step.
@@ -207,9 +207,9 @@ def _open(folder: Path, purge_step: int | None = None) -> SummaryWriter:
 
 @dataclass
 class _Smoothed:
-    """An exponential average that begins without a bias: the sum of decayed values over that of decays.
+    """An exponential average without a bias at the start: the sum of decayed values over that of decays.
 
-    It begins anew when a run goes on, which after 100 steps makes a difference of 0.9¹⁰⁰ < 0.003%.
+    It starts again when a run is continued, which after 100 steps makes a difference of 0.9¹⁰⁰ < 0.003%.
     """
 
     total: float = 0.0
@@ -242,7 +242,7 @@ def _pictures(batch: Any) -> list[Tensor]:
     parts = list(batch.slices.values()) if isinstance(batch, LocalBatch) else [batch]
     found: list[Tensor] = []
     for part in parts:
-        first = next((leaf for leaf in pytree.tree_leaves(part) if isinstance(leaf, Tensor)), None)
+        first = next((value for value in pytree.tree_leaves(part) if isinstance(value, Tensor)), None)
         if first is not None and first.ndim == 4 and first.shape[1] in (1, 3):
             found += first[: _NUM_PICTURES - len(found)]
     return [picture if picture.dtype == torch.uint8 else _stretched(picture.float()) for picture in found]

@@ -154,7 +154,7 @@ def _named(suffixes: tuple[str, ...]) -> str:
 
 
 def _check_kinds(picture: Path, labels: Path) -> None:
-    """Check what the first bytes of the files tell: kind and size."""
+    """Check kind and size, which the first bytes of the files hold."""
     mode, size, _ = _open(picture)
     if mode not in _PICTURE_MODES:
         raise DataError(f"{picture}: its pixels are {mode}, expected 8 bits a channel; convert it")
