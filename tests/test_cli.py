@@ -199,3 +199,18 @@ def test_without_the_extra_one_line_says_what_to_install(package):
             "pip install 'samestep[train]'"
         ],
     )
+
+
+def test_settings_without_a_source_file_have_no_help():
+    program = """if True:
+        from dataclasses import dataclass
+        from samestep.app.command_line import Command, parse
+
+        @dataclass
+        class Typed:
+            rows: int = 3
+            "Not to be found."
+
+        print(parse("prog", Command("", {"typed": Typed}), ["typed", "--rows", "4"]))
+    """
+    assert run_python(program) == (0, "Typed(rows=4)\n", [])

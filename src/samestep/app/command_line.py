@@ -144,7 +144,11 @@ def _describe_unknown(word: str, settings: type) -> str:
 def _field_docs(settings: type) -> Iterator[tuple[str, str]]:
     """Yield each field's name and the string below it; Python itself forgets these strings."""
     for kind in filter(is_dataclass, reversed(settings.__mro__)):
-        definition = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+        try:
+            source = inspect.getsource(kind)
+        except OSError:  # typed in at a prompt: there is no file, and so no help
+            continue
+        definition = ast.parse(textwrap.dedent(source)).body[0]
         assert isinstance(definition, ast.ClassDef)
         for above, below in pairwise(definition.body):
             match above, below:
