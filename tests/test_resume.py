@@ -21,9 +21,10 @@ from torch.optim.swa_utils import AveragedModel
 import samestep
 from samestep import cli, recipes
 from samestep.app import lock
-from samestep.app.experiment import Experiment, Settings
+from samestep.app.experiment import Experiment
 from samestep.app.lock import RunLock
 from samestep.app.run_folder import all_checkpoints, checkpoint_path
+from samestep.app.settings import Settings
 from samestep.app.training import train
 from samestep.recipes.digits.data import Digits
 from samestep.recipes.digits.recipe import accuracy, count_right, loss_of

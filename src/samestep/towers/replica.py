@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep.buffers.model_buffers import ModelBuffers
@@ -23,6 +22,7 @@ from samestep.summation.plan import ParameterLayout, Plan, grad_dtype
 from samestep.summation.sparse import find_sparse
 from samestep.workers.collectives import broadcast
 from samestep.workers.job import Job
+from samestep.workers.rendezvous import has_group
 
 __all__ = ["Replica", "Settings", "job_alone"]
 
@@ -64,7 +64,7 @@ def job_alone(model: nn.Module) -> Job:
     Raises:
         ConfigError: there are several workers.
     """
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if has_group():
         raise ConfigError("job is missing: there are several workers, so pass job=samestep.init()")
     parameter = next(model.parameters(), None)
     return Job(torch.device("cpu") if parameter is None else parameter.device)

@@ -17,9 +17,19 @@ from samestep.errors import LostWorkerError
 from samestep.workers.environment import local_world_size, world_size
 from samestep.workers.transport import Alone, ProcessGroup, Transport, is_lost_connection, lost_worker
 
-__all__ = ["join"]
+__all__ = ["has_group", "join", "open_store"]
 
 _POLL_S = 0.01
+
+
+def has_group() -> bool:
+    """Whether this process is one of several workers."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def open_store() -> Store:
+    """Open a store on this host in which workers can find each other; the system chooses its port."""
+    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
 def join(device: torch.device, timeout_s: float) -> Transport:
