@@ -14,7 +14,8 @@ from samestep.errors import BatchError, ConfigError, UsageError
 from samestep.streams import generator, seed_globals, stream_seed, uniforms
 from samestep.summation.placement import Placement, even_ranges
 from samestep.towers.batch import LocalBatch
-from samestep.workers.job import Job
+
+from .jobs import job_of
 
 CPU = torch.device("cpu")
 NUM_EXAMPLES, BATCH_SIZE, NUM_TOWERS = 23, 7, 5
@@ -68,7 +69,7 @@ def collate_with_noise(rows):
 
 
 def make_loader(dataset=None, placement=ALONE, rank=0, *, batch_size=BATCH_SIZE, seed=3, **options):
-    towers = SimpleNamespace(placement=placement, job=Job(CPU, rank, placement.num_workers))
+    towers = SimpleNamespace(placement=placement, job=job_of(rank, placement.num_workers))
     return TowerLoader(Noisy() if dataset is None else dataset, batch_size, towers, seed=seed, **options)
 
 

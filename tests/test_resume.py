@@ -32,6 +32,7 @@ from samestep.summation.placement import Placement
 from samestep.workers.job import Job
 
 from .forgery import contents, reseal
+from .jobs import job_of
 
 JOB = Job(torch.device("cpu"))
 
@@ -327,9 +328,7 @@ EXAMPLES, BATCH, STEPS = 23, 5, 14
 
 
 def loader_on(worker, num_workers):
-    placed = SimpleNamespace(
-        placement=Placement.even(4, num_workers), job=Job(JOB.device, worker, num_workers)
-    )
+    placed = SimpleNamespace(placement=Placement.even(4, num_workers), job=job_of(worker, num_workers))
     return samestep.TowerLoader(list(range(EXAMPLES)), BATCH, placed, seed=2)
 
 
