@@ -25,6 +25,7 @@ from samestep.buffers.model_buffers import Buffers
 from samestep.buffers.policies import Rule
 from samestep.buffers.statistics import Mode
 from samestep.errors import BatchError, ConfigError, Error, UsageError
+from samestep.identity import check_same
 from samestep.summation.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
 from samestep.summation.exchange import Exchange, Figures, FigureSizes
 from samestep.summation.gradient_sum import Contributions, grad_dtype, watch_backward
@@ -321,6 +322,21 @@ class Towers:
         finally:
             self.step += 1
             self.put_back_buffers()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what training needs to continue after this step, on any placement."""
+        settings = {"towers": self.placement.num_towers, "seed": self.seed}
+        return {**settings, "step": self.step, "noise": self.noise.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned.
+
+        Raises:
+            ConfigError: it is from a run with another number of towers, or another seed.
+        """
+        check_same(state, {"towers": self.placement.num_towers, "seed": self.seed}, "towers")
+        self.noise.load_state_dict(state["noise"])
+        self.step = int(state["step"])
 
     def put_back_buffers(self) -> None:
         """Give the model's buffers, such as batch-norm statistics, the values from before the last step."""
