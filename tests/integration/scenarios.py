@@ -23,11 +23,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import samestep
 from samestep.app.evaluation import evaluate
 from samestep.checkpoint.files import read, write
-from samestep.checkpoint.snapshot import Parts, check_fits, restore, take_snapshot
+from samestep.checkpoint.objects import TrainingObjects
+from samestep.checkpoint.snapshot import restore, take_snapshot
 from samestep.recipes.digits.data import Digits
 from samestep.recipes.segmentation.label_maps import LabelMaps
 from samestep.recipes.segmentation.recipe import SegmentationSettings
-from samestep.workers.agreement import agree
 from samestep.workers.first_worker import from_first_worker
 
 Scenario = Callable[[samestep.Job], str]
@@ -802,29 +802,30 @@ def segmentation(job: samestep.Job) -> str:
 def from_a_checkpoint(job: samestep.Job) -> str:
     """Worker 0 alone writes and reads; all go on from it, in new objects."""
 
-    def build() -> tuple[Parts, samestep.Step]:
+    def build() -> tuple[TrainingObjects, samestep.Step]:
         model = convnet().to(job.device)
         towers = samestep.Towers(model, 7, job=job, seed=3)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3])
         step = samestep.Step(towers, loss_of, optimizer, scheduler=schedule)
-        return Parts(model, None, towers, None, {"optimizer": optimizer, "schedule": schedule}), step
+        state = {"optimizer": optimizer, "schedule": schedule}
+        return TrainingObjects(model=model, towers=towers, state=state), step
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "one"
-        parts, step = build()
+        objects, step = build()
         data = batches(4, 30, 3, 8, 8)
         for index, batch in enumerate(data):
             if index == 2 and job.is_first:
-                write(take_snapshot(2, parts), path)
+                write(take_snapshot(objects), path)
             step(batch)
         others, step = build()
-        restore(from_first_worker(job, lambda: read(path)).snapshot, others, path)
+        restore(from_first_worker(job, lambda: read(path)).snapshot, others, path, job)
         job.barrier()
     assert others.towers.step == 2
     for batch in data[2:]:
         step(batch)
-    assert samestep.digest(parts.model) == samestep.digest(others.model)
+    assert samestep.digest(objects.model) == samestep.digest(others.model)
     return samestep.digest(others.model)
 
 
@@ -1091,13 +1092,9 @@ def no_checkpoint_on_worker_0(job: samestep.Job) -> str:
 def a_model_that_does_not_fit_on_one(job: samestep.Job) -> str:
     """Nothing is changed on any worker."""
     model = perceptron()
-    snapshot = take_snapshot(2, Parts(perceptron() if job.rank != 1 else nn.Linear(1, 1)))
-    error = None
-    try:
-        check_fits(snapshot, Parts(model), Path("path"))
-    except samestep.Error as misfit:
-        error = misfit
-    return message_of(lambda: agree(job, {}, where="path", error=error))
+    saved = perceptron() if job.rank != 1 else nn.Linear(1, 1)
+    snapshot = take_snapshot(TrainingObjects(model=saved), 2)
+    return message_of(lambda: restore(snapshot, TrainingObjects(model=model), Path("path"), job))
 
 
 def main(out: Path, device: str = "cpu") -> None:

@@ -13,8 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from samestep.checkpoint.durable import write_whole
-from samestep.checkpoint.strict_json import parse_json
+from samestep.checkpoint.durable import parse_json, write_whole
 from samestep.data.loader import TowerLoader
 from samestep.data.readers import BatchedDataset
 from samestep.errors import ConfigError, DataError, MissingFileError
