@@ -5,9 +5,13 @@ import inspect
 import pkgutil
 
 import samestep
+from samestep import errors
 
 PUBLIC = {
-    "CheckResult", "Error", "Job", "LocalBatch", "Report", "Step", "Tower", "TowerLoader", "Towers",
+    "BatchedDataset", "CheckResult", "Job", "LocalBatch", "Manifest", "Report", "Step", "Tower",
+    "TowerLoader", "Towers",
+    "BatchError", "BufferError", "ConfigError", "DamagedError", "DataError", "DisagreementError", "Error",
+    "LockedError", "LostWorkerError", "MissingFileError", "NonFiniteError", "StorageError", "UsageError",
     "average_gradients", "check", "digest", "init", "load", "save",
 }  # fmt: skip
 
@@ -22,6 +26,11 @@ def modules():
 
 def test_public_names_are_exactly_these():
     assert set(samestep.__all__) == PUBLIC
+
+
+def test_all_error_classes_are_exported():
+    found = {name: value for name, value in vars(errors).items() if isinstance(value, type)}
+    assert all(getattr(samestep, name) is value for name, value in found.items())
 
 
 def test_each_module_says_what_it_gives():

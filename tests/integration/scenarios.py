@@ -5,6 +5,8 @@ python scenarios.py OUT [DEVICE]    run all of them as a worker of torchrun; wor
 
 import itertools
 import json
+import random
+import resource
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -12,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +31,7 @@ from samestep.checkpoint.snapshot import restore, take_snapshot
 from samestep.recipes.digits.data import Digits
 from samestep.recipes.segmentation.label_maps import LabelMaps
 from samestep.recipes.segmentation.recipe import SegmentationSettings
+from samestep.streams import seed_globals
 from samestep.workers.first_worker import from_first_worker
 
 Scenario = Callable[[samestep.Job], str]
@@ -830,6 +834,46 @@ def from_a_checkpoint(job: samestep.Job) -> str:
 
 
 @scenario
+def saved_by_all(job: samestep.Job) -> str:
+    """A loop that draws its batches from global generators; all workers save, and load into new objects."""
+
+    def build() -> dict[str, Any]:
+        torch.manual_seed(8)
+        model = convnet().to(job.device)
+        towers = samestep.Towers(model, 7, job=job, seed=3, noise_every=1)
+        loader = samestep.TowerLoader(list(range(40)), 16, towers)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        return {
+            **{"model": model, "towers": towers, "loader": loader},
+            **{"averaged_model": averaged, "optimizer": optimizer},
+        }
+
+    def train(objects: dict[str, Any], num_steps: int) -> str:
+        model, towers = objects["model"], objects["towers"]
+        for _, batch in zip(range(num_steps), objects["loader"], strict=False):
+            x = torch.randn(batch.rows, 3, 8, 8) + random.random() + np.random.rand()
+            step_on(towers, {"x": x, "y": torch.randint(0, 5, (batch.rows,))})
+            objects["optimizer"].step()
+            objects["averaged_model"].update_parameters(model)
+        found = [samestep.digest(model), samestep.digest(objects["averaged_model"]), towers.state_dict()]
+        return str([*found, objects["loader"].state_dict()])
+
+    seed_globals(5, job.device)
+    objects = build()
+    train(objects, 1)
+    with tempfile.TemporaryDirectory() as folder:
+        path = from_first_worker(job, lambda: Path(folder) / "one")
+        assert samestep.save(path, **objects, rng=True) == path
+        expected = train(objects, 2)
+        others = build()
+        assert samestep.load(path, **others, rng=True).step == 1
+        job.barrier()
+    assert train(others, 2) == expected
+    return expected
+
+
+@scenario
 def wishes(job: samestep.Job) -> str:
     """The first and the last worker wish for different things, and are asked once a step."""
     towers = samestep.Towers(perceptron().to(job.device), 7, job=job, bucket_bytes=300)
@@ -1086,6 +1130,74 @@ def whole_batch_a_step_ahead(job: samestep.Job) -> str:
 def no_checkpoint_on_worker_0(job: samestep.Job) -> str:
     """The others could not tell: they do not look."""
     return message_of(lambda: from_first_worker(job, lambda: read(Path("nowhere"))))
+
+
+def save(job: samestep.Job, path: Path, **more: Any) -> object:
+    model = perceptron().to(job.device)
+    return samestep.save(path, model=model, towers=samestep.Towers(model, 8, job=job), **more)
+
+
+@fault
+def saved_without_towers(job: samestep.Job) -> str:
+    """Which workers write cannot be known."""
+    return message_of(lambda: samestep.save("path", model=perceptron()))
+
+
+@fault
+def saved_to_a_disk_without_room(job: samestep.Job) -> str:
+    """Only worker 0 writes, so only worker 0 sees it."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with tempfile.TemporaryDirectory() as folder:
+        path = from_first_worker(job, lambda: Path(folder) / "one")
+        if job.is_first:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        message = message_of(lambda: save(job, path))
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert not any(Path(folder).iterdir())
+    return message
+
+
+@fault
+def saved_with_state_that_cannot_be_written(job: samestep.Job) -> str:
+    """Found before anything is written."""
+    return message_of(lambda: save(job, Path("path"), thing=object()))
+
+
+@fault
+def generators_that_differ_on_one(job: samestep.Job) -> str:
+    """One worker has drawn a number more."""
+    seed_globals(6, job.device)
+    if job.rank == 1:
+        random.random()
+    return message_of(lambda: save(job, Path("path"), rng=True)).replace("worker 1", "worker 1 failed, and")
+
+
+@fault
+def state_that_cannot_be_loaded_on_one(job: samestep.Job) -> str:
+    """All others have loaded it by then, and undo that."""
+
+    class Picky(nn.Linear):
+        fails = job.rank == 1
+
+        def load_state_dict(self, state: Mapping[str, Any], *_: Any, **__: Any) -> object:
+            if self.fails:
+                self.fails = False
+                raise ArithmeticError("not today")
+            return super().load_state_dict(state)
+
+    model, thing = perceptron().to(job.device), Picky(1, 1)
+    towers = samestep.Towers(model, 8, job=job)
+    with tempfile.TemporaryDirectory() as folder:
+        path = from_first_worker(job, lambda: Path(folder) / "one")
+        samestep.save(path, model=model, towers=towers, thing=thing)
+        step_on(towers, batches(1, 16, 7)[0])
+        with torch.no_grad():
+            thing.weight.add_(1)
+        before = (samestep.digest(thing), towers.state_dict())
+        message = message_of(lambda: samestep.load(path, model=model, towers=towers, thing=thing))
+        job.barrier()
+    assert (samestep.digest(thing), towers.state_dict()) == before
+    return message
 
 
 @fault
