@@ -88,11 +88,11 @@ def _write_files(snapshot: Snapshot, folder: Path) -> None:
 
 
 def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    # Row-major, and tensors that share no memory: snapshots have copies.
+    # safetensors wants row-major tensors that share no memory, as a snapshot's copies are.
     rows = {name: tensor.contiguous() for name, tensor in tensors.items()}
     try:
         safetensors.torch.save_file(rows, file)
-    except SafetensorError as error:  # also what the system says
+    except SafetensorError as error:  # has the system's error, too, as text only
         number = re.search(r"os error (\d+)", str(error))
         code = int(number[1]) if number else errno.EIO
         raise OSError(code, os.strerror(code) if number else str(error), str(file)) from error

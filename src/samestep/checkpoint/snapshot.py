@@ -40,7 +40,7 @@ class Snapshot:
         fingerprint: see `samestep.identity`.
         weights: the model's tensors, by name.
         averages: those of the averaged model, by the names in the model; None without one.
-        outline: all other state without its tensors, fit for JSON; see `samestep.checkpoint.state_tree`.
+        outline: all other state in JSON, without its tensors; see `samestep.checkpoint.state_tree`.
         tensors: of that state, by name.
     """
 
@@ -141,7 +141,7 @@ def restore(
 def _weights_for(
     snapshot: Snapshot, sections: Mapping[str, Any], objects: TrainingObjects, path: Path
 ) -> list[tuple[Any, dict[str, Any]]]:
-    """Return the modules and what each of them is to load, once that and all else is known to be there."""
+    """Return each module and what it is to load, after checking that nothing is missing."""
     found: list[tuple[Any, dict[str, Any]]] = []
     tensors = {WEIGHTS: snapshot.weights, AVERAGES: snapshot.averages}
     for name, module in objects.modules.items():
@@ -158,25 +158,23 @@ def _weights_for(
         check_tensors(found[-1][1], state_of(module), f"{path / name}.safetensors", name.replace("_", " "))
     for name in objects.own:
         if name not in sections["own"]:
-            # The averages are there, or this would have been said above.
-            why = ": averaged_model was a plain module; load into the AveragedModel's module" * (
-                name == AVERAGES
-            )
-            missing = "a count of updates" if name == AVERAGES else name
-            raise DataError(f"{path}: was saved without {missing}{why}")
+            missing = name
+            if name == AVERAGES:  # the averages themselves are there
+                missing = "a count of updates: averaged_model was a plain module; pass averaged_model.module"
+            raise DataError(f"{path}: was saved without {missing}")
     return found
 
 
 def _load(name: str, target: Any, state: Any, path: Path, undo: ExitStack) -> None:
-    """Load one object, and note how to undo it."""
+    """Load one object, and add to `undo` how to put its former state back."""
     former = state_of(target)
-    # An optimizer takes new tensors in; others may copy into those that they have.
+    # An optimizer keeps the tensors that it loads; others may write into those of their former state.
     undo.callback(load_state, target, former if isinstance(target, Optimizer) else copy.deepcopy(former))
     try:
         load_state(target, state)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    except Exception as error:  # whatever the object makes of a state that is not its own
+    except Exception as error:  # an object may raise anything for a state that does not fit
         why = one_line(f"{type(error).__name__}: {error}")
         raise DataError(f"{path}: its state of {name} does not fit ({why})") from error
 

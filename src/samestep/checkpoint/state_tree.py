@@ -1,4 +1,4 @@
-"""A nest of state <-> an outline in JSON and named tensors: nothing in it can run code when it is read.
+"""Nested state <-> JSON and named tensors: nothing in them can run code when they are read.
 
 Numbers, strings, booleans, None, lists and dicts with string keys stand in the outline as they are. All else
 is an object whose one name begins with `$`:

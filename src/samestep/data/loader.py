@@ -1,8 +1,8 @@
 """The data of a run: one global order, a random stream for each example, torch's DataLoader underneath.
 
-Which examples are in a batch follows from (seed, epoch), and the random numbers that an example meets from
-(seed, epoch, example). So every placement, and any number of loader processes, sees the same batches, and
-a run can go on from batch 1,000,000 without reading the ones before.
+The examples of a batch depend on (seed, epoch) alone, and the random numbers of an example on (seed, epoch,
+example). So every placement, and any number of loader processes, sees the same batches, and a run can
+continue from batch 1,000,000 without reading the ones before.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
-from samestep.towers.batch import LocalBatch
+from samestep.data.readers import BatchedReader, Reader, Request, is_batched
 from samestep.errors import ConfigError, UsageError
 from samestep.identity import check_same
-from samestep.workers.job import Job
-from samestep.summation.placement import Placement
-from samestep.workers.process import join_own_group
-from samestep.data.readers import BatchedReader, Reader, Request, is_batched
 from samestep.streams import generator
+from samestep.summation.placement import Placement
+from samestep.towers.batch import LocalBatch
+from samestep.workers.job import Job
+from samestep.workers.process import join_own_group
 
 __all__ = ["PlacedTowers", "TowerLoader"]
 
@@ -43,7 +43,7 @@ _OWNED = {
 
 
 class PlacedTowers(Protocol):
-    """What a `TowerLoader` needs of `samestep.Towers`."""
+    """What a `TowerLoader` needs of `samestep.Towers`; `placement` may change between any two steps."""
 
     @property
     def placement(self) -> Placement:
@@ -228,7 +228,7 @@ class TowerLoader:
 
 @dataclass
 class _Sampler:
-    """What DataLoader takes its "indices" from, each time that it is iterated over."""
+    """Gives DataLoader requests for indices: those set last, each time that it is iterated over."""
 
     requests: Iterator[Request] = field(default_factory=lambda: iter(()))
 

@@ -1,4 +1,4 @@
-"""From the numbers of examples to towers' batches, in this process, a thread of it, or a loader process."""
+"""Reads examples into towers' batches, in this process, a thread of it, or a loader process."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, default_collate
 
-from samestep.towers.batch import GlobalBatch
 from samestep.errors import BatchError
 from samestep.streams import GlobalStreams, seed_globals, stream_seed
+from samestep.towers.batch import GlobalBatch
 
 __all__ = ["BatchedDataset", "BatchedReader", "Reader", "Request", "is_batched"]
 
@@ -53,9 +53,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Reader(Dataset[dict[int, Any]]):
-    """What DataLoader takes for the dataset: its "indices" are requests, its "examples" are towers' batches.
+    """A dataset for DataLoader whose "indices" are requests, and whose "examples" are towers' batches.
 
-    It holds nothing that changes, so a loader process can be given any request at any time.
+    It holds nothing that changes, so a loader process may read any request at any time.
     """
 
     dataset: Any
@@ -79,7 +79,7 @@ class Reader(Dataset[dict[int, Any]]):
 
 @dataclass(frozen=True)
 class BatchedReader(Dataset[dict[int, Any]]):
-    """The same for a `BatchedDataset`: one call for all towers, whose rows are then copied apart.
+    """The same for a `BatchedDataset`: one call reads all towers' rows, which are then copied apart.
 
     It leaves all global state alone, so it may run in a thread beside the passes.
     """
