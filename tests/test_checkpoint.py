@@ -507,7 +507,7 @@ def folder(file):
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [(pipe, "is not a regular file"), (linked, "is a link"), (folder, "no regular file|directory")],
+    [(pipe, "is not a regular file"), (linked, "is a link"), (folder, "not a regular file|directory")],
 )
 def test_other_things_than_files_are_refused(path, file, kind, message):
     kind(path / file)

@@ -10,9 +10,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +18,15 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
-from samestep.data.readers import BatchedReader, Reader, Request, is_batched
+from samestep.data.readers import (
+    BatchedReader,
+    Reader,
+    Request,
+    RequestSampler,
+    is_batched,
+    noted,
+    read_ahead,
+)
 from samestep.errors import ConfigError, UsageError
 from samestep.identity import check_same
 from samestep.streams import generator
@@ -30,8 +36,6 @@ from samestep.workers.job import Job
 from samestep.workers.process import join_own_group
 
 __all__ = ["PlacedTowers", "TowerLoader"]
-
-_NUM_AHEAD = 2
 
 _OWNED = {
     "sampler": "the order of an epoch depends on seed and epoch alone; use shuffle, or order the dataset",
@@ -114,7 +118,7 @@ class TowerLoader:
         self.drop_last = drop_last
         self._towers = towers
         self._position = 0
-        self._sampler = _Sampler()
+        self._sampler = RequestSampler()
         reader = BatchedReader(dataset, seed) if batched else Reader(dataset, seed, collate_fn)
         # The one that reads in a background thread, without a DataLoader.
         self._reader = reader if batched and not dataloader_options.get("num_workers") else None
@@ -195,8 +199,8 @@ class TowerLoader:
     def _read(self, requests: Iterator[Request]) -> Generator[LocalBatch]:
         """Read some requests ahead of those that are asked for."""
         asked: deque[Request] = deque()
-        self._sampler.requests = _noted(requests, asked)
-        source = self._loader if self._reader is None else _ahead(self._reader, self._sampler)
+        self._sampler.requests = noted(requests, asked)
+        source = self._loader if self._reader is None else read_ahead(self._reader, self._sampler)
         for slices in source:
             request = asked.popleft()
             yield LocalBatch(request.rows, slices, request.position, request.fingerprint)
@@ -224,38 +228,6 @@ class TowerLoader:
                 f"position is {self._position}, this iteration is at {expected}: after setting position or "
                 "starting another iteration, do not continue an old one"
             )
-
-
-@dataclass
-class _Sampler:
-    """Gives DataLoader requests for indices: those set last, each time that it is iterated over."""
-
-    requests: Iterator[Request] = field(default_factory=lambda: iter(()))
-
-    def __iter__(self) -> Iterator[Request]:
-        return self.requests
-
-
-def _noted(requests: Iterator[Request], asked: deque[Request]) -> Iterator[Request]:
-    """Note each request when it is asked for: the answers come in the same order."""
-    for request in requests:
-        asked.append(request)
-        yield request
-
-
-def _ahead(reader: BatchedReader | Reader, requests: Iterable[Request]) -> Iterator[dict[int, Any]]:
-    """Read in a background thread, so that the passes find their batches made."""
-    pool = ThreadPoolExecutor(1, thread_name_prefix="samestep-loader")
-    try:
-        waiting: deque[Future[dict[int, Any]]] = deque()
-        for request in requests:
-            waiting.append(pool.submit(reader.__getitem__, request))
-            if len(waiting) > _NUM_AHEAD:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _start_loader_process(_: int) -> None:

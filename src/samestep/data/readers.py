@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -19,10 +21,20 @@ from samestep.errors import BatchError
 from samestep.streams import GlobalStreams, seed_globals, stream_seed
 from samestep.towers.batch import GlobalBatch
 
-__all__ = ["BatchedDataset", "BatchedReader", "Reader", "Request", "is_batched"]
+__all__ = [
+    "BatchedDataset",
+    "BatchedReader",
+    "Reader",
+    "Request",
+    "RequestSampler",
+    "is_batched",
+    "noted",
+    "read_ahead",
+]
 
 _CPU = torch.device("cpu")
 _ALIGNMENT_BYTES = 64
+_NUM_AHEAD = 2
 
 
 @runtime_checkable
@@ -101,6 +113,38 @@ class BatchedReader(Dataset[dict[int, Any]]):
         starts = np.cumsum([0, *(len(rows) for rows in request.examples.values())]).tolist()
         parts = zip(request.examples, starts[:-1], starts[1:], strict=True)
         return {tower: batch.take(range(start, stop), _CPU) for tower, start, stop in parts}
+
+
+@dataclass
+class RequestSampler:
+    """Gives DataLoader requests for indices: those set last, each time that it is iterated over."""
+
+    requests: Iterator[Request] = field(default_factory=lambda: iter(()))
+
+    def __iter__(self) -> Iterator[Request]:
+        return self.requests
+
+
+def noted(requests: Iterator[Request], asked: deque[Request]) -> Iterator[Request]:
+    """Note each request when it is asked for: the answers come in the same order."""
+    for request in requests:
+        asked.append(request)
+        yield request
+
+
+def read_ahead(reader: BatchedReader | Reader, requests: Iterable[Request]) -> Iterator[dict[int, Any]]:
+    """Read in a background thread, so that the passes find their batches made."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="samestep-loader")
+    try:
+        waiting: deque[Future[dict[int, Any]]] = deque()
+        for request in requests:
+            waiting.append(pool.submit(reader.__getitem__, request))
+            if len(waiting) > _NUM_AHEAD:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 @contextmanager
