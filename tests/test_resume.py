@@ -64,9 +64,7 @@ class Tiny(Settings):
             return loss_of(model, batch)
 
         average = AveragedModel(model)
-        step = samestep.Step(
-            towers, loss, optimizer, scheduler=StepLR(optimizer, 3, 0.5), averaged_model=average
-        )
+        step = samestep.Step(towers, loss, optimizer, scheduler=StepLR(optimizer, 3, 0.5), average=average)
         loader = samestep.TowerLoader(Digits("train", augment=True), self.batch_size, towers, seed=self.seed)
         return Experiment(step, loader, Digits("test", augment=False), count_right, accuracy)
 

@@ -262,7 +262,7 @@ def schedule_and_average_move_once_a_step(job: samestep.Job) -> list[float]:
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     towers = samestep.Towers(model, T, job=job)
-    step = samestep.Step(towers, mean_loss, optimizer, scheduler=schedule, averaged_model=average)
+    step = samestep.Step(towers, mean_loss, optimizer, scheduler=schedule, average=average)
     rates = []
     for _ in range(3):
         rates.append(optimizer.param_groups[0]["lr"])
