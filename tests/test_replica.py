@@ -67,7 +67,7 @@ def take_step(towers, step):
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             scale = expected[name].abs().max()
-            assert (parameter.grad - expected[name]).abs().max() <= 1e-5 * scale + 1e-7, name
+            assert (parameter.grad - expected[name]).abs().max() <= 1e-5 * scale + 1e-6, name
             assert parameter.grad.dtype == parameter.dtype
             with torch.no_grad():
                 parameter -= 0.1 * parameter.grad.to(parameter.dtype)
@@ -305,9 +305,9 @@ def test_state_dicts_go_on_on_other_placements():
     other = Towers(copy.deepcopy(towers.model), NUM_TOWERS, seed=5)
     other.load_state_dict(state)
     assert (other.step, other.noise.value) == (1, towers.noise.value)
-    with pytest.raises(ConfigError, match="the state is of seed = 5, these towers have 0"):
+    with pytest.raises(ConfigError, match="the state of towers is from a run with seed = 5, not 0"):
         Towers(make(), NUM_TOWERS).load_state_dict(state)
-    with pytest.raises(ConfigError, match="the state is of towers = 7, these towers have 3"):
+    with pytest.raises(ConfigError, match="the state of towers is from a run with towers = 7, not 3"):
         Towers(make(), 3, seed=5).load_state_dict(state)
 
 
