@@ -147,8 +147,6 @@ def run_worker(request: dict[str, Any], number: int) -> None:
         LOCAL_RANK=str(number),
         WORLD_SIZE=str(len(request["outputs"])),
         LOCAL_WORLD_SIZE=str(len(request["outputs"])),
-        MASTER_ADDR="localhost",
-        MASTER_PORT=str(request["port"]),
         TORCHELASTIC_RUN_ID="nursery",
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
@@ -164,7 +162,7 @@ def run_agent(request: dict[str, Any], number: int) -> None:
         nproc_per_node=1,
         run_id=request["outputs"][0].rpartition("/")[0],
         rdzv_backend="c10d",
-        rdzv_endpoint=f"localhost:{request['port']}",
+        rdzv_endpoint=f"localhost:{os.environ['MASTER_PORT']}",
         rdzv_configs={"is_host": "0", "last_call_timeout": 1, "keep_alive_interval": 1},
         max_restarts=9,
         start_method="fork",

@@ -16,9 +16,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -37,7 +36,7 @@ class Nursery:
 
     def __enter__(self) -> Nursery:
         # One store for all jobs, as an elastic agent has one for all restarts.
-        self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self.store = new_store()
         self._forks = subprocess.Popen(
             [sys.executable, Path(__file__).with_name("forks.py")],
             stdin=subprocess.PIPE,
@@ -63,11 +62,11 @@ class Nursery:
         Process N writes its output to folder/N and its errors to folder/N.errors.
         """
         self.end()
-        return self._fork("worker", (*SAMESTEP, *words), folder, range(num_workers))
+        return self._fork("worker", (*SAMESTEP, *words), folder, range(num_workers), at(self.store))
 
     def start_agents(self, words: Sequence[object], agents: range, folder: Path) -> Processes:
         """Start agents of torch's elastic launcher, each with one worker, that join those there are."""
-        return self._fork("agent", (*SAMESTEP, *words), folder, agents)
+        return self._fork("agent", (*SAMESTEP, *words), folder, agents, at(self.store))
 
     def start_program(self, command: Sequence[object], folder: Path, **environment: str) -> Processes:
         """Start one process; it is a user's, and may be a launcher."""
@@ -77,8 +76,11 @@ class Nursery:
         self, command: Sequence[object], folder: Path, num_workers: int | None = None, **environment: str
     ) -> Processes:
         """Run a program to its end: by itself, or as all the workers that a launcher would start."""
-        role = "program" if num_workers is None else "worker"
-        processes = self._fork(role, command, folder, range(num_workers or 1), environment)
+        if num_workers is None:
+            processes = self.start_program(command, folder, **environment)
+        else:
+            store = new_store()  # not all programs can share one with those before
+            processes = self._fork("worker", command, folder, range(num_workers), environment | at(store))
         processes.wait(timeout_s=200)
         return processes
 
@@ -101,7 +103,7 @@ class Nursery:
         command: Sequence[object],
         folder: Path,
         names: range,
-        environment: Mapping[str, str] = MappingProxyType({}),
+        environment: dict[str, str],
     ) -> Processes:
         folder.mkdir(parents=True, exist_ok=True)
         outputs = [folder / str(name) for name in names]
@@ -112,8 +114,7 @@ class Nursery:
             "role": role,
             "command": list(map(str, command)),
             "outputs": list(map(str, outputs)),
-            "environment": dict(environment),
-            "port": self.store.port,
+            "environment": environment,
         }
         self._forks.stdin.write(json.dumps(request) + "\n")
         self._forks.stdin.flush()
@@ -202,6 +203,15 @@ class Processes:
             assert time.monotonic() < deadline_s, self.output()
             time.sleep(0.002)
         return [self._statuses[pid] for pid in self.pids]
+
+
+def new_store() -> dist.TCPStore:
+    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
+def at(store: dist.TCPStore) -> dict[str, str]:
+    """Return where workers look for their store."""
+    return {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
 
 
 def text_of(file: Path) -> str:
