@@ -71,7 +71,7 @@ def theirs(model: nn.Module, num_towers: int, job: samestep.Job) -> Callable[[Ba
     """Return one step of DistributedDataParallel, accumulating under `no_sync`."""
     replica = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    mine = Placement(num_towers, job.world_size).towers(job.rank)
+    mine = Placement.even(num_towers, job.world_size).towers(job.rank)
 
     def step(batch: Batch) -> None:
         optimizer.zero_grad(set_to_none=True)

@@ -9,7 +9,7 @@ from torch import nn
 
 import samestep
 from samestep import Towers
-from samestep.errors import BufferError, ConfigError
+from samestep.errors import BufferPolicyError, ConfigError
 
 FLOAT64 = torch.float64
 
@@ -164,7 +164,7 @@ def test_a_buffer_that_changes_its_shape_is_an_error(rule):
 
     towers = Towers(Keeper(torch.zeros(3), grow), 2, buffers={"memory": rule})
     with pytest.raises(
-        BufferError, match=r"memory holds float32 \[6\] on cpu, and held float32 \[3\] on cpu"
+        BufferPolicyError, match=r"memory holds float32 \[6\] on cpu, and held float32 \[3\] on cpu"
     ):
         run(towers, batch_of(4))
 
@@ -174,7 +174,7 @@ def test_a_buffer_that_is_resized_in_place_is_an_error(rule):
     towers = Towers(
         Keeper(torch.zeros(3), lambda module, x: module.memory.resize_(4)), 2, buffers={"memory": rule}
     )
-    with pytest.raises(BufferError, match=r"memory holds float32 \[4\]"):
+    with pytest.raises(BufferPolicyError, match=r"memory holds float32 \[4\]"):
         run(towers, batch_of(4))
 
 
@@ -271,7 +271,7 @@ def test_a_rule_for_a_buffer_without_a_value(rule):
 
 
 def message_of(model, batch, num_towers=2):
-    with pytest.raises(BufferError) as caught:
+    with pytest.raises(BufferPolicyError) as caught:
         run(Towers(model, num_towers), batch)
     return str(caught.value)
 
@@ -345,7 +345,9 @@ def test_a_norm_that_thaws_within_a_step_is_named():
     turns = Towers(model, 2)(batch_of(8))
     tower = next(turns)
     model[1].train()
-    with pytest.raises(BufferError, match=r"tower 0 ran 1 in training mode.*change modes between steps"):
+    with pytest.raises(
+        BufferPolicyError, match=r"tower 0 ran 1 in training mode.*change modes between steps"
+    ):
         tower.backward(model(tower.batch).mean())
 
 
@@ -364,7 +366,9 @@ def test_a_frozen_norm_that_runs_in_training_mode_all_the_same_is_named():
             return output
 
     model = nn.Sequential(nn.Linear(3, 3), Thaws(3).eval())
-    with pytest.raises(BufferError, match=r"changed 1.running_mean, 1.running_var, of layers in eval mode"):
+    with pytest.raises(
+        BufferPolicyError, match=r"changed 1.running_mean, 1.running_var, of layers in eval mode"
+    ):
         run(Towers(model, 2), batch_of(8))
 
 
@@ -378,7 +382,7 @@ def test_buffers_that_only_a_norm_subclass_keeps_are_watched():
             self.largest.copy_(x.detach().amax(0))
             return super().forward(x)
 
-    with pytest.raises(BufferError, match=r"changed 0.largest"):
+    with pytest.raises(BufferPolicyError, match=r"changed 0.largest"):
         run(Towers(nn.Sequential(Norm(3)), 2), batch_of(8))
     run(Towers(nn.Sequential(Norm(3)), 2, buffers={"*.largest": "mean"}), batch_of(8))
 

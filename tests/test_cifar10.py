@@ -193,7 +193,7 @@ def test_a_run_evaluates_its_averages_on_every_test_picture_once(settings):
     report = experiment.step(next(iter(experiment.loader)))
     assert report.loss == pytest.approx(4.68, abs=0.05)
     assert report.rows == 32
-    assert experiment.evaluated is experiment.step.average.module
+    assert experiment.evaluated is experiment.step.averaged_model.module
     right = evaluate(experiment, job)["precision @ 1"] * RECORDS
     assert right == pytest.approx(round(right))
     assert float(experiment.terms(experiment.model)["weight decay"].detach()) == pytest.approx(2.37, abs=0.02)

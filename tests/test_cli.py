@@ -1,4 +1,5 @@
 import runpy
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Literal
 import pytest
 
 from samestep import cli, recipes
+from samestep.app import launch
 from samestep.errors import ConfigError
 
 
@@ -61,29 +63,37 @@ TRAIN_HELP = "see samestep train tiny --help"
         ("learn", "unknown command 'learn', expected one of train, eval, digest, check; see samestep --help"),
         ("train", "a recipe is missing, expected one of tiny, other; see samestep train --help"),
         ("train tin", "unknown recipe 'tin', expected one of tiny, other; see samestep train --help"),
-        ("train tiny --towers x", f"--towers: invalid value 'x', expected an integer; {TRAIN_HELP}"),
-        ("train tiny --towers=1.5", f"--towers: invalid value '1.5', expected an integer; {TRAIN_HELP}"),
-        ("train tiny --towers", f"--towers: its value is missing, expected an integer; {TRAIN_HELP}"),
-        ("train tiny --batch_size x", f"--batch-size: invalid value 'x', expected an integer; {TRAIN_HELP}"),
+        ("train tiny --towers x", f"argument --towers: invalid value 'x', expected an integer; {TRAIN_HELP}"),
+        (
+            "train tiny --towers=1.5",
+            f"argument --towers: invalid value '1.5', expected an integer; {TRAIN_HELP}",
+        ),
+        ("train tiny --towers", f"argument --towers: expected one argument; {TRAIN_HELP}"),
+        ("train tiny --fresh=1", f"argument --fresh: ignored explicit argument '1'; {TRAIN_HELP}"),
         (
             "train tiny --workers x",
-            f"--workers: invalid value 'x', expected an integer or auto; {TRAIN_HELP}",
+            f"argument --workers: invalid value 'x', expected an integer or auto; {TRAIN_HELP}",
         ),
-        ("train tiny --rate x", f"--rate: invalid value 'x', expected a number; {TRAIN_HELP}"),
+        ("train tiny --rate x", f"argument --rate: invalid value 'x', expected a number; {TRAIN_HELP}"),
         (
             "train tiny --device tpu",
-            f"--device: invalid value 'tpu', expected one of auto, cpu, cuda; {TRAIN_HELP}",
+            f"argument --device: invalid value 'tpu', expected one of auto, cpu, cuda; {TRAIN_HELP}",
         ),
-        ("train tiny --towrs 4", f"--towrs: no such option, the closest is --towers; {TRAIN_HELP}"),
-        ("train tiny --xyz", f"--xyz: no such option; {TRAIN_HELP}"),
+        ("train tiny --towrs 4", f"unknown option --towrs, the closest is --towers; {TRAIN_HELP}"),
+        ("train tiny --tower 4", f"unknown option --tower, the closest is --towers; {TRAIN_HELP}"),
+        (
+            "train tiny --batch_size=4",
+            f"unknown option --batch_size, the closest is --batch-size; {TRAIN_HELP}",
+        ),
+        ("train tiny --xyz", f"unknown option --xyz; {TRAIN_HELP}"),
         ("train tiny --fresh 1", f"unexpected '1', expected an option or nothing more; {TRAIN_HELP}"),
         ("train tiny --towers 0", "towers = 0: expected at least 1"),
-        ("eval", "RUN_DIR is missing; see samestep eval --help"),
-        ("eval --towers 3", "RUN_DIR is missing; see samestep eval --help"),
+        ("eval", "the following arguments are required: RUN_DIR; see samestep eval --help"),
+        ("eval --towers 3", "unknown option --towers, the closest is --workers; see samestep eval --help"),
         ("digest a b", "unexpected 'b', expected an option or nothing more; see samestep digest --help"),
     ],
 )
-def test_a_wrong_command_line_is_told_in_one_line(line, problem, capsys, trained):
+def test_a_wrong_command_line_is_one_line(line, problem, capsys, trained):
     assert cli.main(line.split()) == 2
     assert capsys.readouterr() == ("", f"samestep: error: {problem}\n")
     assert trained == []
@@ -93,6 +103,11 @@ def test_options_become_the_recipes_fields(trained):
     line = "train tiny --towers 4 --workers 2 --batch-size 32 --rate 1e-3 --run-dir runs/a --fresh"
     assert cli.main(line.split()) == 0
     assert trained == [Tiny(4, 2, 1, "cpu", 32, 1e-3, Path("runs/a"), True)]
+
+
+def test_a_value_may_be_negative(trained):
+    assert cli.main(["train", "tiny", "--rate", "-1"]) == 0
+    assert trained == [Tiny(rate=-1.0)]
 
 
 def test_a_recipe_without_options_has_its_defaults(trained):
@@ -114,7 +129,8 @@ def test_one_recipe_still_has_to_be_named(monkeypatch, capsys, trained):
         ("--help", ["train", "eval", "digest", "Print the SHA-256 of the weights"]),
         ("train --help", ["tiny", "other", "A recipe for these tests."]),
         ("train tiny --help", ["--batch-size INT", "Rows of the global batch. (default: 64)"]),
-        ("eval -h", ["RUN_DIR", "The folder that train wrote"]),
+        ("train tiny --help", ["--workers INT|auto", "--device auto|cpu|cuda", "--run-dir PATH", "--fresh "]),
+        ("eval -h", ["RUN_DIR", "The run folder that train wrote"]),
     ],
 )
 def test_help_is_printed(line, words, capsys):
@@ -126,14 +142,14 @@ def test_help_is_printed(line, words, capsys):
 
 def test_several_workers_run_the_same_command_line(monkeypatch):
     launched = []
-    monkeypatch.setattr(cli, "launch", lambda *args, **options: launched.append((*args, options)) or 5)
+    monkeypatch.setattr(launch, "launch", lambda *args, **options: launched.append((*args, options)) or 5)
     words = ["train", "tiny", "--workers", "3", "--threads", "2"]
     assert cli.main(words) == 5
     assert launched == [([sys.executable, "-m", "samestep", *words], 3, {"threads": 2})]
 
 
 def test_more_workers_than_towers_start_nothing(monkeypatch, capsys):
-    monkeypatch.setattr(cli, "launch", None)
+    monkeypatch.setattr(launch, "launch", None)
     assert cli.main(["train", "tiny", "--towers", "2", "--workers", "3"]) == 2
     assert capsys.readouterr().err.startswith("samestep: error: workers = 3: expected 1 <= workers <= towers")
 
@@ -144,3 +160,57 @@ def test_python_m_samestep_is_the_same_command(monkeypatch, capsys):
         runpy.run_path(str(Path(cli.__file__).with_name("__main__.py")), run_name="__main__")
     assert leaving.value.code == 2
     assert capsys.readouterr().err.startswith("samestep: error: unknown command 'learn'")
+
+
+# ---- what is imported, in a process of its own -----------------------------------------------------------
+
+
+def run_python(program, *words):
+    """Run a program with the words as its arguments; return its status, stdout, and the lines of stderr."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words], capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout, done.stderr.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("line", "status"), [("--help", 0), ("", 2), ("learn", 2), ("train", 2), ("train dig", 2)]
+)
+def test_neither_help_nor_a_wrong_command_waits_for_torch(line, status):
+    program = """if True:
+        import sys
+        from samestep.cli import main
+        status = main(sys.argv[1:])
+        assert not {"torch", "numpy", "rich", "safetensors"} & sys.modules.keys()
+        sys.exit(status)
+    """
+    found, _, errors = run_python(program, *line.split())
+    assert (found, len(errors)) == (status, status // 2), errors
+
+
+@pytest.mark.parametrize("package", ["rich", "tensorboard", "pooch", "requests", "PIL"])
+def test_without_the_extra_one_line_says_what_to_install(package):
+    program = f"import sys; sys.modules[{package!r}] = None; from samestep.cli import main; sys.exit(main())"
+    assert run_python(program, "train", "digits") == (
+        2,
+        "",
+        [
+            f"samestep: error: recipes need packages that are not installed ({package}): "
+            "pip install 'samestep[train]'"
+        ],
+    )
+
+
+def test_settings_without_a_source_file_have_no_help():
+    program = """if True:
+        from dataclasses import dataclass
+        from samestep.app.command_line import Command, parse
+
+        @dataclass
+        class Typed:
+            rows: int = 3
+            "Not to be found."
+
+        print(parse("prog", Command("", {"typed": Typed}), ["typed", "--rows", "4"]))
+    """
+    assert run_python(program) == (0, "Typed(rows=4)\n", [])

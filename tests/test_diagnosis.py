@@ -152,7 +152,7 @@ def test_towers_without_rows_and_sums_with_names():
     model = Net()
     model.norm.eval()  # a tower of one row has nothing to normalise with
     towers = Towers(model, 7)
-    run = {"weights": {"rows": lambda part: len(part[0])}}
+    run = {"counts": {"rows": lambda part: len(part[0])}}
 
     def hand_in(tower):
         tower.backward({"rows": loss_of(model, tower.batch) * tower.rows})
@@ -166,10 +166,10 @@ def test_towers_without_rows_and_sums_with_names():
 def test_nothing_to_look_at():
     towers = Towers(Net(), 4)
     with pytest.raises(UsageError, match="replay\\(\\) without a step that is over"):
-        next(towers.replay(lambda tower, loss: None))
+        next(towers.replay())
     towers(batch_of())
     with pytest.raises(UsageError, match="replay\\(\\) without a step that is over"):
-        next(towers.replay(lambda tower, loss: None))
+        next(towers.replay())
 
 
 def test_buffers_can_be_put_back():

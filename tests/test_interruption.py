@@ -6,7 +6,7 @@ import warnings
 import pytest
 
 import samestep
-from samestep.app.interruption import ECHO_S, Interruption, Wish
+from samestep.app.interruption import ECHO_S, Interruption, StopFlags
 
 ALONE = samestep.Job(samestep.init("cpu").device)
 SECOND = samestep.Job(ALONE.device, rank=1, world_size=2)
@@ -32,13 +32,13 @@ def in_a_child(work):
 
 
 @pytest.mark.parametrize("number", HANDLED)
-def test_a_signal_becomes_a_wish(number):
+def test_a_signal_sets_a_flag(number):
     with Interruption(SECOND) as interruption:
-        assert interruption.wishes() == Wish(0)
+        assert interruption.flags() == StopFlags(0)
         signal.raise_signal(number)
-        wishes = interruption.wishes()
-    assert wishes == Wish[number.name]
-    assert (wishes.reason, wishes.exit_status) == (number.name, 128 + number)
+        flags = interruption.flags()
+    assert flags == StopFlags[number.name]
+    assert (flags.reason, flags.exit_status) == (number.name, 128 + number)
 
 
 def test_without_a_signal_the_handlers_are_put_back(handlers):
@@ -58,12 +58,12 @@ def test_an_echo_of_the_first_signal_changes_nothing():
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
-        assert interruption.wishes() == Wish.SIGTERM
+        assert interruption.flags() == StopFlags.SIGTERM
 
 
 def test_what_another_worker_was_sent_counts_as_the_first_signal(handlers):
     with Interruption(SECOND) as interruption:
-        interruption.heed(Wish.SIGTERM)
+        interruption.acknowledge(StopFlags.SIGTERM)
     signal.raise_signal(signal.SIGTERM)  # as the launcher does, when the first worker has ended
     assert {number: signal.getsignal(number) for number in HANDLED} != handlers
 
@@ -83,27 +83,27 @@ def test_a_second_signal_kills_even_after_the_loop(number):
 def test_a_process_forked_by_a_worker_ends_by_sigterm_and_leaves_sigint_to_the_worker(number, status):
     with Interruption(ALONE) as interruption:
         assert in_a_child(lambda: signal.raise_signal(number)) == status
-        assert interruption.wishes() == Wish(0)
+        assert interruption.flags() == StopFlags(0)
 
 
 def test_time_is_up_on_the_first_worker_alone():
     with Interruption(ALONE, max_seconds=0.02) as interruption, Interruption(SECOND, max_seconds=0) as second:
-        assert interruption.wishes() == Wish(0)
+        assert interruption.flags() == StopFlags(0)
         time.sleep(0.02)
-        assert interruption.wishes() == Wish.TIME_UP
-        assert second.wishes() == Wish(0)
-    assert (Wish.TIME_UP.reason, Wish.TIME_UP.exit_status) == ("--max-seconds", 0)
+        assert interruption.flags() == StopFlags.TIME_UP
+        assert second.flags() == StopFlags(0)
+    assert (StopFlags.TIME_UP.reason, StopFlags.TIME_UP.exit_status) == ("--max-seconds", 0)
 
 
 def test_a_checkpoint_is_wished_for_once_a_period():
     with Interruption(ALONE, checkpoint_minutes=0.02 / 60) as interruption:
-        assert interruption.wishes() == Wish(0)
+        assert interruption.flags() == StopFlags(0)
         time.sleep(0.02)
-        assert interruption.wishes() == Wish.CHECKPOINT
-        assert interruption.wishes() == Wish(0)
-    assert Wish.CHECKPOINT.reason is None
+        assert interruption.flags() == StopFlags.CHECKPOINT
+        assert interruption.flags() == StopFlags(0)
+    assert StopFlags.CHECKPOINT.reason is None
 
 
 def test_a_signal_comes_before_a_time_limit():
-    wishes = Wish.TIME_UP | Wish.SIGINT | Wish.CHECKPOINT
-    assert (wishes.reason, wishes.exit_status) == ("SIGINT", 130)
+    flags = StopFlags.TIME_UP | StopFlags.SIGINT | StopFlags.CHECKPOINT
+    assert (flags.reason, flags.exit_status) == ("SIGINT", 130)

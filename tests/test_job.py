@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import samestep
-from samestep.app.launch import resolve_workers
 from samestep.errors import ConfigError
 
 
@@ -35,8 +34,3 @@ def test_settings_out_of_range(arguments, message):
 def test_cuda_without_a_gpu():
     with pytest.raises(ConfigError, match="torch sees no GPU here; use device 'cpu' or 'auto'"):
         samestep.init("cuda")
-
-
-def test_auto_workers_are_at_most_one_a_tower():
-    assert resolve_workers("auto", 1, "cpu") == 1
-    assert resolve_workers(3, 8, "cpu") == 3

@@ -1,12 +1,11 @@
 import os
 
 import pytest
-import torch
 
-from samestep.app.launch import resolve_workers, run_worker
+from samestep.app.launch import run_worker
 from samestep.errors import ConfigError, LostWorkerError
+from samestep.workers.environment import worker_environment
 from samestep.workers.failures import Failure
-from samestep.workers.job import num_cores, worker_environment
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "SAMESTEP_LAUNCHED", "TORCHELASTIC_ERROR_FILE")
 
@@ -106,45 +105,3 @@ def test_worker_environment_is_put_back(monkeypatch):
         assert os.environ["OMP_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == "2"
         assert os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] == "SIGTERM,SIGINT"
     assert dict(os.environ) == before
-
-
-def test_auto_is_a_worker_per_core_and_at_most_one_per_tower(monkeypatch):
-    monkeypatch.setattr("samestep.workers.job.num_cores", lambda: 6)
-    assert resolve_workers("auto", 8, "cpu") == 6
-    assert resolve_workers("auto", 4, "cpu") == 4
-    assert resolve_workers("auto", 8, "cpu", threads=4) == 1
-    assert resolve_workers("auto", 8, "cpu", threads=16) == 1
-
-
-def test_auto_is_a_worker_per_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    assert resolve_workers("auto", 8) == 3
-    assert resolve_workers("auto", 2, "cuda") == 2
-
-
-def test_cores_are_those_of_this_process():
-    assert 1 <= num_cores() <= (os.cpu_count() or 1)
-
-
-def test_a_number_of_workers_is_taken_as_given():
-    assert resolve_workers(5, 8, "cpu") == 5
-
-
-def test_more_workers_than_towers_are_refused():
-    with pytest.raises(ConfigError, match="workers = 9: expected 1 <= workers <= towers = 8"):
-        resolve_workers(9, 8, "cpu")
-
-
-def test_threads_are_checked_before_anything_is_divided_by_them():
-    with pytest.raises(ConfigError, match="threads = 0"):
-        resolve_workers("auto", 8, "cpu", threads=0)
-
-
-def test_under_a_launcher_the_processes_are_counted(under):
-    under(0)
-    assert resolve_workers("auto", 8, "cpu") == resolve_workers(3, 8, "cpu") == 3
-    with pytest.raises(ConfigError, match=r"workers = 2, but the launcher started 3 processes"):
-        resolve_workers(2, 8, "cpu")
-    with pytest.raises(ConfigError, match="workers = 3"):
-        resolve_workers("auto", 2, "cpu")

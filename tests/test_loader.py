@@ -18,7 +18,7 @@ from samestep.workers.job import Job
 
 CPU = torch.device("cpu")
 NUM_EXAMPLES, BATCH_SIZE, NUM_TOWERS = 23, 7, 5
-ALONE = Placement(NUM_TOWERS, 1)
+ALONE = Placement.even(NUM_TOWERS, 1)
 
 # From Python 3.12 on, fork warns where a library has started threads; loader processes use none of them.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
@@ -88,7 +88,7 @@ def merge(workers):
 
 
 def read_everywhere(num_workers, **options):
-    placement = Placement(NUM_TOWERS, num_workers)
+    placement = Placement.even(NUM_TOWERS, num_workers)
     return merge(
         [read(make_loader(placement=placement, rank=rank, **options)) for rank in range(num_workers)]
     )
@@ -229,7 +229,7 @@ def test_an_epoch_holds_each_example_once(num_examples, batch_size, num_towers, 
     if drop_last and batch_size > num_examples:
         return
     loader = make_loader(
-        Noisy(num_examples), Placement(num_towers, 1), batch_size=batch_size, drop_last=drop_last
+        Noisy(num_examples), Placement.even(num_towers, 1), batch_size=batch_size, drop_last=drop_last
     )
     batches = read(loader, epochs=1)
     rows = [batch.rows for batch in batches]

@@ -130,5 +130,6 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
     with pytest.raises(OSError, match="No locks"), RunLock(tmp_path, JOB):
         monkeypatch.setattr(fcntl, "flock", no_locks)
     assert (
-        capsys.readouterr().err == f"samestep: {tmp_path} cannot be locked here: start no second run on it\n"
+        capsys.readouterr().err
+        == f"samestep: {tmp_path}: no locks on this file system; start no second run\n"
     )

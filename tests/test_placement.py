@@ -9,7 +9,10 @@ from samestep.summation.placement import Placement, even_ranges
 @st.composite
 def placements(draw):
     num_towers = draw(st.integers(1, 70))
-    return Placement(num_towers, draw(st.integers(1, num_towers)))
+    if draw(st.booleans()):
+        return Placement.even(num_towers, draw(st.integers(1, num_towers)))
+    inner = draw(st.sets(st.integers(1, num_towers), max_size=9)) - {num_towers}
+    return Placement((0, *sorted(inner), num_towers))
 
 
 @given(st.integers(0, 200), st.integers(1, 40))
@@ -28,7 +31,7 @@ def test_even_ranges_differ_by_at_most_one_and_the_longer_come_first(length, par
 
 @given(placements())
 def test_every_tower_has_one_owner_and_every_worker_a_tower(placement):
-    ranges = placement.ranges()
+    ranges = list(placement.ranges)
     assert ranges == [placement.towers(worker) for worker in range(placement.num_workers)]
     assert all(len(towers) > 0 for towers in ranges)
     owners = [placement.owner(tower) for tower in range(placement.num_towers)]
@@ -41,4 +44,10 @@ def test_every_tower_has_one_owner_and_every_worker_a_tower(placement):
 )
 def test_counts_out_of_range_are_refused(num_towers, num_workers, named):
     with pytest.raises(ConfigError, match=named):
-        Placement(num_towers, num_workers)
+        Placement.even(num_towers, num_workers)
+
+
+@pytest.mark.parametrize("cuts", [(), (0,), (1, 4), (0, 0, 4), (0, 3, 3), (0, 4, 2), (0, -1)])
+def test_cuts_that_leave_a_worker_without_towers_are_refused(cuts):
+    with pytest.raises(ConfigError, match=r"cuts = \(.*every worker runs at least one tower"):
+        Placement(cuts)

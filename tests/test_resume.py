@@ -21,9 +21,10 @@ from torch.optim.swa_utils import AveragedModel
 import samestep
 from samestep import cli, recipes
 from samestep.app import lock
-from samestep.app.experiment import Experiment, Settings
+from samestep.app.experiment import Experiment
 from samestep.app.lock import RunLock
 from samestep.app.run_folder import all_checkpoints, checkpoint_path
+from samestep.app.settings import Settings
 from samestep.app.training import train
 from samestep.recipes.digits.data import Digits
 from samestep.recipes.digits.recipe import accuracy, count_right, loss_of
@@ -64,7 +65,9 @@ class Tiny(Settings):
             return loss_of(model, batch)
 
         average = AveragedModel(model)
-        step = samestep.Step(towers, loss, optimizer, scheduler=StepLR(optimizer, 3, 0.5), average=average)
+        step = samestep.Step(
+            towers, loss, optimizer, scheduler=StepLR(optimizer, 3, 0.5), averaged_model=average
+        )
         loader = samestep.TowerLoader(Digits("train", augment=True), self.batch_size, towers, seed=self.seed)
         return Experiment(step, loader, Digits("test", augment=False), count_right, accuracy)
 
@@ -324,7 +327,9 @@ EXAMPLES, BATCH, STEPS = 23, 5, 14
 
 
 def loader_on(worker, num_workers):
-    placed = SimpleNamespace(placement=Placement(4, num_workers), job=Job(JOB.device, worker, num_workers))
+    placed = SimpleNamespace(
+        placement=Placement.even(4, num_workers), job=Job(JOB.device, worker, num_workers)
+    )
     return samestep.TowerLoader(list(range(EXAMPLES)), BATCH, placed, seed=2)
 
 

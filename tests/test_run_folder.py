@@ -10,12 +10,12 @@ from samestep.app.run_folder import (
     all_checkpoints,
     checkpoint_path,
     clear,
+    find_newest,
     newest_whole,
     prune,
     read_digest,
     search,
     set_aside,
-    tell_newest,
     tidy,
 )
 from samestep.errors import DataError, MissingFileError
@@ -237,7 +237,7 @@ def test_no_checkpoint(tmp_path):
     assert newest_whole(tmp_path).found is None
     for run_dir in (tmp_path, tmp_path / "none"):
         with pytest.raises(MissingFileError, match="no checkpoint there; train first"):
-            tell_newest(run_dir)
+            find_newest(run_dir)
 
 
 def test_the_digest_is_that_of_the_newest_whole_one(run_dir, capsys):

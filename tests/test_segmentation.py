@@ -1,4 +1,4 @@
-"""The segmentation recipe: its net, loss, schedule and figures, and a run on pictures in a folder."""
+"""The segmentation recipe: its net, loss, schedule and metrics, and a run on pictures in a folder."""
 
 import math
 import re
@@ -15,8 +15,8 @@ from torch import nn
 import samestep
 from samestep import cli
 from samestep.app.evaluation import count_split
-from samestep.app.experiment import read_settings
 from samestep.app.run_folder import read_digest
+from samestep.app.settings import read_settings
 from samestep.app.training import train
 from samestep.errors import ConfigError
 from samestep.recipes import RECIPES
@@ -26,8 +26,8 @@ from samestep.recipes.segmentation.recipe import (
     SegmentationSettings,
     count_pixels,
     decayed,
-    figures_of,
     loss_of,
+    metrics_of,
     terms_of,
 )
 from samestep.recipes.segmentation.shapes import Shapes
@@ -85,7 +85,7 @@ def gradients_of_towers(model, batch, num_towers):
     towers = samestep.Towers(model, num_towers, job=JOB)
     for tower in towers(batch):
         loss, weight = loss_of(model, tower.batch, **LOSS)
-        tower.backward(loss, weight=weight)
+        tower.backward_sum(loss, weight)
     return towers.average(), [parameter.grad for parameter in model.parameters()]
 
 
@@ -102,7 +102,7 @@ def test_pixels_to_ignore_weigh_nothing(num_towers):
     report, found = gradients_of_towers(model, (pictures, labels), num_towers)
     for got, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12)
-    assert report.weight == len(valid)
+    assert report.count == len(valid)
     decay = terms_of(model, weight_decay=0.01)["weight decay"]
     assert report.loss == pytest.approx(float((mean + decay).detach()))
 
@@ -163,7 +163,7 @@ def test_bfloat16_trains_as_float32_does(settings):
     assert losses["none"][-1] < losses["none"][0]
 
 
-# ---- the figures -------------------------------------------------------------------------------------
+# ---- the metrics -------------------------------------------------------------------------------------
 
 
 class Fixed(nn.Module):
@@ -177,7 +177,7 @@ class Fixed(nn.Module):
         return self.logits
 
 
-def slow_figures(labels, predicted, classes):
+def slow_metrics(labels, predicted, classes):
     """Class after class, pixel after pixel."""
     pixels = [
         (label, guess)
@@ -193,20 +193,20 @@ def slow_figures(labels, predicted, classes):
 
 
 @pytest.mark.parametrize(("classes", "used"), [(4, 4), (7, 5), (3, 1)])
-def test_figures_are_those_of_the_slow_twin(classes, used):
+def test_metrics_are_those_of_the_slow_twin(classes, used):
     _, labels = batch_of(4, used)
     guesses = torch.randint(0, used, labels.shape, generator=torch.Generator().manual_seed(2))
     predicted = torch.where(guesses < used // 2, guesses, labels.long().clamp(max=used - 1))
     counts = count_pixels(Fixed(predicted, classes), (None, labels), ignore_label=255)
     assert (counts.dtype, counts.shape) == (torch.int64, (classes, classes))
     assert int(counts.sum()) == int((labels != 255).sum())
-    figures = figures_of(counts)
-    assert list(figures) == ["mean IoU", "pixel accuracy"]
-    assert tuple(figures.values()) == pytest.approx(slow_figures(labels, predicted, classes))
+    metrics = metrics_of(counts)
+    assert list(metrics) == ["mean IoU", "pixel accuracy"]
+    assert tuple(metrics.values()) == pytest.approx(slow_metrics(labels, predicted, classes))
 
 
 def test_there_is_no_figure_of_nothing():
-    assert all(math.isnan(value) for value in figures_of(torch.zeros(4, 4, dtype=torch.int64)).values())
+    assert all(math.isnan(value) for value in metrics_of(torch.zeros(4, 4, dtype=torch.int64)).values())
 
 
 # ---- the run -----------------------------------------------------------------------------------------
@@ -233,11 +233,11 @@ def test_a_run_on_a_folder_its_evaluation_and_its_summaries(tmp_path, capsys):
         f"train segmentation --data-dir {tmp_path / 'data'} --run-dir {run_dir} {OPTIONS} --summary-every 2"
     )
     assert cli.main(line.split()) == 0
-    *_, figures, last = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"mean IoU = 0\.\d{4}, pixel accuracy = 0\.\d{4}", figures)
+    *_, metrics, last = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"mean IoU = 0\.\d{4}, pixel accuracy = 0\.\d{4}", metrics)
     assert re.fullmatch(r"weights sha256 [0-9a-f]{64}", last)
     assert cli.main(["eval", str(run_dir), "--workers", "1"]) == 0
-    assert capsys.readouterr().out.strip().endswith(f"step 4: {figures}")
+    assert capsys.readouterr().out.strip().endswith(f"step 4: {metrics}")
     assert cli.main(["digest", str(run_dir)]) == 0
     assert capsys.readouterr().out.strip() == last.split()[-1]
     evaluated = EventAccumulator(str(run_dir / "summaries" / "evaluation")).Reload()

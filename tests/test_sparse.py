@@ -11,8 +11,9 @@ from torch import nn
 import samestep
 from samestep import Step, Towers
 from samestep.errors import ConfigError, NonFiniteError, UsageError
-from samestep.summation.buckets import plan_buckets
-from samestep.summation.sparse import SparseParameter, add, find_sparse, measure, parts, room, stored
+from samestep.summation.buckets import lay_out_buckets
+from samestep.summation.layout import Layout
+from samestep.summation.sparse import add, empty, find_sparse, measure, stored, tensors_of
 
 from .integration.scenarios import Words, layout, loss_of, texts
 
@@ -120,10 +121,10 @@ def test_gradients_with_other_sparse_dimensions_make_dense():
     ],
     ids=["absent", "dense", "empty", "rows", "entries"],
 )
-def test_a_gradient_arrives_in_the_room_made_for_its_size(gradient):
-    parameter = SparseParameter(0, torch.Size([ROWS, WIDTH]), torch.float32)
-    arrived = room(parameter, measure(gradient), torch.device("cpu"))
-    for to_fill, part in zip(parts(arrived), parts(gradient), strict=True):
+def test_a_gradient_arrives_in_the_memory_made_for_its_size(gradient):
+    layout = Layout((ROWS, WIDTH), (WIDTH, 1), torch.float32)
+    arrived = empty(layout, measure(gradient), torch.device("cpu"))
+    for to_fill, part in zip(tensors_of(arrived), tensors_of(gradient), strict=True):
         to_fill.copy_(part)
     if gradient is None:
         assert arrived is None
@@ -156,12 +157,11 @@ def test_weights_of_sparse_embeddings_are_found_once_and_others_must_be_listed()
 
 
 def test_sparse_parameters_are_in_no_bucket_and_there_is_always_one():
-    parameters, dtypes = [torch.zeros(4)] * 3, [torch.float32] * 3
-    (bucket,) = plan_buckets(parameters, dtypes, 1000, 2, leave_out=[1])
+    layout = Layout((4,), (1,), torch.float32)
+    (bucket,) = lay_out_buckets([layout, None, layout], 1000, 2)
     assert bucket.parameters == (2, 0)
-    (bucket,) = plan_buckets(parameters, dtypes, 1000, 2, leave_out=[0, 1, 2])
+    (bucket,) = lay_out_buckets([None, None, None], 1000, 2)
     assert bucket.parameters == ()
-    assert bucket.num_elements == 0
 
 
 # ---- steps -----------------------------------------------------------------------------------------
@@ -329,10 +329,9 @@ def test_a_sparse_gradient_where_none_is_expected_is_refused_until_it_is_listed(
     model, batch = Table(), torch.arange(6)
     towers = Towers(model, 3)
     for _ in range(2):
-        for tower in towers(batch):
-            tower.backward(model(tower.batch).square().mean())
+        tower = next(towers(batch))
         with pytest.raises(UsageError, match=r"step 0: table got a sparse gradient.*sparse_parameters=\["):
-            towers.average()
+            tower.backward(model(tower.batch).square().mean())
     towers = Towers(model, 3, sparse_parameters=[model.table])
     for tower in towers(batch):
         tower.backward(model(tower.batch).square().mean())

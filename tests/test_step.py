@@ -56,7 +56,7 @@ def test_a_loss_may_be_a_sum_and_a_weight():
 
     first, second = make(model)(batch_of()), make(other, loss_fn=as_sum)(batch_of())
     assert first.loss == pytest.approx(second.loss, rel=1e-6)
-    assert second.weight == 12
+    assert second.count == 12
 
 
 def test_clipping_acts_once_on_the_average():
@@ -71,11 +71,11 @@ def test_scheduler_and_average_move_once_a_step():
     model = perceptron()
     step = make(model)
     step.scheduler = torch.optim.lr_scheduler.StepLR(step.optimizer, 2, 0.5)
-    step.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    step.averaged_model = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     for _ in range(4):
         step(batch_of())
     assert step.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.25)
-    assert step.average.n_averaged == 4
+    assert step.averaged_model.n_averaged == 4
 
 
 def poisoned(rows=12):

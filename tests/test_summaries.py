@@ -1,5 +1,4 @@
 import math
-import re
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import ClassVar
@@ -13,18 +12,17 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from samestep import cli, recipes
-from samestep.app.experiment import Experiment, Settings
-from samestep.app.histogram import Histogram
+from samestep.app.experiment import Experiment
 from samestep.app.run_folder import all_checkpoints
-from samestep.app.summaries import Summaries, Throughput, write_figures
-from samestep.app.training import Display, train
+from samestep.app.settings import Settings
+from samestep.app.summaries import Summaries, write_metrics
+from samestep.app.training import train
 from samestep.checkpoint.saving import load
 from samestep.data.loader import TowerLoader
 from samestep.identity import digest
 from samestep.recipes.digits.data import Digits
 from samestep.recipes.digits.recipe import accuracy, count_right
 from samestep.towers.batch import LocalBatch
-from samestep.towers.report import Report
 from samestep.towers.step import Step
 from samestep.towers.towers import Towers
 from samestep.workers.job import Job
@@ -294,9 +292,9 @@ def test_starting_over_deletes_old_summaries(tmp_path):
     assert list(scalars(tmp_path / "summaries" / "evaluation", "test accuracy")) == [8]
 
 
-def test_figures_of_evaluations_stand_at_their_checkpoints_steps(tmp_path):
-    write_figures(tmp_path, 4, {"precision @ 1": 0.5})
-    write_figures(tmp_path, 8, {"precision @ 1": 0.75})
+def test_metrics_of_evaluations_stand_at_their_checkpoints_steps(tmp_path):
+    write_metrics(tmp_path, 4, {"precision @ 1": 0.5})
+    write_metrics(tmp_path, 8, {"precision @ 1": 0.75})
     assert scalars(tmp_path / "summaries" / "evaluation", "precision @ 1") == {4: 0.5, 8: 0.75}
 
 
@@ -318,42 +316,6 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_the_last_checkpoint(t
     assert list(scalars(tmp_path / "summaries", "loss/total")) == [1, 2, 3, 4, 5]
 
 
-LINE = (
-    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d: step (\d+), loss = \d+\.\d\d \(\d+\.\d rows/sec; \d+\.\d{3} sec/batch\)"
-)
-
-
-def test_lines_tell_date_step_loss_and_speed(tmp_path, capsys):
-    train(Tiny(run_dir=tmp_path, log_device_placement=True), JOB)
-    lines = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"worker 0 on \S+, cpu, 1 threads: towers 0, 1, 2, 3", lines[0])
-    assert [re.fullmatch(LINE, line)[1] for line in lines[2:5]] == ["3", "6", "8"]
-    assert lines[5].startswith("test accuracy = 0.")
-
-
-@pytest.mark.parametrize(
-    ("noise", "expected"),
-    [
-        (
-            {"noise": 2345.6, "num_measured": 10},
-            "noise scale 2,300 rows: batches up to about that size pay off",
-        ),
-        ({"noise": 2345.6, "num_measured": 9}, None),  # too few to act on
-        ({"noise": math.inf, "num_measured": 10}, None),
-    ],
-)
-def test_the_noise_scale_is_told_with_the_summaries_and_at_the_end(tmp_path, capsys, noise, expected):
-    towers = Tiny().build(JOB).step.towers
-    towers.noise.load_state_dict({"signal": 1.0, **noise})
-    display = Display(Tiny(run_dir=tmp_path, steps=5, log_every=99, summary_every=2), JOB, towers)
-    capsys.readouterr()
-    zero = torch.zeros(4, 1, dtype=torch.float64)
-    for step in range(5):
-        display.show(Report(step, 8, zero, zero, []))
-        lines = [line for line in capsys.readouterr().out.splitlines() if "noise" in line]
-        assert lines == ([expected] if expected and step + 1 in (2, 4, 5) else [])
-
-
 def test_sums_with_names_are_shown(tmp_path):
     model = nn.Linear(3, 1)
     step = Step(
@@ -371,52 +333,6 @@ def test_sums_with_names_are_shown(tmp_path):
         same(scalars(folder, f"loss/{name}"), {n: reports[n - 1].losses[name] for n in (2, 4)})
     same(scalars(folder, "loss/total"), {n: reports[n - 1].loss for n in (2, 4)})
     assert len(scalars(folder, "loss/b (smoothed)")) == 2
-
-
-def test_throughput_is_counted_over_wall_time():
-    throughput = Throughput()
-    throughput.since_s -= 100
-    throughput.add(300)
-    throughput.add(200)
-    assert throughput.read() == pytest.approx((5.0, 50.0), rel=0.01)
-    assert throughput.read()[0] == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("num_values", [1, 1000, 600_000])
-def test_histograms_count_as_numpy_does(dtype, num_values):
-    values = torch.randn(num_values, generator=torch.Generator().manual_seed(0)).to(dtype)
-    histogram = Histogram.of(values.reshape(-1, 1))
-    exact = values.double().numpy()
-    span = (exact.min(), exact.max())
-    expected, _ = np.histogram(exact, bins=30, range=span) if num_values > 1 else ([1] + [0] * 29, None)
-    assert (histogram.lowest, histogram.highest) == span
-    assert list(histogram.counts) == list(expected)
-    assert histogram.total == pytest.approx(exact.sum(), rel=1e-9, abs=1e-9)
-    assert histogram.squares == pytest.approx(np.square(exact).sum())
-
-
-@pytest.mark.parametrize(
-    ("values", "lowest", "highest", "num"),
-    [
-        (torch.tensor([1.0, math.nan, 3.0, math.inf, -math.inf]), 1, 3, 2),
-        (torch.full((7,), 2.5), 2.5, 2.5, 7),
-        (torch.tensor([0.0, 1e-45]), 0, torch.tensor(1e-45).item(), 2),
-        (torch.tensor([-3e38, 3e38]), torch.tensor(-3e38).item(), torch.tensor(3e38).item(), 2),
-        (torch.tensor([-1.7e308, 1.7e308], dtype=torch.float64), -1.7e308, 1.7e308, 2),
-        (torch.sparse_coo_tensor([[0, 2]], [4.0, 5.0], (9,), check_invariants=True), 4, 5, 2),
-        (torch.tensor([3 + 4j, 0j]), 0, 5, 2),
-        (torch.tensor([True, False, True]), 0, 1, 3),
-    ],
-)
-def test_histograms_of_unusual_values(values, lowest, highest, num):
-    histogram = Histogram.of(values)
-    assert (histogram.lowest, histogram.highest, sum(histogram.counts)) == (lowest, highest, num)
-
-
-@pytest.mark.parametrize("values", [torch.zeros(0), torch.full((3,), math.nan)])
-def test_there_is_no_histogram_of_nothing(values):
-    assert Histogram.of(values) is None
 
 
 def test_pictures_are_stretched_to_the_whole_range(tmp_path):

@@ -3,8 +3,13 @@
 import importlib
 import inspect
 import pkgutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
 
 import samestep
+from samestep import recipes
 
 PUBLIC = {
     "CheckResult", "Error", "Job", "LocalBatch", "Report", "Step", "Tower", "TowerLoader", "Towers",
@@ -34,3 +39,21 @@ def test_each_module_says_what_it_gives():
 def test_public_things_are_documented():
     for name in samestep.__all__:
         assert inspect.getdoc(getattr(samestep, name)), name
+
+
+def test_the_library_needs_none_of_the_packages_of_the_extra():
+    program = """if True:
+        import sys
+        import samestep
+        assert "torch" not in sys.modules
+        for name in samestep.__all__:
+            getattr(samestep, name)
+        assert not {"PIL", "pooch", "requests", "rich", "tensorboard"} & sys.modules.keys()
+    """
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_extra_installs_what_recipes_look_for():
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    names = [line.partition(">=")[0] for line in project["optional-dependencies"]["train"]]
+    assert sorted(recipes._PACKAGES) == sorted("PIL" if name == "pillow" else name for name in names)

@@ -8,7 +8,7 @@ from torch import nn
 
 import samestep
 from samestep import Towers
-from samestep.errors import BatchError, BufferError, ConfigError, UsageError
+from samestep.errors import BatchError, BufferPolicyError, ConfigError, UsageError
 
 from .integration.scenarios import peak_bytes
 
@@ -51,7 +51,7 @@ def test_gradient_is_that_of_the_unsplit_batch(rows, num_towers):
     for ours, theirs in zip(averaged, gradients(model), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-15)
     assert report.loss == pytest.approx(whole.item(), rel=1e-12)
-    assert report.weight == report.rows == rows
+    assert report.count == report.rows == rows
     assert report.grad_norm == pytest.approx(
         math.sqrt(sum(g.square().sum().item() for g in averaged)), rel=1e-12
     )
@@ -82,7 +82,7 @@ def test_weights_make_a_mean_over_what_they_count(as_tensor):
     towers = Towers(model, 5)
     for tower in towers(batch):
         count = (tower.batch["y"] >= 0).sum()
-        tower.backward(total(tower.batch), weight=count if as_tensor else int(count))
+        tower.backward_sum(total(tower.batch), count if as_tensor else int(count))
     report = towers.average()
     averaged = gradients(model)
     model.zero_grad()
@@ -90,7 +90,7 @@ def test_weights_make_a_mean_over_what_they_count(as_tensor):
     whole.backward()
     for ours, theirs in zip(averaged, gradients(model), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-15)
-    assert report.weight == 17
+    assert report.count == 17
     assert report.loss == pytest.approx(whole.item(), rel=1e-12)
 
 
@@ -325,10 +325,11 @@ def test_a_tower_whose_turn_is_over():
     turns = towers(batch_of(8))
     first = next(turns)
     first.backward(loss_of(towers.model, first.batch))
-    next(turns)
-    first.is_done = False
+    second = next(turns)
+    with pytest.raises(UsageError, match="turn ended without a backward"):
+        next(turns)
     with pytest.raises(UsageError, match="has no turn any more"):
-        first.backward(loss_of(towers.model, first.batch))
+        second.backward(loss_of(towers.model, second.batch))
 
 
 def test_backward_past_the_tower():
@@ -383,8 +384,8 @@ def test_slices_of_other_towers_are_refused():
 def test_weights_that_add_up_to_zero():
     towers = Towers(perceptron(), 2)
     for tower in towers(batch_of(4)):
-        tower.backward(loss_of(towers.model, tower.batch), weight=0)
-    with pytest.raises(BatchError, match=r"step 0: the towers' weights add up to 0.*on_zero_weight='skip'"):
+        tower.backward_sum(loss_of(towers.model, tower.batch), 0)
+    with pytest.raises(BatchError, match=r"step 0: the towers' counts add up to 0.*on_zero_count='skip'"):
         towers.average()
 
 
@@ -424,7 +425,7 @@ class Remembers(nn.Module):
 
 
 def test_other_floating_buffers_that_change_are_named():
-    with pytest.raises(BufferError, match="tower 0 changed memory"):
+    with pytest.raises(BufferPolicyError, match="tower 0 changed memory"):
         run(Towers(Remembers(torch.zeros(3)), 2), batch_of(4))
 
 
@@ -434,7 +435,7 @@ def test_replaced_buffers_are_named():
             self.memory = self.memory + 1
             return self.linear(x)
 
-    with pytest.raises(BufferError, match="tower 0 changed memory"):
+    with pytest.raises(BufferPolicyError, match="tower 0 changed memory"):
         run(Towers(Replaces(torch.zeros(3)), 2), batch_of(4))
 
 
@@ -447,5 +448,5 @@ def test_counters_count_once_a_step():
 
 
 def test_counters_that_depend_on_the_rows_are_an_error():
-    with pytest.raises(BufferError, match="buffer memory is 2 after tower 1, 3 after tower 0"):
+    with pytest.raises(BufferPolicyError, match="buffer memory is 2 after tower 1, 3 after tower 0"):
         run(Towers(Remembers(torch.zeros((), dtype=torch.int64)), 2), batch_of(5))

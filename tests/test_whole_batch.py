@@ -13,7 +13,7 @@ from torch import nn
 
 import samestep
 from samestep import LocalBatch, Step, Towers
-from samestep.errors import BatchError, BufferError, UsageError
+from samestep.errors import BatchError, BufferPolicyError, UsageError
 from samestep.streams import keep_globals, seed_globals, tower_seed
 from samestep.summation.placement import even_ranges
 
@@ -69,8 +69,8 @@ def gradients(model):
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
-def run(towers, batch, loss, forward=None):
-    towers.whole_batch(batch, forward or towers.model, partial(loss, towers.model))
+def run(towers, batch, loss, forward=None, scaler=None):
+    towers.whole_batch(batch, forward or towers.model, partial(loss, towers.model), scaler=scaler)
     return towers.average()
 
 
@@ -333,7 +333,7 @@ def test_a_buffer_that_nobody_said_how_to_average():
             return super().forward(batch)
 
     model = Remembers()
-    with pytest.raises(BufferError, match="tower 0 changed memory"):
+    with pytest.raises(BufferPolicyError, match="tower 0 changed memory"):
         run(Towers(model, 2), batch_of(4), info_nce)
 
 
@@ -396,8 +396,7 @@ def test_a_loss_scale_is_applied_once():
     towers = Towers(model, 4)
     report = run(towers, batch, info_nce)
     plain = gradients(model)
-    towers.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    scaled = run(towers, batch, info_nce)
+    scaled = run(towers, batch, info_nce, scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
     assert scaled.loss == report.loss
     for name, gradient in gradients(model).items():
         assert gradient is None or torch.equal(gradient, 1024 * plain[name]), name
@@ -406,8 +405,9 @@ def test_a_loss_scale_is_applied_once():
 def test_small_gradients_of_half_precision_outputs_survive_with_a_scale():
     model = nn.Linear(4, 2)
     towers = Towers(model, 2)
-    towers.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
-    towers.whole_batch(torch.randn(4, 4), lambda x: model(x).half(), lambda out, _: out.sum().float() * 1e-8)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    forward, loss = lambda x: model(x).half(), lambda out, _: out.sum().float() * 1e-8
+    towers.whole_batch(torch.randn(4, 4), forward, loss, scaler=scaler)
     towers.average()
     assert model.bias.grad.tolist() == pytest.approx([4e-8 * 2**16] * 2, rel=1e-3)
 
@@ -437,11 +437,11 @@ def test_the_report_has_one_loss():
     model = TwoEncoders()
     towers = Towers(model, 5)
     report = run(towers, batch_of(13), info_nce)
-    assert (report.rows, report.weight, report.step) == (13, 1.0, 0)
+    assert (report.rows, report.count, report.step) == (13, 1.0, 0)
     assert report.tower_losses == [report.loss]
     for tower in towers(batch_of(13)):
         tower.backward(model(tower.batch)["left"].square().mean())
-    assert towers.average().weight == 13  # a loop after a whole batch counts rows again
+    assert towers.average().count == 13  # a loop after a whole batch counts rows again
 
 
 class Kept:
@@ -554,7 +554,7 @@ def test_a_loss_that_asks_for_the_rows_of_other_workers(use):
         (lambda out: None, "forward gave a NoneType"),
         (lambda out: {}, "forward gave a dict without tensors"),
         (lambda out: out["left"].to_sparse(), "a tensor in the layout torch.sparse_coo"),
-        (lambda out: collections.namedtuple("Local", "x")(out["left"]), "cannot be told to other workers"),
+        (lambda out: collections.namedtuple("Local", "x")(out["left"]), "cannot be sent to other workers"),
     ],
 )
 def test_outputs_that_are_no_nest_of_tensors(forward, message):

@@ -23,7 +23,7 @@ for batch in batches():
     for tower in towers(batch):
         with accelerator.autocast():
             total = token_losses(model, tower.batch, reduction="sum")
-        tower.backward(total, weight=num_tokens(tower.batch))  # not accelerator.backward
+        tower.backward_sum(total, num_tokens(tower.batch))  # not accelerator.backward
     towers.average()
     optimizer.step()
 if job.is_first:

@@ -22,7 +22,7 @@ towers = samestep.Towers(module, BATCH_ROWS // MICRO_ROWS, job=job, seed=0)
 for batch in batches():
     for tower in towers(batch):
         total = token_losses(model, tower.batch, reduction="sum")
-        tower.backward(total, weight=num_tokens(tower.batch))  # not fabric.backward
+        tower.backward_sum(total, num_tokens(tower.batch))  # not fabric.backward
     towers.average()
     optimizer.step()
 if job.is_first:

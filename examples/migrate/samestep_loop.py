@@ -20,7 +20,7 @@ towers = samestep.Towers(model, BATCH_ROWS // MICRO_ROWS, job=job, seed=0)
 for batch in batches():
     for tower in towers(batch):
         total = token_losses(model, tower.batch, reduction="sum")
-        tower.backward(total, weight=num_tokens(tower.batch))
+        tower.backward_sum(total, num_tokens(tower.batch))
     towers.average()
     optimizer.step()
 if job.is_first:

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from samestep.data.loader import TowerLoader
     from samestep.errors import Error
     from samestep.identity import digest
-    from samestep.summation.tree import average_gradients
+    from samestep.summation.gradients import average_gradients
     from samestep.towers.batch import LocalBatch
     from samestep.towers.report import Report
+    from samestep.towers.run import Tower
     from samestep.towers.step import Step
-    from samestep.towers.tower import Tower
     from samestep.towers.towers import Towers
     from samestep.workers.job import Job, init
 
@@ -44,10 +44,10 @@ _HOMES = {
     "LocalBatch": "towers.batch",
     "Report": "towers.report",
     "Step": "towers.step",
-    "Tower": "towers.tower",
+    "Tower": "towers.run",
     "TowerLoader": "data.loader",
     "Towers": "towers.towers",
-    "average_gradients": "summation.tree",
+    "average_gradients": "summation.gradients",
     "check": "checking.result",
     "digest": "identity",
     "init": "workers.job",

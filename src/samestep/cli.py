@@ -1,49 +1,52 @@
-"""The commands: parses, calls, prints."""
+"""The commands: parse, call, print.
+
+Torch, which takes seconds to import, is imported only once a command is known to be right.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from tyro.conf import Positional, arg
-
+from samestep import recipes
 from samestep.app.command_line import Command, parse
-from samestep.app.launch import launch, resolve_workers, run_worker
-from samestep.workers.job import Job, init, under_launcher
+from samestep.errors import Error
 
 if TYPE_CHECKING:
-    from samestep.app.experiment import Settings
+    from samestep.app.settings import Settings
+    from samestep.workers.job import Job
 
 __all__ = ["Digest", "Eval", "main"]
 
 
 @dataclass(frozen=True)
 class Eval:
-    """Evaluate the checkpoint of a run."""
+    """Evaluate the newest checkpoint of a run."""
 
-    run_dir: Annotated[Positional[Path], arg(metavar="RUN_DIR")]
-    """The folder that train wrote, its --run-dir."""
+    run_dir: Path
+    """The run folder that train wrote, its --run-dir."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """What to compute on; auto is the GPU where there is one."""
+    """Device to compute on; auto is the GPU where there is one."""
     threads: int = 1
     """CPU threads of each worker."""
     workers: int | Literal["auto"] = "auto"
-    """Processes to start here; auto is one for each core or GPU."""
+    """Processes to start here; auto is one for each core or GPU, and at most one for each tower."""
     weights: Literal["average", "raw"] = "average"
     """Evaluate the moving averages of the weights where a run keeps them, or the raw weights."""
     follow: bool = False
-    """Go on with each new checkpoint until training ends."""
+    """Evaluate each new checkpoint, too, until training ends."""
 
 
 @dataclass(frozen=True)
 class Digest:
     """Print the SHA-256 of the weights in a checkpoint."""
 
-    path: Annotated[Positional[Path], arg(metavar="PATH")]
-    """A checkpoint, or the folder of a run."""
+    path: Path
+    """A checkpoint, or a run folder, whose newest checkpoint is used."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,33 +60,59 @@ def main(argv: Sequence[str] | None = None) -> int:
         128 + the signal's number where one ended it.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    return run_worker(lambda: _run(words))
+    try:
+        command = parse("samestep", _commands(), words)
+    except SystemExit:  # --help has been printed
+        return 0
+    except Error as error:
+        return _refuse(error)
+    from samestep.app.launch import run_worker
 
-
-def _run(words: list[str]) -> int:
-    match parse("samestep", _commands(), words):
-        case Eval() as command:
-            return _eval(command, words)
-        case Digest() as command:
-            return _digest(command)
-        case settings if words[0] == "check":
-            return _check(cast("Settings", settings))
-        case settings:
-            return _train(cast("Settings", settings), words)
+    return run_worker(lambda: _run(command, words))
 
 
 def _commands() -> Command:
-    from samestep.recipes import RECIPES
+    choices: dict[str, type | Command] = {
+        "train": Command(
+            "Train a recipe; an earlier run in the same folder is continued.", recipes.RECIPES, noun="recipe"
+        ),
+        "eval": Eval,
+        "digest": Digest,
+        "check": Command(
+            "Train a recipe's first steps on 1, 2 and 3 workers and compare the weights bit for bit. "
+            "Takes the options of train.",
+            recipes.RECIPES,
+            noun="recipe",
+        ),
+    }
+    return Command(
+        "Train PyTorch models with the same result, bit for bit, on any number of workers.", choices
+    )
 
-    train = Command(
-        "Train a recipe, from its newest whole checkpoint if there is one.", RECIPES, noun="recipe"
-    )
-    check = Command(
-        "Compare the bits of a recipe's first steps on 1, 2 and 3 workers; takes the options of train.",
-        RECIPES,
-        noun="recipe",
-    )
-    return Command("", {"train": train, "eval": Eval, "digest": Digest, "check": check})
+
+def _refuse(error: Error) -> int:
+    """Say in one line what is wrong with the command line, and return the exit status."""
+    if "RANK" in os.environ:  # a launcher shows one message for all of its workers
+        from samestep.app.launch import run_worker
+
+        def fail() -> NoReturn:
+            raise error
+
+        return run_worker(fail)
+    print(f"samestep: error: {error}", file=sys.stderr)
+    return error.exit_status
+
+
+def _run(command: Any, words: list[str]) -> int:
+    match command:
+        case Eval():
+            return _eval(command, words)
+        case Digest():
+            return _digest(command)
+        case settings if words[0] == "check":
+            return _check(settings)
+        case settings:
+            return _train(settings, words)
 
 
 def _train(settings: Settings, words: list[str]) -> int:
@@ -94,11 +123,10 @@ def _train(settings: Settings, words: list[str]) -> int:
 
 def _eval(command: Eval, words: list[str]) -> int:
     from samestep.app.evaluation import evaluate_run
-    from samestep.app.experiment import read_settings
-    from samestep.recipes import RECIPES
+    from samestep.app.settings import read_settings
 
     settings = replace(
-        read_settings(command.run_dir, RECIPES),
+        read_settings(command.run_dir, recipes.RECIPES),
         workers=command.workers,
         device=command.device,
         threads=command.threads,
@@ -108,17 +136,6 @@ def _eval(command: Eval, words: list[str]) -> int:
         words,
         lambda job: evaluate_run(settings, job, weights=command.weights, follow=command.follow),
     )
-
-
-def _on_workers(settings: Settings, words: list[str], work: Callable[[Job], int]) -> int:
-    """Do the work on the workers that the settings ask for: start them, or be one of them."""
-    workers = resolve_workers(settings.workers, settings.towers, settings.device, threads=settings.threads)
-    if workers > 1 and not under_launcher():
-        return launch([sys.executable, "-m", "samestep", *words], workers, threads=settings.threads)
-    job = init(settings.device, threads=settings.threads, timeout_s=settings.timeout)
-    status = work(job)
-    job.close()
-    return status
 
 
 def _check(settings: Settings) -> int:
@@ -134,3 +151,19 @@ def _digest(command: Digest) -> int:
 
     print(read_digest(command.path))
     return 0
+
+
+def _on_workers(settings: Settings, words: list[str], work: Callable[[Job], int]) -> int:
+    """Do the work on the workers that the settings ask for: start them, or be one of them."""
+    from samestep.app.launch import launch
+    from samestep.app.num_workers import resolve_workers
+    from samestep.workers.environment import under_launcher
+    from samestep.workers.job import init
+
+    workers = resolve_workers(settings.workers, settings.towers, settings.device, threads=settings.threads)
+    if workers > 1 and not under_launcher():
+        return launch([sys.executable, "-m", "samestep", *words], workers, threads=settings.threads)
+    job = init(settings.device, threads=settings.threads, timeout_s=settings.timeout)
+    status = work(job)
+    job.close()
+    return status

@@ -4,7 +4,7 @@
     ├── ConfigError         a value that was passed in is wrong            (also a ValueError)
     ├── UsageError          calls in an order that cannot be right         (also a RuntimeError)
     ├── BatchError          a batch without rows, weight, or equal lengths (also a ValueError)
-    ├── BufferError         a buffer changed and nobody said how to average (also a RuntimeError)
+    ├── BufferPolicyError         a buffer changed and nobody said how to average (also a RuntimeError)
     ├── DataError           a file on disk does not hold what it should    (also a ValueError)
     │   └── DamagedError    a checkpoint is not what was written
     ├── MissingFileError    a file or folder is not there                  (also a FileNotFoundError)
@@ -23,7 +23,7 @@ import reprlib
 
 __all__ = [
     "BatchError",
-    "BufferError",
+    "BufferPolicyError",
     "ConfigError",
     "DamagedError",
     "DataError",
@@ -62,7 +62,7 @@ class BatchError(Error, ValueError):
     exit_status = 1
 
 
-class BufferError(Error, RuntimeError):
+class BufferPolicyError(Error, RuntimeError):
     """A buffer of the model changed during a pass, and nobody said how to average it."""
 
     exit_status = 1

@@ -2,8 +2,10 @@
 
 import contextlib
 import gc
+import importlib
 import json
 import os
+import pkgutil
 import random
 import runpy
 import select
@@ -18,22 +20,22 @@ from typing import Any
 
 import numpy as np
 
-# What torch imports when the first optimizer is made, and what the first summaries need.
+# What torch imports when the first optimizer is made, what the first summaries need, and torchrun.
 import torch._dynamo
+import torch.distributed.run
 import torch.utils.tensorboard  # noqa: F401
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-import samestep.app.evaluation
-import samestep.app.recipe_check
-import samestep.app.training
-import samestep.cli
-import samestep.recipes.digits.recipe
-import samestep.recipes.segmentation.recipe  # noqa: F401
+import samestep
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import tests.integration.hanging  # noqa: F401 - adds its recipe
+
+for module in pkgutil.walk_packages(samestep.__path__, "samestep."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
 
 POLL_S = 0.005
 

@@ -6,6 +6,7 @@ python hanging.py train hanging ...    the command line, with this recipe
 import dataclasses
 import sys
 import time
+from collections import ChainMap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -13,10 +14,9 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from torch import Tensor, nn
 
-from samestep import Job, TowerLoader
+from samestep import Job, TowerLoader, recipes
 from samestep.app.experiment import Experiment
 from samestep.cli import main
-from samestep.recipes import RECIPES
 from samestep.recipes.digits.data import Digits
 from samestep.recipes.digits.recipe import DigitsSettings, loss_of
 
@@ -74,7 +74,7 @@ class Pictures:
         return pictures[0], labels[0]
 
 
-RECIPES["hanging"] = HangingSettings
+recipes.RECIPES = ChainMap({"hanging": HangingSettings}, recipes.RECIPES)
 
 if __name__ == "__main__":
     sys.exit(main())

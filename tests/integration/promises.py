@@ -81,8 +81,8 @@ def a_loss_over_tokens_is_their_mean_not_a_mean_of_means(job: samestep.Job) -> s
     for tower in towers((x, y)):
         inputs, labels = tower.batch
         total = F.cross_entropy(model(inputs), labels, reduction="sum")
-        tower.backward(total, weight=(labels != -100).sum())
-    assert towers.average().weight == float((y != -100).sum())
+        tower.backward_sum(total, (labels != -100).sum())
+    assert towers.average().count == float((y != -100).sum())
     assert_close(gradients(model), truth(model, lambda m: F.cross_entropy(m(x), y)))
     return samestep.digest(gradients(model))
 
@@ -96,7 +96,7 @@ def nothing_divides_behind_the_users_back(job: samestep.Job) -> list[str]:
         for tower in towers(batch):
             inputs, labels = tower.batch
             total = F.cross_entropy(model(inputs), labels, reduction="sum")
-            tower.backward(total, weight=float(tower.index == 0))  # weights add up to 1: the sum itself
+            tower.backward_sum(total, float(tower.index == 0))  # weights add up to 1: the sum itself
         towers.average()
         assert_close(
             gradients(model), truth(model, lambda m: F.cross_entropy(m(batch[0]), batch[1], reduction="sum"))
@@ -262,7 +262,7 @@ def schedule_and_average_move_once_a_step(job: samestep.Job) -> list[float]:
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     towers = samestep.Towers(model, T, job=job)
-    step = samestep.Step(towers, mean_loss, optimizer, scheduler=schedule, average=average)
+    step = samestep.Step(towers, mean_loss, optimizer, scheduler=schedule, averaged_model=average)
     rates = []
     for _ in range(3):
         rates.append(optimizer.param_groups[0]["lr"])

@@ -27,8 +27,7 @@ from samestep.checkpoint.snapshot import Parts, check_fits, restore, take_snapsh
 from samestep.recipes.digits.data import Digits
 from samestep.recipes.segmentation.label_maps import LabelMaps
 from samestep.recipes.segmentation.recipe import SegmentationSettings
-from samestep.workers.agreement import agree
-from samestep.workers.first_worker import from_first_worker
+from samestep.workers.agreement import agree, from_first_worker
 
 Scenario = Callable[[samestep.Job], str]
 SCENARIOS: dict[str, Scenario] = {}
@@ -181,7 +180,7 @@ class Run:
             clip_norm=1.0,
             autocast=self.autocast,
             scheduler=schedule,
-            average=average,
+            averaged_model=average,
         )
         losses = [step(batch).loss for batch in batches(4, self.rows, *self.shape, dtype=self.dtype)]
         buffers = samestep.digest(dict(model.named_buffers()))  # those that the model does not save, too
@@ -338,8 +337,8 @@ def explicit_weights(job: samestep.Job) -> str:
         for tower in towers(batch):
             keep = tower.batch["y"] != 0
             loss = F.cross_entropy(model(tower.batch["x"]), tower.batch["y"], reduction="none")
-            tower.backward((loss * keep).sum(), weight=keep.sum() if tower.index % 2 else int(keep.sum()))
-        weights.append(towers.average().weight)
+            tower.backward_sum((loss * keep).sum(), keep.sum() if tower.index % 2 else int(keep.sum()))
+        weights.append(towers.average().count)
         optimizer.step()
     return f"{samestep.digest(model)} {weights}"
 
@@ -360,11 +359,11 @@ def several_sums_with_weights_of_their_own(job: samestep.Job) -> str:
     towers = samestep.Towers(model, 7, job=job, bucket_bytes=400, noise_every=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     weights = {"kept": keep, "rows": lambda batch: len(batch["y"])}
-    step = samestep.Step(towers, named_sums, optimizer, weights=weights)
+    step = samestep.Step(towers, named_sums, optimizer, counts=weights)
     told = []
     for batch in [*batches(3, 17, 7), *batches(1, 4, 7)]:
         report = step(batch)
-        told.append((report.loss, report.losses, report.weight, report.tower_losses, report.tower_grad_norms))
+        told.append((report.loss, report.losses, report.count, report.tower_losses, report.tower_grad_norms))
     return f"{samestep.digest(model)} {told}"
 
 
@@ -391,16 +390,16 @@ def weights_of_zero(job: samestep.Job) -> str:
         (Words, texts(1, 14)[0], {}, None),
     ]:
         model = build().to(job.device)
-        towers = samestep.Towers(model, 7, job=job, on_zero_weight="skip", bucket_bytes=300, buffers=rules)
+        towers = samestep.Towers(model, 7, job=job, on_zero_count="skip", bucket_bytes=300, buffers=rules)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = samestep.Step(towers, two_sums if weights else kept_sum, optimizer, weights=weights)
+        step = samestep.Step(towers, two_sums if weights else kept_sum, optimizer, counts=weights)
         for zeros in (range(0), range(8), range(8, 13), range(30), range(1, 14)):
             some = {"x": batch["x"], "y": batch["y"].clamp(min=1)}
             some["y"][zeros.start : zeros.stop] = 0
             before = samestep.digest(model)
             report = step(some)
             assert report.skipped == (samestep.digest(model) == before) == (len(zeros) == 30)
-            results.append((report.loss, report.weight, report.tower_losses, samestep.digest(model)))
+            results.append((report.loss, report.count, report.tower_losses, samestep.digest(model)))
     return str(results)
 
 
@@ -829,8 +828,8 @@ def from_a_checkpoint(job: samestep.Job) -> str:
 
 
 @scenario
-def wishes(job: samestep.Job) -> str:
-    """The first and the last worker wish for different things, and are asked once a step."""
+def flags(job: samestep.Job) -> str:
+    """The first and the last worker set different bits, and are asked once a step."""
     towers = samestep.Towers(perceptron().to(job.device), 7, job=job, bucket_bytes=300)
     asked: list[int] = []
 
@@ -839,12 +838,11 @@ def wishes(job: samestep.Job) -> str:
         mine = (job.rank == 0) | 2 * (job.rank == job.world_size - 1)
         return mine if towers.step != 1 else 0
 
-    towers.wishes = answer
     heard = []
     for batch in batches(3, 4, 7):  # fewer rows than towers
-        for tower in towers(batch):
+        for tower in towers(batch, flags=answer):
             tower.backward(loss_of(towers.model, tower.batch))
-        heard.append(towers.average().wishes)
+        heard.append(towers.average().flags)
     return f"{heard} {asked}"
 
 
@@ -943,14 +941,14 @@ def bad_batch_on_one_with_weights(job: samestep.Job) -> str:
     batch = batches(1, 16, 7)[0]
     if job.rank == 1:
         batch["y"] = batch["y"][:5]
-    return message_of(lambda: towers(batch, weights={"kept": keep}))
+    return message_of(lambda: towers(batch, counts={"kept": keep}))
 
 
 @fault
 def bad_count_on_one(job: samestep.Job) -> str:
     towers = samestep.Towers(perceptron().to(job.device), 8, job=job)
     return message_of(
-        lambda: towers(batches(1, 16, 7)[0], weights={"kept": lambda batch: -1 if job.rank == 1 else 1})
+        lambda: towers(batches(1, 16, 7)[0], counts={"kept": lambda batch: -1 if job.rank == 1 else 1})
     )
 
 
@@ -1019,7 +1017,7 @@ def a_wrong_label_map(job: samestep.Job) -> str:
 @fault
 def a_step_ahead(job: samestep.Job) -> str:
     towers = samestep.Towers(perceptron().to(job.device), 8, job=job)
-    towers.step += job.rank == 1
+    towers._step += job.rank == 1
     return message_of(lambda: step_on(towers, batches(1, 16, 7)[0]))
 
 
@@ -1077,7 +1075,7 @@ def outputs_that_differ(job: samestep.Job) -> str:
 def whole_batch_a_step_ahead(job: samestep.Job) -> str:
     model = perceptron().to(job.device)
     towers = samestep.Towers(model, 6, job=job)
-    towers.step += job.rank == 1
+    towers._step += job.rank == 1
     return message_of(lambda: towers.whole_batch(batches(1, 16, 7)[0]["x"], model, spread))
 
 

@@ -5,7 +5,7 @@ import re
 from ..test_summaries import scalars
 
 
-def test_several_workers_tell_their_towers_in_order_and_one_writes(run, tmp_path):
+def test_several_workers_print_their_towers_in_order_and_one_writes(run, tmp_path):
     options = "--workers 2 --towers 5 --steps 2 --summary-every 1 --log-device-placement --device cpu"
     lines = run("train", "digits", *options.split(), "--run-dir", tmp_path).stdout().splitlines()
     assert re.fullmatch(r"worker 0 on \S+, cpu, 1 threads: towers 0, 1, 2", lines[0])

@@ -1,4 +1,4 @@
-"""What a model's layers give: looked at during one pass, through hooks that are gone afterwards."""
+"""What a model's layers output, recorded during one pass through hooks that are removed afterwards."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ __all__ = ["Output", "layers_of", "outputs_of"]
 
 @dataclass(frozen=True)
 class Output:
-    """What a layer gave: the distribution of its values, and how many of them are zero."""
+    """What a layer returned: the distribution of its values, and how many of them are zero."""
 
     histogram: Histogram | None
     sparsity: float
 
     @classmethod
     def of(cls, values: Tensor) -> Output:
-        """Look at a tensor."""
+        """Return what is recorded of a tensor."""
         zeros = 1 - int(values.count_nonzero()) / max(1, values.numel())
         return cls(Histogram.of(values), zeros)
 
 
 @contextmanager
 def outputs_of(layers: Sequence[tuple[str, nn.Module]]) -> Iterator[Mapping[str, Output]]:
-    """Collect what each layer gives when it is first called, which is in the first tower."""
+    """Collect what each layer returns when it is first called, which is in the first tower."""
     found: dict[str, Output] = {}
     handles = [layer.register_forward_hook(_keep_as(name, found)) for name, layer in layers]
     try:
@@ -54,10 +54,10 @@ def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     layers = dict(model.named_modules())
     if any(hasattr(layer, "_orig_mod") or layer._compiled_call_impl is not None for layer in layers.values()):
         return []
-    return [(name or type(layer).__name__, layer) for name, layer in layers.items() if _is_looked_at(layer)]
+    return [(name or type(layer).__name__, layer) for name, layer in layers.items() if _is_recorded(layer)]
 
 
-def _is_looked_at(layer: nn.Module) -> bool:
-    is_leaf = next(layer.children(), None) is None
+def _is_recorded(layer: nn.Module) -> bool:
+    has_no_layers = next(layer.children(), None) is None
     is_activation = type(layer).__module__ == nn.ReLU.__module__
-    return is_leaf and (is_activation or any(weight.ndim > 1 for weight in layer.parameters()))
+    return has_no_layers and (is_activation or any(weight.ndim > 1 for weight in layer.parameters()))

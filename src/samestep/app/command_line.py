@@ -1,26 +1,26 @@
-"""Command lines: words -> settings, or one line that says which word is wrong and what was expected."""
+"""Command lines: words -> settings, or one line that says what is wrong and what was expected."""
 
 from __future__ import annotations
 
+import argparse
+import ast
 import contextlib
 import difflib
-import io
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from itertools import takewhile
-from typing import Annotated, Any, Union
-
-import tyro
-
-# Private, but the only way to learn what is wrong other than reading it off the boxes that tyro draws:
-# https://github.com/brentyi/tyro/blob/main/src/tyro/_errors.py
-from tyro import _errors as tyro_errors
+import inspect
+import textwrap
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from samestep.errors import ConfigError
 
 __all__ = ["Command", "parse"]
 
-_KINDS = {"INT": "an integer", "FLOAT": "a number", "STR": "text", "PATH": "a path"}
+_KINDS = {int: "an integer", float: "a number", str: "text", Path: "a path"}
 
 
 @dataclass(frozen=True)
@@ -38,121 +38,155 @@ class Command:
     noun: str = "command"
 
 
-def parse(program: str, command: Command, words: Sequence[str]) -> object:
+def parse(program: str, command: Command, words: Sequence[str]) -> Any:
     """Return the dataclass that `words` choose from `command`, with its fields set from the options.
 
-    `--help` is printed by tyro, and leaves by `SystemExit`.
+    A field with a default is an option, one without is a positional argument, and the string below a field
+    is its help. `--help` is printed, and ends in `SystemExit`.
 
     Raises:
-        ConfigError: what is wrong, in one line.
+        ConfigError: what is wrong, in one line; or what the dataclass itself raises.
     """
-    reading = _Reading.of(program, command, words)
-    if isinstance(reading.reached, Command) and not {"-h", "--help"}.intersection(reading.words):
-        raise ConfigError(reading.line(_no_command(reading.reached, reading.words)))
-    try:
-        with contextlib.redirect_stderr(io.StringIO()), tyro_errors.on_parse_error(reading.refuse):
-            return tyro.cli(
-                _tyro_type(reading.reached),
-                prog=reading.program,
-                description=_help(reading.reached),
-                args=reading.words,
-                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
-            )
-    except SystemExit as leave:
-        if not leave.code:
-            raise
-        raise ConfigError(reading.line("the command line is wrong")) from None
+    reached: type | Command = command
+    while isinstance(reached, Command):
+        name = _choose(program, reached, words)
+        program, reached, words = f"{program} {name}", reached.choices[name], words[1:]
+    parser = _options(program, reached)
+    given, unknown = parser.parse_known_args(words)
+    if unknown:
+        parser.error(_describe_unknown(unknown[0], reached))
+    return reached(**vars(given))
 
 
-def _tyro_type(choice: type | Command) -> Any:
-    if not isinstance(choice, Command):
-        return choice
-    if len(choice.choices) == 1:  # nothing to choose from: tyro shows the options at once
-        return _tyro_type(*choice.choices.values())
-    named = [
-        Annotated[_tyro_type(below), tyro.conf.subcommand(name, description=_help(below))]
-        for name, below in choice.choices.items()
-    ]
-    return Union[tuple(named)]  # noqa: UP007 - the types are known only when this runs
+class _Parser(argparse.ArgumentParser):
+    """A parser that raises what is wrong, where `ArgumentParser` prints it and exits."""
+
+    def __init__(self, prog: str, arguments: str, description: str | None) -> None:
+        super().__init__(
+            prog,
+            usage=f"{prog} {arguments}",
+            description=description,
+            argument_default=argparse.SUPPRESS,  # the dataclass has the defaults
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
 
 
-def _help(choice: type | Command) -> str | None:
-    return choice.help if isinstance(choice, Command) else None
+# ---- commands ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """How far the words name commands, and what is left."""
-
-    program: str  # with the commands: "samestep train digits"
-    words: Sequence[str]  # after the commands
-    reached: type | Command
-
-    @classmethod
-    def of(cls, program: str, reached: type | Command, words: Sequence[str]) -> _Reading:
-        while words and isinstance(reached, Command) and words[0] in reached.choices:
-            program, reached, words = f"{program} {words[0]}", reached.choices[words[0]], words[1:]
-        return cls(program, words, reached)
-
-    def line(self, problem: str) -> str:
-        return f"{problem}; see {self.program} --help"
-
-    def refuse(self, event: tyro_errors.ParseErrorEvent) -> None:
-        problem = self._problem(event)
-        if problem is not None:
-            raise ConfigError(self.line(problem)) from None
-        if isinstance(event, tyro_errors.InstantiationFailure):
-            raise ConfigError(event.message) from None  # of the settings' own check, which names the remedy
-
-    def _problem(self, event: tyro_errors.ParseErrorEvent) -> str | None:
-        match event:
-            case tyro_errors.UnrecognizedArgs(tokens=[word, *_]):
-                return _no_option(word, self.reached)
-            case tyro_errors.MissingArgs(unrecognized_tokens=[word, *_]):
-                return _no_option(word, self.reached)
-            case tyro_errors.MissingArgs(missing_arguments=[missing, *_]):
-                return f"{_name(missing.arg)} is missing"
-            case tyro_errors.BadValue(argument=argument) if argument.is_positional():
-                return f"{_name(argument)} is missing"
-            case tyro_errors.BadValue(argument=argument):
-                return f"{_name(argument)}: its value is missing, expected {_expected(argument)}"
-            case tyro_errors.InvalidChoice(argument=argument, value=value, choices=choices):
-                return f"{_name(argument)}: invalid value {value!r}, expected one of {', '.join(choices)}"
-            case tyro_errors.InstantiationFailure(argument=argument) if argument is not None:
-                given = _given(self.words, argument.lowered.name_or_flags)
-                return f"{_name(argument)}: invalid value {given!r}, expected {_expected(argument)}"
-        return None
+def _choose(program: str, command: Command, words: Sequence[str]) -> str:
+    """Return the first of the words, which has to name one of the command's choices."""
+    if not words or words[0] not in command.choices:
+        _explain(_Parser(program, f"{command.noun.upper()} [OPTIONS]", command.help), command, words)
+    return words[0]
 
 
-def _no_command(command: Command, words: Sequence[str]) -> str:
+def _explain(parser: _Parser, command: Command, words: Sequence[str]) -> NoReturn:
+    """Print the help that the words ask for, or raise what is wrong with them."""
+    if words and words[0] in ("-h", "--help"):
+        listed = parser.add_argument_group(f"{command.noun}s")
+        for name, choice in command.choices.items():
+            listed.add_argument(name, help=_escape(_summary(choice)))
+        parser.print_help()
+        parser.exit()
     found = f"unknown {command.noun} {words[0]!r}" if words else f"a {command.noun} is missing"
-    return f"{found}, expected one of {', '.join(command.choices)}"
+    parser.error(f"{found}, expected one of {', '.join(command.choices)}")
 
 
-def _no_option(word: str, settings: Any) -> str:
+def _summary(choice: type | Command) -> str:
+    text = choice.help if isinstance(choice, Command) else inspect.getdoc(choice) or ""
+    return text.partition("\n\n")[0]
+
+
+# ---- options -------------------------------------------------------------------------------------------
+
+
+def _options(program: str, settings: type) -> _Parser:
+    """Return the parser of a dataclass's fields."""
+    positionals = [field.name.upper() for field in fields(settings) if field.default is MISSING]
+    parser = _Parser(program, " ".join([*positionals, "[OPTIONS]"]), _escape(_summary(settings)))
+    kinds, helps = get_type_hints(settings), dict(_field_docs(settings))
+    for field in fields(settings):
+        _add(parser, field, kinds[field.name], helps.get(field.name, ""))
+    return parser
+
+
+def _add(parser: _Parser, field: Field[Any], kind: Any, text: str) -> None:
+    convert = partial(_convert, kind)
+    if field.default is MISSING:
+        parser.add_argument(field.name, metavar=field.name.upper(), type=convert, help=_escape(text))
+    elif kind is bool:
+        parser.add_argument(_flag(field), action="store_true", default=argparse.SUPPRESS, help=_escape(text))
+    else:
+        text += f" (default: {'none' if field.default is None else field.default})"
+        parser.add_argument(_flag(field), metavar=_metavar(kind), type=convert, help=_escape(text))
+
+
+def _flag(field: Field[Any]) -> str:
+    return f"--{field.name.replace('_', '-')}"
+
+
+def _escape(text: str) -> str:
+    return text.replace("%", "%%")  # argparse would put values in
+
+
+def _describe_unknown(word: str, settings: type) -> str:
     if not word.startswith("-"):
         return f"unexpected {word!r}, expected an option or nothing more"
-    options = [f"--{field.name.replace('_', '-')}" for field in fields(settings)]
-    close = difflib.get_close_matches(word, options, n=1)
-    return f"{word}: no such option" + "".join(f", the closest is {option}" for option in close)
+    name = word.partition("=")[0]
+    close = difflib.get_close_matches(name, [_flag(field) for field in fields(settings)], n=1)
+    return f"unknown option {name}" + "".join(f", the closest is {flag}" for flag in close)
 
 
-def _name(argument: Any) -> str:
-    return str(argument.lowered.metavar if argument.is_positional() else argument.lowered.name_or_flags[-1])
+def _field_docs(settings: type) -> Iterator[tuple[str, str]]:
+    """Yield each field's name and the string below it; Python itself forgets these strings."""
+    for kind in filter(is_dataclass, reversed(settings.__mro__)):
+        try:
+            source = inspect.getsource(kind)
+        except OSError:  # typed in at a prompt: there is no file, and so no help
+            continue
+        definition = ast.parse(textwrap.dedent(source)).body[0]
+        assert isinstance(definition, ast.ClassDef)
+        for above, below in pairwise(definition.body):
+            match above, below:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    yield name, inspect.cleandoc(text)
 
 
-def _expected(argument: Any) -> str:
-    """Put tyro's "INT|{auto}" into words: "an integer or auto"."""
-    kinds = str(argument.lowered.metavar).split("|")
-    return " or ".join(_KINDS.get(kind, kind.strip("{}").replace(",", ", ")) for kind in kinds)
+# ---- values --------------------------------------------------------------------------------------------
 
 
-def _given(words: Sequence[str], flags: Sequence[str]) -> str:
-    """Return what the command line says after the last of `flags`."""
-    given = ""
-    for position, word in enumerate(words):
-        flag, has_value, value = word.partition("=")
-        if flag.replace("_", "-") in flags:
-            following = takewhile(lambda word: not word.startswith("--"), words[position + 1 :])
-            given = value if has_value else " ".join(following)
-    return given
+def _convert(kind: Any, word: str) -> object:
+    """Return a word of the command line as a value of the field's type."""
+    for one in _alternatives(kind):
+        if get_origin(one) is Literal:
+            if word in get_args(one):
+                return word
+        else:
+            with contextlib.suppress(ValueError):
+                return one(word)
+    expected = " or ".join(map(_describe, _alternatives(kind)))
+    raise argparse.ArgumentTypeError(f"invalid value {word!r}, expected {expected}")
+
+
+def _alternatives(kind: Any) -> list[Any]:
+    """Return the types of `int | Literal["auto"] | None`, but for None, which no word stands for."""
+    is_union = get_origin(kind) in (Union, types.UnionType)
+    return [one for one in (get_args(kind) if is_union else (kind,)) if one is not type(None)]
+
+
+def _describe(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        names = get_args(kind)
+        return f"one of {', '.join(names)}" if len(names) > 1 else str(names[0])
+    return _KINDS[kind]
+
+
+def _metavar(kind: Any) -> str:
+    return "|".join(
+        "|".join(get_args(one)) if get_origin(one) is Literal else one.__name__.upper()
+        for one in _alternatives(kind)
+    )

@@ -1,4 +1,4 @@
-"""Exact counts over a split: each example once, and the same figures for any placement."""
+"""Exact counts over the test examples: each counted once, so that the metrics are those of any placement."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep.app.experiment import Experiment, Settings
-from samestep.app.run_folder import all_checkpoints, search, tell, tell_newest
-from samestep.app.summaries import write_figures
+from samestep.app.experiment import Experiment
+from samestep.app.run_folder import all_checkpoints, find_newest, print_damaged, search
+from samestep.app.settings import Settings
+from samestep.app.summaries import write_metrics
 from samestep.checkpoint.files import Found
 from samestep.checkpoint.snapshot import Parts, restore
 from samestep.towers.batch import GlobalBatch
-from samestep.workers.first_worker import from_first_worker
+from samestep.workers.agreement import from_first_worker
+from samestep.workers.collectives import gather_rows
 from samestep.workers.job import Job
 
 __all__ = ["count_split", "describe", "evaluate", "evaluate_run"]
@@ -31,7 +32,7 @@ _POLL_S = 1.0
 
 
 def evaluate_run(settings: Settings, job: Job, *, weights: Weights = "average", follow: bool = False) -> int:
-    """Print the figures of a run's newest checkpoint on the test examples, and write them as summaries.
+    """Print the metrics of a run's newest checkpoint on the test examples, and write them for TensorBoard.
 
     Args:
         settings: of the run.
@@ -47,15 +48,15 @@ def evaluate_run(settings: Settings, job: Job, *, weights: Weights = "average", 
         DataError: none is whole, and `follow` is not set; or it does not fit the model.
     """
     experiment = settings.build(job)
-    average = None if experiment.step.average is None else experiment.step.average.module
+    average = None if experiment.step.averaged_model is None else experiment.step.averaged_model.module
     model = experiment.model if weights == "raw" or average is None else average
-    newest = from_first_worker(job, lambda: tell_newest(settings.run_dir)) if not follow else None
+    newest = from_first_worker(job, lambda: find_newest(settings.run_dir)) if not follow else None
     for found in [newest] if newest is not None else _checkpoints(settings, job):
         restore(found.snapshot, Parts(experiment.model, average), found.path)
-        figures = experiment.figures(count_split(experiment, model, job))
+        metrics = experiment.metrics(count_split(experiment, model, job))
         if job.is_first:
-            write_figures(settings.run_dir, found.manifest.step, figures)
-            line = f"{datetime.now():%Y-%m-%d %H:%M:%S}: step {found.manifest.step}: {describe(figures)}"
+            write_metrics(settings.run_dir, found.manifest.step, metrics)
+            line = f"{datetime.now():%Y-%m-%d %H:%M:%S}: step {found.manifest.step}: {describe(metrics)}"
             print(line, flush=True)
     return 0
 
@@ -71,7 +72,7 @@ def _checkpoints(settings: Settings, job: Job) -> Iterator[Found]:
         result = from_first_worker(job, look)
         refused.update(path for path, _ in result.damaged)
         if job.is_first:
-            tell(result)
+            print_damaged(result)
         if result.found is None:
             time.sleep(_POLL_S)
             continue
@@ -79,14 +80,14 @@ def _checkpoints(settings: Settings, job: Job) -> Iterator[Found]:
         yield result.found
 
 
-def describe(figures: Mapping[str, float]) -> str:
-    """Return figures as text."""
-    return ", ".join(f"{name} = {value:.4f}" for name, value in figures.items())
+def describe(metrics: Mapping[str, float]) -> str:
+    """Return metrics as text."""
+    return ", ".join(f"{name} = {value:.4f}" for name, value in metrics.items())
 
 
 def evaluate(experiment: Experiment, job: Job) -> Mapping[str, float]:
-    """Return the figures of the experiment's model on its test examples, on every worker."""
-    return experiment.figures(count_split(experiment, experiment.evaluated, job))
+    """Return the metrics of the experiment's model on its test examples, on every worker."""
+    return experiment.metrics(count_split(experiment, experiment.evaluated, job))
 
 
 @torch.no_grad()
@@ -108,7 +109,5 @@ def count_split(experiment: Experiment, model: nn.Module, job: Job) -> Tensor:
         batch = GlobalBatch.open(experiment.test.batch(examples, np.zeros(len(examples), np.uint64)))
         counts = experiment.count(model, batch.take(range(len(examples)), job.device)).cpu()
         total = total + (counts if start or job.is_first else torch.zeros_like(counts))
-    if job.world_size > 1:
-        dist.all_reduce(total)
     model.train(was_training)
-    return total
+    return gather_rows(job.transport, total[None], [1] * job.world_size, "evaluation").sum(0)

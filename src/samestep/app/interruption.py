@@ -1,7 +1,7 @@
-"""Stopping between two steps: signals and time limits, which all workers heed after the same step.
+"""Stopping between two steps: on a signal or a time limit, all workers stop after the same step.
 
-What a worker wishes for travels with the next step's figures (`Towers.wishes`), so it costs no message, and
-one worker that gets a signal is enough to stop all.
+A worker's stop flags travel with the next step's scalars (`Step.__call__`), so they cost no message, and one
+worker that gets a signal is enough to stop all.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from types import FrameType
 
 from samestep.workers.job import Job
 
-__all__ = ["ECHO_S", "Interruption", "Wish", "is_ignored"]
+__all__ = ["ECHO_S", "Interruption", "StopFlags", "is_ignored"]
 
 ECHO_S = 1.0
 """Signals up to this many seconds after the first are taken for the same one: a batch system or `timeout`
 signals a whole process tree, and a launcher in it passes on what it got."""
 
 
-class Wish(enum.IntFlag):
-    """What a worker may wish for; bits that are OR-ed over all workers."""
+class StopFlags(enum.IntFlag):
+    """What a worker asks of all after the current step; the flags of all workers are OR-ed."""
 
     CHECKPOINT = enum.auto()
     TIME_UP = enum.auto()
@@ -35,7 +35,7 @@ class Wish(enum.IntFlag):
         """Why training should stop: a signal's name, or "--max-seconds"; None where it should not."""
         if self.signal is not None:
             return self.signal.name
-        return "--max-seconds" if Wish.TIME_UP in self else None
+        return "--max-seconds" if StopFlags.TIME_UP in self else None
 
     @property
     def exit_status(self) -> int:
@@ -44,32 +44,32 @@ class Wish(enum.IntFlag):
 
     @property
     def signal(self) -> signal.Signals | None:
-        """The signal among the wishes."""
-        return next((number for number, wish in _SIGNALS.items() if wish in self), None)
+        """The signal that asks to stop; None where there is none."""
+        return next((number for number, flag in _SIGNALS.items() if flag in self), None)
 
 
 _SIGNALS = {
-    signal.SIGTERM: Wish.SIGTERM,
-    signal.SIGINT: Wish.SIGINT,
-    signal.SIGHUP: Wish.SIGHUP,
+    signal.SIGTERM: StopFlags.SIGTERM,
+    signal.SIGINT: StopFlags.SIGINT,
+    signal.SIGHUP: StopFlags.SIGHUP,
 }
 
 
 class Interruption:
-    """While it is entered, the first SIGTERM, SIGINT or SIGHUP becomes a wish, and a second one kills.
+    """While it is entered, the first SIGTERM, SIGINT or SIGHUP sets a stop flag, and a second one kills.
 
     Times are measured on worker 0, from when this was made.
 
     Args:
         job: this process's view of the job.
-        max_seconds: wish for the end after so many seconds.
-        checkpoint_minutes: wish for a checkpoint every so many minutes.
+        max_seconds: ask to stop after so many seconds.
+        checkpoint_minutes: ask for a checkpoint every so many minutes.
 
     Example:
         >>> from samestep import init
         >>> with Interruption(init("cpu"), max_seconds=0) as interruption:
-        ...     interruption.wishes()
-        <Wish.TIME_UP: 2>
+        ...     interruption.flags()
+        <StopFlags.TIME_UP: 2>
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Interruption:
         self._max_s = max_seconds
         self._period_s = None if checkpoint_minutes is None else 60 * checkpoint_minutes
         self._start_s = self._checkpoint_s = time.monotonic()
-        self._received = Wish(0)
+        self._received = StopFlags(0)
         self._received_s = 0.0
         self._pid = os.getpid()
         self._before: dict[signal.Signals, object] = {}
@@ -95,20 +95,20 @@ class Interruption:
             for number, handler in self._before.items():
                 signal.signal(number, handler)  # type: ignore[arg-type]
 
-    def wishes(self) -> Wish:
-        """Return what this worker wishes for now."""
-        wishes, now_s = self._received, time.monotonic()
+    def flags(self) -> StopFlags:
+        """Return what this worker asks for now."""
+        flags, now_s = self._received, time.monotonic()
         if self._is_first and self._max_s is not None and now_s - self._start_s >= self._max_s:
-            wishes |= Wish.TIME_UP
+            flags |= StopFlags.TIME_UP
         if self._is_first and self._period_s is not None and now_s - self._checkpoint_s >= self._period_s:
-            wishes |= Wish.CHECKPOINT
+            flags |= StopFlags.CHECKPOINT
             self._checkpoint_s = now_s
-        return wishes
+        return flags
 
-    def heed(self, wishes: Wish) -> None:
-        """Take what another worker was sent for a signal to this one: what follows is its echo."""
+    def acknowledge(self, flags: StopFlags) -> None:
+        """Take a signal that another worker got for one to this worker, which may get the same soon after."""
         if not self._received:
-            self._received, self._received_s = wishes, time.monotonic()
+            self._received, self._received_s = flags, time.monotonic()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
@@ -116,7 +116,7 @@ class Interruption:
             if number == signal.SIGTERM:
                 _die(number)
         elif not self._received:
-            self.heed(_SIGNALS[signal.Signals(number)])
+            self.acknowledge(_SIGNALS[signal.Signals(number)])
         elif time.monotonic() - self._received_s > ECHO_S:
             _die(number)
 

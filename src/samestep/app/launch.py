@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Literal, cast
+from typing import cast
 
-import torch
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, SubprocessContext
@@ -24,62 +23,15 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from samestep.app.interruption import ECHO_S, is_ignored
-from samestep.errors import ConfigError
-from samestep.summation.placement import Placement
+from samestep.workers.environment import error_file, launched_by_samestep, rank, worker_environment
 from samestep.workers.failures import Failure, root_cause
-from samestep.workers.job import (
-    check_threads,
-    device_named,
-    error_file,
-    launched_by_samestep,
-    num_cores,
-    rank,
-    under_launcher,
-    worker_environment,
-)
 
-__all__ = ["GRACE_S", "launch", "resolve_workers", "run_worker"]
+__all__ = ["GRACE_S", "launch", "run_worker"]
 
 GRACE_S = 30
 """Seconds that workers have to finish their step and write a checkpoint before they are killed."""
 
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-
-
-def resolve_workers(
-    workers: int | Literal["auto"], towers: int, device: str = "auto", *, threads: int = 1
-) -> int:
-    """Return the number of workers W that `--workers` asks for.
-
-    Under a launcher W is what the launcher started. Otherwise "auto" is one worker per GPU, or one per
-    `threads` cores available to this process, and in any case at most one per tower.
-
-    Args:
-        workers: a number, or "auto".
-        towers: logical slices of the global batch, T.
-        device: as for `init`.
-        threads: CPU threads of each worker.
-
-    Returns:
-        W, with 1 <= W <= T.
-
-    Raises:
-        ConfigError: more workers than towers, or other than what the launcher started; threads below 1.
-    """
-    check_threads(threads)
-    if under_launcher():
-        started = int(os.environ["WORLD_SIZE"])
-        if workers not in ("auto", started):
-            raise ConfigError(
-                f"workers = {workers}, but the launcher started {started} processes (WORLD_SIZE={started}): "
-                f"start {workers} processes, or leave out --workers"
-            )
-        return Placement(towers, started).num_workers
-    if workers != "auto":
-        return Placement(towers, workers).num_workers
-    on_cpu = device_named(device, 0).type == "cpu"
-    room = num_cores() // threads if on_cpu else torch.cuda.device_count()
-    return max(1, min(towers, room))
 
 
 def launch(command: Sequence[str], num_workers: int, *, threads: int) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from samestep.checkpoint.durable import make_folder, storage
 from samestep.errors import LockedError
-from samestep.workers.first_worker import from_first_worker
+from samestep.workers.agreement import from_first_worker
 from samestep.workers.job import Job
 
 __all__ = ["WAIT_S", "RunLock"]
@@ -31,8 +31,8 @@ _held: set[int] = set()
 class RunLock:
     """Holds a run folder for this job.
 
-    Worker 0 locks the file `lock` in the folder with flock(2), which the kernel lets go when the process
-    ends, however it does. On a file system without locks that is said, and training goes on.
+    Worker 0 locks the file `lock` in the folder with flock(2), which the kernel releases when the process
+    ends, however it ends. On a file system without locks there is a warning, and training goes on.
 
         with RunLock(run_dir, job):
             ...
@@ -92,7 +92,9 @@ class RunLock:
                 if error.errno not in _NO_LOCKS:
                     raise
                 where = self._file.parent
-                print(f"samestep: {where} cannot be locked here: start no second run on it", file=sys.stderr)
+                print(
+                    f"samestep: {where}: no locks on this file system; start no second run", file=sys.stderr
+                )
                 return
             time.sleep(_POLL_S)
 
@@ -104,10 +106,10 @@ class RunLock:
         )
 
 
-def _let_go_in_child() -> None:
+def _close_in_child() -> None:
     """Close what a forked process inherits: a loader process that outlives its worker must not hold it."""
     while _held:
         os.close(_held.pop())
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(after_in_child=_close_in_child)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from samestep.app.experiment import Settings
+from samestep.app.settings import Settings
 from samestep.checking.examination import Plan
 from samestep.checking.result import NUM_STEPS, WORKERS, CheckResult, examine
 from samestep.summation.placement import Placement
@@ -20,13 +20,13 @@ __all__ = ["check_recipe"]
 def check_recipe(settings: Settings) -> CheckResult:
     """Check a recipe with the settings that `samestep train` would run it with.
 
-    Its first batches are taken by one worker, twice, and by two and three, or by `settings.workers`.
+    Trains on its first batches with one worker, twice, and with two and three, or with `settings.workers`.
 
     Raises:
         ConfigError: as `check` does, and for more workers than towers.
     """
     workers = WORKERS if settings.workers == "auto" else (settings.workers,)
-    Placement(settings.towers, 1 if settings.workers == "auto" else settings.workers)
+    Placement.even(settings.towers, 1 if settings.workers == "auto" else settings.workers)
     plan = Plan(min(NUM_STEPS, settings.steps), workers, True, settings.device, settings.threads)
     return replace(examine(_Recipe(settings), settings.towers, plan), name=settings.recipe)
 

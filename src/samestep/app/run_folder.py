@@ -29,13 +29,13 @@ __all__ = [
     "all_checkpoints",
     "checkpoint_path",
     "clear",
+    "find_newest",
     "newest_whole",
+    "print_damaged",
     "prune",
     "read_digest",
     "search",
     "set_aside",
-    "tell",
-    "tell_newest",
     "tidy",
 ]
 
@@ -110,7 +110,7 @@ def newest_whole(run_dir: Path) -> Search:
     result = search(run_dir)
     aside = [path for path in _entries(run_dir) if _SET_ASIDE.fullmatch(path.name)]
     if result.found is None and (result.damaged or aside):
-        _say(f"{reason}; not used" for _, reason in result.damaged)
+        _print(f"{reason}; not used" for _, reason in result.damaged)
         raise DataError(
             f"{run_dir}: none of its {len(result.damaged) + len(aside)} checkpoints is whole: restore one, "
             "choose another --run-dir, or start over with --fresh"
@@ -119,13 +119,13 @@ def newest_whole(run_dir: Path) -> Search:
 
 
 def read_digest(path: Path) -> str:
-    """Return the digest of the weights in a checkpoint, or in a run's newest whole one, computed anew."""
+    """Return the digest of the weights in a checkpoint, or in the newest whole one of a run."""
     if os.path.lexists(path / MANIFEST):
         return read(path).manifest.digest
-    return tell_newest(path).manifest.digest
+    return find_newest(path).manifest.digest
 
 
-def tell_newest(run_dir: Path) -> Found:
+def find_newest(run_dir: Path) -> Found:
     """Return the newest whole checkpoint of a run, naming those that are not; nothing is changed.
 
     Raises:
@@ -134,13 +134,13 @@ def tell_newest(run_dir: Path) -> Found:
     result = newest_whole(run_dir)
     if result.found is None:
         raise MissingFileError(f"{run_dir}: no checkpoint there; train first, or name another run folder")
-    tell(result)
+    print_damaged(result)
     return result.found
 
 
-def tell(result: Search) -> None:
+def print_damaged(result: Search) -> None:
     """Name the damaged checkpoints that were passed over."""
-    _say(f"{reason}; not used" for _, reason in result.damaged)
+    _print(f"{reason}; not used" for _, reason in result.damaged)
 
 
 # ---- for the holder of the lock ------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def tell(result: Search) -> None:
 def set_aside(result: Search) -> None:
     """Name the damaged checkpoints that were passed over, and rename them."""
     for path, reason in result.damaged:
-        _say([f"{reason}; set aside as {_rename(path, f'{path.name}.damaged')}"])
+        _print([f"{reason}; set aside as {_rename(path, f'{path.name}.damaged')}"])
 
 
 def tidy(run_dir: Path) -> None:
@@ -159,7 +159,7 @@ def tidy(run_dir: Path) -> None:
         if match and match[2] == "deleted":
             _delete(path)
         elif match:
-            _say([f"{path}: was not finished; set aside as {_rename(path, f'{match[1]}.unfinished')}"])
+            _print([f"{path}: was not finished; set aside as {_rename(path, f'{match[1]}.unfinished')}"])
 
 
 def prune(run_dir: Path, *, keep_last: int, keep_every: int = 0) -> None:
@@ -214,6 +214,6 @@ def _rename(path: Path, name: str) -> str:
     return free
 
 
-def _say(lines: Iterable[str]) -> None:
+def _print(lines: Iterable[str]) -> None:
     for line in lines:
         print(f"samestep: {line}", file=sys.stderr, flush=True)

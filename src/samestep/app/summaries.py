@@ -7,10 +7,9 @@ follows only the newest file of a folder. Values stand at the number of steps ta
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +20,14 @@ from torch.utils import _pytree as pytree
 from samestep.app.activations import Output, layers_of, outputs_of
 from samestep.app.experiment import Experiment
 from samestep.app.histogram import Histogram
+from samestep.app.throughput import Throughput
 from samestep.towers.batch import GlobalBatch, LocalBatch
 from samestep.towers.report import Report, mean_losses, total_loss
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["FOLDER", "Summaries", "Throughput", "write_figures"]
+__all__ = ["FOLDER", "Summaries", "write_metrics"]
 
 FOLDER = "summaries"
 """The folder inside a run's that holds its summaries."""
@@ -58,8 +58,8 @@ class Summaries:
         towers/T/pictures/0 ... 3       instead, where the experiment has panels: those of the first rows of
                                         each of this worker's towers, with the weights after the update
 
-    The bits of a run are the same with and without it. Layers inside `torch.compile` are not looked at,
-    because that would compile them anew.
+    The bits of a run are the same with and without it. Layers inside `torch.compile` are left out,
+    because hooks would have them compiled again.
 
     Args:
         run_dir: the folder of the run; what an earlier run wrote there for later steps is hidden.
@@ -90,7 +90,7 @@ class Summaries:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Look on while a step is taken: before it, and where its summaries are due, inside the model."""
+        """Record what the summaries of a step need: before it, and, where they are due, inside the model."""
         if self._writer is None:
             yield
             return
@@ -103,7 +103,7 @@ class Summaries:
             yield
 
     def write(self, report: Report, batch: Any) -> None:
-        """Note a step that was watched, and write its summaries where they are due.
+        """Take in a step that was watched, and write its summaries where they are due.
 
         Args:
             report: of the step.
@@ -113,7 +113,7 @@ class Summaries:
             return
         self._throughput.add(report.rows)
         # Read only when they are written: on a GPU each reading is a wait.
-        self._recent.append((report.loss_sums, report.weights, self._terms))
+        self._recent.append((report.loss_sums, report.counts, self._terms))
         if (report.step + 1) % self._every == 0:
             self._write_all(self._writer, report, batch)
 
@@ -182,16 +182,16 @@ class Summaries:
                 yield from ((f"towers/{tower}/pictures/{i}", picture) for i, picture in enumerate(shown))
 
 
-def write_figures(run_dir: Path, step: int, figures: Mapping[str, float]) -> None:
-    """Write the figures of an evaluation; call it on one worker.
+def write_metrics(run_dir: Path, step: int, metrics: Mapping[str, float]) -> None:
+    """Write the metrics of an evaluation; call it on one worker.
 
     Args:
-        run_dir: the folder of the run.
+        run_dir: the run folder.
         step: of the checkpoint that was evaluated.
-        figures: by name, which becomes the tag.
+        metrics: by name, which becomes the tag.
     """
     with _open(run_dir / FOLDER / "evaluation") as writer:
-        for name, value in figures.items():
+        for name, value in metrics.items():
             writer.add_scalar(name, value, step)
 
 
@@ -202,42 +202,14 @@ def _open(folder: Path, purge_step: int | None = None) -> SummaryWriter:
     return SummaryWriter(folder, purge_step=purge_step, max_queue=_QUEUE)
 
 
-# ---- figures ---------------------------------------------------------------------------------------
-
-
-@dataclass
-class Throughput:
-    """Rows and batches over wall time, input included, since it was last read.
-
-    Attributes:
-        rows: taken since then.
-        batches: taken since then.
-        since_s: when that was, on `time.perf_counter`.
-    """
-
-    rows: int = 0
-    batches: int = 0
-    since_s: float = field(default_factory=time.perf_counter)
-
-    def add(self, rows: int) -> None:
-        """Count one more batch."""
-        self.rows += rows
-        self.batches += 1
-
-    def read(self) -> tuple[float, float]:
-        """Return rows per second and seconds per batch, and begin anew."""
-        now = time.perf_counter()
-        elapsed_s = now - self.since_s
-        figures = self.rows / elapsed_s, elapsed_s / max(1, self.batches)
-        self.rows, self.batches, self.since_s = 0, 0, now
-        return figures
+# ---- values ----------------------------------------------------------------------------------------
 
 
 @dataclass
 class _Smoothed:
-    """An exponential average that begins without a bias: the sum of decayed values over that of decays.
+    """An exponential average without a bias at the start: the sum of decayed values over that of decays.
 
-    It begins anew when a run goes on, which after 100 steps makes a difference of 0.9¹⁰⁰ < 0.003%.
+    It starts again when a run is continued, which after 100 steps makes a difference of 0.9¹⁰⁰ < 0.003%.
     """
 
     total: float = 0.0
@@ -270,7 +242,7 @@ def _pictures(batch: Any) -> list[Tensor]:
     parts = list(batch.slices.values()) if isinstance(batch, LocalBatch) else [batch]
     found: list[Tensor] = []
     for part in parts:
-        first = next((leaf for leaf in pytree.tree_leaves(part) if isinstance(leaf, Tensor)), None)
+        first = next((value for value in pytree.tree_leaves(part) if isinstance(value, Tensor)), None)
         if first is not None and first.ndim == 4 and first.shape[1] in (1, 3):
             found += first[: _NUM_PICTURES - len(found)]
     return [picture if picture.dtype == torch.uint8 else _stretched(picture.float()) for picture in found]

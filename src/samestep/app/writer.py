@@ -15,7 +15,7 @@ __all__ = ["CheckpointWriter"]
 
 
 class CheckpointWriter:
-    """Writes a run's snapshots one at a time, and lets go of old checkpoints once a new one is on the disk.
+    """Writes a run's snapshots one at a time, and deletes old checkpoints once a new one is on the disk.
 
         with CheckpointWriter(run_dir, keep_last=3) as writer:
             ...

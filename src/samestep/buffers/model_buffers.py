@@ -8,71 +8,81 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from samestep.buffers.policies import FirstBuffers, Rule, assign_rules
-from samestep.buffers.slots import SharedBuffers, Slot, find_slots
-from samestep.buffers.statistics import AveragedBuffers, Mode, Statistics, find_statistics, is_statistic
+from samestep.buffers.counters import Counters, is_counter
+from samestep.buffers.named_buffers import NamedBuffer, find_named_buffers
+from samestep.buffers.policies import Policy, assign_policies
+from samestep.buffers.shared import AveragedBuffers, FirstBuffers
+from samestep.buffers.statistics import Mode, find_statistics, is_statistic
 from samestep.buffers.watch import BufferWatch
-from samestep.errors import BufferError
+from samestep.errors import BufferPolicyError
+from samestep.summation.plan import BufferLayout
 from samestep.workers.job import Job
 
-__all__ = ["Buffers"]
+__all__ = ["ModelBuffers"]
 
 
-class Buffers:
+class ModelBuffers:
     """All buffers of a model.
 
     Statistics of normalisation layers are averaged or pooled (`samestep.buffers.statistics`), buffers with a
-    rule follow it (`samestep.buffers.policies`), other integer buffers of one element count on from the
+    policy follow it (`samestep.buffers.policies`), other integer buffers of one element count on from the
     shared value in every tower, and no other buffer may change.
 
     Args:
         model: whose buffers.
         mode: what becomes of running statistics.
-        rules: what becomes of the model's own buffers.
+        policies: what becomes of the model's own buffers.
         job: in which it is trained.
 
     Attributes:
-        max_moments: more numbers than a tower ever hands in.
+        layout: what towers hand in of them.
     """
 
-    def __init__(self, model: nn.Module, mode: Mode, rules: Mapping[str, Rule], job: Job) -> None:
-        self._model = model
-        self._mode = mode
+    def __init__(self, model: nn.Module, mode: Mode, policies: Mapping[str, Policy], job: Job) -> None:
         self._nothing = torch.zeros(0, dtype=torch.float64, device=job.device)
-        self._norms = {n: module for n, module in model.named_modules() if isinstance(module, _NormBase)}
-        self._training: list[bool] | None = None
-        slots = find_slots(model)
-        ruled = assign_rules(slots, rules)
-        self._ruled: list[Statistics] = [AveragedBuffers(ruled["mean"])] if ruled["mean"] else []
-        self._ruled += [FirstBuffers(ruled["first"], job)] if ruled["first"] else []
-        self._collectors = self._ruled
-        names = {slot.name for slots_of_rule in ruled.values() for slot in slots_of_rule}
-        unruled = [slot for slot in slots if slot.name not in names]
-        self._counters = Counters([slot for slot in unruled if _is_counter(slot)], mode, job)
-        self._may_not_change = [slot for slot in unruled if not _is_counter(slot)]
-        self._watch = BufferWatch([])
-        self.max_moments = sum(collector.num_values for collector in self._ruled)
-        self.max_moments += sum(1 + 2 * norm.num_features for norm in self._norms.values())
+        self._norms = [(n, module) for n, module in model.named_modules() if isinstance(module, _NormBase)]
+        self._modes = [norm.training for _, norm in self._norms]
+        buffers = find_named_buffers(model)
+        by_policy = assign_policies(buffers, policies)
+        ignored = {buffer.name for buffer in by_policy["ignore"]}
+        self._handed_in = [buffer for buffer in buffers if buffer.name not in ignored]
+        self._kinds = self._current_kinds()
+        self._collectors = find_statistics(model, mode)
+        if by_policy["mean"]:
+            self._collectors.append(AveragedBuffers(by_policy["mean"]))
+        if by_policy["first"]:
+            self._collectors.append(FirstBuffers(by_policy["first"], job))
+        with_policy = {buffer.name for each in by_policy.values() for buffer in each}
+        others = [buffer for buffer in buffers if buffer.name not in with_policy]
+        self._counters = Counters([buffer for buffer in others if is_counter(buffer)], mode, job)
+        self._watch = BufferWatch(
+            [buffer for buffer in others if not is_counter(buffer) and not _is_in_training(buffer)]
+        )
+        names = {buffer.name: policy for policy, each in by_policy.items() for buffer in each}
+        self.layout = BufferLayout(
+            tuple(f"{buffer.name} {self._describe(buffer, names.get(buffer.name))}" for buffer in buffers),
+            len(self._counters.names),
+            sum(collector.num_values for collector in self._collectors),
+        )
+
+    @staticmethod
+    def _describe(buffer: NamedBuffer, policy: Policy | None) -> str:
+        tensor = buffer.get()
+        if policy == "ignore":
+            return policy
+        kind = "empty" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
+        mode = ", in training" if _is_in_training(buffer) else ""
+        return f"{kind}{mode}{'' if policy is None else f', {policy}'}"
 
     @property
-    def num_training(self) -> int:
-        """How many normalisation layers are in training mode."""
-        return sum(self._training or [])
+    def are_current(self) -> bool:
+        """Whether layers' modes and buffers' shapes and dtypes are as they were when this was made."""
+        modes = [norm.training for _, norm in self._norms]
+        return modes == self._modes and self._current_kinds() == self._kinds
 
-    @property
-    def num_moments(self) -> int:
-        """How many numbers a tower hands in, S."""
-        return sum(collector.num_values for collector in self._collectors)
-
-    def find_collectors(self) -> None:
-        """Look for running statistics anew where layers' train and eval modes have changed."""
-        training = [norm.training for norm in self._norms.values()]
-        if training != self._training:
-            self._training = training
-            self._collectors = [*find_statistics(self._model, self._mode), *self._ruled]
-            self._watch = BufferWatch(
-                [slot for slot in self._may_not_change if not (is_statistic(slot) and slot.module.training)]
-            )
+    def _current_kinds(self) -> list[tuple[object, object] | None]:
+        tensors = [buffer.get() for buffer in self._handed_in]
+        return [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in tensors]
 
     def start_step(self) -> None:
         """Note the shared values, before the first pass."""
@@ -102,9 +112,9 @@ class Buffers:
         """Return what the tower that just ran hands in, float64 [S].
 
         Raises:
-            BufferError: it changed a buffer that nobody said how to average, or a layer's mode.
+            BufferPolicyError: it changed a buffer that nobody said how to average, or a layer's mode.
         """
-        if [norm.training for norm in self._norms.values()] != self._training:
+        if [norm.training for _, norm in self._norms] != self._modes:
             self._check_modes(tower)
         self._watch.check(f"tower {tower}")
         parts = [collector.contribution(tower, rows) for collector in self._collectors]
@@ -113,11 +123,11 @@ class Buffers:
     def _check_modes(self, tower: int) -> None:
         thawed = [
             name or "the model"
-            for (name, norm), was_training in zip(self._norms.items(), self._training or [], strict=True)
+            for (name, norm), was_training in zip(self._norms, self._modes, strict=True)
             if norm.training and not was_training and norm.running_mean is not None
         ]
         if thawed:
-            raise BufferError(
+            raise BufferPolicyError(
                 f"tower {tower} ran {', '.join(thawed)} in training mode, but the step began in eval mode: "
                 "change modes between steps"
             )
@@ -136,7 +146,7 @@ class Buffers:
             counters: what each of them counted, float64 [len(towers), counters].
 
         Raises:
-            BufferError: towers ended with different counters, or a pass changed a buffer unseen until now.
+            BufferPolicyError: towers ended with different counters, or a pass changed a buffer.
         """
         self._watch.end_step()
         self._counters.finish(towers, counters)
@@ -145,78 +155,6 @@ class Buffers:
             collector.finish(part, rows)
 
 
-def _is_counter(slot: Slot) -> bool:
-    buffer = slot.get()
-    if buffer is None or buffer.numel() != 1:
-        return False
-    return not buffer.is_floating_point() and not buffer.is_complex()
-
-
-class Counters:
-    """Integer buffers of one element, such as `num_batches_tracked`.
-
-    What travels is by how much a tower counted on, because float64 holds no integers above 2^53. Every tower
-    must have counted alike, except for normalisation layers: of those, some towers may not have used one.
-    """
-
-    def __init__(self, slots: Sequence[Slot], mode: Mode, job: Job) -> None:
-        self._slots = slots
-        self._mode = mode
-        self._buffers = SharedBuffers(slots)
-        self._start = torch.zeros(len(slots), dtype=torch.int64, device=job.device)
-        self._are_int64 = all(shared.dtype == torch.int64 for shared in self._buffers.shared)
-        self._of_norms = torch.tensor([is_statistic(slot) for slot in slots], dtype=torch.bool)
-
-    def start_step(self) -> None:
-        """Note the shared values."""
-        self._buffers.start_step()
-        self._start = self._flat(self._buffers.shared)
-
-    def start_tower(self) -> None:
-        """Put the shared values back."""
-        self._buffers.start_tower()
-
-    def put_back(self) -> None:
-        """Put the shared values back, in any case."""
-        self._buffers.put_back()
-
-    def counted(self) -> Tensor:
-        """Return how far the counters are from the shared values, int64 [counters]."""
-        return self._flat(self._buffers.values()) - self._start
-
-    def finish(self, towers: Sequence[int], counted: Tensor) -> None:
-        """Count on, for a normalisation layer as far as the tower that used it most (or as tower 0).
-
-        Args:
-            towers: those that had rows.
-            counted: float64 [len(towers), counters].
-
-        Raises:
-            BufferError: towers counted differently.
-        """
-        if not self._slots:
-            return
-        if counted.device.type == "cpu" and not torch.equal(counted, counted[:1].expand_as(counted)):
-            self._check_alike(towers, counted)
-        most = counted[0] if self._mode == "first" else counted.amax(dim=0)
-        ended = self._start + most.to(torch.int64)
-        self._buffers.write([v.view_as(b) for v, b in zip(ended.unbind(), self._buffers.shared, strict=True)])
-
-    def _flat(self, buffers: Sequence[Tensor]) -> Tensor:
-        if not buffers:
-            return self._start
-        if self._are_int64:
-            return torch.cat([buffer.reshape(1) for buffer in buffers])
-        return torch.cat([buffer.reshape(1).to(torch.int64) for buffer in buffers])
-
-    def _check_alike(self, towers: Sequence[int], counted: Tensor) -> None:
-        differ = (counted != counted[:1]) & ~self._of_norms
-        if not differ.any():
-            return
-        tower, column = differ.nonzero()[0].tolist()
-        name, values = self._slots[column].name, self._start[column] + counted[:, column].to(torch.int64)
-        raise BufferError(
-            f"buffer {name} is {int(values[tower])} after tower {towers[tower]}, "
-            f"{int(values[0])} after tower {towers[0]}: integer buffers must not depend on rows, unless you "
-            f"say whose to keep, as in Towers(..., buffers={{{name!r}: 'first'}})"
-        )
+def _is_in_training(buffer: NamedBuffer) -> bool:
+    """Say whether it is a statistic of a layer that updates it."""
+    return is_statistic(buffer) and buffer.module.training

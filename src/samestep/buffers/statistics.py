@@ -21,17 +21,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils.hooks import RemovableHandle
 
-from samestep.buffers.slots import SharedBuffers, Slot
+from samestep.buffers.named_buffers import NamedBuffer
+from samestep.buffers.shared import AveragedBuffers
 from samestep.errors import ConfigError, UsageError
 
-__all__ = [
-    "AveragedBuffers",
-    "Mode",
-    "Statistics",
-    "check_norms",
-    "find_statistics",
-    "is_statistic",
-]
+__all__ = ["Mode", "Statistics", "check_norms", "find_statistics", "is_statistic"]
 
 Mode = Literal["mean", "pooled", "first"]
 
@@ -66,9 +60,9 @@ class Statistics(Protocol):
         """Write the new shared values from the sum over all towers, float64 [S], and the batch's rows."""
 
 
-def is_statistic(slot: Slot) -> bool:
+def is_statistic(buffer: NamedBuffer) -> bool:
     """Say whether a buffer is a statistic of a normalisation layer, in training mode or not."""
-    return isinstance(slot.module, _NormBase) and slot.attribute in _STATISTICS
+    return isinstance(buffer.module, _NormBase) and buffer.attribute in _STATISTICS
 
 
 def check_norms(model: nn.Module, mode: Mode) -> None:
@@ -92,7 +86,7 @@ def check_norms(model: nn.Module, mode: Mode) -> None:
 def find_statistics(model: nn.Module, mode: Mode) -> list[Statistics]:
     """Return the collectors for the normalisation layers that keep statistics and are in training mode."""
     pooled: list[tuple[str, _NormBase]] = []
-    averaged: list[Slot] = []
+    averaged: list[NamedBuffer] = []
     for name, norm in model.named_modules():
         if not (isinstance(norm, _NormBase) and norm.training and norm.running_mean is not None):
             continue
@@ -100,37 +94,15 @@ def find_statistics(model: nn.Module, mode: Mode) -> list[Statistics]:
         if mode == "pooled" and isinstance(norm, _BatchNorm):
             pooled.append((name, norm))
         else:
-            averaged += [Slot(f"{name}.{each}".removeprefix("."), norm, each) for each in _STATISTICS[:2]]
+            averaged += [
+                NamedBuffer(f"{name}.{each}".removeprefix("."), norm, each) for each in _STATISTICS[:2]
+            ]
     collectors: list[Statistics] = []
     if averaged:
         collectors.append(AveragedBuffers(averaged, first_only=mode == "first"))
     if pooled:
         collectors.append(PooledNorms(pooled))
     return collectors
-
-
-class AveragedBuffers(SharedBuffers):
-    """Buffers that each tower updates from the shared value, averaged by rows (or taken from tower 0)."""
-
-    def __init__(self, slots: Sequence[Slot], *, first_only: bool = False) -> None:
-        super().__init__(slots)
-        self._first_only = first_only
-        self.num_values = sum(shared.numel() for shared in self.shared)
-
-    def contribution(self, tower: int, rows: int) -> Tensor:
-        """Return the values times the rows, float64 [S]."""
-        values = torch.cat([value.reshape(-1) for value in self.values()]).double()
-        if len(values) != self.num_values:
-            self.check()
-        if not self._first_only:
-            return values.mul_(rows)
-        return values if tower == 0 else values.zero_()  # a factor of 0 would make NaN of infinity
-
-    def finish(self, totals: Tensor, rows: int) -> None:
-        """Write the average."""
-        values = totals if self._first_only else totals / rows
-        parts = values.split([shared.numel() for shared in self.shared])
-        self.write([part.view_as(shared) for part, shared in zip(parts, self.shared, strict=True)])
 
 
 class PooledNorms:

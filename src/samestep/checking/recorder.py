@@ -18,13 +18,13 @@ from torch.utils import _pytree as pytree
 from samestep.checking.attributes import Held, Place, fingerprint, held_by, outside_tensors
 from samestep.checking.operators import OperatorWatch, Phase, process_settings
 from samestep.checking.recording import Event, Recording, Turn, When
-from samestep.errors import BufferError, ConfigError
+from samestep.errors import BufferPolicyError, ConfigError
 from samestep.identity import digest
 from samestep.streams import GlobalStreams, seed_globals, stream_seed
 from samestep.summation.placement import Placement
 from samestep.towers.report import Report
+from samestep.towers.run import Tower
 from samestep.towers.step import LossFunction, Step
-from samestep.towers.tower import Tower
 from samestep.towers.towers import Towers
 from samestep.workers.job import Job
 
@@ -148,7 +148,7 @@ class _Recorder:
         self._worker = workers[0]
         self._recording = Recording(process_settings())
         self._turn: Turn | None = None
-        self._owner = Placement(self._towers.placement.num_towers, trial.stand_ins).owner
+        self._owner = Placement.even(self._towers.placement.num_towers, trial.stand_ins).owner
         self._watch = OperatorWatch(self._towers.job.device, self._write) if trial.operators else None
         step.loss_fn = self._loss
         step.towers = cast(Towers, _Turns(step.towers, self))
@@ -177,7 +177,7 @@ class _Recorder:
         number = self._towers.step
         try:
             self._step(batch)
-        except BufferError as error:
+        except BufferPolicyError as error:
             raise self._changed_buffers(error) from error
         if self._turn is None:  # a step that averages by other means than `Towers.average`
             self._open(When(number, "update"))
@@ -210,7 +210,7 @@ class _Recorder:
         self._turn.settings = process_settings()
         self._turn = None
 
-    def _changed_buffers(self, error: BufferError) -> ChangedBufferError:
+    def _changed_buffers(self, error: BufferPolicyError) -> ChangedBufferError:
         """Say what the last tower has changed that it must not."""
         when, turn = next(reversed(self._recording.turns.items()))
         now, before = self._worker.held(), turn.held

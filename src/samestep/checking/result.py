@@ -20,7 +20,8 @@ from samestep.summation.placement import Placement
 from samestep.towers.batch import LocalBatch
 from samestep.towers.step import LossFunction, Step
 from samestep.towers.towers import Towers
-from samestep.workers.job import Job, under_launcher
+from samestep.workers.environment import under_launcher
+from samestep.workers.job import Job
 
 __all__ = ["NUM_STEPS", "WORKERS", "CheckResult", "Parts", "check", "examine"]
 
@@ -123,7 +124,7 @@ def check(  # noqa: PLR0913 - what is run, and how, each with a default
             "(model, loss_fn) or (model, loss_fn, optimizer)"
         )
     _check_numbers(steps, workers)
-    Placement(towers, 1)
+    Placement.even(towers, 1)
     subject = _Built(build, _batches(batch, steps), towers, autocast, options)
     return examine(subject, towers, Plan(steps, tuple(workers), processes, device, threads))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -12,16 +11,15 @@ import threading
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from datetime import timedelta
-
-import torch.distributed as dist
 
 from samestep.checking.recorder import Subject, Trial, record
 from samestep.checking.recording import Recording
 from samestep.errors import UsageError
 from samestep.streams import seed_globals, stream_seed
+from samestep.workers.environment import environment, worker_environment
 from samestep.workers.failures import Failure
-from samestep.workers.job import DEFAULT_TIMEOUT_S, environment, init, worker_environment
+from samestep.workers.job import init
+from samestep.workers.rendezvous import open_store
 
 __all__ = ["Workers", "why_not_elsewhere"]
 
@@ -69,14 +67,7 @@ class Workers:
         Raises:
             UsageError: the calling script starts itself again in every worker.
         """
-        # The parent keeps the store, so the system can choose its port. A job's own, so that no key is stale.
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            "localhost",
-            0,
-            is_master=True,
-            timeout=timedelta(seconds=DEFAULT_TIMEOUT_S),
-            wait_for_workers=False,
-        )
+        store = open_store()  # a job's own, so that no key is stale
         seats = [_Seat(rank, num_workers, store.port) for rank in range(num_workers)]
         pickled = pickle.dumps(subject)
         with worker_environment(self._threads, []):
@@ -149,6 +140,4 @@ def _work(pickled: bytes, trial: Trial, seat: _Seat, device: str, threads: int) 
             job.barrier()
             return recording
         finally:
-            if dist.is_initialized():
-                gc.collect()  # as `Job.close` does
-                dist.destroy_process_group()  # also where it failed: the others notice, and stop waiting
+            job.transport.close()  # also where it failed: the others notice, and stop waiting

@@ -169,7 +169,7 @@ def restore(snapshot: Snapshot, parts: Parts, path: Path) -> dict[str, Any]:
     if parts.average is not None and snapshot.average is not None:
         parts.average.load_state_dict({**snapshot.average, **nest["extra"][AVERAGE]})
     if parts.towers is not None:
-        parts.towers.step = snapshot.step
+        parts.towers._step = snapshot.step
     if parts.loader is not None and snapshot.position is not None:
         parts.loader.position = snapshot.position
     return {name: value for name, value in nest["state"].items() if name not in targets}

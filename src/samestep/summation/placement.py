@@ -1,8 +1,10 @@
-"""Towers -> workers: contiguous ranges, as even as possible. Pure integers."""
+"""Towers -> workers: contiguous ranges, even or with any cuts. Pure integers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 from samestep.errors import ConfigError
 
@@ -24,46 +26,74 @@ def even_ranges(length: int, parts: int) -> list[range]:
 
 @dataclass(frozen=True)
 class Placement:
-    """Which towers each worker runs.
+    """Which towers each worker runs: worker w those from `cuts[w]` up to, but not including, `cuts[w + 1]`.
 
     Args:
-        num_towers: logical slices of the global batch, T >= 1.
-        num_workers: processes of the job, 1 <= W <= T.
+        cuts: W + 1 ints: 0, then the end of each worker's range, each above the one before; the last is T.
 
     Raises:
-        ConfigError: where T or W is out of range.
+        ConfigError: other cuts, such as those that leave a worker without a tower.
 
     Example:
-        >>> Placement(8, 3).towers(0)
-        range(0, 3)
-        >>> Placement(8, 3).owner(5)
+        >>> Placement.even(8, 3).towers(0), Placement((0, 1, 6, 8)).towers(1)
+        (range(0, 3), range(1, 6))
+        >>> Placement.even(8, 3).owner(5)
         1
     """
 
-    num_towers: int
-    num_workers: int
+    cuts: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if self.num_towers < 1:
-            raise ConfigError(f"towers = {self.num_towers}: expected at least 1")
-        if not 1 <= self.num_workers <= self.num_towers:
+        object.__setattr__(self, "cuts", tuple(self.cuts))
+        if len(self.cuts) < 2 or self.cuts[0] != 0 or any(end <= start for start, end in pairwise(self.cuts)):
             raise ConfigError(
-                f"workers = {self.num_workers}: expected 1 <= workers <= towers = {self.num_towers}; "
-                f"start at most {self.num_towers} workers, or ask for more towers"
+                f"cuts = {self.cuts}: expected 0, then one number for each worker, each above the one before "
+                "(every worker runs at least one tower), and the number of towers last"
             )
+
+    @classmethod
+    def even(cls, num_towers: int, num_workers: int) -> Placement:
+        """Return ranges that are as even as possible, the longer ones first.
+
+        Args:
+            num_towers: logical slices of the global batch, T >= 1.
+            num_workers: processes of the job, 1 <= W <= T.
+
+        Raises:
+            ConfigError: T or W is out of range.
+        """
+        if num_towers < 1:
+            raise ConfigError(f"towers = {num_towers}: expected at least 1")
+        if not 1 <= num_workers <= num_towers:
+            raise ConfigError(
+                f"workers = {num_workers}: expected 1 <= workers <= towers = {num_towers}; "
+                f"start at most {num_towers} workers, or ask for more towers"
+            )
+        return cls((0, *(part.stop for part in even_ranges(num_towers, num_workers))))
+
+    @property
+    def num_towers(self) -> int:
+        """T."""
+        return self.cuts[-1]
+
+    @property
+    def num_workers(self) -> int:
+        """W."""
+        return len(self.cuts) - 1
+
+    @cached_property
+    def ranges(self) -> tuple[range, ...]:
+        """Every worker's range of towers, in worker order."""
+        return tuple(range(start, end) for start, end in pairwise(self.cuts))
 
     def towers(self, worker: int) -> range:
         """Return the contiguous range of towers that `worker` runs."""
-        return self.ranges()[worker]
-
-    def ranges(self) -> list[range]:
-        """Return every worker's range of towers, in worker order."""
-        return even_ranges(self.num_towers, self.num_workers)
+        return self.ranges[worker]
 
     def rows(self, worker: int, num_rows: int) -> dict[int, range]:
         """Return the rows of a batch that each tower of `worker` gets; towers without any are left out.
 
-        >>> Placement(4, 2).rows(1, num_rows=3)
+        >>> Placement.even(4, 2).rows(1, num_rows=3)
         {2: range(2, 3)}
         """
         ranges = even_ranges(num_rows, self.num_towers)
@@ -72,4 +102,4 @@ class Placement:
     def owner(self, tower: int) -> int:
         """Return the worker that runs `tower`."""
         assert 0 <= tower < self.num_towers
-        return next(worker for worker, towers in enumerate(self.ranges()) if tower in towers)
+        return next(worker for worker, towers in enumerate(self.ranges) if tower in towers)

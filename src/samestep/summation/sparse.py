@@ -6,39 +6,18 @@ kind and the bits of a sum along the canonical tree follow from the towers alone
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from samestep.errors import ConfigError
+from samestep.summation.layout import Layout
 
-__all__ = [
-    "Size",
-    "SparseParameter",
-    "add",
-    "coalesced",
-    "find_sparse",
-    "leaf",
-    "measure",
-    "parts",
-    "plan_sparse",
-    "room",
-    "stored",
-]
+__all__ = ["Size", "add", "coalesced", "empty", "find_sparse", "measure", "owned", "stored", "tensors_of"]
 
 Size = tuple[int, int]
 """(sparse dimensions, stored rows): (−1, 0) of no gradient; (0, 1) of a dense one, all of it one row."""
-
-
-@dataclass(frozen=True)
-class SparseParameter:
-    """A parameter whose gradient may be sparse: its place among the parameters, and its gradient's kind."""
-
-    index: int
-    shape: torch.Size
-    dtype: torch.dtype
 
 
 def find_sparse(model: nn.Module, listed: Sequence[nn.Parameter]) -> list[str]:
@@ -63,24 +42,13 @@ def find_sparse(model: nn.Module, listed: Sequence[nn.Parameter]) -> list[str]:
     return [name for key, name in names.items() if key in found]
 
 
-def plan_sparse(
-    parameters: Mapping[str, Tensor], dtypes: Sequence[torch.dtype], names: Sequence[str]
-) -> list[SparseParameter]:
-    """Describe the parameters with these names; each one's gradient is summed in its place in `dtypes`."""
-    return [
-        SparseParameter(index, parameter.shape, dtypes[index])
-        for index, (name, parameter) in enumerate(parameters.items())
-        if name in names
-    ]
-
-
 def coalesced(gradient: Tensor) -> Tensor:
     """Return a gradient with each row stored once, in order; a dense one as it is."""
     return gradient.coalesce() if gradient.is_sparse else gradient
 
 
-def leaf(gradient: Tensor) -> Tensor:
-    """Return a gradient that backward has left, as it is added and divided in place.
+def owned(gradient: Tensor) -> Tensor:
+    """Return a gradient that backward has left as one that may be added to and divided in place.
 
     Autograd may leave the very values that a backward function returned, coalesced already. And it keeps a
     dense gradient's strides, which others would not know of and which would show in the bits of its norm.
@@ -110,28 +78,26 @@ def add(left: Tensor, right: Tensor) -> Tensor:
 
 
 def measure(gradient: Tensor | None) -> Size:
-    """Say how much of a gradient `parts` returns."""
+    """Say how much of a gradient `tensors_of` returns."""
     if gradient is None:
         return -1, 0
     return (gradient.sparse_dim(), gradient._nnz()) if gradient.is_sparse else (0, 1)
 
 
-def room(parameter: SparseParameter, size: Size, device: torch.device) -> Tensor | None:
-    """Return memory for a gradient that another worker has measured; its `parts` are to be filled."""
+def empty(layout: Layout, size: Size, device: torch.device) -> Tensor | None:
+    """Return memory for a gradient that another worker has measured; its `tensors_of` are to be filled."""
     dims, rows = size
     if dims < 0:
         return None
-    values = torch.empty(rows, *parameter.shape[dims:], dtype=parameter.dtype, device=device)
+    values = torch.empty(rows, *layout.shape[dims:], dtype=layout.dtype, device=device)
     if dims == 0:
         return values[0]
     indices = torch.empty(dims, rows, dtype=torch.int64, device=device)
-    return torch.sparse_coo_tensor(
-        indices, values, parameter.shape, check_invariants=False, is_coalesced=True
-    )
+    return torch.sparse_coo_tensor(indices, values, layout.shape, check_invariants=False, is_coalesced=True)
 
 
-def parts(gradient: Tensor | None) -> list[Tensor]:
-    """Return the tensors that a gradient consists of, flat; those of a `room` share its memory."""
+def tensors_of(gradient: Tensor | None) -> list[Tensor]:
+    """Return the tensors that a gradient consists of, flat; those of an `empty` one share its memory."""
     if gradient is None:
         return []
     parts = [gradient._indices(), gradient._values()] if gradient.is_sparse else [gradient]

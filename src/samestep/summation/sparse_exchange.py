@@ -14,86 +14,87 @@ import torch
 from torch import Tensor
 
 from samestep.summation import sparse
-from samestep.summation.sparse import SparseParameter
-from samestep.summation.tree import Gradients, TreeSum, add_gradients, divide
+from samestep.summation.gradients import Gradients, add_gradients, divide
+from samestep.summation.plan import Plan
+from samestep.summation.tree import TreeSum
 from samestep.workers.job import Job
-from samestep.workers.transport import Swap, Transport
+from samestep.workers.transport import Alone, Pending
 
-__all__ = ["Gathering"]
+__all__ = ["SparseExchange"]
+
+_FAILED = -2
+"""Stands for sizes where a worker met an error."""
 
 
-class Gathering:
-    """One step's sparse gradients: `post_sizes`, `post_rows`, `wait`, `averages`, on all workers alike.
+class SparseExchange:
+    """One step's sparse gradients: made, then `gradients`, on all workers alike.
+
+    Making it starts the first round, so that it runs beside the last bucket's averages.
 
     Args:
         job: of this worker.
-        transport: moves the messages.
-        parameters: those whose gradients may be sparse.
-        spans: each worker's subtrees.
-        sums: this worker's: for each of its subtrees, a gradient for each of the parameters.
+        plan: of the step.
+        sums: for each of this worker's subtrees, a gradient for each of `plan.sparse`; None where it met an
+            error.
+        where: names the step if a worker is lost.
+
+    Attributes:
+        has_failed: whether some worker met an error, once `gradients` has been read.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        transport: Transport,
-        parameters: Sequence[SparseParameter],
-        spans: Sequence[Sequence[range]],
-        sums: Sequence[Gradients],
-    ) -> None:
+    def __init__(self, job: Job, plan: Plan, sums: Sequence[Gradients] | None, where: str) -> None:
         self._job = job
-        self._transport = transport
-        self._parameters = parameters
-        self._spans = spans
-        self._sums: dict[int, Sequence[Gradients]] = {job.rank: sums}
+        self._plan = plan
+        self._where = where
+        self._layouts = [plan.parameters[index].gradient for index in plan.sparse]
+        self._sums: dict[int, Sequence[Gradients]] = {job.rank: sums or []}
+        self._others = [worker for worker in range(job.world_size) if worker != job.rank]
+        self.has_failed = sums is None
+        self._pending: Pending = Alone().post({}, {}, "")
         self._sizes: dict[int, Tensor] = {}
-        self._swap = Swap()
+        if plan.sparse:
+            self._post_sizes()
 
-    def post_sizes(self, where: str) -> None:
-        """Start to tell everyone how much each of this worker's partial sums stores."""
-        sizes = [
-            [sparse.measure(gradient) for gradient in gradients] for gradients in self._sums[self._job.rank]
-        ]
-        for worker in self._transport.others:
-            self._sizes[worker] = torch.empty(
-                len(self._spans[worker]), len(self._parameters), 2, dtype=torch.int64
-            )
-        incoming = {worker: [room] for worker, room in self._sizes.items()}
-        self._post([torch.tensor(sizes)], incoming, f"{where}, sizes of sparse gradients")
+    def _post_sizes(self) -> None:
+        tables = [torch.full((len(spans), len(self._layouts), 2), _FAILED) for spans in self._plan.spans]
+        for table, gradients in zip(tables[self._job.rank], self._sums[self._job.rank], strict=False):
+            table.copy_(torch.tensor([sparse.measure(gradient) for gradient in gradients]))
+        self._sizes = {worker: tables[worker] for worker in self._others}
+        incoming = {worker: [table] for worker, table in self._sizes.items()}
+        self._pending = self._post([tables[self._job.rank]], incoming, "sizes of sparse gradients")
 
-    def post_rows(self, where: str) -> None:
-        """Start to send this worker's partial sums to everyone, once it is known what will arrive."""
-        self._swap.wait()
-        for worker, sizes in self._sizes.items():
-            self._sums[worker] = [self._room(row) for row in sizes.tolist()]
-        incoming = {worker: _parts(self._sums[worker]) for worker in self._sizes}
-        self._post(_parts(self._sums[self._job.rank]), incoming, f"{where}, sparse gradients")
-
-    def wait(self) -> None:
-        """Wait until all partial sums have arrived."""
-        self._swap.wait()
-
-    def averages(self, num_towers: int, weight: Tensor) -> Iterator[tuple[int, Tensor | None]]:
+    def gradients(self, divisor: Tensor) -> Iterator[tuple[int, Tensor | None]]:
         """Finish the tree, divide once, and yield (parameter index, averaged gradient)."""
-        total: TreeSum[Gradients] = TreeSum(num_towers, add=add_gradients)
-        for worker, spans in enumerate(self._spans):
+        self._pending.wait()
+        self.has_failed |= any(bool((table == _FAILED).any()) for table in self._sizes.values())
+        if self.has_failed or not self._layouts:
+            return
+        for worker, table in self._sizes.items():
+            self._sums[worker] = [self._memory(row) for row in table.tolist()]
+        incoming = {worker: _tensors(self._sums[worker]) for worker in self._others}
+        self._post(_tensors(self._sums[self._job.rank]), incoming, "sparse gradients").wait()
+        for index, gradient in zip(self._plan.sparse, self._finish_tree(), strict=True):
+            if gradient is not None:
+                divide(sparse.stored(gradient), divisor, out=sparse.stored(gradient))
+            yield index, gradient
+
+    def _finish_tree(self) -> Gradients:
+        total: TreeSum[Gradients] = TreeSum(self._plan.placement.num_towers, add=add_gradients)
+        for worker, spans in enumerate(self._plan.spans):
             for span, gradients in zip(spans, self._sums.pop(worker), strict=True):
                 total.push(span, gradients)
-        for parameter, gradient in zip(self._parameters, total.root(), strict=True):
-            if gradient is not None:
-                divide(sparse.stored(gradient), weight, out=sparse.stored(gradient))
-            yield parameter.index, gradient
+        return total.root()
 
-    def _post(self, parts: Sequence[Tensor], incoming: Mapping[int, Sequence[Tensor]], what: str) -> None:
-        outgoing = dict.fromkeys(self._transport.others, parts)
-        self._swap = self._transport.post(outgoing, incoming, what)
+    def _post(self, own: Sequence[Tensor], incoming: Mapping[int, Sequence[Tensor]], what: str) -> Pending:
+        outgoing = dict.fromkeys(self._others, own)
+        return self._job.transport.post(outgoing, incoming, f"{self._where}, {what}")
 
-    def _room(self, sizes: Sequence[sparse.Size]) -> Gradients:
+    def _memory(self, sizes: Sequence[sparse.Size]) -> Gradients:
         return [
-            sparse.room(parameter, size, self._job.device)
-            for parameter, size in zip(self._parameters, sizes, strict=True)
+            sparse.empty(layout, size, self._job.device)
+            for layout, size in zip(self._layouts, sizes, strict=True)
         ]
 
 
-def _parts(sums: Sequence[Gradients]) -> list[Tensor]:
-    return [part for gradients in sums for gradient in gradients for part in sparse.parts(gradient)]
+def _tensors(sums: Sequence[Gradients]) -> list[Tensor]:
+    return [part for gradients in sums for gradient in gradients for part in sparse.tensors_of(gradient)]

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from samestep.errors import BatchError, ConfigError, UsageError
-from samestep.towers.tower import Loss, Tower
 
 __all__ = [
     "Count",
     "LossSum",
-    "NamedWeights",
+    "NamedCounts",
+    "check_counts",
     "count_slices",
+    "explain_no_count",
     "is_known_to_count",
-    "names_of",
-    "nothing_counts",
-    "weigh",
-    "wrong_weight",
+    "loss_sum",
+    "mean_loss",
+    "wrong_count",
 ]
 
 Count = Callable[[Any], "float | Tensor"]
@@ -31,62 +31,71 @@ Count = Callable[[Any], "float | Tensor"]
 
 @dataclass(frozen=True)
 class LossSum:
-    """What a tower hands in, in units of a power of two (see `Towers`).
+    """What a tower hands in, in units of a power of two (see `StepRun.unit`).
 
     Attributes:
         total: 0-dim, float32 or float64: what backward starts from.
         sums: [K], without graph: one for each name, or one where there are no names.
-        weight: how much the tower counts.
+        count: how much the tower counts.
     """
 
     total: Tensor
     sums: Tensor
-    weight: float | Tensor
+    count: float | Tensor
 
 
-def weigh(tower: Tower, loss: Loss, weight: float | Tensor | None, unit: int) -> LossSum:
-    """Return the sum that a loss stands for: a mean over the tower's rows, or a sum over `weight` things.
+def mean_loss(who: str, loss: Tensor, rows: int, unit: int) -> LossSum:
+    """Return the sum that a mean over a tower's rows stands for.
 
     Raises:
-        UsageError: `loss` is not a scalar that requires grad, or `weight` not one number.
+        UsageError: `loss` is not a scalar that requires grad.
     """
-    if isinstance(loss, Mapping):
-        raise UsageError(
-            f"{tower!r}: loss is a mapping, but nobody said what its sums count; "
-            "start the step with towers(batch, weights={name: count, ...}), or Step(..., weights=...)"
-        )
-    _check_scalar(tower, "loss", loss)
-    if isinstance(weight, Tensor) and weight.numel() != 1:
-        raise UsageError(f"{tower!r}: weight has shape {tuple(weight.shape)}, expected one number")
+    _check_scalar(f"{who}: loss", loss)
+    if not loss.requires_grad:
+        raise UsageError(f"{who}: loss does not require grad, so there is nothing to hand in")
+    total = _at_least_float32(loss) * (rows / unit)
+    return LossSum(total, total.detach().reshape(1), rows / unit)
+
+
+def loss_sum(who: str, total: Tensor, count: float | Tensor, unit: int) -> LossSum:
+    """Return a sum over `count` things.
+
+    Raises:
+        UsageError: `total` is not a scalar, or does not require grad although it counts something; or
+            `count` is not one number.
+    """
+    _check_scalar(f"{who}: total", total)
+    if isinstance(count, Tensor) and count.numel() != 1:
+        raise UsageError(f"{who}: count has shape {tuple(count.shape)}, expected one number")
     # A sum over nothing may be a constant; then there is nothing to run backward through.
-    if not loss.requires_grad and (weight is None or float(weight) != 0):
-        raise UsageError(f"{tower!r}: loss does not require grad, so there is nothing to hand in")
-    total = _at_least_float32(loss) * ((tower.rows if weight is None else 1) / unit)
-    return LossSum(total, total.detach().reshape(1), (tower.rows if weight is None else weight) / unit)
+    if not total.requires_grad and float(count) != 0:
+        raise UsageError(f"{who}: total does not require grad, so there is nothing to hand in")
+    scaled = _at_least_float32(total) * (1 / unit)
+    return LossSum(scaled, scaled.detach().reshape(1), count / unit)
 
 
-def is_known_to_count(weight: float | Tensor) -> bool:
-    """Whether a weight is above 0, as far as can be told without waiting for a GPU."""
-    return (not isinstance(weight, Tensor) or weight.device.type == "cpu") and float(weight) > 0
+def is_known_to_count(count: float | Tensor) -> bool:
+    """Whether a count is above 0, as far as can be said without waiting for a GPU."""
+    return (not isinstance(count, Tensor) or count.device.type == "cpu") and float(count) > 0
 
 
-def nothing_counts(step: int, names: Sequence[str]) -> BatchError:
-    """Return the error of a step whose weights add up to 0."""
-    what = f"the towers' counts of {', '.join(names)}" if names else "the towers' weights"
+def explain_no_count(step: int, names: Sequence[str]) -> BatchError:
+    """Return the error of a step in which nothing counts."""
+    what = f"the towers' counts of {', '.join(names)}" if names else "the towers' counts"
     return BatchError(
         f"step {step}: {what} add up to 0, so there is nothing to average, and nothing was updated; leave "
-        "such batches out, or make Towers with on_zero_weight='skip'"
+        "such batches out, or make Towers with on_zero_count='skip'"
     )
 
 
-def wrong_weight(step: int, weights: Tensor) -> BatchError | None:
-    """Return the error of a step in which a tower's weight is negative or not finite; float64 [T]."""
-    wrong = (~(weights >= 0) | weights.isinf()).nonzero()
+def wrong_count(step: int, counts: Tensor) -> BatchError | None:
+    """Return the error of a step in which a tower's count is negative or not finite; float64 [T]."""
+    wrong = (~(counts >= 0) | counts.isinf()).nonzero()
     if not len(wrong):
         return None
     tower = int(wrong[0])
     return BatchError(
-        f"step {step}: tower {tower} has the weight {float(weights[tower]):g}, expected a finite number "
+        f"step {step}: tower {tower} has the count {float(counts[tower]):g}, expected a finite number "
         "of at least 0; nothing was updated"
     )
 
@@ -95,14 +104,14 @@ def wrong_weight(step: int, weights: Tensor) -> BatchError | None:
 
 
 @dataclass(frozen=True)
-class NamedWeights:
+class NamedCounts:
     r"""What each of several sums of a loss counts, in every tower, known before the first pass.
 
-    With :math:`S_{kt}` and :math:`W_{kt}` the sum and the count of name k in tower t, the loss is
+    With :math:`S_{kt}` and :math:`N_{kt}` the sum and the count of name k in tower t, the loss is
 
-    .. math:: L = \sum_k \frac{\sum_t S_{kt}}{\sum_t W_{kt}}
+    .. math:: L = \sum_k \frac{\sum_t S_{kt}}{\sum_t N_{kt}}
 
-    over the names that count something. A tower hands in :math:`R \sum_k S_{kt} / W_k` and weighs its rows,
+    over the names that count something. A tower hands in :math:`R \sum_k S_{kt} / N_k` and counts its rows,
     of which there are R in all.
 
     Attributes:
@@ -121,78 +130,76 @@ class NamedWeights:
         totals: list[float] = self.counts.sum(0).tolist()
         return totals
 
-    def weigh(self, tower: Tower, losses: Loss, weight: float | Tensor | None, unit: int) -> LossSum:
+    def loss_sum(self, who: str, losses: Mapping[str, Tensor], tower: int, rows: int, unit: int) -> LossSum:
         """Return what a tower hands in.
 
         Raises:
-            UsageError: `losses` has other names, or holds something else than scalars; none of them
-                requires grad although the tower counts; or there is a `weight`.
+            UsageError: `losses` has other names, or holds something else than scalars; or none of them
+                requires grad although the tower counts.
         """
-        if weight is not None:
-            raise UsageError(f"{tower!r}: weight has no effect in a step that began with weights")
-        sums = self._in_order(tower, losses)
+        sums = self._in_order(who, losses)
         used = [(s, total) for s, total in zip(sums, self.totals, strict=True) if total > 0]
         # In this order on every worker, so that the bits are the same.
         parts = [s * (self.rows / (total * unit)) for s, total in used]
         total = reduce(torch.add, parts)
-        if not total.requires_grad and bool(self.counts[tower.index].any()):
-            raise UsageError(f"{tower!r}: no sum requires grad, so there is nothing to hand in")
-        return LossSum(total, torch.stack([s.detach().double() for s in sums]) / unit, tower.rows / unit)
+        if not total.requires_grad and bool(self.counts[tower].any()):
+            raise UsageError(f"{who}: no sum requires grad, so there is nothing to hand in")
+        return LossSum(total, torch.stack([s.detach().double() for s in sums]) / unit, rows / unit)
 
-    def _in_order(self, tower: Tower, losses: Loss) -> list[Tensor]:
+    def _in_order(self, who: str, losses: Mapping[str, Tensor]) -> list[Tensor]:
         expected = ", ".join(self.names)
         if not isinstance(losses, Mapping):
             raise UsageError(
-                f"{tower!r}: loss is a {type(losses).__name__}, expected a mapping with a sum for each of "
-                f"weights: {expected}"
+                f"{who}: loss is a {type(losses).__name__}, expected a mapping with a sum for each name in "
+                f"counts: {expected}"
             )
         if set(losses) != set(self.names):
             raise UsageError(
-                f"{tower!r}: loss has sums for {', '.join(map(str, losses)) or 'nothing'}, expected one for "
-                f"each of weights: {expected}"
+                f"{who}: loss has sums for {', '.join(map(str, losses)) or 'nothing'}, expected one for "
+                f"each name in counts: {expected}"
             )
         for name in self.names:
-            _check_scalar(tower, f"loss[{name!r}]", losses[name])
+            _check_scalar(f"{who}: loss[{name!r}]", losses[name])
         return [_at_least_float32(losses[name]).reshape(()) for name in self.names]
 
 
-def names_of(weights: Mapping[str, Count] | None) -> tuple[str, ...]:
+def check_counts(counts: Mapping[str, Count] | None) -> tuple[str, ...]:
     """Return the names of the sums, none for a loss that is one sum.
 
     Raises:
-        ConfigError: `weights` is no mapping of functions, or is empty.
+        ConfigError: `counts` is no mapping of functions, or is empty.
     """
-    if weights is None:
+    if counts is None:
         return ()
-    if not isinstance(weights, Mapping) or not weights or not all(map(callable, weights.values())):
+    if not isinstance(counts, Mapping) or not counts or not all(map(callable, counts.values())):
         raise ConfigError(
-            f"weights = {weights!r}: expected a mapping from the name of each sum to a function that counts, "
+            f"counts = {counts!r}: expected a mapping from the name of each sum to a function that counts, "
             "count(tower_batch) -> number"
         )
-    return tuple(weights)
+    return tuple(counts)
 
 
 def count_slices(
-    weights: Mapping[str, Count], towers: range, slices: Mapping[int, Any], device: torch.device
+    counts: Mapping[str, Count], towers: range, slices: Mapping[int, Any], device: torch.device
 ) -> Tensor:
     """Return what each of a worker's towers counts, float64 [towers, names] on the CPU; 0 without rows.
 
     Raises:
         BatchError: a count is not a finite number of at least 0.
     """
-    table = torch.zeros(len(towers), len(weights), dtype=torch.float64)
-    for tower, batch in slices.items() if weights else ():
+    table = torch.zeros(len(towers), len(counts), dtype=torch.float64)
+    for tower, batch in slices.items() if counts else ():
         # Gathered on the device, so that a GPU is waited for once a tower.
-        counts = [torch.as_tensor(count(batch), device=device).detach() for count in weights.values()]
-        for name, value in zip(weights, counts, strict=True):
+        values = [torch.as_tensor(count(batch), device=device).detach() for count in counts.values()]
+        for name, value in zip(counts, values, strict=True):
             if value.numel() != 1:
                 raise BatchError(f"tower {tower}: {name} counts {tuple(value.shape)}, expected one number")
-        table[tower - towers.start] = torch.stack([value.reshape(()).double() for value in counts]).cpu()
+        table[tower - towers.start] = torch.stack([value.reshape(()).double() for value in values]).cpu()
     wrong = (~(table >= 0) | table.isinf()).nonzero()
     if len(wrong):
         row, column = wrong[0].tolist()
         raise BatchError(
-            f"tower {towers.start + row}: {list(weights)[column]} counts {table[row, column]:g}, expected a "
+            f"tower {towers.start + row}: {list(counts)[column]} counts {table[row, column]:g}, expected a "
             "finite number of at least 0"
         )
     return table
@@ -201,9 +208,11 @@ def count_slices(
 # ---- checks ----------------------------------------------------------------------------------------
 
 
-def _check_scalar(tower: Tower, name: str, value: Tensor) -> None:
+def _check_scalar(what: str, value: Tensor) -> None:
+    if not isinstance(value, Tensor):
+        raise UsageError(f"{what} is a {type(value).__name__}, expected a scalar tensor")
     if value.numel() != 1:
-        raise UsageError(f"{tower!r}: {name} has shape {tuple(value.shape)}, expected a scalar")
+        raise UsageError(f"{what} has shape {tuple(value.shape)}, expected a scalar")
 
 
 def _at_least_float32(loss: Tensor) -> Tensor:

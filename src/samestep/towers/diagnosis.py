@@ -12,7 +12,7 @@ from torch import Tensor
 from samestep.summation.placement import even_ranges
 from samestep.summation.sparse import coalesced, stored
 from samestep.towers.report import Report
-from samestep.towers.tower import Tower
+from samestep.towers.run import Tower
 from samestep.towers.towers import Towers
 
 __all__ = ["explain", "explain_whole", "first_nonfinite"]
@@ -38,20 +38,14 @@ def first_nonfinite(towers: Towers, run: Callable[[Tower], None]) -> list[str | 
     mine = towers.placement.towers(towers.job.rank)
     found = torch.full((len(mine), 1), _NONE)
     averaged = [parameter.grad for parameter in towers.parameters]
-
-    def look(tower: Tower, loss: Tensor) -> None:
-        _clear(towers.parameters)
-        if loss.requires_grad:
-            loss.backward()
-        found[tower.index - mine.start] = _first(towers.parameters)
-        _clear(towers.parameters)
-
     try:
         _clear(towers.parameters)
         # Whatever goes wrong in here must not hide what is being explained.
-        with contextlib.suppress(Exception), contextlib.closing(towers.replay(look)) as turns:
+        with contextlib.suppress(Exception), contextlib.closing(towers.replay()) as turns:
             for tower in turns:
                 run(tower)
+                found[tower.index - mine.start] = _first(towers.parameters)
+                _clear(towers.parameters)
     finally:
         for parameter, gradient in zip(towers.parameters, averaged, strict=True):
             parameter.grad = gradient

@@ -82,22 +82,22 @@ class GradientNorms:
     """How long the gradients of one step are.
 
     Attributes:
-        squares: the squared 2-norm of each tower's own mean gradient; NaN without weight.
-        weights: each tower's, at least 0.
+        squares: the squared 2-norm of each tower's own mean gradient; NaN where it counts 0.
+        counts: each tower's, at least 0.
         rows: each tower's.
         average: the squared 2-norm of the average over all towers.
     """
 
     squares: Sequence[float]
-    weights: Sequence[float]
+    counts: Sequence[float]
     rows: Sequence[int]
     average: float
 
     @classmethod
-    def of(cls, squares: Tensor, weights: Tensor, rows: Sequence[int], average: Tensor) -> GradientNorms:
+    def of(cls, squares: Tensor, counts: Tensor, rows: Sequence[int], average: Tensor) -> GradientNorms:
         """Read them from tensors, float64 [T]; `squares` are those of sums, not of means."""
-        means = torch.where(weights > 0, squares / weights.square(), torch.nan)
-        return cls(means.tolist(), weights.tolist(), rows, float(average))
+        means = torch.where(counts > 0, squares / counts.square(), torch.nan)
+        return cls(means.tolist(), counts.tolist(), rows, float(average))
 
     @property
     def of_towers(self) -> list[float]:
@@ -105,9 +105,9 @@ class GradientNorms:
         return [math.sqrt(square) for square in self.squares]
 
     def estimate(self) -> tuple[float, float] | None:
-        r"""Return unbiased estimates of |G|² and tr Σ, or None where fewer than two towers have weight.
+        r"""Return unbiased estimates of |G|² and tr Σ, or None where fewer than two towers count.
 
-        Tower t has :math:`b_t` of B rows and the share :math:`\omega_t` of the weight; its mean gradient is
+        Tower t has :math:`b_t` of B rows and the share :math:`\omega_t` of the count; its mean gradient is
         :math:`g_t`, and the average is :math:`g = \sum_t \omega_t g_t`. Rows are drawn independently, so the
         variance of :math:`\omega_t (g_t - G)` is :math:`v b_t / B`, where v is that of g. Hence
 
@@ -115,18 +115,18 @@ class GradientNorms:
             = v \Big(\sum_t \frac{b_t}{B \omega_t} - 1\Big), \quad
             \mathrm{E} |g|^2 = |G|^2 + v, \quad \operatorname{tr} \Sigma = B v.
 
-        With T towers of b rows each, weighed by rows, the factor is T − 1, and these are the estimators
+        With T towers of b rows each, counted by rows, the factor is T − 1, and these are the estimators
         that the paper makes of batches of b and of T·b rows.
 
         References:
             McCandlish et al., 2018, appendix A.1. https://arxiv.org/abs/1812.06162
         """
-        towers = [each for each in zip(self.squares, self.weights, self.rows, strict=True) if each[1] > 0]
+        towers = [each for each in zip(self.squares, self.counts, self.rows, strict=True) if each[1] > 0]
         if len(towers) < 2:
             return None
-        weight = math.fsum(weight for _, weight, _ in towers)
+        count = math.fsum(count for _, count, _ in towers)
         num_rows = sum(rows for _, _, rows in towers)
-        spread = math.fsum(w / weight * square for square, w, _ in towers) - self.average
-        factor = math.fsum(rows / num_rows * (weight / w) for _, w, rows in towers) - 1
+        spread = math.fsum(c / count * square for square, c, _ in towers) - self.average
+        factor = math.fsum(rows / num_rows * (count / c) for _, c, rows in towers) - 1
         variance = spread / factor
         return self.average - variance, num_rows * variance

@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from samestep.errors import UsageError
-from samestep.workers.agreement import agree
+from samestep.workers.collectives import gather_objects
 from samestep.workers.job import Job
-from samestep.workers.transport import Transport
 
 __all__ = ["AllOutputs", "TowerOutputs", "gather"]
 
@@ -86,7 +85,7 @@ class TowerOutputs:
             pickle.dumps(nest)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise UsageError(
-                f"forward gave a nest that cannot be told to other workers ({error}): use dicts and tuples"
+                f"forward gave a nest that cannot be sent to other workers ({error}): use dicts and tuples"
             ) from None
         kinds = tuple(_Kind(leaf.dtype, leaf.device.type, tuple(leaf.shape[1:])) for leaf in leaves)
         return cls(leaves, _Shape(kinds, tuple(len(leaf) for leaf in leaves), nest))
@@ -121,49 +120,37 @@ class AllOutputs:
         return pytree.tree_unflatten([torch.cat(column) for column in columns], self.spec)
 
 
-def gather(
-    job: Job,
-    own: Mapping[int, TowerOutputs],
-    facts: Mapping[str, int],
-    *,
-    where: str,
-    error: Exception | None = None,
-) -> AllOutputs:
-    """Return all towers' outputs on every worker, once it is clear that all workers agree.
+def gather(job: Job, own: Mapping[int, TowerOutputs], where: str) -> AllOutputs:
+    """Return all towers' outputs on every worker.
 
     Args:
         job: all its workers must call this.
         own: copies of the outputs of this worker's towers that have rows; none on some workers perhaps.
-        facts: numbers that must be the same on every worker.
         where: what is going on, for messages.
-        error: what this worker has met instead.
 
     Raises:
-        DisagreementError: facts differ, or another worker met an error.
-        Exception: `error`.
         UsageError: towers' outputs differ in more than their rows.
     """
-    shapes = {tower: outputs.shape for tower, outputs in own.items()}
-    everyone: list[dict[int, _Shape]] = agree(job, facts, where=where, error=error, news=shapes)
+    own_shapes = {tower: outputs.shape for tower, outputs in own.items()}
+    everyone: list[dict[int, _Shape]] = gather_objects(job.transport, own_shapes, f"{where}, outputs")
     first = everyone[0][0]  # tower 0 always has rows
-    for tower, shape in (item for told in everyone for item in told.items()):
+    for tower, shape in (item for shapes in everyone for item in shapes.items()):
         difference = first.difference(shape)
         if difference:
             raise UsageError(
                 f"{where}: forward gave for towers 0 and {tower} {difference}; only rows may differ"
             )
     parts = {tower: outputs.tensors for tower, outputs in own.items()}
-    others = {w: told for w, told in enumerate(everyone) if w != job.rank}
-    for told in others.values():
-        parts |= {tower: _room(shape, job.device) for tower, shape in told.items()}
-    if others:
-        outgoing = {worker: _as_bytes(parts, shapes) for worker in others}
-        incoming = {worker: _as_bytes(parts, told) for worker, told in others.items()}
-        Transport(job).post(outgoing, incoming, f"{where}, outputs").wait()
+    others = {worker: shapes for worker, shapes in enumerate(everyone) if worker != job.rank}
+    for shapes in others.values():
+        parts |= {tower: _empty(shape, job.device) for tower, shape in shapes.items()}
+    outgoing = {worker: _as_bytes(parts, own_shapes) for worker in others}
+    incoming = {worker: _as_bytes(parts, shapes) for worker, shapes in others.items()}
+    job.transport.post(outgoing, incoming, f"{where}, outputs").wait()
     return AllOutputs([parts[tower] for tower in sorted(parts)], first.spec)
 
 
-def _room(shape: _Shape, device: torch.device) -> list[Tensor]:
+def _empty(shape: _Shape, device: torch.device) -> list[Tensor]:
     return [
         torch.empty(
             (rows, *kind.row), dtype=kind.dtype, device=device if kind.device_type == device.type else "cpu"

@@ -21,49 +21,49 @@ class Report:
         rows: rows of the global batch.
         loss_sums: each tower's summed losses, float64 [T, K]: one column for each of `names`, or one; 0 where
             the tower had no rows. [1, 1] after a loss of the whole batch, which is one.
-        weights: what the sums count in each tower, float64 [T, K]; the number 1 after a loss of the whole
+        counts: what the sums count in each tower, float64 [T, K]; the number 1 after a loss of the whole
             batch.
         gradients: the averaged gradients, for `grad_norm`.
         names: of the K sums that the loss consists of; empty where it is one sum without a name.
         skipped: whether the update was left out, because the average was not finite or nothing counted.
         tower_grad_norms: the 2-norm of each tower's own mean gradient, before any loss scale, on the steps
-            that measure it, otherwise None; NaN for a tower without weight.
+            that measure it, otherwise None; NaN for a tower that counts 0.
         noise_scale: the gradient noise scale in rows (see `samestep.towers.noise`), smoothed over steps that
             measured it, this one included; infinite where the noise hides the gradient; None before the
-            first, and where there are not two towers with weight.
-        wishes: the bits that any worker's `Towers.wishes` answered.
+            first, and where there are not two towers that count.
+        flags: the bits that any worker has set (see `Towers.__call__`).
     """
 
     step: int
     rows: int
     loss_sums: Tensor
-    weights: Tensor
+    counts: Tensor
     gradients: Sequence[Tensor]
     names: tuple[str, ...] = ()
     skipped: bool = False
     tower_grad_norms: list[float] | None = None
     noise_scale: float | None = None
-    wishes: int = 0
+    flags: int = 0
 
     @cached_property
     def loss(self) -> float:
         """The mean loss over all rows (or tokens, or pixels: whatever is counted); the sum of `losses`."""
-        return float(total_loss(self.loss_sums, self.weights))
+        return float(total_loss(self.loss_sums, self.counts))
 
     @cached_property
     def losses(self) -> dict[str, float]:
         """The mean of each sum that has a name, over all that it counts; NaN where that is 0."""
-        return dict(zip(self.names, mean_losses(self.loss_sums, self.weights).tolist(), strict=False))
+        return dict(zip(self.names, mean_losses(self.loss_sums, self.counts).tolist(), strict=False))
 
     @cached_property
-    def weight(self) -> float:
-        """The total weight: rows, or whatever is counted; where sums have names, over all of them."""
-        return float(self.weights.sum())
+    def count(self) -> float:
+        """What the loss is the mean over: rows, tokens, pixels; where sums have names, all of them added."""
+        return float(self.counts.sum())
 
     @cached_property
     def tower_losses(self) -> list[float]:
-        """Each tower's own mean loss; where sums have names, the sum of its own means. NaN without weight."""
-        losses: list[float] = total_loss(self.loss_sums[:, None], self.weights[:, None]).tolist()
+        """Each tower's own mean loss, or the sum of its own means, by name; NaN where it counts 0."""
+        losses: list[float] = total_loss(self.loss_sums[:, None], self.counts[:, None]).tolist()
         return losses
 
     @cached_property
@@ -74,13 +74,13 @@ class Report:
         return float(torch.nn.utils.get_total_norm(wide))
 
 
-def mean_losses(sums: Tensor, weights: Tensor) -> Tensor:
-    """Return the mean of each sum over all towers, [..., K], from sums and weights [..., T, K]."""
-    return sums.sum(-2) / weights.sum(-2)
+def mean_losses(sums: Tensor, counts: Tensor) -> Tensor:
+    """Return the mean of each sum over all towers, [..., K], from sums and counts [..., T, K]."""
+    return sums.sum(-2) / counts.sum(-2)
 
 
-def total_loss(sums: Tensor, weights: Tensor) -> Tensor:
+def total_loss(sums: Tensor, counts: Tensor) -> Tensor:
     """Return the sum of the means of those sums that count something, [...]; NaN where none does."""
-    counts = weights.sum(-2) > 0
-    means = torch.where(counts, mean_losses(sums, weights), 0).sum(-1)
-    return torch.where(counts.any(-1), means, torch.nan)
+    has_any = counts.sum(-2) > 0
+    means = torch.where(has_any, mean_losses(sums, counts), 0).sum(-1)
+    return torch.where(has_any.any(-1), means, torch.nan)

@@ -1,26 +1,29 @@
-"""A step between its batch and its average: what this worker's towers hand in."""
+"""One step on one worker: its towers take turns, and what they hand in is added up and sent."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from samestep.buffers.model_buffers import Buffers
+from samestep.buffers.model_buffers import ModelBuffers
 from samestep.errors import UsageError
-from samestep.summation.gradient_sum import Contributions, TowerFigures
+from samestep.streams import keep_globals, seed_globals, tower_seed
+from samestep.summation.exchange import Exchange
+from samestep.summation.gradient_sum import GradientSum
+from samestep.summation.scalars import TowerScalars
 from samestep.towers.batch import LocalBatch
-from samestep.towers.counts import LossSum, NamedWeights, is_known_to_count, weigh
-from samestep.towers.passes import Passes
-from samestep.towers.tower import HandIn, Loss, Tower
+from samestep.towers.counts import LossSum, NamedCounts, is_known_to_count, loss_sum, mean_loss
+from samestep.workers.job import Job
 
-__all__ = ["LossScale", "OpenStep"]
+__all__ = ["LossScale", "StepInputs", "StepRun", "Tower"]
 
 
 class LossScale(Protocol):
-    """What is needed of a gradient scaler."""
+    """What is needed of a gradient scaler, such as `torch.amp.GradScaler`."""
 
     def scale(self, outputs: Tensor) -> Tensor:
         """Return the loss times the scale."""
@@ -29,130 +32,272 @@ class LossScale(Protocol):
         """Return the scale."""
 
 
-class OpenStep:
-    """Takes in what this worker's towers hand in, and passes it on.
-
-    Args:
-        local: this worker's rows.
-        named: what the sums of the loss count; None where the loss is one sum.
-        contributions: where gradients and figures go.
-        passes: gives the towers their turns.
-        buffers: the model's.
-        scaler: scales each loss before backward, if there is one.
-        is_whole: whether the loss is one of the whole batch, which counts once.
+class Tower:
+    """One logical slice of the batch, while it is its turn.
 
     Attributes:
-        is_known_to_count: whether some tower's weight is above 0, as far as is known without waiting.
-        contributions: see above.
-        is_whole: see above.
-        local: see above.
-        named: see above.
+        index: 0 <= index < T.
+        batch: the tower's own rows of the batch, in the same nest.
+        rows: how many.
     """
 
-    def __init__(  # noqa: PLR0913 - all that a step consists of
-        self,
-        local: LocalBatch,
-        named: NamedWeights | None,
-        contributions: Contributions,
-        passes: Passes,
-        buffers: Buffers,
-        scaler: LossScale | None,
-        *,
-        is_whole: bool = False,
-    ) -> None:
-        self.local = local
-        self.named = named
-        self.contributions = contributions
-        self.is_whole = is_whole
-        self.is_known_to_count = False
-        self._passes = passes
-        self._buffers = buffers
-        self._scaler = scaler
-        self._done: set[int] = set()
+    def __init__(self, index: int, batch: Any, rows: int, run: StepRun) -> None:
+        self.index = index
+        self.batch = batch
+        self.rows = rows
+        self._run = run
+
+    def backward(self, loss: Tensor | Mapping[str, Tensor]) -> None:
+        """Hand in the tower's loss: compute its gradient and keep it for `Towers.average`.
+
+        Args:
+            loss: the mean over the tower's rows, a scalar that requires grad. Where the step began with
+                `counts`, a mapping that has a sum for each of their names.
+
+        Raises:
+            UsageError: the tower has handed in already, its turn is over, `loss` is not what the step
+                expects, or gradients came from a `loss.backward()` past the tower.
+            DisagreementError: workers turn out to have different batches.
+        """
+        self._run.take_mean(self, loss)
+
+    def backward_sum(self, total: Tensor, count: float | Tensor) -> None:
+        """Hand in a loss that is a sum over something else than rows, such as valid tokens or pixels.
+
+        The step's loss is the sum of all towers' totals, divided once by the sum of all their counts.
+
+        Args:
+            total: the sum, a scalar that requires grad; where the tower counts 0, a sum over nothing, which
+                need not require grad.
+            count: what it is a sum over, at least 0: a number or 0-dim tensor.
+
+        Raises:
+            UsageError: as for `backward`, or `count` is not one number.
+            DisagreementError: workers turn out to have different batches.
+
+        Example:
+            >>> from samestep import Towers
+            >>> model, words = torch.nn.Embedding(9, 1), torch.tensor([[3, 1, 0], [4, 0, 0]])  # 0 is padding
+            >>> towers = Towers(model, 2)
+            >>> for tower in towers(words):
+            ...     valid = tower.batch > 0
+            ...     tower.backward_sum(model(tower.batch).squeeze(-1)[valid].square().sum(), valid.sum())
+            >>> towers.average().count
+            3.0
+        """
+        self._run.take_sum(self, total, count)
+
+    def __repr__(self) -> str:
+        return f"Tower(index={self.index}, rows={self.rows})"
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What a step begins with.
+
+    Attributes:
+        step: its number.
+        seed: of all random streams.
+        local: this worker's rows.
+        rows: how many rows each of this worker's towers has; those without any are left out.
+        counts: what the sums of the loss count; None where the loss is one sum.
+        scaler: scales each loss before backward, if there is one.
+        is_whole_batch: whether the loss is one of the whole batch, which counts once.
+    """
+
+    step: int
+    seed: int
+    local: LocalBatch
+    rows: Mapping[int, int]
+    counts: NamedCounts | None = None
+    scaler: LossScale | None = None
+    is_whole_batch: bool = False
 
     @property
     def unit(self) -> int:
-        """The largest power of two that is at most the batch's rows: the unit of sums and weights.
+        """The largest power of two that is at most the batch's rows: the unit of sums and counts.
 
         Scaling by it is exact. It keeps sums of gradients at the size of means, which float16 needs, and
         makes the division at the root one by 1 where the batch is a power of two. A loss of the whole batch
         is no sum over rows; its unit is 1.
         """
-        return 1 if self.is_whole else 1 << (self.local.rows.bit_length() - 1)
+        return 1 if self.is_whole_batch else 1 << (self.local.rows.bit_length() - 1)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of the sums that the loss consists of; none where it is one sum."""
-        return () if self.named is None else self.named.names
+        return () if self.counts is None else self.counts.names
 
-    def turns(self, seed: int, step: int) -> Iterator[Tower]:
-        """Give the towers their turns, and take in what they hand in."""
-        return self._passes.turns(self.local, seed, step, self._take_in)
 
-    def replay(self, seed: int, step: int, hand_in: HandIn) -> Iterator[Tower]:
-        """Give the towers their turns again, and have `hand_in` look at what they hand in."""
-        return self._passes.turns(self.local, seed, step, hand_in)
+class StepRun:
+    """A step of this worker between its batch and its average.
 
-    def weigh(self, tower: Tower, loss: Loss, weight: float | Tensor | None) -> LossSum:
-        """Return what a tower's loss adds up to, in units.
+    Args:
+        inputs: what the step begins with.
+        job: of this worker.
+        buffers: the model's.
+        gradients: where gradients go; they are the parameters that it was made for.
+        exchange: where sums go. None where the towers of a step run once more, for a closer look: then
+            gradients stay on the parameters.
+    """
+
+    def __init__(
+        self,
+        inputs: StepInputs,
+        job: Job,
+        buffers: ModelBuffers,
+        parameters: Sequence[Tensor],
+        gradients: GradientSum | None,
+        exchange: Exchange | None,
+    ) -> None:
+        self.inputs = inputs
+        self.is_known_to_count = False
+        self._job = job
+        self._buffers = buffers
+        self._parameters = parameters
+        self._gradients = gradients
+        self._exchange = exchange
+        self._scalars: dict[int, TowerScalars] = {}
+        self._done: set[int] = set()
+        self._turn: Tower | None = None
+
+    # ---- turns ---------------------------------------------------------------------------------------
+
+    def turns(self) -> Iterator[Tower]:
+        """Yield the towers that have rows, in order, each under its own streams, from the shared buffers.
 
         Raises:
-            UsageError: it is not what `Tower.backward` expects.
+            UsageError: a turn ended, and the tower had not handed in.
         """
-        if self.named is None:
-            return weigh(tower, loss, weight, self.unit)
-        return self.named.weigh(tower, loss, weight, self.unit)
+        inputs = self.inputs
+        with keep_globals(self._job.device):
+            self._buffers.start_step()
+            try:
+                for index, batch in inputs.local.slices.items():
+                    self._buffers.start_tower()
+                    seed_globals(tower_seed(inputs.seed, inputs.step, index), self._job.device)
+                    self._turn = tower = Tower(index, batch, inputs.rows[index], self)
+                    yield tower
+                    self._turn = None
+                    self._check_done(tower)
+            finally:
+                self._buffers.end_passes()
 
-    def _take_in(self, tower: Tower, loss: Loss, weight: float | Tensor | None) -> None:
-        self._passes.check_no_gradients(tower)
-        loss_sum = self.weigh(tower, loss, weight)
-        total = loss_sum.total
-        scaled = total if self._scaler is None else self._scaler.scale(total)
-        self.add(tower, loss_sum, scaled.backward if total.requires_grad else None)
+    def _check_done(self, tower: Tower) -> None:
+        if tower.index not in self._done:
+            called = "its turn ended without a backward"
+            if self._has_gradients():
+                called = "loss.backward() was called past it"
+            raise UsageError(f"{tower!r}: {called}; call tower.backward(loss) once for every tower")
 
-    def add(self, tower: Tower, loss_sum: LossSum, backward: Callable[[], None] | None) -> None:
-        """Note a tower's figures, then run its backward and take the gradients.
+    def _has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self._parameters)
+
+    # ---- what a tower hands in -----------------------------------------------------------------------
+
+    def take_mean(self, tower: Tower, loss: Tensor | Mapping[str, Tensor]) -> None:
+        """Take a tower's mean loss, or its sums by name; see `Tower.backward`."""
+        self._check_turn(tower)
+        inputs, who = self.inputs, repr(tower)
+        if inputs.counts is not None:
+            named = inputs.counts.loss_sum(who, loss, tower.index, tower.rows, inputs.unit)  # type: ignore[arg-type]
+            self._take(tower, named)
+        elif isinstance(loss, Mapping):
+            raise UsageError(
+                f"{who}: loss is a mapping, and what its sums count is not known: start the step with "
+                "towers(batch, counts={name: count, ...}), or Step(..., counts=...)"
+            )
+        else:
+            self._take(tower, mean_loss(who, loss, tower.rows, inputs.unit))
+
+    def take_sum(self, tower: Tower, total: Tensor, count: float | Tensor) -> None:
+        """Take a tower's sum and its count; see `Tower.backward_sum`."""
+        self._check_turn(tower)
+        if self.inputs.counts is not None:
+            raise UsageError(
+                f"{tower!r}: backward_sum has no place in a step that began with counts; call "
+                "tower.backward({name: sum})"
+            )
+        self._take(tower, loss_sum(repr(tower), total, count, self.inputs.unit))
+
+    def _check_turn(self, tower: Tower) -> None:
+        if tower.index in self._done or tower is not self._turn:
+            why = "has run backward already" if tower.index in self._done else "has no turn any more"
+            raise UsageError(f"{tower!r} {why}: call backward once, inside the loop over towers(batch)")
+        if self._has_gradients():
+            raise UsageError(
+                f"{tower!r}: parameters have gradients already; call tower.backward(loss) once instead of "
+                "loss.backward(), which goes past the tower"
+            )
+
+    def _take(self, tower: Tower, loss: LossSum) -> None:
+        scaler, total = self.inputs.scaler, loss.total
+        scaled = total if scaler is None else scaler.scale(total)
+        self.add(tower, loss, scaled.backward if total.requires_grad else None)
+
+    def add(self, tower: Tower, loss: LossSum, backward: Callable[[], None] | None) -> None:
+        """Note a tower's scalars, then run its backward and take the gradients.
 
         Args:
             tower: whose turn it is.
-            loss_sum: what it adds to the loss.
+            loss: what it adds to the loss.
             backward: leaves its gradients on the parameters; None where there are none.
         """
-        self.is_known_to_count |= is_known_to_count(loss_sum.weight)
-        figures = TowerFigures(loss_sum.weight, loss_sum.sums, self._buffers.counters())
-        self.contributions.add_figures(tower.index, figures, self._buffers.moments(tower.index, tower.rows))
-        is_last = tower.index == max(self.local.slices)
-        if is_last:
-            self._send_figures()
-        self.contributions.before_backward(tower.index, is_last=is_last)
-        if backward is not None:
-            backward()
-        self.contributions.after_backward(is_last=is_last)
         self._done.add(tower.index)
+        if self._gradients is None:
+            if backward is not None:
+                backward()
+            return
+        self.is_known_to_count |= is_known_to_count(loss.count)
+        counters, moments = self._buffers.counters(), self._buffers.moments(tower.index, tower.rows)
+        self._scalars[tower.index] = TowerScalars(loss.count, loss.sums, counters, moments)
+        is_last = tower.index == max(self.inputs.local.slices)
+        if is_last:
+            self._start_exchange()
+        self._gradients.backward(tower.index, backward, is_last=is_last)
 
-    def finish(self, step: int) -> None:
-        """Send what has not been sent, once all towers have run.
+    # ---- the end -------------------------------------------------------------------------------------
+
+    @property
+    def exchange(self) -> Exchange:
+        """Where the sums of this step go."""
+        assert self._exchange is not None
+        return self._exchange
+
+    def check_complete(self) -> None:
+        """Check that all of this worker's towers have handed in.
 
         Raises:
             UsageError: some have not.
         """
-        missing = [tower for tower in self.local.slices if tower not in self._done]
+        missing = [tower for tower in self.inputs.local.slices if tower not in self._done]
         if missing:
             which = f"tower{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
             verb = "has" if len(missing) == 1 else "have"
-            raise UsageError(f"average() at step {step}: {which} {verb} not run; every tower must run once")
-        if not self.local.slices:
+            raise UsageError(
+                f"average() at step {self.inputs.step}: {which} {verb} not run; every tower must run once"
+            )
+
+    def finish(self) -> list[tuple[int, Tensor | None]]:
+        """Return (parameter index, averaged gradient) for each parameter."""
+        assert self._gradients is not None
+        if not self.inputs.local.slices:
             self._buffers.start_step()  # nobody need have looped over no towers
             self._buffers.end_passes()
-            self._send_figures()
-        self.contributions.send_rest()
+            self._start_exchange()
+        return self._gradients.finish()
 
-    def _send_figures(self) -> None:
-        """Send the figures of all this worker's towers; those without rows come last, and hand in zeros."""
-        counters = self._buffers.counters()
-        zeros = torch.zeros(self._buffers.num_moments, dtype=torch.float64, device=self.contributions.device)
-        nothing = TowerFigures(0.0, zeros.new_zeros(max(1, len(self.names))), torch.zeros_like(counters))
-        for tower in self.contributions.towers:
-            if tower not in self.local.slices:
-                self.contributions.add_figures(tower, nothing, zeros.clone())
-        self.contributions.send_figures()
+    def squares(self) -> Tensor | None:
+        """Return the squared norms of this worker's towers; see `GradientSum.squares`."""
+        return None if self._gradients is None else self._gradients.squares()
+
+    def _start_exchange(self) -> None:
+        """Give the scalars of all this worker's towers to the exchange; those without rows count 0."""
+        plan, like = self.exchange.plan, torch.zeros(0, dtype=torch.float64, device=self._job.device)
+        for tower in plan.placement.towers(self._job.rank):
+            if tower not in self._scalars:
+                moments = like.new_zeros(plan.buffers.num_moments)
+                counters = like.new_zeros(plan.buffers.num_counters)
+                zeros = TowerScalars(0.0, like.new_zeros(plan.num_sums), counters, moments)
+                self._scalars[tower] = zeros
+        self.exchange.start([self._scalars[t] for t in plan.placement.towers(self._job.rank)])

@@ -14,17 +14,17 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from samestep.errors import ConfigError, NonFiniteError
-from samestep.towers.counts import Count, names_of
+from samestep.towers.counts import Count, check_counts
 from samestep.towers.diagnosis import explain, explain_whole, first_nonfinite
 from samestep.towers.report import Report
-from samestep.towers.tower import Tower
+from samestep.towers.run import Tower
 from samestep.towers.towers import Towers
 
 __all__ = ["LossFunction", "Schedule", "Step"]
 
 LossFunction = Callable[..., Any]
-"""loss_fn(model, tower_batch) -> the mean over the rows, or (a sum, the weight that it counts), or, with
-`weights`, a mapping that has a sum for each of their names.
+"""loss_fn(model, tower_batch) -> the mean over the rows, or (a sum, what it counts), or, with
+`counts`, a mapping that has a sum for each of their names.
 
 With `forward`: loss_fn(model, all_outputs, batch) -> the loss of the whole batch, a scalar.
 """
@@ -49,18 +49,18 @@ class Step:
         clip_norm: clip the averaged gradient to this 2-norm; by default not at all.
         autocast: torch.bfloat16 or torch.float16 for mixed precision; float16 brings a `GradScaler`.
         scheduler: stepped once after each update.
-        average: torch's `AveragedModel`, updated once after each update.
+        averaged_model: torch's `AveragedModel`, updated once after each update.
         on_nonfinite: "raise", or "skip" the update, when the averaged gradient is not finite. With
             float16 such updates are always skipped and the loss scale is lowered. A step that is skipped
-            leaves weights, buffers, scheduler and average as they were.
-        weights: what the sums of a loss count, by name; see `Towers.__call__`.
+            leaves weights, buffers, scheduler and averaged model as they were.
+        counts: what the sums of a loss count, by name; see `Towers.__call__`.
 
     Attributes:
         scaler: the `torch.amp.GradScaler`, or None.
 
     Raises:
         ConfigError: an `autocast` or `on_nonfinite` that does not exist, `clip_norm` not above 0, or
-            `weights` that are no mapping of functions.
+            `counts` that are no mapping of functions.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -80,11 +80,11 @@ class Step:
         clip_norm: float | None = None,
         autocast: torch.dtype | None = None,
         scheduler: Schedule | None = None,
-        average: AveragedModel | None = None,
+        averaged_model: AveragedModel | None = None,
         on_nonfinite: Literal["raise", "skip"] = "raise",
-        weights: Mapping[str, Count] | None = None,
+        counts: Mapping[str, Count] | None = None,
     ) -> None:
-        names_of(weights)
+        check_counts(counts)
         if autocast not in (None, torch.bfloat16, torch.float16):
             raise ConfigError(f"autocast = {autocast}: expected torch.bfloat16, torch.float16 or None")
         if clip_norm is not None and not clip_norm > 0:
@@ -98,15 +98,18 @@ class Step:
         self.clip_norm = clip_norm
         self.autocast = autocast
         self.scheduler = scheduler
-        self.average = average
+        self.averaged_model = averaged_model
         self.on_nonfinite = on_nonfinite
-        self.weights = weights
+        self.counts = counts
         device = towers.job.device.type
         self.scaler = torch.amp.GradScaler(device) if autocast is torch.float16 else None
-        towers.scaler = self.scaler
 
-    def __call__(self, batch: Any) -> Report:
-        """Take one step on a global batch (or a `LocalBatch` from a `TowerLoader`).
+    def __call__(self, batch: Any, *, flags: Callable[[], int] = int) -> Report:
+        """Take one step.
+
+        Args:
+            batch: a global batch, or a `LocalBatch` from a `TowerLoader`.
+            flags: as for `Towers.__call__`.
 
         Raises:
             NonFiniteError: the averaged gradient is NaN or infinite and `on_nonfinite` is "raise". It names
@@ -115,12 +118,13 @@ class Step:
             BatchError: nothing in the batch counts, and `towers` does not skip such batches.
         """
         if self.forward is None:
-            for tower in self.towers(batch, weights=self.weights):
+            for tower in self.towers(batch, counts=self.counts, scaler=self.scaler, flags=flags):
                 self._run(tower)
         else:
             model = self.towers.model
             with self._precision():
-                self.towers.whole_batch(batch, partial(self.forward, model), partial(self.loss_fn, model))
+                forward, loss = partial(self.forward, model), partial(self.loss_fn, model)
+                self.towers.whole_batch(batch, forward, loss, scaler=self.scaler, flags=flags)
         report = self.towers.average()
         if report.skipped:
             return report
@@ -132,8 +136,10 @@ class Step:
     def _run(self, tower: Tower) -> None:
         with self._precision():
             result = self.loss_fn(self.towers.model, tower.batch)
-        loss, weight = result if isinstance(result, tuple) else (result, None)
-        tower.backward(loss, weight=weight)
+        if isinstance(result, tuple):
+            tower.backward_sum(*result)
+        else:
+            tower.backward(result)
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         if self.autocast is None:
@@ -161,8 +167,8 @@ class Step:
             self.scaler.update()
         if self.scheduler is not None:
             self.scheduler.step()
-        if self.average is not None:
-            self.average.update_parameters(self.towers.model)
+        if self.averaged_model is not None:
+            self.averaged_model.update_parameters(self.towers.model)
 
     def _leave_out(self, report: Report) -> Report:
         if self.scaler is not None:

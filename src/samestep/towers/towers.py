@@ -2,18 +2,17 @@
 
 For W = 1 and no random numbers, a step is this program:
 
-    total, weight = 0, 0
+    total, count = 0, 0
     for t, rows in enumerate(even_ranges(len(batch), T)):
         total += rows · ∇ loss(model, batch[rows])        # added along the canonical tree
-        weight += rows
-    p.grad = total / weight
+        count += rows
+    p.grad = total / count
 
 and every other placement gives the same bits.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -21,33 +20,32 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from samestep.buffers.model_buffers import Buffers
-from samestep.buffers.policies import Rule
+from samestep.buffers.policies import Policy
 from samestep.buffers.statistics import Mode
-from samestep.errors import BatchError, ConfigError, Error, UsageError
-from samestep.summation.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
-from samestep.summation.exchange import Exchange, Figures, FigureSizes
-from samestep.summation.gradient_sum import Contributions, grad_dtype, watch_backward
-from samestep.summation.norms import norms_of, squared_sum
-from samestep.summation.placement import even_ranges
-from samestep.summation.sparse import find_sparse, plan_sparse, stored
+from samestep.errors import BatchError, ConfigError, UsageError
+from samestep.summation.buckets import DEFAULT_BUCKET_BYTES
+from samestep.summation.exchange import Exchange
+from samestep.summation.gradients import norms_of, squared_sum
+from samestep.summation.placement import Placement, even_ranges
+from samestep.summation.scalars import Scalars
+from samestep.summation.sparse import stored
 from samestep.towers.batch import LocalBatch, cut
 from samestep.towers.counts import (
     Count,
     LossSum,
-    NamedWeights,
+    NamedCounts,
+    check_counts,
     count_slices,
-    names_of,
-    nothing_counts,
-    wrong_weight,
+    explain_no_count,
+    wrong_count,
 )
 from samestep.towers.noise import GradientNorms, NoiseScale
-from samestep.towers.passes import Passes
-from samestep.towers.replicas import agree_on_setup, job_alone, start_from_first_worker
+from samestep.towers.replica import Replica, Settings, job_alone
 from samestep.towers.report import Report
-from samestep.towers.run import LossScale, OpenStep
-from samestep.towers.tower import Loss, Tower
+from samestep.towers.run import LossScale, StepInputs, StepRun, Tower
 from samestep.towers.whole_batch import Forward, WholeBatch, WholeLoss
+from samestep.workers.agreement import agree
+from samestep.workers.collectives import gather_rows
 from samestep.workers.job import Job
 
 __all__ = ["Towers"]
@@ -55,6 +53,9 @@ __all__ = ["Towers"]
 
 class Towers:
     """Averages a model's gradients over T towers, wherever they run.
+
+    Between two steps the model may change: layers frozen, thawed, added, replaced or cast. The next step
+    averages what there is then, once all workers have come to the same model.
 
     Args:
         model: its parameters that require grad get the averaged gradients. All workers start from worker
@@ -71,18 +72,16 @@ class Towers:
         sparse_parameters: whose gradients may be sparse, beside the weights of `nn.Embedding` and
             `nn.EmbeddingBag` with `sparse=True`, which are found. The average is sparse, and coalesced,
             where the gradients of all towers that used the parameter are sparse; otherwise it is dense.
-        on_zero_weight: what a batch does in which all towers' weights are 0: "raise" a `BatchError`, or
+        on_zero_count: what a batch does in which all towers' counts are 0: "raise" a `BatchError`, or
             "skip" it, which leaves every `p.grad` None and says so in the report. On a GPU, "skip" and
-            weights that are tensors there make `average` wait for it.
+            counts that are tensors there make `average` wait for it.
         noise_every: measure the gradient noise scale at every n-th step; 1 is always, 0 never.
 
     Attributes:
-        placement: which towers each worker runs.
-        noise: the smoothed gradient noise scale; part of what a checkpoint carries.
-        step: steps taken so far; set it after loading a checkpoint.
-        scaler: a gradient scaler whose `scale` is applied to each loss before backward, or None.
-        wishes: called once a step, as late as its answer can still travel with the step; the bits that
-            any worker answers are in every worker's `Report.wishes`.
+        model: see above.
+        job: see above.
+        seed: see above.
+        noise: the smoothed gradient noise scale.
 
     Raises:
         ConfigError: T or W out of range, a model without parameters that require grad, ...
@@ -95,7 +94,7 @@ class Towers:
         >>> for tower in towers(batch):
         ...     tower.backward(model(tower.batch).square().mean())
         >>> report = towers.average()
-        >>> report.weight, model.weight.grad.shape
+        >>> report.count, model.weight.grad.shape
         (10.0, torch.Size([1, 2]))
     """
 
@@ -107,52 +106,105 @@ class Towers:
         job: Job | None = None,
         seed: int = 0,
         statistics: Mode = "mean",
-        buffers: Mapping[str, Rule] | None = None,
+        buffers: Mapping[str, Policy] | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         accumulate_dtype: torch.dtype | None = None,
         sparse_parameters: Sequence[nn.Parameter] = (),
-        on_zero_weight: Literal["raise", "skip"] = "raise",
+        on_zero_count: Literal["raise", "skip"] = "raise",
         noise_every: int = 20,
     ) -> None:
-        if on_zero_weight not in ("raise", "skip"):
-            raise ConfigError(f"on_zero_weight = {on_zero_weight!r}: expected 'raise' or 'skip'")
-        if isinstance(noise_every, bool) or not isinstance(noise_every, int) or noise_every < 0:
-            raise ConfigError(f"noise_every = {noise_every!r}: expected an int >= 0; 0 never measures")
+        self._settings = Settings(
+            seed, statistics, dict(buffers or {}), bucket_bytes, accumulate_dtype, on_zero_count, noise_every
+        )
         self.model = model
         self.job = job if job is not None else job_alone(model)
         self.seed = seed
-        self.step = 0
-        self.scaler: LossScale | None = None
         self.noise = NoiseScale()
-        self.wishes: Callable[[], int] = int
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.parameters = list(named.values())
-        settings: dict[str, Any] = {"towers": num_towers, "seed": seed, "statistics": statistics}
-        settings["buffers"] = rules = dict(buffers or {})
-        settings |= {"bucket_bytes": bucket_bytes, "accumulate_dtype": str(accumulate_dtype)}
-        settings |= {"on_zero_weight": on_zero_weight, "noise_every": noise_every}
-        self.placement = agree_on_setup(model, num_towers, self.job, settings, sparse_parameters)
-        start_from_first_worker(model, self.job)
-        self._skips = on_zero_weight == "skip"
-        self._noise_every = noise_every
-        self._dtypes = [accumulate_dtype or grad_dtype(p) for p in self.parameters]
-        sparse = plan_sparse(named, self._dtypes, find_sparse(model, sparse_parameters))
-        apart = [parameter.index for parameter in sparse]
-        buckets = plan_buckets(
-            self.parameters, self._dtypes, bucket_bytes, self.job.world_size, leave_out=apart
-        )
-        self._buffers = Buffers(model, statistics, rules, self.job)
-        sizes = FigureSizes(len(self._buffers.counters()), self._buffers.max_moments)
-        self._exchange = Exchange(self.job, self.placement, named, buckets, sizes, sparse)
-        self._open: OpenStep | None = None
-        self._last: OpenStep | None = None
-        self._passes = Passes(self.job, self.placement, self._buffers, self.parameters)
-        if self.job.world_size > 1:
-            weakly = weakref.ref(self)  # the parameters may outlive this object, and must not keep it alive
-            in_buckets = {n: p for n, p in enumerate(self.parameters) if n not in apart}
-            watch_backward(in_buckets, lambda: _contributions(weakly()))
+        self._step = 0
+        self._set_up(num_towers, sparse_parameters)
+        self._run: StepRun | None = None
+        self._last: StepRun | None = None
+        self._again: StepRun | None = None
 
-    def __call__(self, batch: Any, *, weights: Mapping[str, Count] | None = None) -> Iterator[Tower]:
+    def _set_up(self, num_towers: int, sparse_parameters: Sequence[nn.Parameter]) -> None:
+        """Check the model and the settings on every worker, then that they are the same on all."""
+        must_match: dict[str, Any] = {"towers": num_towers, **self._settings.must_match}
+        error: Exception | None = None
+        try:
+            self._placement = Placement.even(num_towers, self.job.world_size)
+            self._replica = Replica(self.model, self.job, self._settings, sparse_parameters)
+            self._plan = self._replica.plan(self._placement)
+            must_match |= {**self._replica.must_match, **self._plan.description}
+        except Exception as found:
+            error = found
+        agree(self.job, must_match, where="Towers", error=error)
+        self._replica.start_from_first_worker()
+
+    # ---- between two steps ---------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Steps taken so far; while the last one is run once more, those taken before it."""
+        return self._step if self._again is None else self._again.inputs.step
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that the last step averaged the gradients of, in the model's order."""
+        return self._replica.parameters
+
+    @property
+    def placement(self) -> Placement:
+        """Which towers each worker runs; others may be set between two steps, on all workers alike.
+
+        Raises:
+            ConfigError: on setting, it has another number of towers or workers.
+            UsageError: on setting, the last step has not been averaged.
+        """
+        return self._placement
+
+    @placement.setter
+    def placement(self, placement: Placement) -> None:
+        self._check_averaged()
+        expected = (self._placement.num_towers, self.job.world_size)
+        if (placement.num_towers, placement.num_workers) != expected:
+            raise ConfigError(
+                f"placement has {placement.num_towers} towers on {placement.num_workers} workers: expected "
+                f"{expected[0]} on {expected[1]}"
+            )
+        self._placement = placement
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a run needs to go on: T, the seed, the steps taken and the noise scale."""
+        own = {"towers": self._placement.num_towers, "seed": self.seed, "step": self._step}
+        return {**own, "noise": self.noise.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned, on any placement.
+
+        Raises:
+            ConfigError: it is of another number of towers, or of another seed.
+            UsageError: a step has begun and has not been averaged.
+        """
+        self._check_averaged()
+        for name, own in (("towers", self._placement.num_towers), ("seed", self.seed)):
+            if state[name] != own:
+                raise ConfigError(
+                    f"the state is of {name} = {state[name]}, these towers have {own}: both belong to the "
+                    "experiment, and must stay what they were"
+                )
+        self._step = int(state["step"])
+        self.noise.load_state_dict(state["noise"])
+
+    # ---- a step --------------------------------------------------------------------------------------
+
+    def __call__(
+        self,
+        batch: Any,
+        *,
+        counts: Mapping[str, Count] | None = None,
+        scaler: LossScale | None = None,
+        flags: Callable[[], int] = int,
+    ) -> Iterator[Tower]:
         """Start a step and return this worker's towers that have rows, in order.
 
         While a tower has its turn, torch's, Python's and NumPy's global generators are seeded from (seed,
@@ -161,17 +213,21 @@ class Towers:
         Args:
             batch: the global batch, the same on every worker: any nest of tensors, rows first; or a
                 `LocalBatch` from a `TowerLoader`. Tensors are moved to the worker's device.
-            weights: for a loss that is a sum of several means, each over something else: what each of them
+            counts: for a loss that is a sum of several means, each over something else: what each of them
                 counts, by name, as `count(tower_batch)` -> a number or 0-dim tensor. Each tower then hands
                 in a mapping with a sum for each name. The gradient is that of the sum over names of all
                 towers' sums over all towers' counts; a name that counts 0 adds nothing. The counts
                 travel in one small message before the first pass.
+            scaler: a `torch.amp.GradScaler` whose scale each loss is multiplied by before backward; the
+                average is scaled, the report is not.
+            flags: asked once, as late as the answer can still travel with the step, for bits that this
+                worker sets; `Report.flags` has those of all workers.
 
         Raises:
-            BatchError: the tensors' rows disagree, there are none, or nothing counts (see `on_zero_weight`).
-            ConfigError: `weights` is not a mapping of functions.
-            DisagreementError: workers came with different batches. On a worker that finds out while the
-                passes run, the error comes from `Tower.backward` or `average`.
+            BatchError: the tensors' rows disagree, there are none, or nothing counts (see `on_zero_count`).
+            ConfigError: `counts` is not a mapping of functions, or the model cannot be trained any more.
+            DisagreementError: workers came with different batches or models. On a worker that finds out
+                while the passes run, the error comes from `Tower.backward` or `average`.
             UsageError: the last step has not been averaged.
 
         Example:
@@ -179,30 +235,35 @@ class Towers:
             >>> towers = Towers(model, 4)
             >>> batch = {"x": torch.randn(10, 2), "y": torch.tensor([-1.0, 0, 1, 2, 3, 4, 5, 6, 7, 8])}
             >>> counts = {"labels": lambda part: (part["y"] >= 0).sum(), "rows": lambda part: len(part["y"])}
-            >>> for tower in towers(batch, weights=counts):
+            >>> for tower in towers(batch, counts=counts):
             ...     found = model(tower.batch["x"])[:, 0]
             ...     error = (found - tower.batch["y"]).square() * (tower.batch["y"] >= 0)
             ...     tower.backward({"labels": error.sum(), "rows": 0.01 * found.square().sum()})
             >>> report = towers.average()
-            >>> report.loss == sum(report.losses.values()), report.weight
+            >>> report.loss == sum(report.losses.values()), report.count
             (True, 19.0)
         """
-        self._check_averaged()
-        names, towers = names_of(weights), self.placement.towers(self.job.rank)
-        self._buffers.find_collectors()
-        try:
-            local = cut(batch, self.placement, self.job)
-            counts = count_slices(weights or {}, towers, local.slices, self.job.device)
-        except Error as error:
-            self._exchange.begin(self.step, self._facts(LocalBatch(0, {})), error, num_counts=len(names))
-        self._exchange.begin(self.step, self._facts(local), num_counts=len(names), wishes=self.wishes)
-        named = NamedWeights(names, self._exchange.counts(counts), local.rows) if names else None
-        if named is not None and not any(named.totals):
-            local = replace(local, slices={})  # nothing counts, so no pass is worth its time
-        self._open = self._start(local, named)
-        return self._open.turns(self.seed, self.step)
+        names = check_counts(counts)
+        local, exchange = self._begin(batch, names, flags)
+        named = None
+        if counts is not None:
+            named = self._count(counts, local, exchange)
+            if not any(named.totals):
+                local = replace(local, slices={})  # nothing counts, so no pass is worth its time
+        self._run = self._start(
+            StepInputs(self._step, self.seed, local, self._rows(local), named, scaler), exchange
+        )
+        return self._run.turns()
 
-    def whole_batch(self, batch: Any, forward: Forward, loss: WholeLoss) -> None:
+    def whole_batch(
+        self,
+        batch: Any,
+        forward: Forward,
+        loss: WholeLoss,
+        *,
+        scaler: LossScale | None = None,
+        flags: Callable[[], int] = int,
+    ) -> None:
         """Take the place of the loop over towers, for a loss that is no sum over rows; then call `average`.
 
         Every tower runs forward without grad; the loss is computed on all outputs, alike on every worker;
@@ -220,6 +281,8 @@ class Towers:
                 a copy of the global batch on the worker's device, or, where the batch is a `LocalBatch`,
                 something that raises as soon as it is used. It may use parameters of the model, and draw
                 from the global generators, which are seeded from (seed, step).
+            scaler: as for `__call__`.
+            flags: as for `__call__`.
 
         Raises:
             BatchError, DisagreementError: as for `__call__`.
@@ -232,36 +295,27 @@ class Towers:
             >>> towers = Towers(model, 4)
             >>> spread = lambda outputs, batch: -torch.cdist(outputs, outputs).mean()
             >>> towers.whole_batch(torch.randn(10, 2), model, spread)
-            >>> towers.average().weight
+            >>> towers.average().count
             1.0
         """
-        self._check_averaged()
-        self._buffers.find_collectors()
-        whole = WholeBatch(self.model, self.job, forward, loss, seed=self.seed, step=self.step)
-        local, error = LocalBatch(0, {}), None
+        local, exchange = self._begin(batch, (), flags, is_whole_batch=True)
+        whole = WholeBatch(self.model, self.job, forward, loss, seed=self.seed, step=self._step)
+        inputs = StepInputs(
+            self._step, self.seed, local, self._rows(local), scaler=scaler, is_whole_batch=True
+        )
         try:
-            local = cut(batch, self.placement, self.job)
             whole.run_ahead(local.slices)
-        except Exception as found:
-            error = found
-        facts = self._facts(local)
-        whole.gather({"step": self.step, **facts}, error)
-        self._exchange.begin(self.step, facts, wishes=self.wishes)
-        self._open = step = self._start(local, None, is_whole=True)
-        try:
-            scale = None if self.scaler is None else self.scaler.scale
-            value = whole.differentiate(batch, self.parameters, scale)
-            for tower in step.turns(self.seed, self.step):
+            exchange.compare(torch.zeros(len(self._own_towers), 0, dtype=torch.float64))
+            value = whole.differentiate(batch, self.parameters, None if scaler is None else scaler.scale)
+            run = self._start(inputs, exchange)
+            for tower in run.turns():
                 # The loss counts once, as tower 0's. Nothing here may hold on to a tower's outputs.
-                counts = float(tower.index == 0)
-                loss_sum = LossSum(value, (value * counts).reshape(1), counts)
-                step.add(tower, loss_sum, whole.run_again(tower.index, tower.batch))
-                tower.is_done = True
+                count = float(tower.index == 0)
+                total = LossSum(value, (value * count).reshape(1), count)
+                run.add(tower, total, whole.run_again(tower.index, tower.batch))
         except Exception as error:
-            self._open = None
-            if not self._exchange.has_sent:
-                self._exchange.begin(self.step, facts, error)
-            raise
+            exchange.fail(error)
+        self._run = run
 
     def average(self) -> Report:
         """Finish the step: every worker's `p.grad` becomes the average over all towers.
@@ -269,62 +323,169 @@ class Towers:
         A parameter that no tower used keeps `grad = None`.
 
         Raises:
-            UsageError: some of this worker's towers have not run, or a parameter got a sparse gradient that
-                is not among those where one is expected.
+            UsageError: some of this worker's towers have not run.
             DisagreementError, LostWorkerError: from the exchange.
-            BatchError: the towers' weights add up to 0 (see `on_zero_weight`), or are negative or not finite.
+            BatchError: the towers' counts add up to 0 (see `on_zero_count`), or are negative or not finite.
         """
-        step = self._open
-        if step is None:
+        run = self._run
+        if run is None:
             raise UsageError("average() without a batch: loop over towers(batch) first")
-        step.finish(self.step)
-        self._open, self._last = None, step
-        figures = self._exchange.wait_for_figures()
-        error = self._what_is_wrong(step, figures)
+        run.check_complete()
+        self._run, self._last = None, run
+        found = run.finish()
+        scalars = run.exchange.scalars
+        error = self._what_is_wrong(run.inputs, scalars, run.is_known_to_count)
+        if error is not None:
+            return self._leave_out(run, scalars, error)
         gradients: list[Tensor] = []
-        norms: list[Tensor] = []
-        for index, gradient in self._exchange.finish():
-            if gradient is not None and error is None:
-                norms += norms_of(gradient) if step.contributions.measures else []
+        for index, gradient in found:
+            if gradient is not None:
                 self.parameters[index].grad = own = _as_grad_of(self.parameters[index], gradient)
                 gradients.append(stored(own))
-        if error is not None:
-            return self._leave_out(step, figures, error)
-        tower_norms = self._measure(step, figures, norms) if step.contributions.measures else None
-        ran = range(min(step.local.rows, self.placement.num_towers))  # those without rows come last
-        self._buffers.finish(figures.totals, step.local.rows, ran, figures.counters[: len(ran)])
-        return self._report(step, figures, gradients, tower_grad_norms=tower_norms)
+        tower_norms = self._measure(run, scalars, [gradient for _, gradient in found])
+        num_ran = min(run.inputs.local.rows, self._placement.num_towers)  # those without rows come last
+        self._replica.buffers.finish(
+            scalars.moments, run.inputs.local.rows, range(num_ran), scalars.counters[:num_ran]
+        )
+        return self._report(run, scalars, gradients, tower_grad_norms=tower_norms)
 
-    def replay(self, look: Callable[[Tower, Tensor], None]) -> Generator[Tower]:
+    # ---- the beginning of a step ---------------------------------------------------------------------
+
+    def _begin(
+        self, batch: Any, sums: tuple[str, ...], flags: Callable[[], int], *, is_whole_batch: bool = False
+    ) -> tuple[LocalBatch, Exchange]:
+        """Cut the batch, and agree with the other workers on a new plan, if there is one."""
+        self._check_averaged()
+        local, plan, error = LocalBatch(0, {}), self._plan, None
+        try:
+            plan = self._replica.plan(self._placement, sums, is_whole_batch=is_whole_batch)
+            local = cut(batch, self._placement, self.job)
+        except Exception as found:
+            error = found
+        must_match = {"step": self._step, "rows": local.rows, "batch fingerprint": local.fingerprint}
+        exchange = Exchange(self.job, self._plan, must_match, flags=flags)
+        if error is not None:
+            exchange.fail(error)
+        if plan.fingerprint != self._plan.fingerprint:
+            exchange.change_to(plan)
+            self._replica.start_from_first_worker(before=self._plan)
+        if plan is not self._plan:
+            self._plan, exchange = plan, Exchange(self.job, plan, must_match, flags=flags)
+        return local, exchange
+
+    def _count(self, counts: Mapping[str, Count], local: LocalBatch, exchange: Exchange) -> NamedCounts:
+        """Return what the sums of the loss count in all towers."""
+        try:
+            own = count_slices(counts, self._own_towers, local.slices, self.job.device)
+        except Exception as error:
+            exchange.fail(error)
+        return NamedCounts(tuple(counts), exchange.compare(own), local.rows)
+
+    def _start(self, inputs: StepInputs, exchange: Exchange) -> StepRun:
+        gradients = self._replica.gradient_sum(self._plan)
+        gradients.start(exchange, measures=self._is_noise_due and not inputs.is_whole_batch)
+        return StepRun(inputs, self.job, self._replica.buffers, self.parameters, gradients, exchange)
+
+    @property
+    def _own_towers(self) -> range:
+        return self._placement.towers(self.job.rank)
+
+    def _rows(self, local: LocalBatch) -> dict[int, int]:
+        rows = self._placement.rows(self.job.rank, local.rows)
+        return {tower: len(part) for tower, part in rows.items()}
+
+    def _check_averaged(self) -> None:
+        if self._run is not None and self._run.exchange.is_over:  # all workers have raised, and none stepped
+            self._run = None
+            self.put_back_buffers()
+        if self._run is not None:
+            raise UsageError(f"step {self._step} has not been averaged: call average() before the next batch")
+
+    # ---- the end of a step ---------------------------------------------------------------------------
+
+    def _what_is_wrong(
+        self, inputs: StepInputs, scalars: Scalars, is_known_to_count: bool
+    ) -> BatchError | None:
+        """Say what is wrong with the counts, alike on every worker."""
+        if self.job.device.type == "cpu":  # a GPU would be waited for; there the average is not finite
+            found = wrong_count(self._step, scalars.counts * inputs.unit)
+            if found is not None:
+                return found
+        # Nor is one waited for where a count here is known to be above 0. If all are 0, none is, and all
+        # workers look; if not, it does not matter who looks.
+        if is_known_to_count or float(scalars.count) != 0:
+            return None
+        return explain_no_count(self._step, inputs.names)
+
+    def _leave_out(self, run: StepRun, scalars: Scalars, error: BatchError) -> Report:
+        self.put_back_buffers()
+        if self._settings.on_zero_count == "skip" and not (scalars.counts != 0).any():
+            return self._report(run, scalars, [], skipped=True)
+        raise error
+
+    def _report(self, run: StepRun, scalars: Scalars, gradients: Sequence[Tensor], **more: Any) -> Report:
+        inputs = run.inputs
+        # The loss of a whole batch is tower 0's.
+        num_counted = 1 if inputs.is_whole_batch else self._placement.num_towers
+        counts = scalars.counts[:num_counted, None] * inputs.unit
+        if inputs.counts is not None:
+            counts = inputs.counts.counts.to(counts.device)
+        loss_sums = scalars.loss_sums[:num_counted] * inputs.unit
+        self._step += 1
+        more |= {"names": inputs.names, "noise_scale": self.noise.value, "flags": run.exchange.flags}
+        return Report(inputs.step, inputs.local.rows, loss_sums, counts, gradients, **more)
+
+    @property
+    def _is_noise_due(self) -> bool:
+        every = self._settings.noise_every
+        return every > 0 and self._step % every == 0 and self._placement.num_towers > 1
+
+    def _measure(
+        self, run: StepRun, scalars: Scalars, gradients: Sequence[Tensor | None]
+    ) -> list[float] | None:
+        """Take the towers' gradients into the noise scale, and return the norm of each one's mean."""
+        own = run.squares()
+        if own is None:
+            return None
+        squares = self._gather(own, "norms")
+        norms = [norm for gradient in gradients if gradient is not None for norm in norms_of(gradient)]
+        average = squared_sum(norms, self.job.device)
+        scale = 1.0 if run.inputs.scaler is None else run.inputs.scaler.get_scale()
+        rows = [len(part) for part in even_ranges(run.inputs.local.rows, self._placement.num_towers)]
+        found = GradientNorms.of(squares / scale**2, scalars.counts, rows, average / scale**2)
+        self.noise.measure(found)
+        return found.of_towers
+
+    def _gather(self, values: Tensor, what: str) -> Tensor:
+        sizes = [len(towers) for towers in self._placement.ranges]
+        return gather_rows(self.job.transport, values, sizes, f"step {self._step}, {what}")
+
+    # ---- a closer look -------------------------------------------------------------------------------
+
+    def put_back_buffers(self) -> None:
+        """Give the model's buffers, such as batch-norm statistics, the values from before the last step."""
+        self._replica.buffers.put_back()
+
+    def replay(self) -> Generator[Tower]:
         """Run this worker's towers of the last step once more, for a closer look.
 
-        They get the same rows, random streams and buffers, and the weights as they are now. Nothing is
-        kept: afterwards the buffers are those of before the step.
-
-        Args:
-            look: is called with each tower and the summed loss that it hands in.
+        They get the same rows, random streams and buffers, and the weights as they are now. `backward`
+        leaves the gradient of the tower's sum on the parameters. Nothing is kept: afterwards the buffers are
+        those of before the step.
 
         Raises:
             UsageError: there is no step to look at.
         """
-        if self._last is None or self._open is not None:
+        if self._last is None or self._run is not None:
             raise UsageError("replay() without a step that is over: call average() first")
-        step = self._last
-
-        def hand_in(tower: Tower, loss: Loss, weight: float | Tensor | None) -> None:
-            look(tower, step.weigh(tower, loss, weight).total)
-
+        inputs = replace(self._last.inputs, scaler=None)
+        self._again = StepRun(inputs, self.job, self._replica.buffers, self.parameters, None, None)
         self.put_back_buffers()
-        self.step -= 1
         try:
-            yield from step.replay(self.seed, self.step, hand_in)
+            yield from self._again.turns()
         finally:
-            self.step += 1
+            self._again = None
             self.put_back_buffers()
-
-    def put_back_buffers(self) -> None:
-        """Give the model's buffers, such as batch-norm statistics, the values from before the last step."""
-        self._buffers.put_back()
 
     def gather(self, values: Tensor) -> Tensor:
         """Return a tensor with a row for each tower, [T, ...], from those of every worker's towers.
@@ -333,85 +494,9 @@ class Towers:
             values: [towers of this worker, ...]; else of the same shape and dtype on all workers, which
                 must all call this.
         """
-        return self._exchange.gather(values, "towers")
-
-    def _check_averaged(self) -> None:
-        if self._open is not None:
-            raise UsageError(f"step {self.step} has not been averaged: call average() before the next batch")
-
-    def _start(self, local: LocalBatch, named: NamedWeights | None, *, is_whole: bool = False) -> OpenStep:
-        for parameter in self.parameters:
-            parameter.grad = None
-        contributions = Contributions(
-            self._exchange,
-            self.parameters,
-            self._dtypes,
-            self.placement.towers(self.job.rank),
-            self.placement.num_towers,
-            measures=self._measures and not is_whole,
-        )
-        return OpenStep(
-            local, named, contributions, self._passes, self._buffers, self.scaler, is_whole=is_whole
-        )
-
-    # ---- the end of a step -------------------------------------------------------------------------
-
-    def _what_is_wrong(self, step: OpenStep, figures: Figures) -> BatchError | None:
-        """Say what is wrong with the weights, alike on every worker."""
-        if self.job.device.type == "cpu":  # a GPU would be waited for; there the average is not finite
-            found = wrong_weight(self.step, figures.weights * step.unit)
-            if found is not None:
-                return found
-        # Nor is one waited for where a weight here is known to be above 0. If all are 0, none is, and all
-        # workers look; if not, it does not matter who looks.
-        if step.is_known_to_count or float(figures.weight) != 0:
-            return None
-        return nothing_counts(self.step, step.names)
-
-    def _report(self, step: OpenStep, figures: Figures, gradients: Sequence[Tensor], **more: Any) -> Report:
-        told = 1 if step.is_whole else self.placement.num_towers  # the loss of a whole batch is tower 0's
-        weights = figures.weights[:told, None] * step.unit
-        if step.named is not None:
-            weights = step.named.counts.to(weights.device)
-        self.step += 1
-        values = (self.step - 1, step.local.rows, figures.loss_sums[:told] * step.unit, weights, gradients)
-        told_too = {"noise_scale": self.noise.value, "wishes": figures.wishes, **more}
-        return Report(*values, names=step.names, **told_too)
-
-    def _leave_out(self, step: OpenStep, figures: Figures, error: BatchError) -> Report:
-        self.put_back_buffers()
-        if self._skips and not (figures.weights != 0).any():
-            return self._report(step, figures, [], skipped=True)
-        raise error
-
-    @property
-    def _measures(self) -> bool:
-        is_due = self._noise_every > 0 and self.step % self._noise_every == 0
-        return is_due and self.placement.num_towers > 1
-
-    def _measure(self, step: OpenStep, figures: Figures, norms: Sequence[Tensor]) -> list[float]:
-        """Take the towers' gradients into the noise scale, and return the norm of each one's mean."""
-        squares = self._exchange.gather(step.contributions.squares(), "norms")
-        average = squared_sum(norms, self.job.device)
-        scale = 1.0 if self.scaler is None else self.scaler.get_scale()
-        rows = [len(part) for part in even_ranges(step.local.rows, self.placement.num_towers)]
-        found = GradientNorms.of(squares / scale**2, figures.weights, rows, average / scale**2)
-        self.noise.measure(found)
-        return found.of_towers
-
-    def _facts(self, local: LocalBatch) -> dict[str, int]:
-        """Return what all workers must have alike."""
-        return {
-            "rows": local.rows,
-            "batch fingerprint": local.fingerprint,
-            "norms in training": self._buffers.num_training,
-        }
+        return self._gather(values, "towers")
 
 
 def _as_grad_of(parameter: Tensor, gradient: Tensor) -> Tensor:
     wanted = parameter.grad_dtype  # None allows any
     return gradient if wanted is None else gradient.to(wanted)
-
-
-def _contributions(towers: Towers | None) -> Contributions | None:
-    return None if towers is None or towers._open is None else towers._open.contributions

@@ -42,7 +42,7 @@ WholeLoss = Callable[[Any, Any], Tensor]
 
 
 class WholeBatch:
-    """One step's loss of the whole batch, on one worker: `run_ahead`, `gather`, `differentiate`, `run_again`.
+    """One step's loss of the whole batch, on one worker: `run_ahead`, `differentiate`, `run_again`.
 
     Args:
         model: whose buffers and parameters `forward` and `loss` use.
@@ -87,14 +87,10 @@ class WholeBatch:
         # https://github.com/pytorch/pytorch/issues/112583
         torch.clear_autocast_cache()
 
-    def gather(self, facts: Mapping[str, int], error: Exception | None) -> None:
-        """Exchange the outputs with all workers; see `samestep.towers.outputs.gather`."""
-        self._all = gather(self._job, self._own, facts, where=f"step {self._step}", error=error)
-
     def differentiate(
         self, batch: Any, parameters: Sequence[Tensor], scale: Callable[[Tensor], Tensor] | None
     ) -> Tensor:
-        """Compute the loss and its gradients, alike on every worker.
+        """Gather all outputs, and compute the loss and its gradients, alike on every worker.
 
         Args:
             batch: the global batch, or a `LocalBatch`.
@@ -105,9 +101,10 @@ class WholeBatch:
             The loss, not scaled: 0-dim, float32 or float64.
 
         Raises:
-            UsageError: the loss is not a scalar that requires grad.
+            UsageError: the loss is not a scalar that requires grad, or towers' outputs differ in more than
+                their rows.
         """
-        assert self._all is not None
+        self._all = gather(self._job, self._own, f"step {self._step}")
         for tensor in (tensor for part in self._all.parts for tensor in part):
             tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
         with keep_globals(self._job.device):

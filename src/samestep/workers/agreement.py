@@ -1,63 +1,72 @@
-"""Workers agree before they exchange: who differs, and how, in one sentence on every worker."""
+"""Workers agree: on values that must be the same everywhere, and on what worker 0 alone finds out."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
-import torch.distributed as dist
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from samestep.errors import DisagreementError, Error
+from samestep.errors import DisagreementError, Error, LostWorkerError
+from samestep.workers.collectives import broadcast, broadcast_object, gather_objects
 from samestep.workers.job import Job
 
-__all__ = ["agree", "difference"]
+__all__ = ["agree", "difference", "from_first_worker"]
 
-Facts = Mapping[str, Any]
+T = TypeVar("T")
+Values = Mapping[str, Any]
 
 
 def agree(
-    job: Job, facts: Facts, *, where: str, error: Exception | None = None, news: Any = None
+    job: Job,
+    must_match: Values,
+    *,
+    where: str,
+    error: BaseException | None = None,
+    message: Any = None,
 ) -> list[Any]:
-    """Raise on every worker unless all came with the same facts and none with an error.
+    """Raise on every worker unless all come with the same values and none with an error.
 
     Args:
         job: all its workers must call this.
-        facts: what must be the same everywhere; values that can be pickled and compared.
-        where: what is being agreed on, for the message.
+        must_match: what must be the same everywhere; values that can be pickled and compared.
+        where: what is being agreed on, for the error.
         error: what went wrong on this worker before it came here, if anything did.
-        news: what this worker has to tell the others; it may differ from theirs.
+        message: anything else for the other workers; it may differ from theirs.
 
     Returns:
-        The news of all workers.
+        The messages of all workers.
 
     Raises:
-        DisagreementError: facts differ, or another worker brought an error.
+        DisagreementError: values differ, or another worker came with an error.
         LostWorkerError: another worker is gone.
-        Exception: this worker's own `error`.
+        BaseException: this worker's own `error`.
     """
-    everyone: list[Any] = [(facts, None, news)]
-    if job.world_size > 1:
-        everyone = [None] * job.world_size
-        with job.together(where):
-            dist.all_gather_object(everyone, (facts, None if error is None else _in_words(error), news))
+    own = (dict(must_match), None if error is None else _in_words(error), message)
+    everyone = gather_objects(job.transport, own, where)
     if error is not None:
         raise error
-    failed = [(worker, text) for worker, (_, text, _) in enumerate(everyone) if text]
+    failed = [f"worker {worker} failed: {text}" for worker, (_, text, _) in enumerate(everyone) if text]
     if failed:
-        raise DisagreementError(f"{where}: " + "; ".join(f"worker {w} failed: {text}" for w, text in failed))
-    sentence = difference([seen for seen, _, _ in everyone])
+        raise DisagreementError(f"{where}: {'; '.join(failed)}")
+    sentence = difference([values for values, _, _ in everyone])
     if sentence:
         raise DisagreementError(f"{where}: {sentence}")
-    return [told for _, _, told in everyone]
+    return [each for _, _, each in everyone]
 
 
-def _in_words(error: Exception) -> str:
+def _in_words(error: BaseException) -> str:
     return str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
 
 
-def difference(everyone: Sequence[Facts]) -> str | None:
-    """Say which workers differ from the others in the first fact that differs.
+# ---- differences -------------------------------------------------------------------------------------
+
+
+def difference(everyone: Sequence[Values]) -> str | None:
+    """Say which workers differ from the others in the first value that differs.
 
     >>> difference([{"towers": 8}, {"towers": 7}, {"towers": 8}])
     'worker 1 has towers = 7, the others have 8'
@@ -68,7 +77,7 @@ def difference(everyone: Sequence[Facts]) -> str | None:
             continue
         if isinstance(values[0], (list, tuple)):
             return _difference_in_lists(name, values)
-        return _tell(name, values)
+        return _in_a_sentence(name, values)
     return None
 
 
@@ -77,14 +86,62 @@ def _difference_in_lists(name: str, values: Sequence[Any]) -> str:
     for index in range(max(len(value) for value in values)):
         entries = [value[index] if index < len(value) else "nothing" for value in values]
         if any(entry != entries[0] for entry in entries):
-            return _tell(f"{name}[{index}]", entries)
+            return _in_a_sentence(f"{name}[{index}]", entries)
     raise AssertionError("lists that differ have an entry that differs")
 
 
-def _tell(name: str, values: Sequence[Any]) -> str:
+def _in_a_sentence(name: str, values: Sequence[Any]) -> str:
     texts = [str(value) for value in values]
     usual, count = Counter(texts).most_common(1)[0]
     if count == 1 or 2 * count == len(texts):
         return ", ".join(f"worker {worker} has {name} = {text}" for worker, text in enumerate(texts))
     odd = [f"worker {worker} has {name} = {text}" for worker, text in enumerate(texts) if text != usual]
     return f"{', '.join(odd)}, the others have {usual}"
+
+
+# ---- worker 0 ----------------------------------------------------------------------------------------
+
+
+def from_first_worker(job: Job, work: Callable[[], T]) -> T:
+    """Do something on worker 0, and return what it returns on all workers: no two see different things.
+
+    Args:
+        job: all its workers must call this.
+        work: returns a nest of tensors in host memory and values that can be pickled.
+
+    Raises:
+        Error: what `work` raised on worker 0, the same on all.
+        LostWorkerError: on the others, if it raised something else.
+    """
+    if job.world_size == 1:
+        return work()
+    error: Error | None = None
+    result: Any = None
+    if job.is_first:
+        try:
+            result = work()
+        except Error as raised:
+            error = raised
+        except BaseException:
+            _share((LostWorkerError("worker 0 failed"), None), job)
+            raise
+    error, result = _share((error, result), job)
+    if error is not None:
+        raise error
+    return result  # type: ignore[no-any-return]
+
+
+def _share(nest: Any, job: Job) -> Any:
+    """Send worker 0's nest to all, its tensors by themselves: pickled they would need twice the memory."""
+    what = "what worker 0 found"
+    outline = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), nest) if job.is_first else None
+    outline = broadcast_object(job.transport, outline, what)
+    if not job.is_first:
+        nest = pytree.tree_map_only(Tensor, lambda meta: torch.empty_like(meta, device="cpu"), outline)
+    tensors = [leaf for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor) and leaf.numel()]
+    values = [tensor.contiguous() for tensor in tensors]
+    broadcast(job.transport, values, what)
+    for tensor, value in zip(tensors, values, strict=True):
+        if value is not tensor:
+            tensor.copy_(value)
+    return nest

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from samestep.errors import Error, LostWorkerError
-from samestep.workers.job import is_lost_connection
+from samestep.workers.transport import is_lost_connection
 
 __all__ = ["Failure", "root_cause"]
 

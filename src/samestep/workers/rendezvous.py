@@ -8,32 +8,65 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from samestep.errors import LostWorkerError
+from samestep.workers.environment import local_world_size, world_size
+from samestep.workers.transport import Alone, ProcessGroup, Transport, is_lost_connection, lost_worker
 
-__all__ = ["join"]
+__all__ = ["has_group", "join", "open_store"]
 
 _POLL_S = 0.01
 
 
-def join(backend: str, timeout_s: float) -> None:
-    """Make the default process group of the workers that torch's environment variables speak of.
+def has_group() -> bool:
+    """Whether this process is one of several workers."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def open_store() -> Store:
+    """Open a store on this host in which workers can find each other; the system chooses its port."""
+    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+
+
+def join(device: torch.device, timeout_s: float) -> Transport:
+    """Join the workers that torch's environment variables speak of, and return the way to talk to them.
 
     torch's elastic agent keeps its store when it restarts workers, and with it the addresses of those
     before; see pytorch#135712. So the workers first agree on a prefix that nobody has used: worker 0's
     own name, which it tells to every process that it sees, until one for each rank has heard it.
 
     Args:
-        backend: as for `torch.distributed.init_process_group`.
+        device: what this worker computes on.
         timeout_s: seconds to wait for the others, and later for any message.
 
     Raises:
-        LostWorkerError: worker 0 has waited in vain for some of the others.
-        torch.distributed.DistError, RuntimeError: a worker was lost at another moment.
+        LostWorkerError: some of the others are gone, or worker 0 has waited for them in vain.
     """
+    if world_size() == 1:
+        return Alone()
+    if not dist.is_initialized():
+        try:
+            _make_group(_backend(device), timeout_s)
+        except RuntimeError as error:
+            if not is_lost_connection(error):
+                raise
+            what = f"start of {world_size()} workers"
+            raise lost_worker(what, "another worker", timeout_s, error) from error
+    return ProcessGroup(device, timeout_s)
+
+
+def _backend(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "gloo"
+    # NCCL refuses two ranks on one GPU; gloo carries CUDA tensors through host memory.
+    return "cpu:gloo,cuda:nccl" if local_world_size() <= torch.cuda.device_count() else "gloo"
+
+
+def _make_group(backend: str, timeout_s: float) -> None:
     timeout = timedelta(seconds=timeout_s)
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)

@@ -2,77 +2,59 @@
 
 from __future__ import annotations
 
+import gc
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.errors import LostWorkerError
-from samestep.workers.job import Job, lost_worker
+from samestep.errors import Error, LostWorkerError
 
-__all__ = ["Swap", "Transport"]
+__all__ = ["Alone", "Pending", "ProcessGroup", "Tensors", "Transport", "is_lost_connection", "lost_worker"]
 
 Tensors = Mapping[int, Sequence[Tensor]]
-"""For each other worker, contiguous tensors in the order they are sent in."""
-
+"""For other workers, by rank: contiguous tensors in the order in which they are sent."""
 
 _SMALL_BYTES = 2**18
 """Tensors up to here are worth a copy to save a message."""
 
 
-@dataclass
-class Swap:
-    """Sends and receives that are under way; nothing may touch their tensors before `wait` returns."""
-
-    what: str = ""
-    timeout_s: float = 0.0
-    works: list[dist.Work] = field(default_factory=list)
-    peers: list[int] = field(default_factory=list)
-    staged: list[_Parcel] = field(default_factory=list)
+class Pending(Protocol):
+    """Messages on their way; nothing may touch their tensors before `wait` returns."""
 
     def wait(self) -> None:
         """Wait until everything has been sent and has arrived; on NCCL, until the GPU's stream has.
 
         Raises:
-            LostWorkerError: a worker is gone or did not answer within the job's timeout.
+            LostWorkerError: a worker is gone, or did not answer within the timeout.
         """
-        for position, work in enumerate(self.works):
-            try:
-                work.wait()
-            except RuntimeError as error:
-                # NCCL hands out one work for all of a batch, which names nobody.
-                peer = self.peers[position] if len(self.works) == len(self.peers) else None
-                raise self.lost(error, peer) from error
-        for parcel in self.staged:
-            parcel.unpack()
-        self.works.clear()
-        self.staged.clear()
-
-    def lost(self, error: RuntimeError, peer: int | None = None) -> LostWorkerError:
-        """Return the error that says who did not take part in what."""
-        return lost_worker(
-            self.what, "another worker" if peer is None else f"worker {peer}", self.timeout_s, error
-        )
 
 
-class Transport:
-    """Swaps tensors with the other workers; every worker posts the same swaps in the same order.
+class Transport(Protocol):
+    """Sends tensors to the other workers and receives theirs.
 
-    A swap is an all-to-all or an all-gather, depending on what is sent. It is made of sends and
-    receives because gloo's own `all_gather` takes about twice the time of those it consists of, and
-    because these run in gloo's thread while this one computes.
+    Between two workers, messages arrive in the order in which they were posted; each must be received with
+    the sizes with which it was sent. All that workers say to each other goes through `post`.
+
+    Attributes:
+        rank: this worker's number, 0 <= rank < world_size.
+        world_size: workers in the job, W.
     """
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        backend = dist.get_backend_config() if job.world_size > 1 else ""
-        self._through_host = job.device.type == "cuda" and "nccl" not in backend
-        self.others = [worker for worker in range(job.world_size) if worker != job.rank]
+    @property
+    def rank(self) -> int:
+        """This worker's number."""
 
-    def post(self, outgoing: Tensors, incoming: Tensors, what: str) -> Swap:
-        """Start to send to and receive from every other worker.
+    @property
+    def world_size(self) -> int:
+        """Workers in the job, W."""
+
+    def post(self, outgoing: Tensors, incoming: Tensors, what: str) -> Pending:
+        """Start to send to and to receive from other workers.
 
         Args:
             outgoing: what to send.
@@ -82,69 +64,131 @@ class Transport:
         Raises:
             LostWorkerError: a worker is gone.
         """
-        swap = Swap(what, self._job.timeout_s)
-        operations: list[dist.P2POp] = []
-        for distance in range(1, self._job.world_size):
-            source = (self._job.rank - distance) % self._job.world_size
-            target = (self._job.rank + distance) % self._job.world_size
-            for parcel in self._parcels(incoming[source]):
-                operations.append(dist.P2POp(dist.irecv, parcel.to_fill(), source))
-                swap.staged.append(parcel)
-            for parcel in self._parcels(outgoing[target]):
-                operations.append(dist.P2POp(dist.isend, parcel.pack(), target))
-        self._start(swap, [operation for operation in operations if operation.tensor.device.type == "cpu"])
-        self._start_batch(swap, [op for op in operations if op.tensor.device.type == "cuda"])
-        return swap
 
-    @staticmethod
-    def _start(swap: Swap, operations: Sequence[dist.P2POp]) -> None:
+    def close(self) -> None:
+        """Leave the job; nothing may be posted afterwards."""
+
+
+# ---- one worker --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The transport of a job of one worker: there is nobody to talk to."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    def post(self, outgoing: Tensors, incoming: Tensors, what: str) -> Pending:
+        """Do nothing."""
+        return _Arrived()
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class _Arrived:
+    def wait(self) -> None:
+        pass
+
+
+# ---- torch.distributed -------------------------------------------------------------------------------
+
+
+class ProcessGroup:
+    """The transport of torch's default process group.
+
+    Everything is made of sends and receives, because gloo's own `all_gather` takes about twice the time of
+    those it consists of, and because these run in gloo's thread while this one computes.
+
+    Args:
+        device: what this worker computes on.
+        timeout_s: seconds after which a worker that does not answer counts as lost.
+    """
+
+    def __init__(self, device: torch.device, timeout_s: float) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self._timeout_s = timeout_s
+        self._through_host = device.type == "cuda" and "nccl" not in dist.get_backend_config()
+
+    def post(self, outgoing: Tensors, incoming: Tensors, what: str) -> Pending:
+        """Start to send to and to receive from other workers; see `Transport`."""
+        pending = _Posted(what, self._timeout_s)
+        operations: list[dist.P2POp] = []
+        for distance in range(1, self.world_size):
+            source = (self.rank - distance) % self.world_size
+            target = (self.rank + distance) % self.world_size
+            for message in self._messages(incoming.get(source, ())):
+                operations.append(dist.P2POp(dist.irecv, message.to_fill(), source))
+                pending.incoming.append(message)
+            for message in self._messages(outgoing.get(target, ())):
+                operations.append(dist.P2POp(dist.isend, message.packed(), target))
+        pending.start([operation for operation in operations if operation.tensor.device.type == "cpu"])
+        pending.start_batch([operation for operation in operations if operation.tensor.device.type == "cuda"])
+        return pending
+
+    def close(self) -> None:
+        """Leave the process group."""
+        gc.collect()  # a group that outlives the interpreter aborts the process; see pytorch#190489
+        dist.destroy_process_group()
+
+    def _messages(self, tensors: Sequence[Tensor]) -> list[_Message]:
+        """Sort tensors into messages, alike on both ends: small ones of a device share one."""
+        small: dict[str, list[Tensor]] = {}
+        messages = []
+        for tensor in tensors:
+            if tensor.nbytes > _SMALL_BYTES:
+                messages.append(_Message([tensor], self._through_host))
+            elif tensor.numel():
+                small.setdefault(tensor.device.type, []).append(tensor)
+        return [*(_Message(group, self._through_host) for group in small.values()), *messages]
+
+
+@dataclass
+class _Posted:
+    what: str
+    timeout_s: float
+    works: list[dist.Work] = field(default_factory=list)
+    peers: list[int] = field(default_factory=list)
+    incoming: list[_Message] = field(default_factory=list)
+
+    def start(self, operations: Sequence[dist.P2POp]) -> None:
         """Start operations on gloo, which takes them one by one, so that an error names the worker."""
         for operation in operations:
             try:
-                swap.works.append(operation.op(operation.tensor, operation.peer))
+                self.works.append(operation.op(operation.tensor, operation.peer))
             except RuntimeError as error:
-                raise swap.lost(error, operation.peer) from error
-            swap.peers.append(operation.peer)
+                raise self._lost(error, operation.peer) from error
+            self.peers.append(operation.peer)
 
-    @staticmethod
-    def _start_batch(swap: Swap, operations: list[dist.P2POp]) -> None:
+    def start_batch(self, operations: list[dist.P2POp]) -> None:
         """Start operations on NCCL, which would wait for each other if they came one by one."""
         try:
-            swap.works += dist.batch_isend_irecv(operations) if operations else []
+            self.works += dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
-            raise swap.lost(error) from error
+            raise self._lost(error) from error
 
-    def gather(self, values: Tensor, sizes: Sequence[int], what: str) -> Tensor:
-        """Return the rows of all workers, in their order, given this worker's; wait for them.
+    def wait(self) -> None:
+        for position, work in enumerate(self.works):
+            try:
+                work.wait()
+            except RuntimeError as error:
+                # NCCL hands out one work for all of a batch, which names nobody.
+                peer = self.peers[position] if len(self.works) == len(self.peers) else None
+                raise self._lost(error, peer) from error
+        for message in self.incoming:
+            message.unpack()
+        self.works.clear()
+        self.incoming.clear()
 
-        Args:
-            values: [rows, ...]; else of the same shape and dtype everywhere.
-            sizes: each worker's rows.
-            what: as for `post`.
-
-        Raises:
-            LostWorkerError: a worker is gone.
-        """
-        parts = [values.new_empty(size, *values.shape[1:]) for size in sizes]
-        parts[self._job.rank] = values.contiguous()
-        outgoing = {worker: [parts[self._job.rank]] for worker in self.others}
-        self.post(outgoing, {worker: [parts[worker]] for worker in self.others}, what).wait()
-        return torch.cat(parts)
-
-    def _parcels(self, tensors: Sequence[Tensor]) -> list[_Parcel]:
-        """Sort tensors into messages, alike on both ends: small ones of a device share one."""
-        small: dict[str, list[Tensor]] = {}
-        parcels = []
-        for tensor in tensors:
-            if tensor.nbytes > _SMALL_BYTES:
-                parcels.append(_Parcel([tensor], self._through_host))
-            elif tensor.numel():
-                small.setdefault(tensor.device.type, []).append(tensor)
-        return [*(_Parcel(group, self._through_host) for group in small.values()), *parcels]
+    def _lost(self, error: RuntimeError, peer: int | None = None) -> LostWorkerError:
+        who = "another worker" if peer is None else f"worker {peer}"
+        return lost_worker(self.what, who, self.timeout_s, error)
 
 
-class _Parcel:
-    """Tensors that travel as one message, through host memory where the backend knows no other."""
+class _Message:
+    """Tensors that travel together, through host memory where the backend knows no other."""
 
     def __init__(self, tensors: list[Tensor], through_host: bool) -> None:
         self._tensors = tensors
@@ -152,8 +196,8 @@ class _Parcel:
         self._is_plain = len(tensors) == 1 and tensors[0].device.type == self._device.type
         self._buffer = tensors[0]
 
-    def pack(self) -> Tensor:
-        """Return the message."""
+    def packed(self) -> Tensor:
+        """Return what to send."""
         if self._is_plain:
             return self._tensors[0]
         return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in self._tensors]).to(self._device)
@@ -172,3 +216,21 @@ class _Parcel:
         parts = self._buffer.split([tensor.nbytes for tensor in self._tensors])
         for tensor, part in zip(self._tensors, parts, strict=True):
             tensor.reshape(-1).view(torch.uint8).copy_(part)
+
+
+# ---- lost workers ------------------------------------------------------------------------------------
+
+
+def lost_worker(what: str, who: str, timeout_s: float, error: BaseException) -> LostWorkerError:
+    """Return the error that says who did not take part in what, and whether it is gone or silent."""
+    # without gloo's source line
+    why = re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]
+    is_silent = ("timed out" in why.lower() or "timeout" in why.lower()) and "refused" not in why
+    how = f"did not answer for {timeout_s:g} s" if is_silent else "is gone"
+    return LostWorkerError(f"{what}: {who} {how} ({why})")
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether an exception of torch's is about another process that is gone or silent."""
+    # gloo has no exception type of its own: a RuntimeError that begins with its source file.
+    return not isinstance(error, Error) and (isinstance(error, dist.DistError) or "/gloo/" in str(error))

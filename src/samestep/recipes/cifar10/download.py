@@ -74,15 +74,15 @@ def fetch(archive: Archive, data_dir: Path) -> Path:
             raise
         reason = error.strerror or error
         raise MissingFileError(
-            f"{error.filename or data_dir}: cannot be written ({reason}), expected room for {archive.file} "
-            f"and for what is in it; choose another data folder than {data_dir}, or make room there"
+            f"{error.filename or data_dir}: cannot be written ({reason}), expected space for {archive.file} "
+            f"and its contents; choose another data folder than {data_dir}, or free space there"
         ) from error
     return folder
 
 
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """Hold a lock file, which the system lets go of when the process ends, however it ends."""
+    """Hold a lock file, which the system releases when the process ends, however it ends."""
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -90,7 +90,7 @@ def _alone(lock: Path) -> Iterator[None]:
 
 
 def _download(archive: Archive, data_dir: Path, remedy: str) -> Path:
-    """Fetch the file into a temporary one, check that, and give it its name; or find it there."""
+    """Download the file under a temporary name, check and rename it; or find it there."""
     columns = TextColumn(archive.file), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     console = Console(stderr=True)
     try:
@@ -151,7 +151,7 @@ class _Bar:
 
 
 def _unpack(file: Path, folder: Path, remedy: str) -> None:
-    """Unpack into a folder beside the final one, flush all to the disk, and give it its name."""
+    """Unpack into a folder beside the final one, flush all to the disk, and rename it."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:

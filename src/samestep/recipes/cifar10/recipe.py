@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel
 
-from samestep.app.experiment import Experiment, Settings
+from samestep.app.experiment import Experiment
+from samestep.app.settings import Settings
 from samestep.data.loader import TowerLoader
 from samestep.errors import ConfigError
 from samestep.recipes.cifar10.convolution import FourierConv2d
@@ -119,21 +120,16 @@ class Cifar10Settings(Settings):
     """Train the net of the classic CIFAR-10 tutorial."""
 
     towers: int = 4
-    """Logical slices of the global batch; part of the experiment, like the batch size."""
     batch_size: int = 128
-    """The global batch, in rows, of all towers together."""
     steps: int = 100_000
-    """Steps to take in all, those of earlier runs in the same folder included."""
     run_dir: Path = Path("runs/cifar10")
-    """Where checkpoints and settings are kept; training goes on from what is there."""
     data_dir: Path = Path("data/cifar10")
-    """Where the pictures are; they are fetched (170 MB) where they are not."""
+    """Folder of the pictures; they are downloaded (170 MB) if they are not there."""
     log_every: int = 10
-    """Steps between printed lines."""
     picture_size: int = 24
-    """Height and width of what is cut out of each picture, 4 to 32 pixels."""
+    """Height and width that pictures are cropped to, 4 to 32 pixels."""
     learning_rate: float = 0.1
-    """Of the first 350 epochs; a tenth of it in the next 350, and so on."""
+    """Learning rate of the first 350 epochs; a tenth of it in the next 350, and so on."""
     loader_processes: int = 0
     """Processes that read and distort pictures for each worker; with 0 the worker does it itself."""
 
@@ -171,7 +167,7 @@ class Cifar10Settings(Settings):
             loss_of,
             optimizer,
             scheduler=staircase(optimizer, self.batch_size),
-            average=WeightAverage(model),
+            averaged_model=WeightAverage(model),
             autocast=self.autocast_dtype,
         )
 

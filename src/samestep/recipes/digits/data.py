@@ -1,6 +1,6 @@
 """The built-in handwritten digits: small enough to come with the package, real enough to train on.
 
-Where they come from, and under which licence, is told in `digits.md` beside this file.
+Their source and licence are in `digits.md` beside this file.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 
-from samestep.app.experiment import Experiment, Settings
+from samestep.app.experiment import Experiment
+from samestep.app.settings import Settings
 from samestep.buffers.statistics import Mode
 from samestep.data.loader import TowerLoader
 from samestep.recipes.digits.data import Digits
@@ -55,11 +56,11 @@ class DigitsSettings(Settings):
     steps: int = 300
     run_dir: Path = Path("runs/digits")
     learning_rate: float = 0.2
-    """The highest of the one-cycle schedule."""
+    """Highest learning rate of the one-cycle schedule."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
     """Momentum SGD, or AdamW at a fiftieth of the learning rate."""
     statistics: Mode = "mean"
-    """What becomes of batch-norm statistics: the towers' mean, pooled over all rows, or the first tower's."""
+    """How batch-norm statistics are combined: the mean over towers, pooled over rows, or those of tower 0."""
 
     recipe: ClassVar[str] = "digits"
 

@@ -120,7 +120,7 @@ class WholePictures:
 
 
 def _cut(values: NDArray[np.uint8], size: int, chances: NDArray[np.float64]) -> NDArray[np.uint8]:
-    """Return a window at a place that two numbers in [0, 1) tell; all of a side that is shorter than it."""
+    """Return a window at a place that two numbers in [0, 1) choose; a side that is shorter is kept whole."""
     top, left = (int(chances[axis] * (max(0, values.shape[axis] - size) + 1)) for axis in (0, 1))
     return values[top : top + size, left : left + size]
 

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-import torch.distributed as dist
 from numpy.typing import NDArray
 from PIL import Image
 
 from samestep.errors import DataError, MissingFileError
+from samestep.workers.collectives import gather_objects
 from samestep.workers.job import Job
 
 __all__ = ["LabelMaps"]
@@ -80,11 +80,8 @@ class LabelMaps:
         Raises:
             DataError: as for `read`; on every worker the same.
         """
-        problems: list[str | None] = [self._first_problem(range(job.rank, len(self), job.world_size))]
-        if job.world_size > 1:
-            problems *= job.world_size
-            dist.all_gather_object(problems, problems[job.rank])
-        for problem in problems:
+        own = self._first_problem(range(job.rank, len(self), job.world_size))
+        for problem in gather_objects(job.transport, own, "check of the label maps"):
             if problem is not None:
                 raise DataError(problem)
 
@@ -154,7 +151,7 @@ def _named(suffixes: tuple[str, ...]) -> str:
 
 
 def _check_kinds(picture: Path, labels: Path) -> None:
-    """Check what the first bytes of the files tell: kind and size."""
+    """Check kind and size, which the first bytes of the files hold."""
     mode, size, _ = _open(picture)
     if mode not in _PICTURE_MODES:
         raise DataError(f"{picture}: its pixels are {mode}, expected 8 bits a channel; convert it")

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import PolynomialLR
 
-from samestep.app.experiment import Experiment, Settings
+from samestep.app.experiment import Experiment
+from samestep.app.settings import Settings
 from samestep.buffers.statistics import Mode
 from samestep.data.loader import TowerLoader
 from samestep.errors import ConfigError
@@ -89,29 +90,29 @@ def _convolution(num_inputs: int, num_outputs: int, *, size: int = 3, stride: in
 
 @dataclass(frozen=True)
 class SegmentationSettings(Settings):
-    """Train a net that gives every pixel a class."""
+    """Train a net that predicts a class for every pixel."""
 
     batch_size: int = 32
     steps: int = 400
     run_dir: Path = Path("runs/segmentation")
     data_dir: Path | None = None
-    """A folder with train and test, each with pictures and labels; shapes are drawn where it is left out."""
+    """Folder with train and test, each with the folders pictures and labels; without it, shapes are drawn."""
     classes: int = len(CLASS_NAMES)
-    """How many there are; the labels are 0 to one less."""
+    """Number of classes; the labels are 0 to one less."""
     ignore_label: int = 255
-    """Stands in label maps where a pixel is of no class: it weighs nothing."""
+    """Label of pixels that have no class and are not counted."""
     crop_size: int = 48
-    """Height and width of what is cut out of each picture in training, at least 16 pixels."""
+    """Height and width that training pictures are cropped to, at least 16 pixels."""
     width: int = 16
-    """Channels of the net at a picture's own size; twice as many at each half of it."""
+    """Channels of the net at full resolution; doubled each time the resolution is halved."""
     learning_rate: float = 0.005
-    """At the first step."""
+    """Learning rate of the first step."""
     power: float = 0.9
-    """Of the poly schedule: the learning rate times (1 - step / steps) to this power."""
+    """Power of the poly schedule, which multiplies the learning rate by (1 - step / steps) to this power."""
     weight_decay: float = 1e-4
-    """Times half the squares of the convolutions' weights, added to the loss (L2, not that of AdamW)."""
+    """L2 weight decay of the convolutions: so many times half their squared weights is added to the loss."""
     statistics: Mode = "mean"
-    """What becomes of batch-norm statistics: the towers' mean, pooled over all rows, or the first tower's."""
+    """How batch-norm statistics are combined: the mean over towers, pooled over rows, or those of tower 0."""
     loader_processes: int = 0
     """Processes that read and crop pictures for each worker; with 0 the worker does it itself."""
 
@@ -142,7 +143,7 @@ class SegmentationSettings(Settings):
         if self.data_dir is None and self.classes != len(CLASS_NAMES):
             raise ConfigError(
                 f"--classes {self.classes}: the shapes that are drawn without --data-dir have "
-                f"{len(CLASS_NAMES)}; leave it out, or give --data-dir"
+                f"{len(CLASS_NAMES)} classes; leave out --classes, or give --data-dir"
             )
 
     def build(self, job: Job) -> Experiment:
@@ -157,7 +158,7 @@ class SegmentationSettings(Settings):
             TowerLoader(crops, self.batch_size, step.towers, seed=self.seed, **processes),
             WholePictures(test),
             partial(count_pixels, ignore_label=self.ignore_label),
-            figures_of,
+            metrics_of,
             terms=partial(terms_of, weight_decay=self.weight_decay),
             panels=partial(panels, ignore_label=self.ignore_label),
             test_chunk_rows=1,  # whole pictures may be of any size
@@ -236,7 +237,7 @@ def count_pixels(model: nn.Module, batch: Any, *, ignore_label: int) -> Tensor:
     return torch.bincount(cells, minlength=num_classes**2).view(num_classes, num_classes)
 
 
-def figures_of(confusion: Tensor) -> Mapping[str, float]:
+def metrics_of(confusion: Tensor) -> Mapping[str, float]:
     r"""Return the mean over classes of intersection over union, and the share of the pixels that are right.
 
     With n_ij the pixels of class i that are taken for class j,

@@ -10,7 +10,7 @@ from torch import nn
 import samestep
 from samestep import Step, Towers
 from samestep.errors import BatchError, ConfigError, UsageError
-from samestep.towers.counts import NamedWeights
+from samestep.towers.counts import NamedCounts
 
 PADDING = -100
 WORDS = 11
@@ -81,12 +81,12 @@ def test_a_mean_over_tokens_is_that_of_the_unsplit_batch(rows):
     model, batch = LanguageModel(), sentences(rows)
     towers = Towers(model, 7)
     for tower in towers(batch):
-        tower.backward(sums_of(model, tower.batch)["tokens"], weight=num_tokens(tower.batch))
+        tower.backward_sum(sums_of(model, tower.batch)["tokens"], num_tokens(tower.batch))
     report = towers.average()
     loss, gradients = whole(batch, with_rows=False)
     assert_same_gradient(model, gradients)
     assert report.loss == pytest.approx(loss, rel=1e-12)
-    assert report.weight == num_tokens(batch)
+    assert report.count == num_tokens(batch)
     assert report.losses == {}
     assert math.isnan(report.tower_losses[-1])  # the last sentences are empty
 
@@ -95,7 +95,7 @@ def test_a_mean_over_tokens_is_that_of_the_unsplit_batch(rows):
 def test_means_over_tokens_and_rows_are_those_of_the_unsplit_batch(rows):
     model, batch = LanguageModel(), sentences(rows)
     towers = Towers(model, 7)
-    for tower in towers(batch, weights={"tokens": num_tokens, "rows": num_rows}):
+    for tower in towers(batch, counts={"tokens": num_tokens, "rows": num_rows}):
         tower.backward(sums_of(model, tower.batch))
     report = towers.average()
     loss, gradients = whole(batch, with_rows=True)
@@ -104,13 +104,13 @@ def test_means_over_tokens_and_rows_are_those_of_the_unsplit_batch(rows):
     assert list(report.losses) == ["tokens", "rows"]
     assert sum(report.losses.values()) == report.loss
     assert report.losses["tokens"] == pytest.approx(whole(batch, with_rows=False)[0], rel=1e-12)
-    assert report.weight == num_tokens(batch) + rows
+    assert report.count == num_tokens(batch) + rows
 
 
 def test_tower_losses_are_the_sums_of_each_towers_own_means():
     model, batch = LanguageModel(), sentences(14)
     towers, expected = Towers(model, 7), []
-    for tower in towers(batch, weights={"tokens": num_tokens, "rows": num_rows}):
+    for tower in towers(batch, counts={"tokens": num_tokens, "rows": num_rows}):
         sums = sums_of(model, tower.batch)
         tokens = sums["tokens"] / num_tokens(tower.batch) if num_tokens(tower.batch) else 0
         expected.append((tokens + sums["rows"] / 2).item())
@@ -134,9 +134,9 @@ def test_towers_that_count_nothing_add_nothing(nothing, empty):
     towers = Towers(model, 7)
     for tower in towers(batch):
         if tower.index in empty:
-            tower.backward(nothing(model), weight=0)
+            tower.backward_sum(nothing(model), 0)
         else:
-            tower.backward(sums_of(model, tower.batch)["tokens"], weight=num_tokens(tower.batch))
+            tower.backward_sum(sums_of(model, tower.batch)["tokens"], num_tokens(tower.batch))
     report = towers.average()
     loss, gradients = whole(batch, with_rows=False)
     assert_same_gradient(model, gradients)
@@ -147,7 +147,7 @@ def test_towers_that_count_nothing_add_nothing(nothing, empty):
 def test_a_name_that_counts_nothing_adds_nothing_even_where_its_sum_is_not_finite():
     model, batch = LanguageModel(), sentences(9)
     towers = Towers(model, 4)
-    for tower in towers(batch, weights={"tokens": num_tokens, "pictures": lambda part: 0}):
+    for tower in towers(batch, counts={"tokens": num_tokens, "pictures": lambda part: 0}):
         tokens = sums_of(model, tower.batch)["tokens"]
         tower.backward({"tokens": tokens, "pictures": tokens * math.nan})
     report = towers.average()
@@ -159,7 +159,7 @@ def test_a_name_that_counts_nothing_adds_nothing_even_where_its_sum_is_not_finit
 def test_float32_and_half_precision_sums_may_be_mixed():
     model = nn.Linear(3, 1)
     towers = Towers(model, 2)
-    for tower in towers(torch.ones(4, 3), weights={"a": len, "b": len}):
+    for tower in towers(torch.ones(4, 3), counts={"a": len, "b": len}):
         total = model(tower.batch).sum()
         tower.backward({"b": total.half(), "a": total.double()})
     assert towers.average().losses["a"] == pytest.approx(model(torch.ones(1, 3)).item())
@@ -194,15 +194,15 @@ def make(named, **settings):
         loss_fn,
         optimizer,
         scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
-        average=torch.optim.swa_utils.AveragedModel(model),
-        weights=weights,
+        averaged_model=torch.optim.swa_utils.AveragedModel(model),
+        counts=weights,
     )
 
 
 def state_of(step):
     return (
         samestep.digest(step.towers.model),
-        samestep.digest(step.average),
+        samestep.digest(step.averaged_model),
         str(step.optimizer.state_dict()),
         step.scheduler.state_dict(),
     )
@@ -213,8 +213,8 @@ def test_a_batch_in_which_nothing_counts_stops_before_the_update(named):
     step, batch = make(named), sentences(9)
     step(batch)
     before = state_of(step)
-    what = "counts of tokens, more tokens" if named else "weights"
-    with pytest.raises(BatchError, match=f"step 1: the towers' {what} add up to 0, .*on_zero_weight='skip'"):
+    what = "counts of tokens, more tokens" if named else "counts"
+    with pytest.raises(BatchError, match=f"step 1: the towers' {what} add up to 0, .*on_zero_count='skip'"):
         step({**batch, "targets": torch.full_like(batch["targets"], PADDING)})
     assert state_of(step) == before
     assert all(p.grad is None for p in step.towers.parameters)
@@ -223,13 +223,13 @@ def test_a_batch_in_which_nothing_counts_stops_before_the_update(named):
 
 @pytest.mark.parametrize("named", [False, True])
 def test_or_is_skipped(named):
-    step, batch = make(named, on_zero_weight="skip"), sentences(9)
+    step, batch = make(named, on_zero_count="skip"), sentences(9)
     step(batch)
     before = state_of(step)
     report = step({**batch, "targets": torch.full_like(batch["targets"], PADDING)})
     assert report.skipped
     assert report.step == 1
-    assert report.weight == 0
+    assert report.count == 0
     assert math.isnan(report.loss)
     assert all(math.isnan(loss) for loss in (*report.losses.values(), *report.tower_losses))
     assert state_of(step) == before
@@ -241,35 +241,43 @@ def test_or_is_skipped(named):
 # ---- misuse ----------------------------------------------------------------------------------------
 
 
-def hand_in(losses, weight=None, weights=None):
+def hand_in(losses, count=None, counts=None):
     model = nn.Linear(3, 1)
     towers = Towers(model, 2)
     total = model(torch.ones(4, 3)).sum()
-    for tower in towers(torch.ones(4, 3), weights=weights):
-        tower.backward(losses(total), weight=weight)
+    for tower in towers(torch.ones(4, 3), counts=counts):
+        if count is None:
+            tower.backward(losses(total))
+        else:
+            tower.backward_sum(losses(total), count)
 
 
 AB = {"a": len, "b": len}
 
 
 @pytest.mark.parametrize(
-    ("losses", "weight", "weights", "message"),
+    ("losses", "count", "counts", "message"),
     [
-        (lambda x: {"a": x}, None, AB, "has sums for a, expected one for each of weights: a, b"),
+        (lambda x: {"a": x}, None, AB, "has sums for a, expected one for each name in counts: a, b"),
         (lambda x: {"a": x, "b": x, "c": x}, None, AB, "has sums for a, b, c, expected one for each"),
         (lambda x: {}, None, AB, "has sums for nothing, expected"),
-        (lambda x: x, None, AB, "loss is a Tensor, expected a mapping with a sum for each of weights: a, b"),
+        (
+            lambda x: x,
+            None,
+            AB,
+            "loss is a Tensor, expected a mapping with a sum for each name in counts: a, b",
+        ),
         (lambda x: {"a": x, "b": x[None].expand(2)}, None, AB, r"loss\['b'\] has shape \(2,\)"),
         (lambda x: {"a": x.detach(), "b": x.detach()}, None, AB, "no sum requires grad"),
-        (lambda x: {"a": x, "b": x}, 3, AB, "weight has no effect"),
-        (lambda x: {"a": x}, None, None, r"nobody said what its sums count; .*weights={name: count"),
-        (lambda x: x, torch.ones(2), None, r"weight has shape \(2,\)"),
-        (lambda x: x.detach(), 2, None, "loss does not require grad"),
+        (lambda x: {"a": x, "b": x}, 3, AB, "backward_sum has no place in a step that began with counts"),
+        (lambda x: {"a": x}, None, None, r"what its sums count is not known: .*counts={name: count"),
+        (lambda x: x, torch.ones(2), None, r"count has shape \(2,\)"),
+        (lambda x: x.detach(), 2, None, "total does not require grad"),
     ],
 )
-def test_losses_that_do_not_fit_the_weights(losses, weight, weights, message):
+def test_losses_that_do_not_fit_the_counts(losses, count, counts, message):
     with pytest.raises(UsageError, match=rf"Tower\(index=0, rows=2\): .*{message}"):
-        hand_in(losses, weight, weights)
+        hand_in(losses, count, counts)
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
@@ -277,12 +285,12 @@ def test_losses_that_do_not_fit_the_weights(losses, weight, weights, message):
 def test_weights_that_are_none(weight, as_tensor):
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     before = samestep.digest(model)
-    for on_zero_weight in ("raise", "skip"):
-        towers = Towers(model, 3, on_zero_weight=on_zero_weight)
+    for on_zero_count in ("raise", "skip"):
+        towers = Towers(model, 3, on_zero_count=on_zero_count)
         for tower in towers(torch.ones(6, 3)):
             own = weight if tower.index == 1 else 4.0
-            tower.backward(model(tower.batch).sum(), weight=torch.tensor(own) if as_tensor else own)
-        with pytest.raises(BatchError, match=f"step 0: tower 1 has the weight {weight:g}, expected a finite"):
+            tower.backward_sum(model(tower.batch).sum(), torch.tensor(own) if as_tensor else own)
+        with pytest.raises(BatchError, match=f"step 0: tower 1 has the count {weight:g}, expected a finite"):
             towers.average()
         assert samestep.digest(model) == before
         assert all(parameter.grad is None for parameter in model.parameters())
@@ -299,22 +307,22 @@ def test_weights_that_are_none(weight, as_tensor):
 )
 def test_counts_that_are_none(count, message):
     with pytest.raises(BatchError, match=message):
-        hand_in(lambda x: {"a": x}, weights={"a": count})
+        hand_in(lambda x: {"a": x}, counts={"a": count})
 
 
 @pytest.mark.parametrize("weights", [{}, {"a": 3}, len, ["a"]])
 def test_weights_that_are_no_mapping_of_functions(weights):
     with pytest.raises(ConfigError, match="expected a mapping from the name of each sum to a function"):
-        hand_in(lambda x: {"a": x}, weights=weights)
+        hand_in(lambda x: {"a": x}, counts=weights)
     with pytest.raises(ConfigError, match="expected a mapping from the name of each sum to a function"):
-        Step(Towers(nn.Linear(1, 1), 1), len, None, weights=weights)
+        Step(Towers(nn.Linear(1, 1), 1), len, None, counts=weights)
 
 
-def test_on_zero_weight_is_one_of_two():
-    with pytest.raises(ConfigError, match="on_zero_weight = 'ignore': expected 'raise' or 'skip'"):
-        Towers(nn.Linear(1, 1), 1, on_zero_weight="ignore")
+def test_on_zero_count_is_one_of_two():
+    with pytest.raises(ConfigError, match="on_zero_count = 'ignore': expected 'raise' or 'skip'"):
+        Towers(nn.Linear(1, 1), 1, on_zero_count="ignore")
 
 
 def test_totals_are_exact_for_counts():
     counts = torch.tensor([[2**40 + 1, 0.5], [3, 0.25]], dtype=torch.float64)
-    assert NamedWeights(("a", "b"), counts, rows=4).totals == [2**40 + 4, 0.75]
+    assert NamedCounts(("a", "b"), counts, rows=4).totals == [2**40 + 4, 0.75]

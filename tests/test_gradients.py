@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.errors import ConfigError
-from samestep.summation.tree import TreeSum, add_gradients, average_gradients, divide, subtrees
+from samestep.summation.gradients import add_gradients, average_gradients, divide
+from samestep.summation.tree import TreeSum, subtrees
 
 
 def twin(leaves, add):

@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from samestep.app.experiment import read_settings
+from samestep.app.settings import read_settings
 from samestep.errors import DataError, MissingFileError
 from samestep.recipes import RECIPES
 from samestep.recipes.digits.recipe import DigitsSettings
@@ -44,11 +44,11 @@ def test_files_that_hold_no_settings(tmp_path, text, message):
 
 
 def test_no_settings(tmp_path):
-    with pytest.raises(MissingFileError, match="expected the folder of a run"):
+    with pytest.raises(MissingFileError, match="expected a run folder"):
         read_settings(tmp_path, RECIPES)
 
 
 def test_what_would_never_end_is_not_read(tmp_path):
     os.mkfifo(tmp_path / "settings.json")
-    with pytest.raises(DataError, match="is no file, expected JSON"):
+    with pytest.raises(DataError, match="not a file, expected JSON"):
         read_settings(tmp_path, RECIPES)

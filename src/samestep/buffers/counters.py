@@ -1,0 +1,94 @@
+"""Integer buffers that count, such as the batches that a normalisation layer has seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from samestep.buffers.named_buffers import NamedBuffer
+from samestep.buffers.shared import SharedBuffers
+from samestep.buffers.statistics import Mode, is_statistic
+from samestep.errors import BufferPolicyError
+from samestep.workers.job import Job
+
+__all__ = ["Counters", "is_counter"]
+
+
+def is_counter(buffer: NamedBuffer) -> bool:
+    """Say whether a buffer is an integer of one element."""
+    tensor = buffer.get()
+    if tensor is None or tensor.numel() != 1:
+        return False
+    return not tensor.is_floating_point() and not tensor.is_complex()
+
+
+class Counters:
+    """Integer buffers of one element, such as `num_batches_tracked`.
+
+    What travels is by how much a tower counted on, because float64 holds no integers above 2^53. Every tower
+    must have counted alike, except for normalisation layers: of those, some towers may not have used one.
+    """
+
+    def __init__(self, buffers: Sequence[NamedBuffer], mode: Mode, job: Job) -> None:
+        self.names = [buffer.name for buffer in buffers]
+        self._mode = mode
+        self._buffers = SharedBuffers(buffers)
+        self._start = torch.zeros(len(buffers), dtype=torch.int64, device=job.device)
+        self._are_int64 = all(shared.dtype == torch.int64 for shared in self._buffers.shared)
+        self._of_norms = torch.tensor([is_statistic(buffer) for buffer in buffers], dtype=torch.bool)
+
+    def start_step(self) -> None:
+        """Note the shared values."""
+        self._buffers.start_step()
+        self._start = self._flat(self._buffers.shared)
+
+    def start_tower(self) -> None:
+        """Put the shared values back."""
+        self._buffers.start_tower()
+
+    def put_back(self) -> None:
+        """Put the shared values back, in any case."""
+        self._buffers.put_back()
+
+    def counted(self) -> Tensor:
+        """Return how far the counters are from the shared values, int64 [counters]."""
+        return self._flat(self._buffers.values()) - self._start
+
+    def finish(self, towers: Sequence[int], counted: Tensor) -> None:
+        """Count on, for a normalisation layer as far as the tower that used it most (or as tower 0).
+
+        Args:
+            towers: those that had rows.
+            counted: float64 [len(towers), counters].
+
+        Raises:
+            BufferPolicyError: towers counted differently.
+        """
+        if not self.names:
+            return
+        if counted.device.type == "cpu" and not torch.equal(counted, counted[:1].expand_as(counted)):
+            self._check_alike(towers, counted)
+        most = counted[0] if self._mode == "first" else counted.amax(dim=0)
+        ended = self._start + most.to(torch.int64)
+        self._buffers.write([v.view_as(b) for v, b in zip(ended.unbind(), self._buffers.shared, strict=True)])
+
+    def _flat(self, buffers: Sequence[Tensor]) -> Tensor:
+        if not buffers:
+            return self._start
+        if self._are_int64:
+            return torch.cat([buffer.reshape(1) for buffer in buffers])
+        return torch.cat([buffer.reshape(1).to(torch.int64) for buffer in buffers])
+
+    def _check_alike(self, towers: Sequence[int], counted: Tensor) -> None:
+        differ = (counted != counted[:1]) & ~self._of_norms
+        if not differ.any():
+            return
+        tower, column = differ.nonzero()[0].tolist()
+        name, values = self.names[column], self._start[column] + counted[:, column].to(torch.int64)
+        raise BufferPolicyError(
+            f"buffer {name} is {int(values[tower])} after tower {towers[tower]}, "
+            f"{int(values[0])} after tower {towers[0]}: integer buffers must not depend on rows, unless you "
+            f"say whose to keep, as in Towers(..., buffers={{{name!r}: 'first'}})"
+        )

@@ -1,0 +1,155 @@
+"""Buffers that every pass starts from the same values, and what becomes of them after the passes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from samestep.buffers.named_buffers import NamedBuffer
+from samestep.errors import BufferPolicyError
+from samestep.workers.collectives import broadcast
+from samestep.workers.job import Job
+
+__all__ = ["AveragedBuffers", "FirstBuffers", "SharedBuffers"]
+
+
+class SharedBuffers:
+    """Buffers that every pass starts from the same values, whatever the pass before did to them.
+
+    A tensor that a pass puts in a buffer's place must be of the same shape and dtype; the buffer's own
+    tensor comes back.
+
+    Args:
+        buffers: none of them empty.
+
+    Attributes:
+        shared: copies of the values at the start of the step.
+    """
+
+    def __init__(self, buffers: Sequence[NamedBuffer]) -> None:
+        self._buffers = list(buffers)
+        self._places = [(buffer.module._buffers, buffer.attribute) for buffer in buffers]
+        self._homes = [tensor for buffer in buffers if (tensor := buffer.get()) is not None]
+        assert len(self._homes) == len(self._buffers)
+        self.shared = [home.detach().clone() for home in self._homes]
+        self._fresh = True
+
+    def start_step(self) -> None:
+        """Note the shared values."""
+        self._homes = self.values()
+        if self._homes:
+            torch._foreach_copy_(self.shared, self._homes)
+        self._fresh = True
+
+    def start_tower(self) -> None:
+        """Put the shared values back."""
+        if not self._fresh:
+            self.put_back()
+        self._fresh = False
+
+    def put_back(self) -> None:
+        """Put the shared values back, in any case."""
+        self.write(self.shared)
+
+    def end_passes(self) -> None:
+        """Leave everything as the last pass left it."""
+
+    def values(self) -> list[Tensor]:
+        """Return the tensors that are there now.
+
+        Raises:
+            BufferPolicyError: one was replaced, and the new one is of another shape, dtype or device.
+        """
+        values = self._current()
+        if all(map(operator.is_, values, self._homes)):
+            return self._homes
+        self.check()
+        return [value.detach() for value in values if value is not None]
+
+    def check(self) -> None:
+        """Check shapes, dtypes and devices.
+
+        Raises:
+            BufferPolicyError: one changed.
+        """
+        for buffer, value, shared in zip(self._buffers, self._current(), self.shared, strict=True):
+            if value is None or _kind(value) != _kind(shared):
+                found = "nothing" if value is None else _kind(value)
+                raise BufferPolicyError(
+                    f"buffer {buffer.name} holds {found}, and held {_kind(shared)} when Towers was made: run "
+                    "the model once before making Towers, if it is a forward that makes its buffers"
+                )
+
+    def write(self, values: Sequence[Tensor]) -> None:
+        """Give the buffers new values, in their own tensors."""
+        if not all(map(operator.is_, self._current(), self._homes)):
+            for buffer, home in zip(self._buffers, self._homes, strict=True):
+                buffer.put(home)
+        if self._homes:
+            torch._foreach_copy_(self._homes, list(values))
+
+    def _current(self) -> list[Tensor | None]:
+        return [of_module.get(attribute) for of_module, attribute in self._places]
+
+
+class AveragedBuffers(SharedBuffers):
+    """Buffers that each tower updates from the shared value, averaged by rows (or taken from tower 0)."""
+
+    def __init__(self, buffers: Sequence[NamedBuffer], *, first_only: bool = False) -> None:
+        super().__init__(buffers)
+        self._first_only = first_only
+        self.num_values = sum(shared.numel() for shared in self.shared)
+
+    def contribution(self, tower: int, rows: int) -> Tensor:
+        """Return the values times the rows, float64 [S]."""
+        values = torch.cat([value.reshape(-1) for value in self.values()]).double()
+        if len(values) != self.num_values:
+            self.check()
+        if not self._first_only:
+            return values.mul_(rows)
+        return values if tower == 0 else values.zero_()  # a factor of 0 would make NaN of infinity
+
+    def finish(self, totals: Tensor, rows: int) -> None:
+        """Write the average."""
+        values = totals if self._first_only else totals / rows
+        parts = values.split([shared.numel() for shared in self.shared])
+        self.write([part.view_as(shared) for part, shared in zip(parts, self.shared, strict=True)])
+
+
+class FirstBuffers(SharedBuffers):
+    """Buffers that take over what tower 0 ends with, to the bit, whatever their dtype.
+
+    The worker with tower 0 sends its bytes at the end of the step. They do not go with what is added in
+    float64, because a queue may be large, and float64 does not hold every int64.
+
+    Args:
+        buffers: none of them empty.
+        job: whose worker 0 runs tower 0.
+    """
+
+    num_values = 0
+
+    def __init__(self, buffers: Sequence[NamedBuffer], job: Job) -> None:
+        super().__init__(buffers)
+        self._ended = [shared.clone(memory_format=torch.contiguous_format) for shared in self.shared]
+        self._job = job
+
+    def contribution(self, tower: int, rows: int) -> Tensor:
+        """Keep what tower 0 ends with; return nothing, float64 [0]."""
+        self.check()
+        if tower == 0:
+            torch._foreach_copy_(self._ended, self.values())
+        return torch.zeros(0, dtype=torch.float64, device=self._job.device)
+
+    def finish(self, totals: Tensor, rows: int) -> None:
+        """Give every worker tower 0's values."""
+        contents = [ended.reshape(-1).view(torch.uint8) for ended in self._ended]
+        broadcast(self._job.transport, contents, "tower 0's buffers")
+        self.write(self._ended)
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"

@@ -1,0 +1,128 @@
+"""What a step's exchange consists of: a frozen value, made anew whenever one of its ingredients changes."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from samestep.summation.buckets import DEFAULT_BUCKET_BYTES, Bucket, lay_out_buckets
+from samestep.summation.layout import Layout
+from samestep.summation.placement import Placement
+from samestep.summation.tree import subtrees
+
+__all__ = ["BufferLayout", "ParameterLayout", "Plan", "grad_dtype"]
+
+
+def grad_dtype(parameter: Tensor) -> torch.dtype:
+    """Return the dtype of a parameter's gradients: torch's `grad_dtype`, where any is allowed its own."""
+    return parameter.grad_dtype or parameter.dtype
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """One trainable parameter, and how its gradient is summed.
+
+    Attributes:
+        name: as in `model.named_parameters()`.
+        gradient: in whose layout and dtype gradients are added.
+        dtype: of the parameter itself.
+        is_sparse: whether its gradient may be sparse; then it travels apart from the buckets.
+    """
+
+    name: str
+    gradient: Layout
+    dtype: torch.dtype
+    is_sparse: bool = False
+
+    def __str__(self) -> str:
+        kind = ", perhaps sparse" if self.is_sparse else ""
+        layout = self.gradient
+        dtypes = f"{self.dtype}" if layout.dtype == self.dtype else f"{self.dtype}, summed in {layout.dtype}"
+        return f"{self.name} {layout.shape} strides {layout.strides} {dtypes}{kind}"
+
+
+@dataclass(frozen=True)
+class BufferLayout:
+    """What towers hand in of the model's buffers.
+
+    Attributes:
+        names: what becomes of which buffer, in words.
+        num_counters: integer buffers that count, C.
+        num_moments: numbers that are added over the towers, S.
+    """
+
+    names: tuple[str, ...] = ()
+    num_counters: int = 0
+    num_moments: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all workers must have alike, so that the messages of one fit the others.
+
+    Attributes:
+        placement: which towers each worker runs.
+        parameters: those that require grad, in the model's order.
+        buckets: in which their gradients travel.
+        buffers: what is handed in of the model's buffers.
+        sums: names of the sums that the loss consists of; none where it is one sum.
+        is_whole_batch: whether the loss is one of the whole batch.
+    """
+
+    placement: Placement
+    parameters: tuple[ParameterLayout, ...]
+    buckets: tuple[Bucket, ...]
+    buffers: BufferLayout = BufferLayout()
+    sums: tuple[str, ...] = ()
+    is_whole_batch: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        placement: Placement,
+        parameters: tuple[ParameterLayout, ...],
+        buffers: BufferLayout = BufferLayout(),
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> Plan:
+        """Lay out the buckets of these parameters."""
+        layouts = [None if each.is_sparse else each.gradient for each in parameters]
+        buckets = lay_out_buckets(layouts, bucket_bytes, placement.num_workers)
+        return cls(placement, parameters, buckets, buffers)
+
+    @cached_property
+    def spans(self) -> list[list[range]]:
+        """Each worker's range of towers, as whole subtrees of the canonical tree."""
+        return [subtrees(towers, self.placement.num_towers) for towers in self.placement.ranges]
+
+    @cached_property
+    def sparse(self) -> tuple[int, ...]:
+        """The parameters whose gradients may be sparse, by index."""
+        return tuple(index for index, each in enumerate(self.parameters) if each.is_sparse)
+
+    @property
+    def num_sums(self) -> int:
+        """How many sums a tower's loss has, K."""
+        return max(1, len(self.sums))
+
+    @cached_property
+    def description(self) -> dict[str, list[str]]:
+        """The ingredients in words, for the error where workers differ."""
+        kind = "of the whole batch" if self.is_whole_batch else ", ".join(self.sums) or "one sum"
+        sizes = f"{[bucket.num_elements for bucket in self.buckets]} elements in buckets"
+        return {
+            "placement": [str(self.placement.cuts)],
+            "loss": [kind],
+            "model": [*map(str, self.parameters)],
+            "buffers": [*self.buffers.names],
+            "sizes": [sizes, f"{self.buffers.num_counters} counters, {self.buffers.num_moments} moments"],
+        }
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """A 63-bit number that tells plans apart."""
+        words = hashlib.blake2b(repr(self.description).encode(), digest_size=8).digest()
+        return int.from_bytes(words, "little") >> 1

@@ -1,0 +1,112 @@
+"""What is small enough for every worker to hold whole: counts, loss sums, counters and moments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from samestep.summation.gradients import add_partial_sums
+from samestep.summation.plan import Plan
+from samestep.summation.tree import TreeSum
+from samestep.workers.job import Job
+
+__all__ = ["ScalarExchange", "Scalars", "TowerScalars"]
+
+
+@dataclass(frozen=True)
+class TowerScalars:
+    """One tower's numbers.
+
+    Attributes:
+        count: what its gradient is divided by, in the end, together with those of the others.
+        loss_sums: [K].
+        counters: [C].
+        moments: float64 [S], added along the canonical tree.
+    """
+
+    count: float | Tensor
+    loss_sums: Tensor
+    counters: Tensor
+    moments: Tensor
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """The numbers of all towers.
+
+    Attributes:
+        counts: float64 [T].
+        loss_sums: float64 [T, K].
+        counters: float64 [T, C].
+        moments: float64 [S], sums over all towers along the canonical tree.
+        count: float64 0-dim, the sum of the towers' counts.
+    """
+
+    counts: Tensor
+    loss_sums: Tensor
+    counters: Tensor
+    moments: Tensor
+    count: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "count", self.counts.sum())
+
+    @property
+    def divisor(self) -> Tensor:
+        """The count, but 1 where that is 0, so that the flag of an unused parameter stays what it is."""
+        return torch.where(self.count == 0, 1, self.count)
+
+
+class ScalarExchange:
+    """Every worker's rows of numbers; they travel with the first bucket.
+
+    Args:
+        job: of this worker.
+        plan: of the step.
+    """
+
+    def __init__(self, job: Job, plan: Plan) -> None:
+        self._job = job
+        self._plan = plan
+        like = torch.empty(0, dtype=torch.float64, device=job.device)
+        width = 1 + plan.num_sums + plan.buffers.num_counters
+        self._tables = [like.new_zeros(len(towers), width) for towers in plan.placement.ranges]
+        self._moments = [like.new_zeros(len(spans), plan.buffers.num_moments) for spans in plan.spans]
+
+    def put(self, towers: Sequence[TowerScalars]) -> None:
+        """Take the numbers of all this worker's towers, in order."""
+        rank, like = self._job.rank, self._tables[0]
+        self._tables[rank] = _table(towers, like)
+        moments: TreeSum[Tensor] = TreeSum(self._plan.placement.num_towers, add=Tensor.add_)
+        for tower, scalars in zip(self._plan.placement.towers(rank), towers, strict=True):
+            moments.push(range(tower, tower + 1), scalars.moments)
+        self._moments[rank] = torch.stack([total for _, total in moments.nodes])
+
+    def of(self, worker: int) -> list[Tensor]:
+        """Return the tensors to send for this worker, or to fill for another."""
+        return [self._tables[worker], self._moments[worker]]
+
+    def result(self) -> Scalars:
+        """Return the numbers of all towers, once those of all workers are there."""
+        sizes = [1, self._plan.num_sums, self._plan.buffers.num_counters]
+        counts, loss_sums, counters = torch.cat(self._tables).split(sizes, dim=1)
+        moments = {worker: list(rows) for worker, rows in enumerate(self._moments)}
+        total = add_partial_sums(self._plan.spans, moments, self._job.rank)
+        return Scalars(counts[:, 0], loss_sums, counters, total)
+
+
+def _table(towers: Sequence[TowerScalars], like: Tensor) -> Tensor:
+    """Return float64 [towers, 1 + K + C]: one row a tower, with as few small kernels as will do."""
+    counts = [each.count for each in towers]
+    if any(isinstance(count, Tensor) for count in counts):
+        column = torch.stack(
+            [torch.as_tensor(c, device=like.device).detach().reshape(()).to(like) for c in counts]
+        )
+    else:
+        column = torch.tensor(counts, dtype=like.dtype, device=like.device)
+    loss_sums = torch.stack([each.loss_sums for each in towers]).to(like)
+    counters = torch.stack([each.counters for each in towers]).to(like)
+    return torch.cat([column[:, None], loss_sums, counters], dim=1)

@@ -1,0 +1,201 @@
+"""This worker's copy of the model: fit to be trained, and the plan for its gradients as the model is now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from samestep.buffers.model_buffers import ModelBuffers
+from samestep.buffers.named_buffers import find_named_buffers
+from samestep.buffers.policies import Policy, check_policies
+from samestep.buffers.statistics import Mode, check_norms
+from samestep.errors import ConfigError
+from samestep.summation.buckets import DEFAULT_BUCKET_BYTES
+from samestep.summation.gradient_sum import GradientSum
+from samestep.summation.layout import Layout
+from samestep.summation.placement import Placement
+from samestep.summation.plan import ParameterLayout, Plan, grad_dtype
+from samestep.summation.sparse import find_sparse
+from samestep.workers.collectives import broadcast
+from samestep.workers.job import Job
+from samestep.workers.rendezvous import has_group
+
+__all__ = ["Replica", "Settings", "job_alone"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `Towers` is told of the arithmetic; see there. All workers must have the same."""
+
+    seed: int = 0
+    statistics: Mode = "mean"
+    buffers: Mapping[str, Policy] = field(default_factory=dict)
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    accumulate_dtype: torch.dtype | None = None
+    on_zero_count: Literal["raise", "skip"] = "raise"
+    noise_every: int = 20
+
+    def __post_init__(self) -> None:
+        if self.on_zero_count not in ("raise", "skip"):
+            raise ConfigError(f"on_zero_count = {self.on_zero_count!r}: expected 'raise' or 'skip'")
+        if (
+            isinstance(self.noise_every, bool)
+            or not isinstance(self.noise_every, int)
+            or self.noise_every < 0
+        ):
+            raise ConfigError(f"noise_every = {self.noise_every!r}: expected an int >= 0; 0 never measures")
+
+    @property
+    def must_match(self) -> dict[str, Any]:
+        """The settings, in a form that workers can compare."""
+        policies = list(self.buffers.items())  # because their order counts
+        settings = asdict(self) | {"accumulate_dtype": str(self.accumulate_dtype)}
+        del settings["buffers"]
+        return settings | {"buffer policies": policies}
+
+
+def job_alone(model: nn.Module) -> Job:
+    """Return the job of this process alone, on the model's device.
+
+    Raises:
+        ConfigError: there are several workers.
+    """
+    if has_group():
+        raise ConfigError("job is missing: there are several workers, so pass job=samestep.init()")
+    parameter = next(model.parameters(), None)
+    return Job(torch.device("cpu") if parameter is None else parameter.device)
+
+
+class Replica:
+    """A worker's copy of the model. Its plan follows the model: whatever changes is found before a step.
+
+    Args:
+        model: to be trained.
+        job: of this worker.
+        settings: of the arithmetic.
+        sparse_parameters: as for `Towers`.
+
+    Attributes:
+        parameters: those that require grad, in the model's order, when `plan` was last asked for.
+        buffers: the model's.
+
+    Raises:
+        ConfigError: the model cannot be trained, or a setting does not fit it.
+    """
+
+    parameters: list[nn.Parameter]
+    buffers: ModelBuffers
+
+    def __init__(
+        self, model: nn.Module, job: Job, settings: Settings, sparse_parameters: Sequence[nn.Parameter]
+    ) -> None:
+        self.model = model
+        self._job = job
+        self._settings = settings
+        self._listed_sparse: list[str] = find_sparse(model, sparse_parameters)
+        self._sum: GradientSum | None = None
+        self._summed: Plan | None = None
+        self._plans: dict[tuple[Placement, tuple[str, ...], bool], Plan] = {}
+        check_norms(model, settings.statistics)
+        check_policies(find_named_buffers(model), settings.buffers)
+        self._look_at_model()
+
+    # ---- the plan ------------------------------------------------------------------------------------
+
+    def plan(self, placement: Placement, sums: tuple[str, ...] = (), *, is_whole_batch: bool = False) -> Plan:
+        """Return the plan of a step with the model as it is now.
+
+        Raises:
+            ConfigError: the model has become one that cannot be trained.
+        """
+        if self._signature() != self._seen or not self.buffers.are_current:
+            self._look_at_model()
+        key = (placement, sums, is_whole_batch)
+        if key not in self._plans:
+            even = Plan.of(placement, self._layouts, self.buffers.layout, self._settings.bucket_bytes)
+            self._plans = {key: replace(even, sums=sums, is_whole_batch=is_whole_batch)}
+        return self._plans[key]
+
+    def gradient_sum(self, plan: Plan) -> GradientSum:
+        """Return what adds the gradients of a step under `plan`; the one of another plan is let go."""
+        if self._sum is None or self._summed is not plan:
+            if self._sum is not None:
+                self._sum.close()
+            self._sum = GradientSum(plan, self.parameters, plan.placement.towers(self._job.rank))
+            self._summed = plan
+        return self._sum
+
+    def _look_at_model(self) -> None:
+        """Note the parameters and buffers that there are."""
+        _check_model(self.model, self._job)
+        modules = list(self.model.modules())
+        self._registries = [each for m in modules for each in (m._parameters, m._modules)]
+        # Kept, so that no other object can come to have the same id.
+        self._held = [value for each in self._registries for value in each.values()]
+        self._all = [p for p in dict.fromkeys(self._held) if isinstance(p, nn.Parameter)]
+        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.parameters = list(named.values())
+        sparse = {*self._listed_sparse, *find_sparse(self.model, ())}
+        self._layouts = tuple(self._lay_out(name, p, name in sparse) for name, p in named.items())
+        self.buffers = ModelBuffers(self.model, self._settings.statistics, self._settings.buffers, self._job)
+        self._plans = {}
+        self._seen = self._signature()
+
+    def _lay_out(self, name: str, parameter: Tensor, is_sparse: bool) -> ParameterLayout:
+        dtype = self._settings.accumulate_dtype or grad_dtype(parameter)
+        return ParameterLayout(name, Layout.of(parameter, dtype), parameter.dtype, is_sparse)
+
+    def _signature(self) -> tuple[object, object]:
+        """Return what changes with the model: a microsecond a parameter, so that every step can look."""
+        ids = [id(value) for each in self._registries for value in each.values()]
+        kinds = [(p.requires_grad, p.dtype, p.shape, p.stride(), p.device, p.grad_dtype) for p in self._all]
+        return ids, kinds
+
+    # ---- values --------------------------------------------------------------------------------------
+
+    @property
+    def must_match(self) -> dict[str, Any]:
+        """What is not in the plan, in a form that workers can compare."""
+        frozen = [(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
+        return {"frozen parameters": [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in frozen]}
+
+    def start_from_first_worker(self, before: Plan | None = None) -> None:
+        """Give every worker the values of worker 0: of all tensors, or of those that are new since a plan."""
+        known = set() if before is None else _names_in(before)
+        named = [*self.model.named_parameters(), *self.model.named_buffers()]
+        tensors = [tensor.detach() for name, tensor in named if before is None or name not in known]
+        values = [tensor.contiguous() for tensor in tensors]
+        flat = [value.reshape(-1).view(torch.uint8) for value in values]  # no backend knows all dtypes
+        broadcast(self._job.transport, flat, "the first worker's weights")
+        for tensor, value in zip(tensors, values, strict=True):
+            if value is not tensor:
+                tensor.copy_(value)
+
+
+def _names_in(plan: Plan) -> set[str]:
+    buffers = {entry.partition(" ")[0] for entry in plan.buffers.names}
+    return {each.name for each in plan.parameters} | buffers
+
+
+def _check_model(model: nn.Module, job: Job) -> None:
+    _check_tensors("parameter", model.named_parameters(), job)
+    _check_tensors("buffer", model.named_buffers(), job)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            f"{type(model).__name__} has no parameter that requires grad: there is nothing to train"
+        )
+
+
+def _check_tensors(kind: str, named: Iterable[tuple[str, Tensor]], job: Job) -> None:
+    for name, tensor in named:
+        if nn.parameter.is_lazy(tensor):
+            raise ConfigError(f"{kind} {name} has no shape yet: run the model once before making Towers")
+        if tensor.device != job.device:
+            raise ConfigError(
+                f"{kind} {name} is on {tensor.device}, the worker's device is {job.device}: "
+                "call model.to(job.device) first"
+            )

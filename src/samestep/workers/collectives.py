@@ -1,0 +1,86 @@
+"""What workers say to each other besides gradients, made of `Transport.post`; all call these alike."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.workers.transport import Transport
+
+__all__ = ["barrier", "broadcast", "broadcast_object", "gather_objects", "gather_rows"]
+
+
+def barrier(transport: Transport, what: str) -> None:
+    """Wait for all workers."""
+    gather_rows(transport, torch.zeros(1, dtype=torch.uint8), [1] * transport.world_size, what)
+
+
+def gather_rows(transport: Transport, values: Tensor, sizes: Sequence[int], what: str) -> Tensor:
+    """Return the rows of all workers, in their order, given this worker's.
+
+    Args:
+        transport: of this worker.
+        values: [rows, ...]; else of the same shape and dtype on all workers.
+        sizes: each worker's rows.
+        what: names the exchange if a worker is lost.
+
+    Raises:
+        LostWorkerError: a worker is gone or silent.
+    """
+    parts = [values.new_empty(size, *values.shape[1:]) for size in sizes]
+    parts[transport.rank] = values.contiguous()
+    others = [worker for worker in range(transport.world_size) if worker != transport.rank]
+    outgoing = {worker: [parts[transport.rank]] for worker in others}
+    transport.post(outgoing, {worker: [parts[worker]] for worker in others}, what).wait()
+    return torch.cat(parts)
+
+
+def gather_objects(transport: Transport, value: Any, what: str) -> list[Any]:
+    """Return the values of all workers, in their order, given this worker's; they must be picklable."""
+    if transport.world_size == 1:
+        return [value]
+    own = _pickled(value)
+    sizes = gather_rows(transport, torch.tensor([len(own)]), [1] * transport.world_size, what).tolist()
+    parts = gather_rows(transport, own, sizes, what).split(sizes)
+    return [value if worker == transport.rank else _unpickled(part) for worker, part in enumerate(parts)]
+
+
+def broadcast(transport: Transport, tensors: Sequence[Tensor], what: str) -> None:
+    """Fill the tensors of all workers, contiguous and alike in shape, with those of worker 0.
+
+    In each round, every worker that has them sends them to one that has not.
+    """
+    rank, num_ready = transport.rank, 1
+    while num_ready < transport.world_size:
+        outgoing, incoming = {}, {}
+        if rank < num_ready and rank + num_ready < transport.world_size:
+            outgoing[rank + num_ready] = tensors
+        elif num_ready <= rank < 2 * num_ready:
+            incoming[rank - num_ready] = tensors
+        transport.post(outgoing, incoming, what).wait()
+        num_ready *= 2
+
+
+def broadcast_object(transport: Transport, value: Any, what: str) -> Any:
+    """Return worker 0's value, which must be picklable, on all workers."""
+    if transport.world_size == 1:
+        return value
+    pickled = _pickled(value) if transport.rank == 0 else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([len(pickled)])
+    broadcast(transport, [size], what)
+    if transport.rank != 0:
+        pickled = torch.empty(int(size), dtype=torch.uint8)
+    broadcast(transport, [pickled], what)
+    return value if transport.rank == 0 else _unpickled(pickled)
+
+
+def _pickled(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _unpickled(tensor: Tensor) -> Any:
+    return pickle.loads(tensor.numpy().tobytes())
