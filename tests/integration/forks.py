@@ -180,7 +180,7 @@ def run_and_exit(command: list[str]) -> None:
     os._exit(status) if status else None  # the agent waits for a function to return where it succeeds
 
 
-class Fork(subprocess.Popen):  # type: ignore[type-arg]
+class Fork(subprocess.Popen):
     """What torch's launcher starts `python COMMAND` with, as a copy of the launcher's own process."""
 
     def _execute_child(self, args: Sequence[str], *others: Any) -> None:
