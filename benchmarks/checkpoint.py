@@ -27,7 +27,8 @@ from torch import nn
 import samestep
 from samestep.app.run_folder import all_checkpoints
 from samestep.app.writer import CheckpointWriter
-from samestep.checkpoint.snapshot import Parts, take_snapshot
+from samestep.checkpoint.objects import TrainingObjects
+from samestep.checkpoint.snapshot import take_snapshot
 from step import on_all_cores
 
 ROWS_PER_TOWER = 32
@@ -39,25 +40,25 @@ def perceptron(num_parameters: int) -> nn.Module:
     return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
 
 
-def training(megabytes: int, job: samestep.Job) -> tuple[Parts, Callable[[], object]]:
-    """Return the parts of a training run, and a step of it."""
+def training(megabytes: int, job: samestep.Job) -> tuple[TrainingObjects, Callable[[], object]]:
+    """Return the objects of a training run, and a step of it."""
     torch.manual_seed(0)
     model = perceptron(megabytes * 10**6 // 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
     towers = samestep.Towers(model, job.world_size, job=job)
     step = samestep.Step(towers, lambda model, x: F.mse_loss(model(x), x), optimizer)
     batch = torch.randn(ROWS_PER_TOWER * job.world_size, model[0].in_features)
-    return Parts(model, None, towers, None, {"optimizer": optimizer}), partial(step, batch)
+    objects = TrainingObjects(model=model, towers=towers, state={"optimizer": optimizer})
+    return objects, partial(step, batch)
 
 
 def block(
-    step: Callable[[], object], num_steps: int, writer: CheckpointWriter, parts: Parts | None
+    step: Callable[[], object], num_steps: int, writer: CheckpointWriter, objects: TrainingObjects | None
 ) -> tuple[float, float]:
     """Take steps; return the seconds of all, and those of the snapshot if one is written."""
     start_s = snapshot_s = time.perf_counter()
-    if parts is not None:
-        assert parts.towers is not None
-        writer.write(take_snapshot(parts.towers.step, parts))
+    if objects is not None:
+        writer.write(take_snapshot(objects))
         snapshot_s = time.perf_counter()
     for _ in range(num_steps):
         step()
@@ -73,8 +74,8 @@ def in_ms(values: Sequence[float]) -> str:
 
 def measure(arguments: argparse.Namespace, run_dir: Path, job: samestep.Job) -> str:
     """Return the report."""
-    parts, step = training(arguments.megabytes, job)
-    written = parts if job.is_first else None
+    objects, step = training(arguments.megabytes, job)
+    written = objects if job.is_first else None
     without_s, with_s, snapshots_s = [], [], []
     with CheckpointWriter(run_dir, keep_last=1) as writer:
         block(step, 5, writer, written)
@@ -100,12 +101,12 @@ def measure(arguments: argparse.Namespace, run_dir: Path, job: samestep.Job) -> 
 
 
 def steps_for_a_checkpoint(
-    step: Callable[[], object], writer: CheckpointWriter, parts: Parts | None, job: samestep.Job
+    step: Callable[[], object], writer: CheckpointWriter, objects: TrainingObjects | None, job: samestep.Job
 ) -> int:
     """Return in how many steps a checkpoint is surely written, the same on all workers."""
     job.barrier()
     step_s = block(step, 5, writer, None)[0] / 5
-    alone_s = block(step, 0, writer, parts)[0]
+    alone_s = block(step, 0, writer, objects)[0]
     count = torch.tensor(max(10, math.ceil(3 * alone_s / step_s)))
     if job.world_size > 1:
         torch.distributed.broadcast(count, 0)

@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import random
 import resource
 import shutil
 import struct
@@ -60,7 +61,7 @@ def refused(path, match, kind=DamagedError):
 def test_what_is_saved_comes_back_bit_for_bit(path):
     manifest, state = forgery.load(path)
     assert state == state_of(*trained())
-    assert (manifest.step, manifest.position, manifest.state) == (7, None, {"best": 0.5})
+    assert (manifest.step, manifest.state) == (7, {"best": 0.5})
     assert manifest.digest == samestep.digest(trained()[0])
 
 
@@ -236,44 +237,107 @@ def towers_and_loader(num_towers=4, seed=3, batch_size=5, examples=12, **options
     return towers, TowerLoader(list(range(examples)), batch_size, towers, seed=seed + 1, **options)
 
 
-def test_step_and_position_come_back(tmp_path):
+def take_steps(towers, loader, num_steps):
+    while towers.step < num_steps:
+        for batch in loader:
+            for tower in towers(batch):
+                rows = tower.batch[:, None] * torch.tensor([1.0, 2.0])
+                tower.backward(towers.model(rows).square().mean())
+            towers.average()
+            if towers.step == num_steps:
+                return
+
+
+def test_step_noise_scale_and_position_come_back(tmp_path):
     towers, loader = towers_and_loader()
-    towers.step, loader.position = 4, 5
-    path = samestep.save(tmp_path / "one", step=4, model=towers.model, towers=towers, loader=loader)
+    take_steps(towers, loader, 4)
+    assert towers.noise.value is not None
+    path = samestep.save(tmp_path / "one", model=towers.model, towers=towers, loader=loader)
     other, other_loader = towers_and_loader()
     manifest = samestep.load(path, model=other.model, towers=other, loader=other_loader)
-    assert (other.step, other_loader.position, manifest.position) == (4, 5, 5)
-    assert manifest.experiment == {
-        **{"towers": 4, "seed": 3, "batch_size": 5, "data_seed": 4, "examples": 12},
-        **{"shuffle": True, "drop_last": False},
-    }
+    assert (manifest.step, other.step, other_loader.position) == (4, 4, 4)
+    assert (other.state_dict(), other_loader.state_dict()) == (towers.state_dict(), loader.state_dict())
+    assert other.noise.value == towers.noise.value
+    assert manifest.state == samestep.load(path, model=other.model).state == {}
+
+
+def test_towers_refuse_the_state_of_others():
+    towers, _ = towers_and_loader()
+    state = towers.state_dict()
+    assert state == {"towers": 4, "seed": 3, "step": 0, "noise": towers.noise.state_dict()}
+    for name in ("towers", "seed"):
+        with pytest.raises(
+            ConfigError, match=f"towers is from a run with {name} = 9, not {state[name]}: use"
+        ):
+            towers.load_state_dict({**state, "step": 2, name: 9})
+    assert towers.state_dict() == state
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_towers": 3}, "was trained with towers = 4, not 3: go on with the same"),
-        ({"seed": 9}, "was trained with seed = 3, not 9"),
-        ({"batch_size": 4}, "was trained with batch_size = 5, not 4"),
-        ({"examples": 13}, "was trained with examples = 12, not 13"),
-        ({"shuffle": False}, "was trained with shuffle = True, not False"),
-        ({"drop_last": True}, "was trained with drop_last = False, not True"),
+        ({"num_towers": 3}, "the state of towers is from a run with towers = 4, not 3: use the same value"),
+        ({"seed": 9}, "is from a run with seed = 3, not 9"),
+        ({"batch_size": 4}, "is from a run with batch_size = 5, not 4"),
+        ({"examples": 13}, "is from a run with examples = 12, not 13"),
+        ({"shuffle": False}, "is from a run with shuffle = True, not False"),
+        ({"drop_last": True}, "is from a run with drop_last = False, not True"),
     ],
 )
 def test_another_experiment_is_refused(tmp_path, change, message):
     towers, loader = towers_and_loader()
-    path = samestep.save(tmp_path / "one", step=4, model=towers.model, towers=towers, loader=loader)
+    take_steps(towers, loader, 1)
+    path = samestep.save(tmp_path / "one", model=towers.model, towers=towers, loader=loader)
     other, other_loader = towers_and_loader(**change)
     before = samestep.digest(other.model)
     with pytest.raises(ConfigError, match=message) as caught:
         samestep.load(path, model=other.model, towers=other, loader=other_loader)
     assert caught.value.exit_status == 2
+    assert str(caught.value).startswith(f"{path}: ")
     assert (samestep.digest(other.model), other.step, other_loader.position) == (before, 0, 0)
 
 
-def test_a_loader_needs_a_position(path):
-    with pytest.raises(DataError, match="holds no position"):
-        samestep.load(path, model=trained()[0], loader=towers_and_loader()[1])
+def test_what_was_not_saved_cannot_be_loaded(path):
+    towers, loader = towers_and_loader()
+    for name, target in {"towers": towers, "loader": loader, "rng": True}.items():
+        with pytest.raises(DataError, match=f"was saved without {name}$"):
+            samestep.load(path, model=trained()[0], **{name: target})
+
+
+def test_towers_know_the_step(tmp_path):
+    towers, _ = towers_and_loader()
+    with pytest.raises(ConfigError, match="step = 4 beside towers, which know the step: leave step out"):
+        samestep.save(tmp_path / "one", model=towers.model, towers=towers, step=4)
+    assert samestep.load(samestep.save(tmp_path / "one", model=towers.model), model=towers.model).step == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("towers", {"step": "x"}),
+        ("towers", {"noise": None}),
+        ("towers", {"seed": []}),
+        ("loader", {"position": -1}),
+        ("loader", {"position": 1.5}),
+        ("rng", {"python": [3]}),
+        ("rng", {"numpy": ["PCG64", {"$tensor": "rng.numpy.1"}, 0, 0, 0.0]}),
+        ("rng", {"torch": {"$tensor": "rng.python.1"}, "python": [3, {"$tensor": "rng.torch"}, None]}),
+    ],
+)
+def test_forged_state_of_this_library_s_own_objects_is_refused(tmp_path, name, change):
+    towers, loader = towers_and_loader()
+    objects = {"model": towers.model, "towers": towers, "loader": loader, "rng": True}
+    path = samestep.save(tmp_path / "one", **objects)
+    take_steps(towers, loader, 3)
+    forge_state(path, lambda outline: outline["own"][name].update(change))
+    before = (str(towers.state_dict()), loader.position, samestep.digest(towers.model), random.getstate())
+    numbers = torch.get_rng_state()
+    with pytest.raises((DataError, ConfigError), match=f"^{path}") as caught:
+        samestep.load(path, **objects)
+    assert "\n" not in str(caught.value)
+    after = (str(towers.state_dict()), loader.position, samestep.digest(towers.model), random.getstate())
+    assert after == before
+    assert torch.equal(torch.get_rng_state(), numbers)
 
 
 # ---- what does not fit ---------------------------------------------------------------------------------
@@ -282,25 +346,28 @@ def test_a_loader_needs_a_position(path):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (nn.Sequential(nn.Linear(3, 4)), r"'1.[a-z_]+' is .* there, nothing here"),
+        (nn.Sequential(nn.Linear(3, 4)), r"'1.[a-z_]+' is .* in the file, nothing in the model"),
         (
             nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)),
-            r"is float32 \[4, 3\] there, float32 \[5, 3\] here",
+            r"is float32 \[4, 3\] in the file, float32 \[5, 3\] in the model",
         ),
         (
             nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double(),
-            r"float32 \[4, 3\] there, float64 \[4, 3\] here",
+            r"float32 \[4, 3\] in the file, float64 \[4, 3\] in",
         ),
-        (nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(1, 1)), r"'2.weight' is nothing there"),
-        (nn.Linear(3, 4), r"'weight' is nothing there, float32 \[4, 3\] here"),
+        (
+            nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(1, 1)),
+            r"'2.weight' is nothing in the file",
+        ),
+        (nn.Linear(3, 4), r"'weight' is nothing in the file, float32 \[4, 3\] in"),
     ],
 )
 def test_another_model_is_refused(path, model, message):
     before = samestep.digest(model)
     with pytest.raises(DataError, match=rf"model.safetensors: does not fit the model: .*{message}"):
         samestep.load(path, model=model)
-    with pytest.raises(DataError, match="holds no average, it was saved without one"):
-        samestep.load(path, model=trained()[0], average=model)
+    with pytest.raises(DataError, match="was saved without averaged_model"):
+        samestep.load(path, model=trained()[0], averaged_model=model)
     assert samestep.digest(model) == before
 
 
@@ -311,7 +378,7 @@ def test_another_optimizer_is_refused(path):
     targets = {
         "optimizer is from a 'AdamW', not a SGD": {"optimizer": sgd},
         "params is .0, 1, 2, 3., expected 1 values": {"optimizer": weight},
-        "holds no critic; expected one of 'optimizer', 'schedule', 'best'": {"critic": adamw},
+        "was saved without critic; it has optimizer, schedule, best": {"critic": adamw},
         "best is a float, which has no load_state_dict": {"best": 0.0},
         "best is from a None, not a Linear": {"best": nn.Linear(1, 1)},
     }
@@ -370,9 +437,9 @@ def group(outline):
     [
         (lambda o: group(o).update(lr="x"), "lr is 'x', expected a value like"),
         (lambda o: group(o).update(betas=[0.9]), r"betas is \[0.9\], expected 2 values"),
-        (lambda o: group(o).update(params=[0, 1, 2, 2]), "numbers its parameters"),
-        (lambda o: group(o).update(params=[0, 1, 2, 9]), "numbers its parameters"),
-        (lambda o: o["state"]["optimizer"].pop("state"), "holds|not in the outline"),
+        (lambda o: group(o).update(params=[0, 1, 2, 2]), "has parameters .*, the optimizer has 4"),
+        (lambda o: group(o).update(params=[0, 1, 2, 9]), "has parameters .*, the optimizer has 4"),
+        (lambda o: o["state"]["optimizer"].pop("state"), "it lacks [0-9]+ of the tensors"),
         (lambda o: o["state"].update(schedule={"last_epoch": []}), "last_epoch is .., expected a value like"),
         (lambda o: o["state"].update(schedule=[]), "expected a dict"),
         (lambda o: o["kinds"].update(schedule="StepLR"), "schedule is from a 'StepLR', not a MultiStepLR"),
@@ -395,7 +462,9 @@ def test_forged_shapes_are_refused(path):
     name = "optimizer.state.0.exp_avg"
     safetensors.torch.save_file({**tensors, name: torch.zeros(2, 2)}, file)
     reseal(path)
-    refused(path, r"'exp_avg' of parameter 0 is float32 \[2, 2\], which is float32 \[4, 3\]", DataError)
+    refused(
+        path, r"'exp_avg' of parameter 0 is float32 \[2, 2\], the parameter is float32 \[4, 3\]", DataError
+    )
 
 
 # ---- damage --------------------------------------------------------------------------------------------
@@ -438,7 +507,7 @@ def folder(file):
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [(pipe, "is no regular file"), (linked, "is a link"), (folder, "no regular file|directory")],
+    [(pipe, "is not a regular file"), (linked, "is a link"), (folder, "not a regular file|directory")],
 )
 def test_other_things_than_files_are_refused(path, file, kind, message):
     kind(path / file)
@@ -470,17 +539,17 @@ DEEP = "[" * 100_000
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "is no manifest"),
-        ("[]", "it is no JSON object"),
-        ("null", "it is no JSON object"),
+        ("", "is not the manifest"),
+        ("[]", "it is not a JSON object"),
+        ("null", "it is not a JSON object"),
         (DEEP, "nested too deeply"),
         ('{"a": ' * 50_000, "nested too deeply"),
-        ("9" * 5000, "is no manifest"),
+        ("9" * 5000, "is not the manifest"),
         ('{"step": 1, "step": 2}', "'step' stands twice in an object"),
-        ('{"step": NaN}', "NaN is no number of JSON"),
+        ('{"step": NaN}', "NaN is not a JSON number"),
         ('{"format": 99}', "its SHA-256 is not the one that it holds"),
         ('{"sha256": [1]}', "its SHA-256 is not the one that it holds"),
-        ("\ud800", "is no manifest"),
+        ("\ud800", "is not the manifest"),
         (" " * 2**20 + "{}", "expected at most 1048576"),
     ],
 )
@@ -499,8 +568,6 @@ def test_a_newer_format_is_not_damage(path):
     [
         *(("format", value) for value in (0, -1, "1", 1.0, None, True)),
         *(("step", value) for value in (-1, 1.0, "1", None, True, 2**63, [])),
-        *(("position", value) for value in (-1, 1.5, "1", False, 2**63)),
-        *(("experiment", value) for value in ([], None, {"towers": "8"}, {"towers": {}}, {"towers": 8.0})),
         *(("fingerprint", value) for value in ([], None, {"threads": []}, {"threads": 0.5})),
         *(("digest", value) for value in (1, "", "A" * 64, "0" * 63)),
         *(("files", value) for value in ([], {}, {"model.safetensors": 5}, {"model.safetensors": [1, "x"]})),
@@ -513,19 +580,19 @@ def test_a_newer_format_is_not_damage(path):
 )
 def test_forged_manifests_are_refused(path, entry, value):
     reseal(path, **{entry: value})
-    refused(path, "manifest.json: is no manifest of a checkpoint|its files cannot be")
+    refused(path, "manifest.json: is not the manifest of a checkpoint|its files cannot be")
 
 
 @pytest.mark.parametrize("name", ["../one/model.safetensors", "extra.safetensors", "training.pt"])
 def test_forged_file_names_are_refused(path, name):
     files = {n: list(entry) for n, entry in forgery.manifest_of(path).files.items()}
     reseal(path, files=files | {name: files["model.safetensors"]})
-    refused(path, r"manifest.json: (is no manifest of a checkpoint \(its files|its files) cannot be")
+    refused(path, r"manifest.json: (is not the manifest of a checkpoint \(its files|its files) cannot be")
 
 
 def test_forged_digests_are_refused(path):
     reseal(path, digest="0" * 64)
-    refused(path, "its weights are not those of the manifest's digest")
+    refused(path, "its weights do not have the manifest's digest")
 
 
 @pytest.mark.parametrize(
@@ -546,7 +613,7 @@ def test_headers_that_lie_are_refused(path, file, header):
     text = json.dumps(header).encode()
     (path / file).write_bytes(struct.pack("<Q", len(text)) + text + b"\0\0\0\0")
     reseal(path)
-    refused(path, f"{file}: is no safetensors file")
+    refused(path, f"{file}: is not a safetensors file")
 
 
 @pytest.mark.parametrize(
@@ -556,18 +623,18 @@ def test_headers_that_lie_are_refused(path, file, header):
         "[]",
         DEEP,
         '{"a": ' * 400 + "1" + "}" * 400,
-        '{"kinds": {}, "state": {}}',
-        '{"kinds": {}, "state": {}, "extra": []}',
-        '{"kinds": {}, "state": {"a": {"$tensor": "none"}}, "extra": {}}',
-        '{"kinds": {}, "state": {"a": {"$tensor": ["none"]}}, "extra": {}}',
-        '{"kinds": {}, "state": {"a": {"$call": "os.system"}}, "extra": {}}',
-        '{"kinds": {}, "state": {"a": {"$tuple": [], "b": 1}}, "extra": {}}',
-        '{"kinds": {}, "state": {"a": {"$dict": [[[], 1]]}}, "extra": {}}',
-        '{"kinds": {}, "state": {"a": {"$dict": [1]}}, "extra": {}}',
-        '{"kinds": {}, "state": {"a": {"$counter": [[1, "x"]]}}, "extra": {}}',
-        '{"kinds": {}, "state": {"a": {"$float": "1.0"}}, "extra": {}}',
-        '{"kinds": {}, "state": {"a": ' + "9" * 5000 + '}, "extra": {}}',
-        '{"kinds": {}, "state": {}, "extra": {}}',
+        '{"own": {}, "state": {}}',
+        '{"own": {}, "state": {}, "kinds": {}, "extra": []}',
+        '{"own": {}, "state": {"a": {"$tensor": "none"}}, "kinds": {}, "extra": {}}',
+        '{"own": {}, "state": {"a": {"$tensor": ["none"]}}, "kinds": {}, "extra": {}}',
+        '{"own": {}, "state": {"a": {"$call": "os.system"}}, "kinds": {}, "extra": {}}',
+        '{"own": {}, "state": {"a": {"$tuple": [], "b": 1}}, "kinds": {}, "extra": {}}',
+        '{"own": {}, "state": {"a": {"$dict": [[[], 1]]}}, "kinds": {}, "extra": {}}',
+        '{"own": {}, "state": {"a": {"$dict": [1]}}, "kinds": {}, "extra": {}}',
+        '{"own": {}, "state": {"a": {"$counter": [[1, "x"]]}}, "kinds": {}, "extra": {}}',
+        '{"own": {}, "state": {"a": {"$float": "1.0"}}, "kinds": {}, "extra": {}}',
+        '{"own": {}, "state": {"a": ' + "9" * 5000 + '}, "kinds": {}, "extra": {}}',
+        '{"own": {}, "state": {}, "kinds": {}, "extra": {}}',
     ],
 )
 def test_forged_outlines_are_refused(path, outline):

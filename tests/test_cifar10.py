@@ -10,6 +10,7 @@ from torch import nn
 
 import samestep
 from samestep.app.evaluation import evaluate
+from samestep.app.resume import resume
 from samestep.app.training import train
 from samestep.errors import ConfigError
 from samestep.recipes.cifar10 import data
@@ -206,7 +207,7 @@ def test_a_run_goes_on_with_the_same_bits(settings, tmp_path):
         for stop in stops:
             train(settings(steps=stop, run_dir=tmp_path / name), job)
         experiment = settings(run_dir=tmp_path / name).build(job)
-        samestep.app.training.resume(experiment, settings(run_dir=tmp_path / name))
+        resume(experiment, settings(run_dir=tmp_path / name))
         digests[name] = [samestep.digest(model) for model in (experiment.model, experiment.evaluated)]
     assert digests["whole"] == digests["parts"]
     assert len(set(digests["whole"])) == 2

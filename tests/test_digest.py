@@ -3,8 +3,9 @@ import hashlib
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
-from samestep.identity import digest
+from samestep.identity import digest, plain_names
 
 WEIGHTS = {"a": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "b": torch.tensor(5, dtype=torch.int64)}
 
@@ -64,3 +65,38 @@ def test_a_module_counts_parameters_and_persistent_buffers():
     assert digest(model) == before
     model[1].running_mean += 1
     assert digest(model) != before
+
+
+def compiled(module):
+    return torch.compile(module, backend="eager")
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)))
+
+
+def compiled_in_part():
+    model = net()
+    model[1] = compiled(model[1])
+    model[1]._orig_mod[1] = compiled(model[1]._orig_mod[1])
+    return model
+
+
+@pytest.mark.parametrize(
+    "build", [lambda: compiled(net()), compiled_in_part, lambda: compiled(compiled_in_part())]
+)
+def test_a_compiled_model_is_the_model(build):
+    model = build()
+    assert any("_orig_mod" in name for name in model.state_dict())
+    assert digest(model) == digest(model.state_dict()) == digest(net())
+    averaged, plain = AveragedModel(model), AveragedModel(net())
+    for one, other in ((averaged, model), (plain, net())):
+        one.update_parameters(other)
+    assert digest(averaged) == digest(plain)
+
+
+def test_names_stay_apart_where_a_user_s_own_module_is_called_like_a_compiled_one():
+    entries = {"a.weight": torch.zeros(1), "a._orig_mod.weight": torch.ones(1)}
+    assert plain_names(entries) == entries
+    assert len({digest(entries), digest({"a.weight": entries["a.weight"]})}) == 2

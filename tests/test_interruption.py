@@ -8,8 +8,10 @@ import pytest
 import samestep
 from samestep.app.interruption import ECHO_S, Interruption, StopFlags
 
+from .jobs import job_of
+
 ALONE = samestep.Job(samestep.init("cpu").device)
-SECOND = samestep.Job(ALONE.device, rank=1, world_size=2)
+SECOND = job_of(1, 2)
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 

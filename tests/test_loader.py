@@ -1,4 +1,5 @@
 import random
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,8 @@ from samestep.errors import BatchError, ConfigError, UsageError
 from samestep.streams import generator, seed_globals, stream_seed, uniforms
 from samestep.summation.placement import Placement, even_ranges
 from samestep.towers.batch import LocalBatch
-from samestep.workers.job import Job
+
+from .jobs import job_of
 
 CPU = torch.device("cpu")
 NUM_EXAMPLES, BATCH_SIZE, NUM_TOWERS = 23, 7, 5
@@ -68,7 +70,7 @@ def collate_with_noise(rows):
 
 
 def make_loader(dataset=None, placement=ALONE, rank=0, *, batch_size=BATCH_SIZE, seed=3, **options):
-    towers = SimpleNamespace(placement=placement, job=Job(CPU, rank, placement.num_workers))
+    towers = SimpleNamespace(placement=placement, job=job_of(rank, placement.num_workers))
     return TowerLoader(Noisy() if dataset is None else dataset, batch_size, towers, seed=seed, **options)
 
 
@@ -295,6 +297,95 @@ def test_an_old_iteration_cannot_go_on_beside_a_new_one():
     next(iter(loader))
     with pytest.raises(UsageError, match="position is 2, this iteration is at 1"):
         next(old)
+
+
+# ---- placements that change ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Any contiguous ranges of towers: worker w runs those from cuts[w] to cuts[w + 1]."""
+
+    cuts: tuple[int, ...]
+
+    @property
+    def num_towers(self):
+        return self.cuts[-1]
+
+    def rows(self, worker, num_rows):
+        ranges = even_ranges(num_rows, self.num_towers)
+        mine = range(self.cuts[worker], self.cuts[worker + 1])
+        return {tower: ranges[tower] for tower in mine if ranges[tower]}
+
+
+EVERY_STEP = [Cuts(cuts) for cuts in ((0, 1, 5), (0, 4, 5), (0, 2, 5), (0, 4, 5), (0, 3, 5), (0, 1, 5))]
+MID_EPOCH = [Cuts((0, 2, 5))] * 3 + [Cuts((0, 4, 5))] * 3 + [Cuts((0, 4, 5))] * 2
+
+
+def read_under(placements, rank, **options):
+    """Read two epochs on one of two workers, of which batch n is asked for under placements[n]."""
+    towers = SimpleNamespace(placement=placements[0], job=job_of(rank, 2))
+    loader = TowerLoader(options.pop("dataset"), BATCH_SIZE, towers, seed=3, **options)
+    batches = []
+    while len(batches) < 8:
+        for batch in loader:
+            batches.append(batch)
+            towers.placement = placements[len(batches) % len(placements)]
+    assert [batch.position for batch in batches] == list(range(8))
+    return batches
+
+
+@pytest.mark.parametrize("placements", [EVERY_STEP, MID_EPOCH])
+@pytest.mark.parametrize(
+    ("dataset", "options"),
+    [
+        (Noisy(), {}),
+        (NoisyBatches(), {}),
+        (Noisy(), {"num_workers": 2, "multiprocessing_context": "fork"}),
+        (NoisyBatches(), {"num_workers": 2, "persistent_workers": True}),
+    ],
+    ids=["in process", "background thread", "loader processes", "persistent processes"],
+)
+def test_each_batch_has_the_rows_of_the_placement_when_it_is_handed_out(dataset, options, placements):
+    workers = [read_under(placements, rank, dataset=dataset, **options) for rank in range(2)]
+    for rank, batches in enumerate(workers):
+        for index, batch in enumerate(batches):
+            rows = placements[index % len(placements)].rows(rank, batch.rows)
+            assert {t: len(part["example"]) for t, part in batch.slices.items()} == {
+                t: len(part) for t, part in rows.items()
+            }
+    assert_same_bits(merge(workers), read(make_loader(dataset)))
+
+
+def test_what_was_read_ahead_is_kept_under_an_equal_placement():
+    asked = []
+
+    class Counted(NoisyBatches):
+        def batch(self, examples, seeds):
+            asked.append(len(examples))
+            return super().batch(examples, seeds)
+
+    towers = SimpleNamespace(placement=Cuts((0, 2, 5)), job=job_of(0, 2))
+    for _ in TowerLoader(Counted(), BATCH_SIZE, towers):
+        towers.placement = Cuts((0, 2, 5))
+    assert len(asked) == 4
+
+
+def test_the_state_is_the_position_and_what_it_depends_on():
+    loader = make_loader()
+    next(iter(loader))
+    state = loader.state_dict()
+    settings = {"batch_size": 7, "seed": 3, "examples": 23, "shuffle": True, "drop_last": False}
+    assert state == {"position": 1, **settings}
+    other = make_loader(placement=Placement.even(NUM_TOWERS, 2))
+    other.load_state_dict(state)
+    assert other.position == 1
+    for name in settings:
+        with pytest.raises(
+            ConfigError, match=f"loader is from a run with {name} = 9, not {settings[name]}: use"
+        ):
+            other.load_state_dict({**state, "position": 2, name: 9})
+    assert other.position == 1
 
 
 # ---- refusals --------------------------------------------------------------------------------------

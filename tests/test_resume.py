@@ -32,6 +32,7 @@ from samestep.summation.placement import Placement
 from samestep.workers.job import Job
 
 from .forgery import contents, reseal
+from .jobs import job_of
 
 JOB = Job(torch.device("cpu"))
 
@@ -216,9 +217,9 @@ def test_another_fingerprint_is_said_and_training_goes_on(whole, run_dir, capsys
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--towers", "4", "was trained with towers = 3, not 4"),
-        ("--seed", "1", "was trained with seed = 0, not 1"),
-        ("--batch-size", "499", "was trained with batch_size = 500, not 499"),
+        ("--towers", "4", "with towers = 3, not 4"),
+        ("--seed", "1", "with seed = 0, not 1"),
+        ("--batch-size", "499", "with batch_size = 500, not 499"),
     ],
 )
 def test_another_experiment_is_refused_with_both_values(run_dir, capsys, noted, option, value, message):
@@ -239,7 +240,7 @@ def test_another_model_is_refused(run_dir, capsys, monkeypatch):
     before = kept(run_dir)
     status, lines, _ = run(run_dir, capsys)
     assert (status, len(lines)) == (2, 1)
-    assert "does not fit the model: '1.weight' is float32 [5, 64] there, float32 [6, 64] here" in lines[0]
+    assert "does not fit the model: '1.weight' is float32 [5, 64] in the file, float32 [6, 64] in" in lines[0]
     assert kept(run_dir) == before
 
 
@@ -327,9 +328,7 @@ EXAMPLES, BATCH, STEPS = 23, 5, 14
 
 
 def loader_on(worker, num_workers):
-    placed = SimpleNamespace(
-        placement=Placement.even(4, num_workers), job=Job(JOB.device, worker, num_workers)
-    )
+    placed = SimpleNamespace(placement=Placement.even(4, num_workers), job=job_of(worker, num_workers))
     return samestep.TowerLoader(list(range(EXAMPLES)), BATCH, placed, seed=2)
 
 

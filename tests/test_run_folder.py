@@ -109,7 +109,7 @@ DAMAGE = {
     flipped: "/training.safetensors: its SHA-256 is not the manifest's",
     incomplete: "/training.json: is not there",
     littered: "/core: is not in the manifest",
-    without_words: "/manifest.json: is no manifest of a checkpoint .*",
+    without_words: "/manifest.json: is not the manifest of a checkpoint .*",
     without_manifest: "/manifest.json: is not there",
     empty: "/manifest.json: is not there",
     linked: ": is a link, expected a folder",

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from samestep.checkpoint.durable import parse_json
 from samestep.checkpoint.state_tree import from_outline, to_outline
-from samestep.checkpoint.strict_json import parse_json
 from samestep.errors import ConfigError
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64)

@@ -27,6 +27,8 @@ from samestep.towers.step import Step
 from samestep.towers.towers import Towers
 from samestep.workers.job import Job
 
+from .jobs import job_of
+
 JOB = Job(torch.device("cpu"))
 DECAY = 0.01
 LAYERS = ["0", "2", "5"]
@@ -258,7 +260,7 @@ def test_the_bits_are_the_same_with_and_without_summaries(tmp_path):
 
 def test_other_workers_write_nothing(tmp_path):
     experiment = Tiny().build(JOB)
-    experiment.step.towers.job = Job(torch.device("cpu"), rank=1, world_size=2)
+    experiment.step.towers.job = job_of(1, 2)
     with Summaries(tmp_path, experiment, every=1) as summaries:
         with summaries.watch():
             assert hooks_of(experiment.model) == []
@@ -322,7 +324,7 @@ def test_sums_with_names_are_shown(tmp_path):
         Towers(model, 2, job=JOB),
         lambda model, x: {"a": model(x).sum(), "b": model(x).square().sum()},
         torch.optim.SGD(model.parameters(), lr=0.1),
-        weights={"a": len, "b": torch.numel},
+        counts={"a": len, "b": torch.numel},
     )
     experiment = SimpleNamespace(
         step=step, model=model, terms=None, panels=None, loader=[torch.randn(6, 3)] * 4

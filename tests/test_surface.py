@@ -9,11 +9,14 @@ import tomllib
 from pathlib import Path
 
 import samestep
-from samestep import recipes
+from samestep import errors, recipes
 
 PUBLIC = {
-    "CheckResult", "Error", "Job", "LocalBatch", "Report", "Step", "Tower", "TowerLoader", "Towers",
-    "average_gradients", "check", "digest", "init", "load", "save",
+    "BatchedDataset", "CheckResult", "Job", "LocalBatch", "Manifest", "Report", "Step", "Tower",
+    "TowerLoader", "Towers",
+    "BatchError", "BufferPolicyError", "ConfigError", "DamagedError", "DataError", "DisagreementError",
+    "Error", "LockedError", "LostWorkerError", "MissingFileError", "NonFiniteError", "StorageError",
+    "UsageError", "average_gradients", "check", "digest", "init", "load", "save",
 }  # fmt: skip
 
 
@@ -27,6 +30,11 @@ def modules():
 
 def test_public_names_are_exactly_these():
     assert set(samestep.__all__) == PUBLIC
+
+
+def test_all_error_classes_are_exported():
+    found = {name: value for name, value in vars(errors).items() if isinstance(value, type)}
+    assert all(getattr(samestep, name) is value for name, value in found.items())
 
 
 def test_each_module_says_what_it_gives():

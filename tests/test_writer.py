@@ -10,7 +10,8 @@ from samestep.app.run_folder import all_checkpoints, checkpoint_path
 from samestep.app.writer import CheckpointWriter
 from samestep.checkpoint.durable import storage, write_whole
 from samestep.checkpoint.files import read, write
-from samestep.checkpoint.snapshot import Parts, take_snapshot
+from samestep.checkpoint.objects import TrainingObjects
+from samestep.checkpoint.snapshot import take_snapshot
 from samestep.errors import StorageError
 from samestep.identity import digest
 
@@ -60,7 +61,7 @@ def test_training_goes_on_while_a_snapshot_is_written_and_never_gets_into_it(tmp
     with CheckpointWriter(tmp_path, keep_last=3) as writer:
         step()
         expected = digest(model), digest(optimizer.state_dict()["state"][0])
-        writer.write(take_snapshot(1, Parts(model, state={"optimizer": optimizer})))
+        writer.write(take_snapshot(TrainingObjects(model=model, state={"optimizer": optimizer}), 1))
         for _ in range(5):
             step()
             writer.check()
@@ -73,7 +74,7 @@ def test_training_goes_on_while_a_snapshot_is_written_and_never_gets_into_it(tmp
 
 def test_the_next_waits_for_the_one_before(tmp_path, disk):
     model, _, _ = training()
-    snapshots = [take_snapshot(step, Parts(model)) for step in (1, 2)]
+    snapshots = [take_snapshot(TrainingObjects(model=model), step) for step in (1, 2)]
     with CheckpointWriter(tmp_path, keep_last=3) as writer:
         writer.write(snapshots[0])
         second = threading.Thread(target=writer.write, args=[snapshots[1]])
@@ -88,14 +89,14 @@ def test_the_next_waits_for_the_one_before(tmp_path, disk):
 
 
 def failed(writer):
-    writer.write(take_snapshot(2, Parts(nn.Linear(1, 1))))
+    writer.write(take_snapshot(TrainingObjects(model=nn.Linear(1, 1)), 2))
     while not writer._pending.done():
         pass
 
 
 def test_a_full_disk_is_told_at_the_next_step_and_earlier_checkpoints_stay(tmp_path, monkeypatch):
     with CheckpointWriter(tmp_path, keep_last=1) as writer:
-        writer.write(take_snapshot(1, Parts(nn.Linear(1, 1))))
+        writer.write(take_snapshot(TrainingObjects(model=nn.Linear(1, 1)), 1))
         writer.wait()
         monkeypatch.setattr(module, "write", FullDisk().write)
         for tell in (writer.check, writer.wait, lambda: writer.write(None)):

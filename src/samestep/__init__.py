@@ -7,9 +7,25 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from samestep.checking.result import CheckResult, check
+    from samestep.checkpoint.manifest import Manifest
     from samestep.checkpoint.saving import load, save
     from samestep.data.loader import TowerLoader
-    from samestep.errors import Error
+    from samestep.data.readers import BatchedDataset
+    from samestep.errors import (
+        BatchError,
+        BufferPolicyError,
+        ConfigError,
+        DamagedError,
+        DataError,
+        DisagreementError,
+        Error,
+        LockedError,
+        LostWorkerError,
+        MissingFileError,
+        NonFiniteError,
+        StorageError,
+        UsageError,
+    )
     from samestep.identity import digest
     from samestep.summation.gradients import average_gradients
     from samestep.towers.batch import LocalBatch
@@ -20,15 +36,29 @@ if TYPE_CHECKING:
     from samestep.workers.job import Job, init
 
 __all__ = [
+    "BatchError",
+    "BatchedDataset",
+    "BufferPolicyError",
     "CheckResult",
+    "ConfigError",
+    "DamagedError",
+    "DataError",
+    "DisagreementError",
     "Error",
     "Job",
     "LocalBatch",
+    "LockedError",
+    "LostWorkerError",
+    "Manifest",
+    "MissingFileError",
+    "NonFiniteError",
     "Report",
     "Step",
+    "StorageError",
     "Tower",
     "TowerLoader",
     "Towers",
+    "UsageError",
     "average_gradients",
     "check",
     "digest",
@@ -38,15 +68,29 @@ __all__ = [
 ]
 
 _HOMES = {
+    "BatchError": "errors",
+    "BatchedDataset": "data.readers",
+    "BufferPolicyError": "errors",
     "CheckResult": "checking.result",
+    "ConfigError": "errors",
+    "DamagedError": "errors",
+    "DataError": "errors",
+    "DisagreementError": "errors",
     "Error": "errors",
     "Job": "workers.job",
     "LocalBatch": "towers.batch",
+    "LockedError": "errors",
+    "LostWorkerError": "errors",
+    "Manifest": "checkpoint.manifest",
+    "MissingFileError": "errors",
+    "NonFiniteError": "errors",
     "Report": "towers.report",
     "Step": "towers.step",
+    "StorageError": "errors",
     "Tower": "towers.run",
     "TowerLoader": "data.loader",
     "Towers": "towers.towers",
+    "UsageError": "errors",
     "average_gradients": "summation.gradients",
     "check": "checking.result",
     "digest": "identity",

@@ -10,15 +10,25 @@ from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from samestep.errors import one_line
+from samestep.errors import ConfigError, one_line
 
-__all__ = ["Fingerprint", "changes", "digest", "fingerprint"]
+__all__ = [
+    "Fingerprint",
+    "changes",
+    "check_same",
+    "digest",
+    "fingerprint",
+    "plain_names",
+    "uncompiled",
+]
 
+T = TypeVar("T")
 Fingerprint = Mapping[str, str | int | bool | None]
 
 _VARIABLES = ("ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA")
@@ -29,7 +39,7 @@ def digest(model: nn.Module | Mapping[str, Tensor]) -> str:
 
     Hashed are, in order of name, each tensor's name, shape, dtype and bytes (row-major, whatever its
     memory format; little-endian). The tensors are those of `model.state_dict()`: parameters and
-    persistent buffers.
+    persistent buffers. A model has the same digest before and after `torch.compile`.
 
     Args:
         model: a module, or a mapping from names to tensors of any dtype on any device.
@@ -38,7 +48,7 @@ def digest(model: nn.Module | Mapping[str, Tensor]) -> str:
         >>> digest({"weight": torch.zeros(2)})[:16]
         '93100c8e2288b19c'
     """
-    tensors = model.state_dict() if isinstance(model, nn.Module) else model
+    tensors = plain_names(model.state_dict() if isinstance(model, nn.Module) else model)
     sha256 = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -48,6 +58,53 @@ def digest(model: nn.Module | Mapping[str, Tensor]) -> str:
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         sha256.update(flat.view(torch.uint8).numpy().data)
     return sha256.hexdigest()
+
+
+# torch.compile puts a module below another one, under this name:
+# https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/eval_frame.py
+_COMPILED = "_orig_mod"
+
+
+def plain_names(entries: Mapping[str, T]) -> dict[str, T]:
+    """Return a module's entries, in order, by the names that they had before `torch.compile`.
+
+    Example:
+        >>> plain_names({"_orig_mod.0.weight": 1, "1._orig_mod.bias": 2})
+        {'0.weight': 1, '1.bias': 2}
+    """
+    plain = {".".join(part for part in n.split(".") if part != _COMPILED): e for n, e in entries.items()}
+    # A module of the user's own that is called like this: without it names may be lost.
+    return plain if len(plain) == len(entries) else dict(entries)
+
+
+def uncompiled(value: T) -> T:
+    """Return the module that `torch.compile` was given, and anything else as it is."""
+    inner = value._modules.get(_COMPILED) if isinstance(value, nn.Module) else None
+    return value if inner is None else inner  # type: ignore[return-value]
+
+
+def check_same(saved: Mapping[str, Any], current: Mapping[str, Any], owner: str) -> None:
+    """Refuse state from a run with other settings.
+
+    Args:
+        saved: a state that has all entries of `current`, and maybe more.
+        current: the settings that must be the same.
+        owner: whose state it is, for the message.
+
+    Raises:
+        ConfigError: an entry differs.
+
+    Example:
+        >>> check_same({"seed": 1, "step": 7}, {"seed": 0}, "towers")
+        Traceback (most recent call last):
+        samestep.errors.ConfigError: the state of towers is from a run with seed = 1, not 0: ...
+    """
+    for name, value in current.items():
+        if saved[name] != value:
+            raise ConfigError(
+                f"the state of {owner} is from a run with {name} = {one_line(repr(saved[name]))}, not "
+                f"{value!r}: use the same value, or start a new run in another folder"
+            )
 
 
 def fingerprint(device: torch.device) -> Fingerprint:

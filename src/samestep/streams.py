@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +71,30 @@ class GlobalStreams:
         on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         on_cpu = torch.default_generator.get_state()
         return cls(device, on_cpu, on_device, random.getstate(), np.random.get_state())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states as tensors, numbers and strings."""
+        version, words, python_gauss = self.python
+        kind, key, *numpy_rest = self.numpy
+        return {
+            "torch": self.torch_cpu,
+            "device": self.torch_device,
+            "python": [version, torch.tensor(words), python_gauss],
+            "numpy": [kind, torch.from_numpy(key.astype(np.int64)), *numpy_rest],
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any], device: torch.device) -> GlobalStreams:
+        """Return what `state_dict` was called on; without the device's state on a device of another type."""
+        version, words, python_gauss = state["python"]
+        kind, key, *numpy_rest = state["numpy"]
+        return cls(
+            device,
+            state["torch"],
+            state["device"] if device.type == "cuda" else None,
+            (version, tuple(words.tolist()), python_gauss),
+            (kind, key.numpy().astype(np.uint32), *numpy_rest),
+        )
 
     def restore(self) -> None:
         """Write the states back."""

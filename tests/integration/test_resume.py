@@ -45,6 +45,6 @@ def test_a_killed_run_goes_on_with_the_same_bits_on_other_workers(run, nursery, 
     (checkpoints(parts)[-1] / "manifest.json").write_bytes(b"")
     finished = run(*words(parts, 2))
     assert digest_of(finished.stdout()) == expected
-    assert "is no manifest of a checkpoint" in finished.stderr()
+    assert "is not the manifest of a checkpoint" in finished.stderr()
     assert len(list((parts / "checkpoints").glob("*.damaged"))) == 1
     assert contents(checkpoints(parts)[-1]) == contents(checkpoints(whole)[-1])

@@ -18,7 +18,8 @@ from samestep.app.run_folder import all_checkpoints, find_newest, print_damaged,
 from samestep.app.settings import Settings
 from samestep.app.summaries import write_metrics
 from samestep.checkpoint.files import Found
-from samestep.checkpoint.snapshot import Parts, restore
+from samestep.checkpoint.objects import TrainingObjects
+from samestep.checkpoint.snapshot import restore
 from samestep.towers.batch import GlobalBatch
 from samestep.workers.agreement import from_first_worker
 from samestep.workers.collectives import gather_rows
@@ -48,11 +49,12 @@ def evaluate_run(settings: Settings, job: Job, *, weights: Weights = "average", 
         DataError: none is whole, and `follow` is not set; or it does not fit the model.
     """
     experiment = settings.build(job)
-    average = None if experiment.step.averaged_model is None else experiment.step.averaged_model.module
-    model = experiment.model if weights == "raw" or average is None else average
+    average = experiment.step.averaged_model
+    model = experiment.model if weights == "raw" or average is None else average.module
+    objects = TrainingObjects(model=experiment.model, averaged_model=average)
     newest = from_first_worker(job, lambda: find_newest(settings.run_dir)) if not follow else None
     for found in [newest] if newest is not None else _checkpoints(settings, job):
-        restore(found.snapshot, Parts(experiment.model, average), found.path)
+        restore(found.snapshot, objects, found.path, job)
         metrics = experiment.metrics(count_split(experiment, model, job))
         if job.is_first:
             write_metrics(settings.run_dir, found.manifest.step, metrics)

@@ -13,8 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from samestep.app.experiment import Experiment
-from samestep.checkpoint.durable import write_whole
-from samestep.checkpoint.strict_json import parse_json
+from samestep.checkpoint.durable import parse_json, write_whole
 from samestep.errors import ConfigError, DataError, MissingFileError
 from samestep.workers.job import DEFAULT_TIMEOUT_S, Job
 

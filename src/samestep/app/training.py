@@ -1,33 +1,29 @@
-"""The loop around a step: resume, progress, checkpoints, and the metrics at the end."""
+"""The loop around a step: progress, checkpoints, and the metrics at the end."""
 
 from __future__ import annotations
 
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-
-from torch.optim.swa_utils import AveragedModel
 
 from samestep.app.display import Display, print_placement
 from samestep.app.evaluation import describe, evaluate
 from samestep.app.experiment import Experiment
 from samestep.app.interruption import Interruption, StopFlags
 from samestep.app.lock import RunLock
-from samestep.app.run_folder import clear, newest_whole, set_aside, tidy
+from samestep.app.resume import resume, write_checkpoint
+from samestep.app.run_folder import clear
 from samestep.app.settings import Settings
 from samestep.app.summaries import FOLDER, Summaries, write_metrics
 from samestep.app.writer import CheckpointWriter
-from samestep.checkpoint.snapshot import Parts, check_fits, restore, take_snapshot
-from samestep.errors import ConfigError, Error
-from samestep.identity import Fingerprint, changes, digest, fingerprint
+from samestep.errors import ConfigError
+from samestep.identity import digest
 from samestep.towers.report import Report
-from samestep.workers.agreement import agree, from_first_worker
+from samestep.workers.agreement import from_first_worker
 from samestep.workers.environment import may_restart
 from samestep.workers.job import Job
 
-__all__ = ["resume", "train"]
+__all__ = ["train"]
 
 
 def train(settings: Settings, job: Job) -> int:
@@ -137,80 +133,4 @@ def _goodbye(step: int, flags: StopFlags) -> str:
     return (
         f"samestep: stopped after step {step} by {flags.reason}; checkpoint written; run the same command "
         "to go on\n"
-    )
-
-
-# ---- checkpoints -----------------------------------------------------------------------------------
-
-
-def write_checkpoint(experiment: Experiment, writer: CheckpointWriter) -> None:
-    """Take a snapshot of the state after the newest step, and have it written while training goes on."""
-    towers = experiment.step.towers
-    if towers.job.is_first:  # all have the same state
-        writer.wait()  # before the copy, so that there is never more than one
-        writer.write(take_snapshot(towers.step, _parts(experiment)))
-
-
-def resume(experiment: Experiment, settings: Settings) -> None:
-    """Go on from the newest whole checkpoint in the run folder, if it ever had one.
-
-    Worker 0 reads it for all. Damaged ones are named and set aside, once the whole one is known to fit.
-
-    Raises:
-        ConfigError: it is of another experiment.
-        DataError: it does not fit, or there are checkpoints but none is whole.
-        StorageError: the disk does not give it.
-    """
-    job = experiment.step.towers.job
-    result = from_first_worker(job, lambda: newest_whole(settings.run_dir))
-    found, parts = result.found, _parts(experiment)
-    if found is not None:
-        error: Error | None = None
-        try:
-            check_fits(found.snapshot, parts, found.path)
-        except Error as misfit:
-            error = misfit
-        agree(job, {}, where=str(found.path), error=error)
-        restore(found.snapshot, parts, found.path)
-        _tell_changes(found.snapshot.fingerprint, job, found.path)
-    if job.is_first:
-        set_aside(result)
-        tidy(settings.run_dir)
-
-
-def _tell_changes(before: Fingerprint, job: Job, path: Path) -> None:
-    differences = changes(before, fingerprint(job.device))
-    if job.is_first and differences:
-        line = f"samestep: {path}: {'; '.join(differences)}: the bits may differ from here on"
-        print(line, file=sys.stderr, flush=True)
-
-
-@dataclass(frozen=True)
-class _NumAveraged:
-    """How many updates the moving averages have seen, which their module does not hold."""
-
-    average: AveragedModel
-
-    def state_dict(self) -> dict[str, int]:
-        return {"num_averaged": int(self.average.n_averaged)}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.average.n_averaged.fill_(state["num_averaged"])
-
-
-def _parts(experiment: Experiment) -> Parts:
-    step = experiment.step
-    average = step.averaged_model
-    return Parts(
-        experiment.model,
-        None if average is None else average.module,
-        step.towers,
-        experiment.loader,
-        {
-            "optimizer": step.optimizer,
-            "scheduler": step.scheduler,
-            "scaler": step.scaler,
-            "noise": step.towers.noise,
-            "num_averaged": None if average is None else _NumAveraged(average),
-        },
     )

@@ -20,7 +20,7 @@ class CheckpointWriter:
         with CheckpointWriter(run_dir, keep_last=3) as writer:
             ...
             writer.wait()
-            writer.write(take_snapshot(step, parts))
+            writer.write(take_snapshot(objects))
 
     Leaving waits for the last one.
 

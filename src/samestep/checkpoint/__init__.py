@@ -1,1 +1,1 @@
-"""The state between two steps as a folder: atomic, sealed, free of placement."""
+"""The state between two steps as a folder: atomic, with checksums, for any placement."""

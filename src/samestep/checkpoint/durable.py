@@ -1,17 +1,19 @@
-"""On the disk, not only in the system's memory: what must survive a power cut."""
+"""Files that survive a power cut when they are written, and are not trusted when they are read."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NoReturn
 
-from samestep.errors import Error, StorageError
+from samestep.errors import Error, StorageError, shown
 
-__all__ = ["flush", "make_folder", "remove", "storage", "write_whole"]
+__all__ = ["flush", "make_folder", "parse_json", "remove", "storage", "write_whole"]
 
 _REMEDIES = {
     errno.ENOSPC: "make room on the disk",
@@ -85,3 +87,34 @@ def write_whole(file: Path, text: str) -> None:
         flush(unfinished)
         unfinished.replace(file)
         flush(file.parent)
+
+
+def parse_json(content: bytes) -> Any:
+    """Return the value of a JSON text in UTF-8.
+
+    Raises:
+        ValueError: it is not JSON; or a name stands twice in an object, it holds NaN or an infinity, it is
+            nested too deeply, or a number has too many digits.
+
+    Example:
+        >>> parse_json(b'{"step": 1, "step": 2}')
+        Traceback (most recent call last):
+        ValueError: 'step' stands twice in an object
+    """
+    try:
+        return json.loads(content.decode(), object_pairs_hook=_once_each, parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise ValueError(f"{shown(name)} stands twice in an object")
+        values[name] = value
+    return values
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not a JSON number")

@@ -1,10 +1,10 @@
-"""A checkpoint's files: whole or not there, and every byte checked when they are read.
+"""A checkpoint's files: written all or not at all, and every byte checked when they are read.
 
-model.safetensors      weights and buffers, for any tool that reads safetensors
-average.safetensors    the moving averages of the weights, where they are kept
-training.json          optimizer, scheduler and loop state; see `samestep.checkpoint.state_tree`
-training.safetensors   its tensors
-manifest.json          step, position, experiment, fingerprint, digest; sizes and SHA-256 of the rest
+model.safetensors            weights and buffers, for any tool that reads safetensors
+averaged_model.safetensors   their moving averages, where they are kept, by the same names
+training.json                all other state: towers, loader, optimizer; see `samestep.checkpoint.state_tree`
+training.safetensors         its tensors
+manifest.json                step, fingerprint, digest; sizes and SHA-256 of the rest
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from samestep.checkpoint.durable import flush, make_folder, remove, storage
+from samestep.checkpoint.durable import flush, make_folder, parse_json, remove, storage
 from samestep.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest
-from samestep.checkpoint.snapshot import AVERAGE, STATE, WEIGHTS, Snapshot
-from samestep.checkpoint.strict_json import parse_json
+from samestep.checkpoint.objects import AVERAGES, WEIGHTS
+from samestep.checkpoint.snapshot import STATE, Snapshot
 from samestep.errors import DamagedError, MissingFileError, one_line
 from samestep.identity import digest
 
@@ -37,10 +37,10 @@ __all__ = ["Found", "read", "write"]
 
 _OUTLINE = f"{STATE}.json"
 _REQUIRED = {f"{WEIGHTS}.safetensors", f"{STATE}.safetensors", _OUTLINE}
-_ALLOWED = _REQUIRED | {f"{AVERAGE}.safetensors"}
+_ALLOWED = _REQUIRED | {f"{AVERAGES}.safetensors"}
 _MAX_OUTLINE_BYTES = 2**28
 
-# What a damaged folder answers when a file of it is opened; other errors are about this machine.
+# The errors of opening a file that mean damage; others are about this machine.
 _DAMAGE = (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EIO)
 
 
@@ -48,7 +48,7 @@ _DAMAGE = (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, 
 
 
 def write(snapshot: Snapshot, path: Path) -> Path:
-    """Write a snapshot as a checkpoint; needs no object but the snapshot, so any thread may do it.
+    """Write a snapshot as a checkpoint; any thread may do it, while training continues.
 
     Raises:
         StorageError: the disk does not take it; what was at `path` before is still there.
@@ -62,7 +62,7 @@ def write(snapshot: Snapshot, path: Path) -> Path:
             _write_files(snapshot, unfinished)
             _rename(unfinished, path)
         except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)  # on a full disk, room for others
+            shutil.rmtree(unfinished, ignore_errors=True)  # it would keep a full disk full
             raise
     return path
 
@@ -70,17 +70,16 @@ def write(snapshot: Snapshot, path: Path) -> Path:
 def _write_files(snapshot: Snapshot, folder: Path) -> None:
     outline = folder / _OUTLINE
     outline.write_text(json.dumps(snapshot.outline, indent=1, allow_nan=False) + "\n")
-    parts = {WEIGHTS: snapshot.weights, AVERAGE: snapshot.average, STATE: snapshot.tensors}
-    for part, tensors in parts.items():
+    files = {WEIGHTS: snapshot.weights, AVERAGES: snapshot.averages, STATE: snapshot.tensors}
+    for name, tensors in files.items():
         if tensors is not None:
-            _write_tensors(folder / f"{part}.safetensors", tensors)
-            shutil.copymode(outline, folder / f"{part}.safetensors")  # safetensors shuts everybody else out
+            _write_tensors(folder / f"{name}.safetensors", tensors)
+            # safetensors makes files that only their owner may read.
+            shutil.copymode(outline, folder / f"{name}.safetensors")
     manifest = Manifest(
         snapshot.step,
         digest(snapshot.weights),
         {file.name: (file.stat().st_size, _sha256_of(file)) for file in folder.iterdir()},
-        snapshot.position,
-        snapshot.experiment,
         snapshot.fingerprint,
     )
     (folder / MANIFEST).write_text(manifest.to_text())
@@ -89,11 +88,11 @@ def _write_files(snapshot: Snapshot, folder: Path) -> None:
 
 
 def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    # Row-major, and tensors that share no memory: snapshots have copies.
+    # safetensors wants row-major tensors that share no memory, as a snapshot's copies are.
     rows = {name: tensor.contiguous() for name, tensor in tensors.items()}
     try:
         safetensors.torch.save_file(rows, file)
-    except SafetensorError as error:  # also what the system says
+    except SafetensorError as error:  # has the system's error, too, as text only
         number = re.search(r"os error (\d+)", str(error))
         code = int(number[1]) if number else errno.EIO
         raise OSError(code, os.strerror(code) if number else str(error), str(file)) from error
@@ -155,27 +154,23 @@ def read(path: Path) -> Found:
 
 def _snapshot(path: Path, manifest: Manifest, contents: dict[str, bytes]) -> Snapshot:
     """Make a snapshot of the files' contents, which are let go of one by one."""
-    parts = {
-        part: _parse_tensors(path / f"{part}.safetensors", contents.pop(f"{part}.safetensors"))
-        for part in (WEIGHTS, AVERAGE, STATE)
-        if f"{part}.safetensors" in contents
+    tensors = {
+        name: _parse_tensors(path / f"{name}.safetensors", contents.pop(f"{name}.safetensors"))
+        for name in (WEIGHTS, AVERAGES, STATE)
+        if f"{name}.safetensors" in contents
     }
-    if digest(parts[WEIGHTS]) != manifest.digest:
-        raise DamagedError(
-            f"{path / WEIGHTS}.safetensors: its weights are not those of the manifest's digest"
-        )
+    if digest(tensors[WEIGHTS]) != manifest.digest:
+        raise DamagedError(f"{path / WEIGHTS}.safetensors: its weights do not have the manifest's digest")
     try:
         snapshot = Snapshot(
             manifest.step,
-            manifest.position,
-            manifest.experiment,
             manifest.fingerprint,
-            parts[WEIGHTS],
-            parts.get(AVERAGE),
+            tensors[WEIGHTS],
+            tensors.get(AVERAGES),
             parse_json(contents[_OUTLINE]),
-            parts[STATE],
+            tensors[STATE],
         )
-        snapshot.state()
+        snapshot.sections()
     except ValueError as error:
         raise DamagedError(f"{path / _OUTLINE}: {error}") from error
     return snapshot
@@ -184,9 +179,9 @@ def _snapshot(path: Path, manifest: Manifest, contents: dict[str, bytes]) -> Sna
 def _parse_tensors(file: Path, content: bytes) -> dict[str, Tensor]:
     try:
         found = safetensors.torch.load(content)
-    except Exception as error:  # the parser has many kinds for files that are none of its own
+    except Exception as error:  # the parser raises many types of errors for damaged files
         why = one_line(f"{type(error).__name__}: {error}")
-        raise DamagedError(f"{file}: is no safetensors file ({why})") from error
+        raise DamagedError(f"{file}: is not a safetensors file ({why})") from error
     # In memory that torch has allocated and aligned, as it was before.
     return {name: found.pop(name).clone() for name in list(found)}
 
@@ -199,13 +194,13 @@ def _verified(file: Path, size: int, sha256: str) -> bytes:
 
 
 def _content(file: Path, max_bytes: int | None, size: int | None = None) -> bytes:
-    """Read a file of a known size, if it is one: no link, no pipe, no device."""
+    """Read a regular file: not a link, pipe or device, which may never end."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb") as stream:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):
-                raise DamagedError(f"{file}: is no regular file")
+                raise DamagedError(f"{file}: is not a regular file")
             if size is not None and found.st_size != size:
                 raise DamagedError(f"{file}: has {found.st_size} bytes, expected {size}")
             if max_bytes is not None and found.st_size > max_bytes:

@@ -1,4 +1,4 @@
-"""Whether a checkpoint's state fits the objects that shall take it: asked before anything is changed."""
+"""Whether a checkpoint's state fits the objects that are to load it: checked before anything is changed."""
 
 from __future__ import annotations
 
@@ -12,79 +12,62 @@ from torch.amp import GradScaler
 from torch.optim import LBFGS, Adafactor, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from samestep.checkpoint.objects import kind_of, state_of
 from samestep.errors import ConfigError, DataError, one_line, shown
 
-__all__ = ["check_experiment", "check_state", "check_tensors"]
+__all__ = ["check_state", "check_tensors"]
 
 _OWN_SHAPES = (Adafactor, LBFGS)  # optimizers whose state has other shapes than the parameters
 
 
-def check_experiment(saved: Mapping[str, int], now: Mapping[str, int], path: Path) -> None:
-    """Compare the experiments that a checkpoint is from and that it is for.
-
-    Raises:
-        ConfigError: they differ.
-    """
-    for name in now:
-        if name in saved and saved[name] != now[name]:
-            raise ConfigError(
-                f"{path} was trained with {name} = {saved[name]}, not {now[name]}: go on with the same, or "
-                "train anew in another folder"
-            )
-
-
-def check_tensors(saved: Mapping[str, Any], current: Mapping[str, Any], file: str, whose: str) -> None:
-    """Compare names, shapes and dtypes.
+def check_tensors(saved: Mapping[str, Any], current: Mapping[str, Any], file: str, name: str) -> None:
+    """Compare the entries of a module's state: their names, shapes and dtypes.
 
     Args:
-        saved: what the checkpoint holds, by name.
-        current: what there is now, by name.
-        file: that holds it.
-        whose: the object's name, as in "the model".
+        saved: those of the checkpoint, by name.
+        current: those of the module, by name.
+        file: the file with `saved`, for messages.
+        name: the module's, for messages.
 
     Raises:
         DataError: they differ.
     """
-    for name in [*current, *saved]:
-        there, here = (_describe(entries.get(name)) for entries in (saved, current))
-        if there != here:
+    for entry in [*current, *saved]:
+        in_file, in_module = (_describe(entries.get(entry)) for entries in (saved, current))
+        if in_file != in_module:
             raise DataError(
-                f"{file}: does not fit {whose}: {shown(name, 200)} is {there} there, {here} here; use "
-                "a checkpoint of the same model"
+                f"{file}: does not fit the {name}: {shown(entry, 200)} is {in_file} in the file, {in_module} "
+                f"in the {name}; use a checkpoint of the same model"
             )
 
 
 def check_state(
     saved: Mapping[str, Any], kinds: Mapping[str, Any], targets: Mapping[str, Any], path: Path
 ) -> None:
-    """Compare states with the objects that shall load them, as far as their kinds are known.
+    """Compare states with the objects that are to load them, as far as their types are known here.
 
     Args:
         saved: the states, by name.
         kinds: the names of the types that they are from.
-        targets: the objects, by name; None counts as not there.
-        path: the checkpoint.
+        targets: the objects, by name.
+        path: the checkpoint, for messages.
 
     Raises:
         ConfigError: an object cannot load state.
         DataError: a state is missing, or does not fit.
     """
     for name, target in targets.items():
-        if target is None:
-            continue
         if not hasattr(target, "load_state_dict"):
             raise ConfigError(
                 f"{name} is a {type(target).__name__}, which has no load_state_dict: leave it out, and "
-                "read it from the manifest's state"
+                "read it from the state of the Manifest that load returns"
             )
         if name not in saved:
             raise DataError(
-                f"{path}: holds no {name}; expected one of {one_line(', '.join(map(repr, saved)))}"
+                f"{path}: was saved without {name}; it has {one_line(', '.join(saved)) or 'nothing else'}"
             )
-        if kinds.get(name) != type(target).__qualname__:
-            raise DataError(
-                f"{path}: {name} is from a {shown(kinds.get(name))}, not a {type(target).__qualname__}"
-            )
+        if kinds.get(name) != kind_of(target):
+            raise DataError(f"{path}: {name} is from a {shown(kinds.get(name))}, not a {kind_of(target)}")
         problem = _problem(saved[name], target)
         if problem:
             raise DataError(f"{path}: its state of {name} does not fit: {problem}")
@@ -96,12 +79,17 @@ def _problem(saved: Any, target: Any) -> str | None:
     if isinstance(target, (LRScheduler, GradScaler)):
         return _unlike(saved, target.state_dict())
     if isinstance(target, nn.Module):
-        current = target.state_dict()
-        if not isinstance(saved, dict) or saved.keys() != current.keys():
-            return "the names are others"
-        return next(
-            (f"{n} is another" for n in current if _describe(saved[n]) != _describe(current[n])), None
-        )
+        return _problem_of_module(saved, state_of(target))
+    return None
+
+
+def _problem_of_module(saved: Any, current: Mapping[str, Any]) -> str | None:
+    if not isinstance(saved, dict):
+        return f"it is {_describe(saved)}, expected a dict"
+    for name in [*current, *saved]:
+        in_file, in_module = (_describe(entries.get(name)) for entries in (saved, current))
+        if in_file != in_module:
+            return f"{shown(name, 200)} is {in_file} in the file, {in_module} in the module"
     return None
 
 
@@ -110,7 +98,7 @@ def _problem_of_optimizer(saved: Any, optimizer: Optimizer) -> str | None:
         case {"state": dict(states), "param_groups": list(groups)}:
             pass
         case _:
-            return "it has no state and groups of parameters"
+            return "it is not an optimizer's state and param_groups"
     current = optimizer.state_dict()["param_groups"]
     problem = _unlike(groups, current)
     if problem:
@@ -122,15 +110,15 @@ def _problem_of_optimizer(saved: Any, optimizer: Optimizer) -> str | None:
         or len(set(numbers)) != len(numbers)
         or not states.keys() <= set(numbers)
     ):
-        return f"it numbers its parameters {shown(numbers)}, there are {len(parameters)}"
+        return f"it has parameters {shown(numbers)}, the optimizer has {len(parameters)}"
     for number, parameter in zip(numbers, parameters, strict=True):
         entries = states.get(number, {})
         if not isinstance(entries, dict) or not all(isinstance(name, str) for name in entries):
             return f"it has no state for parameter {number}"
         for name, value in entries.items():
             if not _has_shape_for(value, parameter, optimizer):
-                there, here = _describe(value), _describe(parameter)
-                return f"{shown(name)} of parameter {number} is {there}, which is {here}"
+                has, expected = _describe(value), _describe(parameter)
+                return f"{shown(name)} of parameter {number} is {has}, the parameter is {expected}"
     return None
 
 
@@ -142,7 +130,7 @@ def _has_shape_for(value: Any, parameter: Tensor, optimizer: Optimizer) -> bool:
 
 
 def _unlike(saved: Any, current: Any, name: str = "it") -> str | None:
-    """Say where two nests are of different kinds; entries that one of them does not have count as alike."""
+    """Say where two nests differ in their types; entries that one of them does not have are left out."""
     if current is None:  # not set yet
         return None
     if isinstance(current, dict):
@@ -161,9 +149,9 @@ def _unlike(saved: Any, current: Any, name: str = "it") -> str | None:
 
 
 def _kind(value: Any) -> str:
-    """Say what can stand in for what: options that are off are None or False, a number may be a tensor."""
+    """Name a group of types that may replace each other: options that are off are None or False."""
     if value is None or isinstance(value, bool):
-        return "switch"
+        return "option"
     if isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1):
         return "number"
     return type(value).__name__

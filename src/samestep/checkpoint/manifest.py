@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from samestep.checkpoint.strict_json import parse_json
+from samestep.checkpoint.durable import parse_json
 from samestep.errors import DamagedError, DataError, shown
 from samestep.identity import Fingerprint
 
@@ -21,9 +21,9 @@ MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 2**20
 
 _SEAL = "sha256"
-_ENTRIES = {"format", "step", "position", "experiment", "fingerprint", "digest", "files", _SEAL}
+_ENTRIES = {"format", "step", "fingerprint", "digest", "files", _SEAL}
 _HEX = re.compile(r"[0-9a-f]{64}")
-_FILE_NAME = re.compile(r"[a-z]+\.(safetensors|json)")
+_FILE_NAME = re.compile(r"[a-z_]+\.(safetensors|json)")
 _MAX_COUNT = 2**62
 
 
@@ -33,19 +33,15 @@ class Manifest:
 
     Attributes:
         step: steps taken when it was written.
-        digest: `samestep.identity` of the model's weights.
+        digest: `samestep.digest` of the model's weights.
         files: each file's size in bytes and SHA-256.
-        position: of the `TowerLoader`, in batches, if one was saved.
-        experiment: what must be the same where training goes on: towers, seed, batch size, ...
-        fingerprint: what else the bits depend on; see `samestep.identity`.
-        state: after `load`, what was saved besides and has no object to go into, by name.
+        fingerprint: what the bits depend on besides the state: the device, versions of libraries, ...
+        state: after `load`, all that was passed to `save` by a name of its own and not to `load`.
     """
 
     step: int
     digest: str
     files: Mapping[str, tuple[int, str]]
-    position: int | None = None
-    experiment: Mapping[str, int] = field(default_factory=dict)
     fingerprint: Fingerprint = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
 
@@ -57,8 +53,6 @@ class Manifest:
         values = {
             "format": FORMAT,
             "step": self.step,
-            "position": self.position,
-            "experiment": dict(self.experiment),
             "fingerprint": dict(self.fingerprint),
             "digest": self.digest,
             "files": {name: [size, sha256] for name, (size, sha256) in sorted(self.files.items())},
@@ -80,7 +74,7 @@ class Manifest:
         try:
             values = parse_json(content)
             if not isinstance(values, dict):
-                raise ValueError("it is no JSON object")
+                raise ValueError("it is not a JSON object")
             if values.get(_SEAL) != _seal({k: v for k, v in values.items() if k != _SEAL}):
                 raise ValueError("its SHA-256 is not the one that it holds")
             if _is_count(values.get("format")) and values["format"] > FORMAT:
@@ -89,7 +83,7 @@ class Manifest:
         except ValueError as error:
             if isinstance(error, DataError):
                 raise
-            raise DamagedError(f"{file}: is no manifest of a checkpoint ({error})") from error
+            raise DamagedError(f"{file}: is not the manifest of a checkpoint ({error})") from error
 
 
 def _text(values: Mapping[str, Any]) -> str:
@@ -107,20 +101,16 @@ def _read(values: dict[str, Any]) -> Manifest:
         list(values),
     )
     _expect(_is_count(values["step"]), "step", values["step"])
-    _expect(values["position"] is None or _is_count(values["position"]), "position", values["position"])
     _expect(
         isinstance(values["digest"], str) and _HEX.fullmatch(values["digest"]), "digest", values["digest"]
     )
-    experiment, entries, files = values["experiment"], values["fingerprint"], values["files"]
-    _expect(_all(experiment, lambda value: type(value) in (int, bool)), "experiment", experiment)
+    entries, files = values["fingerprint"], values["files"]
     _expect(_all(entries, lambda value: type(value) in (str, int, bool, type(None))), "fingerprint", entries)
     _expect(_all(files, _is_size_and_hash) and all(map(_FILE_NAME.fullmatch, files)), "files", files)
     return Manifest(
         values["step"],
         values["digest"],
         {name: (size, sha256) for name, (size, sha256) in files.items()},
-        values["position"],
-        experiment,
         entries,
     )
 

@@ -1,44 +1,55 @@
-"""Checkpoints: the state of a run as a folder, free of placement."""
+"""`samestep.save` and `samestep.load`: the state of a run as a folder, for any number of workers."""
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from samestep.checkpoint.files import read, write
+from samestep.checkpoint.files import Found, read, write
 from samestep.checkpoint.manifest import Manifest
-from samestep.checkpoint.snapshot import Parts, restore, take_snapshot
+from samestep.checkpoint.objects import GlobalGenerators, TrainingObjects
+from samestep.checkpoint.snapshot import restore, take_snapshot
 from samestep.data.loader import TowerLoader
-from samestep.errors import DamagedError
+from samestep.errors import ConfigError, DamagedError
 from samestep.towers.towers import Towers
+from samestep.workers.agreement import agree, from_first_worker
+from samestep.workers.job import Job
+from samestep.workers.rendezvous import has_group
 
 __all__ = ["load", "save"]
 
 
-def save(
+def save(  # noqa: PLR0913 - what a run's state consists of
     path: str | Path,
     *,
-    step: int,
     model: nn.Module,
-    average: nn.Module | None = None,
     towers: Towers | None = None,
     loader: TowerLoader | None = None,
+    averaged_model: nn.Module | None = None,
+    step: int | None = None,
+    rng: bool = False,
     **state: Any,
 ) -> Path:
     """Write a checkpoint: under a temporary name, flushed to disk, then renamed.
 
-    Call it on one worker; all have the same state.
+    Call it on all workers, between two steps. Worker 0 writes, and all wait for it; an error there is raised
+    on all.
 
     Args:
         path: the folder to write; one that is there already is replaced.
-        step: steps taken.
         model: its `state_dict` is written as safetensors.
-        average: a second module to write the same way, such as an `AveragedModel`'s `module`.
-        towers: T and the seed are noted, and `load` refuses others.
-        loader: its position is noted, with batch size, seed and number of examples.
+        towers: their step and noise scale are kept; `load` refuses another T or seed. Required in a job of
+            several workers.
+        loader: its position is kept; `load` refuses another batch size, seed, number of examples, ...
+        averaged_model: torch's `AveragedModel`, whole; or another module with the averages.
+        step: steps taken, if there are no `towers`, which know it; by default 0.
+        rng: keep the states of the process's global generators (torch's, Python's and NumPy's legacy one),
+            for a loop that draws from them outside the towers' turns, such as for its batches. They must be
+            in the same state on all workers.
         state: optimizers, schedulers and anything else with a `state_dict`, or plain numbers, strings,
             tensors, and lists, tuples and dicts of them; None is left out.
 
@@ -46,54 +57,102 @@ def save(
         The folder.
 
     Raises:
-        ConfigError: some of the state cannot be written.
+        ConfigError: some of the state cannot be written; `step` beside `towers`; or no `towers` in a job of
+            several workers.
+        DisagreementError: with `rng`, workers have drawn different numbers.
         StorageError: the disk does not take it; what was at `path` before is still there.
 
     Example:
         >>> import tempfile
         >>> model = nn.Linear(2, 1)
-        >>> path = save(Path(tempfile.mkdtemp()) / "one", step=7, model=model, best=0.5)
+        >>> path = save(Path(tempfile.mkdtemp()) / "one", model=model, step=7, best=0.5)
         >>> sorted(file.name for file in path.iterdir())
         ['manifest.json', 'model.safetensors', 'training.json', 'training.safetensors']
         >>> manifest = load(path, model=model)
         >>> manifest.step, manifest.state
         (7, {'best': 0.5})
     """
-    return write(take_snapshot(step, Parts(model, average, towers, loader, state)), Path(path))
+    path = Path(path)
+    objects = TrainingObjects(
+        model=model, towers=towers, loader=loader, averaged_model=averaged_model, rng=rng, state=state
+    )
+    if towers is None:
+        if has_group():
+            raise ConfigError("towers is missing: there are several workers, so pass towers=")
+        return write(take_snapshot(objects, step or 0), path)
+    if step is not None:
+        raise ConfigError(f"step = {step} beside towers, which know the step: leave step out")
+    if rng:
+        _check_generators(towers.job, path)
+    return from_first_worker(towers.job, lambda: write(take_snapshot(objects), path))
 
 
 def load(
     path: str | Path,
     *,
     model: nn.Module,
-    average: nn.Module | None = None,
     towers: Towers | None = None,
     loader: TowerLoader | None = None,
+    averaged_model: nn.Module | None = None,
+    rng: bool = False,
     **state: Any,
 ) -> Manifest:
     """Read a checkpoint back into the objects it was written from: all of it, or, on an error, nothing.
 
-    Call it on every worker.
+    Call it on all workers, of any number. With `towers`, worker 0 reads it for all. Without, each process
+    reads it for itself: so the weights of another run can be loaded, before `Towers` are made.
 
     Args:
         path: the folder.
         model: gets the weights.
-        average: gets the moving averages.
-        towers: get the step, if T and the seed are the same.
-        loader: gets the position, if batch size, seed and number of examples are the same.
+        towers: get the step and the noise scale, if T and the seed are the same.
+        loader: gets the position, if batch size, seed, number of examples, ... are the same.
+        averaged_model: gets the averages; an `AveragedModel` also the number of updates.
+        rng: put the states of the process's global generators back.
         state: the objects with a `load_state_dict` to fill, by the names they were saved under.
+
+    Returns:
+        What the checkpoint says about itself; its `state` has what was saved under other names.
 
     Raises:
         MissingFileError: there is no checkpoint.
         DamagedError: it is not what was written.
         DataError: it does not fit the objects, or is of a newer format.
-        ConfigError: it is of another experiment.
+        ConfigError: it is from a run with other settings.
+        DisagreementError: it does not fit the objects of another worker.
         StorageError: the disk does not give it.
     """
     path = Path(path)
+    objects = TrainingObjects(
+        model=model, towers=towers, loader=loader, averaged_model=averaged_model, rng=rng, state=state
+    )
+    job = None if towers is None else towers.job
+    found = _read(path) if job is None else from_first_worker(job, lambda: _read(path))
+    left = restore(found.snapshot, objects, path, job)
+    return replace(found.manifest, state=left)
+
+
+def _read(path: Path) -> Found:
     try:
-        found = read(path)
+        return read(path)
     except DamagedError as error:
         raise DamagedError(f"{error}; use another checkpoint") from error
-    left = restore(found.snapshot, Parts(model, average, towers, loader, state), path)
-    return replace(found.manifest, state=left)
+
+
+def _check_generators(job: Job, path: Path) -> None:
+    """Check that all workers' global generators are in the same state."""
+    names = {"torch": "torch's CPU generator", "device": f"torch's generator on {job.device.type}"}
+    names |= {"python": "Python's random", "numpy": "NumPy's generator"}
+    states = GlobalGenerators(job.device).state_dict()
+    agree(
+        job,
+        {names[name]: f"state {_hash(state)}" for name, state in states.items()},
+        where=f"saving {path} with rng=True, for which all workers must have drawn the same numbers",
+    )
+
+
+def _hash(state: Any) -> str:
+    values = [
+        v.tolist() if isinstance(v, Tensor) else v for v in (state if isinstance(state, list) else [state])
+    ]
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:12]

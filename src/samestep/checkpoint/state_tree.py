@@ -1,4 +1,4 @@
-"""A nest of state <-> an outline in JSON and named tensors: nothing in it can run code when it is read.
+"""Nested state <-> JSON and named tensors: nothing in them can run code when they are read.
 
 Numbers, strings, booleans, None, lists and dicts with string keys stand in the outline as they are. All else
 is an object whose one name begins with `$`:
@@ -85,7 +85,7 @@ def from_outline(outline: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return the nest that `to_outline` was given.
 
     Raises:
-        ValueError: no nest has such an outline, or a tensor is missing, left over or used twice.
+        ValueError: it is not an outline, or a tensor is missing, left over or used twice.
 
     Example:
         >>> from_outline({"$dict": [[0, {"$tensor": "a"}], [1, {"$tuple": []}]]}, {"a": torch.zeros(2)})
@@ -95,9 +95,11 @@ def from_outline(outline: Any, tensors: Mapping[str, Tensor]) -> Any:
     try:
         value = _value(outline, left)
     except (KeyError, TypeError, RuntimeError, RecursionError) as error:
-        raise ValueError(f"no state has such an outline ({one_line(repr(error))})") from error
+        raise ValueError(f"it is not the outline of a state ({one_line(repr(error))})") from error
     if left:
-        raise ValueError(f"{len(left)} tensors are not in the outline, the first is {shown(min(left))}")
+        raise ValueError(
+            f"it lacks {len(left)} of the tensors that were saved, the first is {shown(min(left))}"
+        )
     return value
 
 
@@ -119,7 +121,7 @@ def _value(outline: Any, left: dict[str, Tensor]) -> Any:
             return Counter({_value(key, left): int(count) for key, count in items})
         case {"$float": "inf" | "-inf" | "nan" as value, **others} if not others:
             return float(value)
-    raise ValueError(f"no state has such an outline ({shown(outline, 200)})")
+    raise ValueError(f"it is not the outline of a state ({shown(outline, 200)})")
 
 
 def _ordered(tensor: Tensor, order: list[int] | None) -> Tensor:
@@ -127,6 +129,6 @@ def _ordered(tensor: Tensor, order: list[int] | None) -> Tensor:
     if order is None:
         return tensor
     if sorted(order) != list(range(tensor.ndim)):
-        raise ValueError(f"{shown(order)} is no order of {tensor.ndim} axes")
+        raise ValueError(f"{shown(order)} is not an order of {tensor.ndim} axes")
     inverse = sorted(range(tensor.ndim), key=order.__getitem__)
     return tensor.permute(order).contiguous().permute(inverse)

@@ -1,16 +1,16 @@
 """The data of a run: one global order, a random stream for each example, torch's DataLoader underneath.
 
-Which examples are in a batch follows from (seed, epoch), and the random numbers that an example meets from
-(seed, epoch, example). So every placement, and any number of loader processes, sees the same batches, and
-a run can go on from batch 1,000,000 without reading the ones before.
+The examples of a batch depend on (seed, epoch) alone, and the random numbers of an example on (seed, epoch,
+example). So every placement, and any number of loader processes, sees the same batches, and a run can
+continue from batch 1,000,000 without reading the ones before.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,17 +18,24 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
-from samestep.towers.batch import LocalBatch
+from samestep.data.readers import (
+    BatchedReader,
+    Reader,
+    Request,
+    RequestSampler,
+    is_batched,
+    noted,
+    read_ahead,
+)
 from samestep.errors import ConfigError, UsageError
-from samestep.workers.job import Job
-from samestep.summation.placement import Placement
-from samestep.workers.process import join_own_group
-from samestep.data.readers import BatchedReader, Reader, Request, is_batched
+from samestep.identity import check_same
 from samestep.streams import generator
+from samestep.summation.placement import Placement
+from samestep.towers.batch import LocalBatch
+from samestep.workers.job import Job
+from samestep.workers.process import join_own_group
 
 __all__ = ["PlacedTowers", "TowerLoader"]
-
-_NUM_AHEAD = 2
 
 _OWNED = {
     "sampler": "the order of an epoch depends on seed and epoch alone; use shuffle, or order the dataset",
@@ -40,7 +47,7 @@ _OWNED = {
 
 
 class PlacedTowers(Protocol):
-    """What a `TowerLoader` needs of `samestep.Towers`."""
+    """What a `TowerLoader` needs of `samestep.Towers`; `placement` may change between any two steps."""
 
     @property
     def placement(self) -> Placement:
@@ -58,6 +65,9 @@ class TowerLoader:
     Around `dataset[example]` torch's CPU generator, Python's `random` and NumPy's legacy generator are
     seeded from (seed, epoch, example), and around `collate_fn` from (seed, position, tower). Examples are
     read with one CPU thread, in loader processes and without.
+
+    Batches are read ahead for the towers' current placement. When that has been replaced, what was read ahead
+    is dropped and read again for the new one; `persistent_workers=True` keeps the loader processes then.
 
     Args:
         dataset: map-style: `len(dataset)` and `dataset[example]`; or a `BatchedDataset`, of which each
@@ -108,13 +118,14 @@ class TowerLoader:
         self.drop_last = drop_last
         self._towers = towers
         self._position = 0
-        self._requests: list[Request] = []
+        self._sampler = RequestSampler()
         reader = BatchedReader(dataset, seed) if batched else Reader(dataset, seed, collate_fn)
-        self._in_background = reader if batched and not dataloader_options.get("num_workers") else None
+        # The one that reads in a background thread, without a DataLoader.
+        self._reader = reader if batched and not dataloader_options.get("num_workers") else None
         self._loader: DataLoader[Any] = DataLoader(
             reader,
             batch_size=None,
-            sampler=self._requests,
+            sampler=self._sampler,
             collate_fn=_as_it_is,
             # Without one of its own, DataLoader draws a number from torch's global generator each epoch.
             generator=torch.Generator(),
@@ -137,6 +148,25 @@ class TowerLoader:
             raise ConfigError(f"position = {position!r}: expected an int >= 0, the batches handed out so far")
         self._position = position
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, and the settings that it depends on."""
+        return {"position": self._position, **self._settings}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the position of what `state_dict` returned, with any number of workers.
+
+        Raises:
+            ConfigError: it is from a run with another batch size, seed, number of examples, `shuffle` or
+                `drop_last`.
+        """
+        check_same(state, self._settings, "loader")
+        self.position = state["position"]
+
+    @property
+    def _settings(self) -> dict[str, int]:
+        names = ("batch_size", "seed", "shuffle", "drop_last")
+        return {"examples": len(self.dataset), **{name: getattr(self, name) for name in names}}
+
     @property
     def epoch(self) -> int:
         """The epoch of the next batch."""
@@ -152,24 +182,38 @@ class TowerLoader:
         Raises:
             UsageError: `position` was set, or another iteration went on, since the last batch of this one.
         """
-        requests = list(self._rest_of_epoch())
-        self._requests[:] = requests
-        slices = iter(self._loader) if self._in_background is None else _ahead(self._in_background, requests)
-        for request in requests:
-            self._check_unmoved(request.position)
-            read = next(slices)
-            self._position += 1
-            yield LocalBatch(request.rows, read, request.position, request.fingerprint)
+        expected, end = self._position, (self.epoch + 1) * len(self)
+        order = self._order(self.epoch)
+        while expected < end:
+            # What is read ahead is for this placement. The next step may be under another one, and then
+            # it is read again from there on.
+            placement = self._towers.placement
+            with closing(self._read(self._requests(order, range(expected, end), placement))) as batches:
+                while expected < end and self._towers.placement == placement:
+                    self._check_unmoved(expected)
+                    batch = next(batches)
+                    if self._towers.placement == placement:
+                        expected = self._position = expected + 1
+                        yield batch
 
-    def _rest_of_epoch(self) -> Iterator[Request]:
-        first_position = self.epoch * len(self)
-        order, placement = self._order(self.epoch), self._towers.placement
-        for position in range(self._position, first_position + len(self)):
-            start = (position - first_position) * self.batch_size
-            rows = order[start : start + self.batch_size]
+    def _read(self, requests: Iterator[Request]) -> Generator[LocalBatch]:
+        """Read some requests ahead of those that are asked for."""
+        asked: deque[Request] = deque()
+        self._sampler.requests = noted(requests, asked)
+        source = self._loader if self._reader is None else read_ahead(self._reader, self._sampler)
+        for slices in source:
+            request = asked.popleft()
+            yield LocalBatch(request.rows, slices, request.position, request.fingerprint)
+
+    def _requests(
+        self, order: NDArray[np.int64], positions: range, placement: Placement
+    ) -> Iterator[Request]:
+        for position in positions:
+            epoch, index = divmod(position, len(self))
+            rows = order[index * self.batch_size : (index + 1) * self.batch_size]
             mine = placement.rows(self._towers.job.rank, len(rows))
             examples = {tower: rows[part.start : part.stop] for tower, part in mine.items()}
-            yield Request(self.epoch, position, len(rows), zlib.crc32(rows.tobytes()), examples)
+            yield Request(epoch, position, len(rows), zlib.crc32(rows.tobytes()), examples)
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
         """Return the epoch's examples in their global order, int64 [examples]."""
@@ -182,23 +226,8 @@ class TowerLoader:
         if self._position != expected:
             raise UsageError(
                 f"position is {self._position}, this iteration is at {expected}: after setting position or "
-                "starting another iteration, do not go on with an old one"
+                "starting another iteration, do not continue an old one"
             )
-
-
-def _ahead(reader: BatchedReader | Reader, requests: Sequence[Request]) -> Iterator[dict[int, Any]]:
-    """Read in a background thread, so that the passes find their batches made."""
-    pool = ThreadPoolExecutor(1, thread_name_prefix="samestep-loader")
-    try:
-        waiting: deque[Future[dict[int, Any]]] = deque()
-        for request in requests:
-            waiting.append(pool.submit(reader.__getitem__, request))
-            if len(waiting) > _NUM_AHEAD:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _start_loader_process(_: int) -> None:

@@ -1,11 +1,13 @@
-"""From the numbers of examples to towers' batches, in this process, a thread of it, or a loader process."""
+"""Reads examples into towers' batches, in this process, a thread of it, or a loader process."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -15,14 +17,24 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, default_collate
 
-from samestep.towers.batch import GlobalBatch
 from samestep.errors import BatchError
 from samestep.streams import GlobalStreams, seed_globals, stream_seed
+from samestep.towers.batch import GlobalBatch
 
-__all__ = ["BatchedDataset", "BatchedReader", "Reader", "Request", "is_batched"]
+__all__ = [
+    "BatchedDataset",
+    "BatchedReader",
+    "Reader",
+    "Request",
+    "RequestSampler",
+    "is_batched",
+    "noted",
+    "read_ahead",
+]
 
 _CPU = torch.device("cpu")
 _ALIGNMENT_BYTES = 64
+_NUM_AHEAD = 2
 
 
 @runtime_checkable
@@ -53,9 +65,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Reader(Dataset[dict[int, Any]]):
-    """What DataLoader takes for the dataset: its "indices" are requests, its "examples" are towers' batches.
+    """A dataset for DataLoader whose "indices" are requests, and whose "examples" are towers' batches.
 
-    It holds nothing that changes, so a loader process can be given any request at any time.
+    It holds nothing that changes, so a loader process may read any request at any time.
     """
 
     dataset: Any
@@ -79,7 +91,7 @@ class Reader(Dataset[dict[int, Any]]):
 
 @dataclass(frozen=True)
 class BatchedReader(Dataset[dict[int, Any]]):
-    """The same for a `BatchedDataset`: one call for all towers, whose rows are then copied apart.
+    """The same for a `BatchedDataset`: one call reads all towers' rows, which are then copied apart.
 
     It leaves all global state alone, so it may run in a thread beside the passes.
     """
@@ -101,6 +113,38 @@ class BatchedReader(Dataset[dict[int, Any]]):
         starts = np.cumsum([0, *(len(rows) for rows in request.examples.values())]).tolist()
         parts = zip(request.examples, starts[:-1], starts[1:], strict=True)
         return {tower: batch.take(range(start, stop), _CPU) for tower, start, stop in parts}
+
+
+@dataclass
+class RequestSampler:
+    """Gives DataLoader requests for indices: those set last, each time that it is iterated over."""
+
+    requests: Iterator[Request] = field(default_factory=lambda: iter(()))
+
+    def __iter__(self) -> Iterator[Request]:
+        return self.requests
+
+
+def noted(requests: Iterator[Request], asked: deque[Request]) -> Iterator[Request]:
+    """Note each request when it is asked for: the answers come in the same order."""
+    for request in requests:
+        asked.append(request)
+        yield request
+
+
+def read_ahead(reader: BatchedReader | Reader, requests: Iterable[Request]) -> Iterator[dict[int, Any]]:
+    """Read in a background thread, so that the passes find their batches made."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="samestep-loader")
+    try:
+        waiting: deque[Future[dict[int, Any]]] = deque()
+        for request in requests:
+            waiting.append(pool.submit(reader.__getitem__, request))
+            if len(waiting) > _NUM_AHEAD:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 @contextmanager

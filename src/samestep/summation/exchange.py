@@ -217,7 +217,7 @@ class Exchange:
 
     def _check(self, headers: Mapping[int, Tensor]) -> None:
         own = headers[self._job.rank]
-        if self._status != _FINE or any(not torch.equal(header[1:], own[1:]) for header in headers.values()):
+        if own[1] != _FINE or any(not torch.equal(header[1:], own[1:]) for header in headers.values()):
             self._settle()
 
     def _settle(self) -> None:

@@ -49,7 +49,7 @@ class SparseExchange:
         self._layouts = [plan.parameters[index].gradient for index in plan.sparse]
         self._sums: dict[int, Sequence[Gradients]] = {job.rank: sums or []}
         self._others = [worker for worker in range(job.world_size) if worker != job.rank]
-        self.has_failed = sums is None
+        self.has_failed = sums is None and bool(plan.sparse)
         self._pending: Pending = Alone().post({}, {}, "")
         self._sizes: dict[int, Tensor] = {}
         if plan.sparse:

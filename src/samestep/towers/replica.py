@@ -113,6 +113,7 @@ class Replica:
             ConfigError: the model has become one that cannot be trained.
         """
         if self._signature() != self._seen or not self.buffers.are_current:
+            self.model.zero_grad()  # a parameter frozen since must not keep the last step's gradient
             self._look_at_model()
         key = (placement, sums, is_whole_batch)
         if key not in self._plans:

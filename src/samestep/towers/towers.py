@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from samestep.buffers.policies import Policy
 from samestep.buffers.statistics import Mode
 from samestep.errors import BatchError, ConfigError, UsageError
+from samestep.identity import check_same
 from samestep.summation.buckets import DEFAULT_BUCKET_BYTES
 from samestep.summation.exchange import Exchange
 from samestep.summation.gradients import norms_of, squared_sum
@@ -186,12 +187,7 @@ class Towers:
             UsageError: a step has begun and has not been averaged.
         """
         self._check_averaged()
-        for name, own in (("towers", self._placement.num_towers), ("seed", self.seed)):
-            if state[name] != own:
-                raise ConfigError(
-                    f"the state is of {name} = {state[name]}, these towers have {own}: both belong to the "
-                    "experiment, and must stay what they were"
-                )
+        check_same(state, {"towers": self._placement.num_towers, "seed": self.seed}, "towers")
         self._step = int(state["step"])
         self.noise.load_state_dict(state["noise"])
 

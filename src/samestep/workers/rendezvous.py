@@ -27,7 +27,7 @@ def has_group() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def open_store() -> Store:
+def open_store() -> dist.TCPStore:  # type: ignore[name-defined]
     """Open a store on this host in which workers can find each other; the system chooses its port."""
     return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
 

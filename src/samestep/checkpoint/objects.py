@@ -1,0 +1,127 @@
+"""The objects whose state a checkpoint holds, and how each of them gives and takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from samestep.data.loader import TowerLoader
+from samestep.identity import plain_names, uncompiled
+from samestep.streams import GlobalStreams
+from samestep.towers.towers import Towers
+
+__all__ = ["AVERAGES", "WEIGHTS", "GlobalGenerators", "TrainingObjects", "kind_of", "load_state", "state_of"]
+
+WEIGHTS, AVERAGES = "model", "averaged_model"
+"""The modules whose tensors have a file of their own; also its name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingObjects:
+    """The objects whose state a checkpoint holds; see `samestep.save`.
+
+    Attributes:
+        model: the model in training.
+        towers: hold T, the seed, the step and the noise scale.
+        loader: holds the position, and the settings that it depends on.
+        averaged_model: torch's `AveragedModel`, or another module with the averages.
+        rng: whether the process's global generators belong to the state.
+        state: objects with a `state_dict`, or plain values, by name; None counts as not there.
+    """
+
+    model: nn.Module
+    towers: Towers | None = None
+    loader: TowerLoader | None = None
+    averaged_model: nn.Module | None = None
+    rng: bool = False
+    state: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        """Where training computes."""
+        if self.towers is not None:
+            return self.towers.job.device
+        tensors = (entry for entry in self.model.state_dict().values() if isinstance(entry, Tensor))
+        return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+    @property
+    def modules(self) -> dict[str, nn.Module | None]:
+        """The modules whose tensors have a file of their own, by the file's name."""
+        averaged = uncompiled(self.averaged_model)
+        averages = averaged.module if isinstance(averaged, AveragedModel) else averaged
+        return {WEIGHTS: self.model, AVERAGES: averages}
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The objects of this library's that belong to the rest of the state, by name."""
+        averaged = uncompiled(self.averaged_model)
+        found = {
+            "towers": self.towers,
+            "loader": self.loader,
+            AVERAGES: AverageCount(averaged) if isinstance(averaged, AveragedModel) else None,
+            "rng": GlobalGenerators(self.device) if self.rng else None,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+    @property
+    def others(self) -> dict[str, Any]:
+        """The user's objects and values, by name."""
+        return {name: value for name, value in self.state.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class AverageCount:
+    """What an `AveragedModel` holds beside the averages: how many updates they are of."""
+
+    averaged_model: AveragedModel
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all entries but those of the averages."""
+        entries = self.averaged_model.state_dict()
+        return {name: entry for name, entry in entries.items() if not name.startswith("module.")}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put the entries back, and leave the averages as they are."""
+        entries = self.averaged_model.state_dict()
+        averages = {name: entry for name, entry in entries.items() if name.startswith("module.")}
+        self.averaged_model.load_state_dict({**averages, **state})
+
+
+@dataclass(frozen=True)
+class GlobalGenerators:
+    """The global generators of this process, as an object with a state."""
+
+    device: torch.device
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return their states."""
+        return GlobalStreams.capture(self.device).state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put their states back."""
+        GlobalStreams.from_state_dict(state, self.device).restore()
+
+
+def state_of(value: Any) -> Any:
+    """Return an object's state, a module's by the names without `torch.compile`; a plain value as it is."""
+    if not hasattr(value, "state_dict"):
+        return value
+    return plain_names(value.state_dict()) if isinstance(value, nn.Module) else value.state_dict()
+
+
+def load_state(target: Any, state: Any) -> None:
+    """Give an object the state that `state_of` returned, whether or not it is compiled."""
+    if isinstance(target, nn.Module):
+        entries = target.state_dict()
+        state = {name: state[plain] for plain, name in zip(plain_names(entries), entries, strict=True)}
+    target.load_state_dict(state)
+
+
+def kind_of(value: Any) -> str:
+    """Return the name of an object's type, that of a compiled module without `torch.compile`."""
+    return type(uncompiled(value)).__qualname__
