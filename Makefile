@@ -4,7 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install train test chaos check bench clean
+# Two processes, each with files of tests of its own; those with jobs of several workers come first.
+PYTEST := $(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+.PHONY: install train test test-all chaos check bench clean
 
 install: $(STAMP)
 
@@ -17,7 +20,10 @@ train: install
 	$(BIN)/samestep train digits --towers 8
 
 test: install
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(PYTEST) -m "not slow and not packages"
+
+test-all: install
+	$(PYTEST)
 
 chaos: install
 	$(BIN)/python -m pytest -q -m slow tests/integration/test_elastic.py tests/integration/test_launch.py

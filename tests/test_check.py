@@ -152,8 +152,10 @@ def test_a_fault_is_named(kind, operator, cause, remedy):
     assert finding.operator.endswith("backward" if kind is planted.KernelInBackward else "forward")
     assert cause in finding.cause
     assert remedy in finding.remedy
-    # The first gradient of a backward pass is that of the last layer, unless the fault comes after it.
-    assert finding.parameter == ("0.bias" if kind is planted.KernelInBackward else "5.bias")
+    # The first gradient of a backward pass is that of the last layer, unless the fault comes after it. Before
+    # a batch norm the gradient of a bias is nothing but rounding errors, which may be the same by chance.
+    first = ("0.bias", "0.weight") if kind is planted.KernelInBackward else ("5.bias",)
+    assert finding.parameter in first
 
 
 def test_the_step_and_tower_are_named():

@@ -1,9 +1,5 @@
 import math
-import re
-import subprocess
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -351,23 +347,3 @@ def test_pictures_are_stretched_to_the_whole_range(tmp_path):
     assert found[2].dtype == torch.uint8
     assert _pictures((torch.zeros(2, 4, 5, 6), torch.zeros(2, 3, 5, 6))) == []
     assert len(_pictures({"x": torch.full((9, 1, 2, 2), 3.0)})) == 4
-
-
-def test_several_workers_print_their_towers_in_order_and_one_writes(tmp_path):
-    options = "--workers 2 --towers 5 --steps 2 --summary-every 1 --log-device-placement --device cpu"
-    command = [
-        sys.executable,
-        "-m",
-        "samestep",
-        "train",
-        "digits",
-        *options.split(),
-        "--run-dir",
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
-    lines = done.stdout.splitlines()
-    assert re.fullmatch(r"worker 0 on \S+, cpu, 1 threads: towers 0, 1, 2", lines[0])
-    assert re.fullmatch(r"worker 1 on \S+, cpu, 1 threads: towers 3, 4", lines[1])
-    assert len([path for path in Path(tmp_path / "summaries").iterdir() if path.is_file()]) == 1
-    assert list(scalars(tmp_path / "summaries", "towers/4/loss")) == [1, 2]

@@ -18,4 +18,5 @@ for _ in range(EPOCHS):
             optimizer.zero_grad()
 if accelerator.is_main_process:
     tell(accelerator.unwrap_model(model))
+model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)  # they would keep the group
 accelerator.end_training()

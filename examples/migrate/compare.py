@@ -23,10 +23,16 @@ def outcome(program: str, num_processes: int) -> tuple[float, str | None]:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
     command = [sys.executable, *([] if program == "plain" else launcher), file]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    distance = re.search(r"distance from the truth (\S+)", done.stdout)
-    digest = re.search(r"weights sha256 (\S+)", done.stdout)
-    assert distance is not None, done.stdout
+    return read(
+        subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    )
+
+
+def read(printed: str) -> tuple[float, str | None]:
+    """Return what a program has printed: its distance from the truth, and its digest or None."""
+    distance = re.search(r"distance from the truth (\S+)", printed)
+    digest = re.search(r"weights sha256 (\S+)", printed)
+    assert distance is not None, printed
     return float(distance[1]), digest and digest[1]
 
 

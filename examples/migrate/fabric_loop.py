@@ -18,5 +18,6 @@ for batch in batches():
     optimizer.step()
 if fabric.is_global_zero:
     tell(module)
+del model  # a group that outlives the interpreter may abort the process: pytorch#190489
 if dist.is_initialized():
     dist.destroy_process_group()

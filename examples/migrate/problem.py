@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.distributed.nn  # before a group is made: it keeps the group of that moment alive for good
 import torch.nn.functional as F
 from torch import Tensor, nn
 

@@ -1,6 +1,6 @@
 import pytest
 
-from .nursery import SHORT, Nursery
+from .nursery import SAMESTEP, SHORT, Nursery
 
 
 @pytest.fixture(scope="session")
@@ -18,6 +18,18 @@ def start(nursery, tmp_path):
         return nursery.start(words, num_workers, tmp_path / "output")
 
     return start_run
+
+
+@pytest.fixture
+def run(nursery, tmp_path_factory):
+    """Run `samestep WORDS` to its end, as a user does, and return the process."""
+
+    def run_samestep(*words, expect=0):
+        finished = nursery.run((*SAMESTEP, *words), tmp_path_factory.mktemp("output"))
+        assert finished.wait() == [expect], finished.stderr()
+        return finished
+
+    return run_samestep
 
 
 @pytest.fixture(scope="session")

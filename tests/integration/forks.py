@@ -2,27 +2,40 @@
 
 import contextlib
 import gc
+import importlib
 import json
 import os
+import pkgutil
+import random
+import runpy
 import select
+import signal
+import subprocess
 import sys
+import tempfile
 import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-# What torch imports when the first optimizer is made, and what the first summaries need.
+import numpy as np
+
+# What torch imports when the first optimizer is made, what the first summaries need, and torchrun.
 import torch._dynamo
+import torch.distributed.run
 import torch.utils.tensorboard  # noqa: F401
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-import samestep.app.evaluation
-import samestep.app.training
-import samestep.recipes.digits.recipe  # noqa: F401
-from samestep.cli import main as samestep_main
+import samestep
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import tests.integration.hanging  # noqa: F401 - adds its recipe
+
+for module in pkgutil.walk_packages(samestep.__path__, "samestep."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
 
 POLL_S = 0.005
 
@@ -47,44 +60,102 @@ def tell(**answer: Any) -> None:
 
 
 def serve(request: dict[str, Any]) -> None:
-    pids = []
-    for number, output in enumerate(request["outputs"]):
-        pids.append(os.fork())
-        if pids[-1] == 0:
-            leave_parent(output)
-            try:
-                status = {"worker": run_worker, "agent": run_agent}[request["role"]](request, number)
-            except BaseException:
-                traceback.print_exc()
-                status = 1
+    role = {"program": run_program, "worker": run_worker, "agent": run_agent}[request["role"]]
+    tell(started=[start(role, request, number) for number in range(len(request["outputs"]))])
+
+
+def start(role: Callable[[dict[str, Any], int], None], request: dict[str, Any], number: int) -> int:
+    """Fork a process that plays a role; return its id."""
+
+    def play() -> None:
+        os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells disable in the background
+        output = request["outputs"][number]
+        redirect({0: os.devnull, 1: output, 2: f"{output}.errors"})
+        os.environ.update(request["environment"])
+        role(request, number)
+
+    return fork(play)
+
+
+def fork(play: Callable[[], None]) -> int:
+    """Fork a process that does what `play` does and ends as Python does; return its id."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            forget_what_is_drawn()
+            status = status_of(play)
             sys.stdout.flush()
+        finally:
             os._exit(status)  # taking the interpreter down would take longer than the whole job
-    tell(started=pids)
+    return pid
 
 
-def leave_parent(output: str) -> None:
-    os.setsid()
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for descriptor in (1, 2):
+def forget_what_is_drawn() -> None:
+    """Seed what a new Python seeds by itself: processes may not agree by chance."""
+    random.seed()
+    np.random.seed()
+    tempfile.tempdir = None
+
+
+def status_of(play: Callable[[], None]) -> int:
+    """Return the exit status that Python would end with, and write what it would write."""
+    try:
+        play()
+    except SystemExit as end:
+        if isinstance(end.code, int | None):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def redirect(files: dict[int, str]) -> None:
+    for descriptor, name in files.items():
+        file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         os.dup2(file, descriptor)
+        os.close(file)
 
 
-def run_worker(request: dict[str, Any], number: int) -> int:
+def run_python(command: Sequence[str]) -> None:
+    """Do what `python COMMAND` does, where COMMAND is `-m MODULE ...` or `FILE ...`."""
+    command = [word for word in command if word != "-u"]
+    if command[0] == "-m":
+        sys.argv[:] = command[1:]
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[:] = command
+        sys.path.insert(0, str(Path(command[0]).parent))
+        runpy.run_path(command[0], run_name="__main__")
+
+
+# ---- the roles ---------------------------------------------------------------------------------------
+
+
+def run_program(request: dict[str, Any], number: int) -> None:
+    """Be what a user starts. A launcher among them forks its workers, too."""
+    subprocess_handler.Popen = Fork
+    run_python(request["command"])
+
+
+def run_worker(request: dict[str, Any], number: int) -> None:
     """Be one worker of a job that some launcher has started."""
     os.environ.update(
         RANK=str(number),
         LOCAL_RANK=str(number),
         WORLD_SIZE=str(len(request["outputs"])),
         LOCAL_WORLD_SIZE=str(len(request["outputs"])),
-        MASTER_ADDR="localhost",
-        MASTER_PORT=str(request["port"]),
         TORCHELASTIC_RUN_ID="nursery",
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
-    return samestep_main(request["words"])
+    run_python(request["command"])
 
 
-def run_agent(request: dict[str, Any], number: int) -> int:
+def run_agent(request: dict[str, Any], number: int) -> None:
     """Be what `torchrun --nnodes 1:3 --nproc-per-node 1` is, except that workers are forked."""
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     config = LaunchConfig(
@@ -93,21 +164,48 @@ def run_agent(request: dict[str, Any], number: int) -> int:
         nproc_per_node=1,
         run_id=request["outputs"][0].rpartition("/")[0],
         rdzv_backend="c10d",
-        rdzv_endpoint=f"localhost:{request['port']}",
+        rdzv_endpoint=f"localhost:{os.environ['MASTER_PORT']}",
         rdzv_configs={"is_host": "0", "last_call_timeout": 1, "keep_alive_interval": 1},
         max_restarts=9,
         start_method="fork",
         local_addr="localhost",
         logs_specs=DefaultLogsSpecs(),
     )
-    elastic_launch(config, run_and_exit)(request["words"])
-    return 0
+    elastic_launch(config, run_and_exit)(request["command"])
 
 
-def run_and_exit(words: list[str]) -> None:
-    status = samestep_main(words)
+def run_and_exit(command: list[str]) -> None:
+    status = status_of(lambda: run_python(command))
     sys.stdout.flush()
     os._exit(status) if status else None  # the agent waits for a function to return where it succeeds
+
+
+class Fork(subprocess.Popen):
+    """What torch's launcher starts `python COMMAND` with, as a copy of the launcher's own process."""
+
+    def _execute_child(self, args: Sequence[str], *others: Any) -> None:
+        assert args[0] == sys.executable
+        environment = others[5]
+
+        def play() -> None:
+            os.setsid()
+            as_after_exec(environment)
+            run_python(args[1:])
+
+        self.pid = fork(play)
+        self._child_created = True
+
+
+def as_after_exec(environment: dict[str, str]) -> None:
+    """Leave behind what a new program does not get: open files, environment, handlers of signals."""
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    os.environ.clear()
+    os.environ.update(environment)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Jobs that start at once: a process that has imported everything (`forks.py`) forks their processes.
 
 Starting Python and torch takes seconds; tests that start dozens of jobs have no time for that. What is
-forked are real processes, each in its own session, that run the real command line.
+forked are real processes, each in its own session, that run the real command line or a program's file.
+A COMMAND is what stands after `python` where it is started by hand.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ STEPS = 60
 SHORT = ("--towers", "5", "--batch-size", "40", "--log-every", "1", "--steps", STEPS)
 """What most jobs here train: a step takes some ten milliseconds."""
 
+SAMESTEP = ("-m", "samestep")
+
 
 class Nursery:
     """Starts jobs; enter it first."""
 
     def __enter__(self) -> Nursery:
         # One store for all jobs, as an elastic agent has one for all restarts.
-        self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self.store = new_store()
         self._forks = subprocess.Popen(
             [sys.executable, Path(__file__).with_name("forks.py")],
             stdin=subprocess.PIPE,
@@ -56,14 +59,30 @@ class Nursery:
     def start(self, words: Sequence[object], num_workers: int, folder: Path) -> Processes:
         """Start the workers of a job that runs `samestep WORDS`, and kill those of another before.
 
-        Process N writes its output to folder/N.
+        Process N writes its output to folder/N and its errors to folder/N.errors.
         """
         self.end()
-        return self._fork("worker", words, folder, range(num_workers))
+        return self._fork("worker", (*SAMESTEP, *words), folder, range(num_workers), at(self.store))
 
     def start_agents(self, words: Sequence[object], agents: range, folder: Path) -> Processes:
         """Start agents of torch's elastic launcher, each with one worker, that join those there are."""
-        return self._fork("agent", words, folder, agents)
+        return self._fork("agent", (*SAMESTEP, *words), folder, agents, at(self.store))
+
+    def start_program(self, command: Sequence[object], folder: Path, **environment: str) -> Processes:
+        """Start one process; it is a user's, and may be a launcher."""
+        return self._fork("program", command, folder, range(1), environment)
+
+    def run(
+        self, command: Sequence[object], folder: Path, num_workers: int | None = None, **environment: str
+    ) -> Processes:
+        """Run a program to its end: by itself, or as all the workers that a launcher would start."""
+        if num_workers is None:
+            processes = self.start_program(command, folder, **environment)
+        else:
+            store = new_store()  # not all programs can share one with those before
+            processes = self._fork("worker", command, folder, range(num_workers), environment | at(store))
+        processes.wait(timeout_s=200)
+        return processes
 
     def whole_run(self, folder: Path, recipe: str = "digits", *options: object) -> dict[int, str]:
         """Train what `SHORT` says without a break; return the digest after each step."""
@@ -78,10 +97,25 @@ class Nursery:
             processes.wait()
         self._running.clear()
 
-    def _fork(self, role: str, words: Sequence[object], folder: Path, names: range) -> Processes:
+    def _fork(
+        self,
+        role: str,
+        command: Sequence[object],
+        folder: Path,
+        names: range,
+        environment: dict[str, str],
+    ) -> Processes:
         folder.mkdir(parents=True, exist_ok=True)
-        outputs = [str(folder / str(name)) for name in names]
-        request = {"role": role, "words": list(map(str, words)), "outputs": outputs, "port": self.store.port}
+        outputs = [folder / str(name) for name in names]
+        for output in outputs:
+            output.unlink(missing_ok=True)  # of a process before
+            output.with_suffix(".errors").unlink(missing_ok=True)
+        request = {
+            "role": role,
+            "command": list(map(str, command)),
+            "outputs": list(map(str, outputs)),
+            "environment": environment,
+        }
         self._forks.stdin.write(json.dumps(request) + "\n")
         self._forks.stdin.flush()
         self._running.append(Processes(self._started.get(timeout=100), outputs, self._statuses))
@@ -99,15 +133,22 @@ class Nursery:
 class Processes:
     """The processes of one job, by number."""
 
-    def __init__(self, pids: list[int], outputs: list[str], statuses: dict[int, int]) -> None:
+    def __init__(self, pids: list[int], outputs: list[Path], statuses: dict[int, int]) -> None:
         self.pids = pids
         self._outputs = outputs
         self._statuses = statuses
 
     def output(self, number: int = 0) -> str:
+        """Return what a process has written so far, and its errors."""
+        return self.stdout(number) + self.stderr(number)
+
+    def stdout(self, number: int = 0) -> str:
         """Return what a process has written so far."""
-        file = Path(self._outputs[number])
-        return file.read_text() if file.exists() else ""
+        return text_of(self._outputs[number])
+
+    def stderr(self, number: int = 0) -> str:
+        """Return the errors that a process has written so far."""
+        return text_of(self._outputs[number].with_suffix(".errors"))
 
     def wait_for(self, text: str, number: int = 0, timeout_s: float = 60) -> None:
         """Wait until a process has written something."""
@@ -162,6 +203,19 @@ class Processes:
             assert time.monotonic() < deadline_s, self.output()
             time.sleep(0.002)
         return [self._statuses[pid] for pid in self.pids]
+
+
+def new_store() -> dist.TCPStore:
+    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
+def at(store: dist.TCPStore) -> dict[str, str]:
+    """Return where workers look for their store."""
+    return {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
+
+
+def text_of(file: Path) -> str:
+    return file.read_text() if file.exists() else ""
 
 
 def steps_of(run_dir: Path) -> list[int]:

@@ -8,26 +8,19 @@ import sys
 import pytest
 
 from ..forgery import contents
+from .nursery import SAMESTEP
 
 SHORT = ["--steps", "12", "--batch-size", "250"]
-SAMESTEP = [sys.executable, "-m", "samestep"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-def run(*command, expect=0):
-    finished = subprocess.run(
-        command, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert finished.returncode == expect, finished.stderr
-    return finished
-
-
-def digest_of(finished):
-    *_, last = finished.stdout.splitlines()
+def digest_of(stdout):
+    *_, last = stdout.splitlines()
     return re.fullmatch(r"weights sha256 ([0-9a-f]{64})", last)[1]
 
 
-def train(run_dir, *options):
-    return digest_of(run(*SAMESTEP, "train", "digits", *SHORT, "--run-dir", run_dir, *options))
+def train(run, run_dir, *options):
+    return digest_of(run("train", "digits", *SHORT, "--run-dir", run_dir, *options).stdout())
 
 
 @pytest.mark.parametrize(
@@ -38,26 +31,39 @@ def train(run_dir, *options):
     ],
     ids=" ".join,
 )
-def test_any_number_of_workers_gives_the_same_digest(tmp_path, options):
+def test_any_number_of_workers_gives_the_same_digest(run, nursery, tmp_path, options):
     digests = {
-        workers: train(tmp_path / str(workers), *options, "--workers", str(workers)) for workers in (1, 3)
+        workers: train(run, tmp_path / str(workers), *options, "--workers", str(workers))
+        for workers in (1, 3)
     }
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    torchrun = [*launcher, "-m", "samestep", "train", "digits", *SHORT, "--run-dir", tmp_path / "torchrun"]
-    digests["torchrun"] = digest_of(run(*torchrun, *options))
+    words = ["train", "digits", *SHORT, *options, "--run-dir", tmp_path / "torchrun"]
+    torchrun = nursery.run([*TORCHRUN, *SAMESTEP, *words], tmp_path / "output")
+    assert torchrun.wait() == [0], torchrun.stderr()
+    digests["torchrun"] = digest_of(torchrun.stdout())
     assert len(set(digests.values())) == 1, digests
     checkpoints = [contents(tmp_path / name / "checkpoints") for name in ("1", "3", "torchrun")]
     assert checkpoints[0] == checkpoints[1] == checkpoints[2]
     assert len(checkpoints[0]) == 4
 
 
-def test_eval_and_digest_work_on_what_train_wrote(tmp_path):
-    digest = train(tmp_path, "--workers", "1")
-    assert run(*SAMESTEP, "digest", tmp_path).stdout.strip() == digest
-    alone = run(*SAMESTEP, "eval", tmp_path, "--workers", "1").stdout
+def test_the_command_as_a_user_types_it(run, tmp_path):
+    """Each process starts Python, and takes it down at its end."""
+    words = ["train", "digits", *SHORT, "--run-dir", tmp_path / "cold", "--workers", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    finished = subprocess.run(
+        [sys.executable, *SAMESTEP, *words], capture_output=True, text=True, timeout=200, env=environment
+    )
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert digest_of(finished.stdout) == train(run, tmp_path / "warm", "--workers", "1")
+
+
+def test_eval_and_digest_work_on_what_train_wrote(run, tmp_path):
+    digest = train(run, tmp_path, "--workers", "1")
+    assert run("digest", tmp_path).stdout().strip() == digest
+    alone = run("eval", tmp_path, "--workers", "1").stdout()
     figure = re.search(r"step 12: test accuracy = 0\.\d{4}$", alone.strip())[0]
-    assert figure in run(*SAMESTEP, "eval", tmp_path, "--workers", "2").stdout
-    assert figure in run(*SAMESTEP, "eval", tmp_path, "--workers", "1", "--weights", "raw").stdout
+    assert figure in run("eval", tmp_path, "--workers", "2").stdout()
+    assert figure in run("eval", tmp_path, "--workers", "1", "--weights", "raw").stdout()
 
 
 @pytest.mark.parametrize(
@@ -67,16 +73,15 @@ def test_eval_and_digest_work_on_what_train_wrote(tmp_path):
         (["--batch-size", "0"], "--batch-size 0: expected at least 1"),
     ],
 )
-def test_wrong_settings_are_one_line(tmp_path, options, message):
-    finished = run(*SAMESTEP, "train", "digits", "--run-dir", tmp_path, *options, expect=2)
-    assert len(finished.stderr.splitlines()) == 1
-    assert message in finished.stderr
+def test_wrong_settings_are_one_line(run, tmp_path, options, message):
+    finished = run("train", "digits", "--run-dir", tmp_path, *options, expect=2)
+    assert len(finished.stderr().splitlines()) == 1
+    assert message in finished.stderr()
 
 
-def test_another_experiment_in_the_folder_is_refused(tmp_path):
-    train(tmp_path, "--workers", "1")
-    finished = run(
-        *SAMESTEP, "train", "digits", *SHORT, "--seed", "1", "--run-dir", tmp_path, "--workers", "1", expect=2
-    )
-    assert "was trained with seed = 0, not 1" in finished.stderr
-    assert len(finished.stderr.splitlines()) == 1
+def test_another_experiment_in_the_folder_is_refused(run, tmp_path):
+    train(run, tmp_path, "--workers", "1")
+    words = ["train", "digits", *SHORT, "--seed", "1", "--run-dir", tmp_path, "--workers", "1"]
+    finished = run(*words, expect=2)
+    assert "was trained with seed = 0, not 1" in finished.stderr()
+    assert len(finished.stderr().splitlines()) == 1

@@ -1,38 +1,30 @@
 """`samestep eval` beside a run: other weights, other placements, and following."""
 
-import subprocess
+import shutil
 import time
 
-from .test_digits import SAMESTEP, run, train
+from .nursery import SAMESTEP
+from .test_digits import train
 
 
-def figure_of(line):
-    return line.split(": step ")[1]
-
-
-def test_follow_goes_on_until_training_ends(tmp_path):
-    train(tmp_path, "--workers", "1", "--checkpoint-every", "4")
+def test_follow_goes_on_until_training_ends(run, nursery, tmp_path):
+    train(run, tmp_path, "--workers", "1", "--checkpoint-every", "4")
     last = tmp_path / "checkpoints" / "step-00000012"
     aside = tmp_path / "aside"
     last.rename(aside)
-    follower = subprocess.Popen(
-        [*SAMESTEP, "eval", tmp_path, "--follow", "--workers", "2"], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert figure_of(follower.stdout.readline()).startswith("8: test accuracy = 0.")
-        time.sleep(1.5)
-        assert follower.poll() is None
-        aside.rename(last)
-        assert figure_of(follower.stdout.readline()).startswith("12: test accuracy = 0.")
-        assert follower.wait(30) == 0
-    finally:
-        follower.kill()
-        follower.stdout.close()
+    words = ["eval", tmp_path, "--follow", "--workers", "2"]
+    follower = nursery.start_program([*SAMESTEP, *words], tmp_path / "output")
+    follower.wait_for(": step 8: test accuracy = 0.")
+    time.sleep(1.5)
+    assert follower.ended() == 0
+    aside.rename(last)
+    assert follower.wait(30) == [0]
+    assert [line.split(": ")[1] for line in follower.stdout().splitlines()] == ["step 8", "step 12"]
 
 
-def test_no_checkpoint_is_said(tmp_path):
-    train(tmp_path, "--workers", "1")
-    subprocess.run(["rm", "-r", tmp_path / "checkpoints"], check=True)
-    finished = run(*SAMESTEP, "eval", tmp_path, "--workers", "1", expect=2)
-    assert "no checkpoint there" in finished.stderr
-    assert len(finished.stderr.splitlines()) == 1
+def test_no_checkpoint_is_said(run, tmp_path):
+    train(run, tmp_path, "--workers", "1")
+    shutil.rmtree(tmp_path / "checkpoints")
+    finished = run("eval", tmp_path, "--workers", "1", expect=2)
+    assert "no checkpoint there" in finished.stderr()
+    assert len(finished.stderr().splitlines()) == 1

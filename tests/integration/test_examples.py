@@ -1,28 +1,49 @@
 """The programs in examples/ run, and print the same on one worker and on two."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from .test_digits import run
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+@pytest.fixture
+def printed(nursery, tmp_path):
+    """Run a program on some workers, and return the lines that worker 0 prints."""
+
+    def run(program, num_workers):
+        finished = nursery.run([program], tmp_path / "output", num_workers)
+        assert finished.wait() == [0] * num_workers, finished.stderr()
+        return finished.stdout().splitlines()
+
+    return run
 
 
 @pytest.mark.parametrize("name", ["towers.py", "contrastive.py"])
-def test_training_ends_in_the_same_weights(name):
-    alone = run(sys.executable, EXAMPLES / name).stdout
-    assert run(*LAUNCHER, EXAMPLES / name).stdout == alone
-    assert alone.splitlines()[-1].startswith("weights sha256 ")
+def test_training_ends_in_the_same_weights(printed, name):
+    alone = printed(EXAMPLES / name, 1)
+    assert printed(EXAMPLES / name, 2) == alone
+    assert alone[-1].startswith("weights sha256 ")
 
 
-def test_the_histogram_of_all_predictions():
-    unsplit, whole, average = run(*LAUNCHER, EXAMPLES / "histogram.py").stdout.splitlines()
+def test_the_histogram_of_all_predictions(printed):
+    unsplit, whole, average = printed(EXAMPLES / "histogram.py", 2)
     figures = unsplit.removeprefix("unsplit").strip()
     assert figures.endswith("difference none but rounding")
     assert whole.removeprefix("whole batch").strip() == figures
     assert "rounding" not in average
+
+
+def test_an_example_as_a_user_starts_it():
+    finished = subprocess.run(
+        [sys.executable, EXAMPLES / "histogram.py"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert len(finished.stdout.splitlines()) == 3

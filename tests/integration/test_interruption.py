@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from samestep.app.training import train
 from samestep.errors import ConfigError
 from samestep.recipes.digits.recipe import DigitsSettings
 
-from .nursery import SHORT, STEPS, digests_of, steps_of
+from .nursery import SAMESTEP, SHORT, STEPS, digests_of, steps_of
 
 
 def stopped_after(workers, tmp_path, reason):
@@ -95,36 +93,18 @@ def assert_gone(pids, timeout_s=10):
         time.sleep(0.01)
 
 
-def test_a_signal_to_the_launcher_and_its_workers_is_one_message_and_a_checkpoint(tmp_path):
-    words = [
-        "train",
-        "digits",
-        *map(str, SHORT),
-        "--steps",
-        "100000",
-        "--workers",
-        "2",
-        "--run-dir",
-        tmp_path / "run",
-    ]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "samestep", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    while "step 2," not in process.stdout.readline():
-        assert process.poll() is None
-    workers = [
-        int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    ]
+def test_a_signal_to_the_launcher_and_its_workers_is_one_message_and_a_checkpoint(nursery, tmp_path):
+    words = ["train", "digits", *SHORT, "--steps", "100000", "--workers", "2", "--run-dir", tmp_path / "run"]
+    process = nursery.start_program([*SAMESTEP, *words], tmp_path / "output")
+    process.wait_for_step(2)
+    workers = process.started_by(0)
     assert len(workers) == 2
-    for pid in (process.pid, *workers):
+    process.signal(signal.SIGTERM)
+    for pid in workers:
         os.kill(pid, signal.SIGTERM)
-    _, told = process.communicate(timeout=60)
+    assert process.wait() == [143]
     step = steps_of(tmp_path / "run")[-1]
-    assert process.returncode == 143
-    assert told == (
+    assert process.stderr() == (
         f"samestep: stopped after step {step} by SIGTERM; checkpoint written; run the same command to go on\n"
     )
     assert_gone(workers)

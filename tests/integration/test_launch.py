@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 
@@ -41,29 +39,17 @@ sys.exit(run_worker(start if WORKER < 0 else main))
 
 
 @pytest.fixture
-def start(tmp_path):
-    """Start a job whose workers run `body`; its output goes to the returned process's pipes."""
-    started = []
+def start(nursery, tmp_path):
+    """Start a job whose workers run `body`."""
 
     def start_job(body, num_workers=2):
-        script = tmp_path / "job.py"
+        script, temporary = tmp_path / "job.py", tmp_path / "temporary"
         indented = textwrap.indent(body.strip(), "    ")
         script.write_text(JOB.format(body=indented, num_workers=num_workers))
-        without_launcher = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-        process = subprocess.Popen(
-            [sys.executable, str(script)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=without_launcher | {"TMPDIR": str(tmp_path)},
-        )
-        started.append(process)
-        return process
+        temporary.mkdir()
+        return nursery.start_program([script], tmp_path / "output", TMPDIR=str(temporary))
 
-    yield start_job
-    for process in started:
-        process.kill()
-        process.communicate()
+    return start_job
 
 
 @pytest.fixture
@@ -71,15 +57,24 @@ def run(start):
     """Run a job to its end and return (exit status, lines of stdout, lines of stderr)."""
 
     def run_job(body, num_workers=2):
-        process = start(body, num_workers)
-        out, err = process.communicate(timeout=120)
-        return process.returncode, out.splitlines(), err.splitlines()
+        return outcome(start(body, num_workers))
 
     return run_job
 
 
-def wait_for(process, num_lines):
-    return [process.stdout.readline().strip() for _ in range(num_lines)]
+def outcome(process, timeout_s=60):
+    (status,) = process.wait(timeout_s)
+    return status, process.stdout().splitlines(), process.stderr().splitlines()
+
+
+def wait_for(process, num_lines, timeout_s=60):
+    """Wait for lines that its workers write, and return them."""
+    deadline_s = time.monotonic() + timeout_s
+    while process.stdout().count("\n") < num_lines:
+        assert process.ended() == 0, process.output()
+        assert time.monotonic() < deadline_s, process.output()
+        time.sleep(0.002)
+    return process.stdout().splitlines()
 
 
 def test_success_passes_output_through_and_nothing_else(run, tmp_path):
@@ -91,7 +86,7 @@ sys.stderr.write("a warning\\n") if WORKER == 1 else None
     status, out, err = run(body)
     assert (status, sorted(out)) == (0, ["0 2 2", "1 2 2"])
     assert err == ["a warning"]
-    assert [path.name for path in tmp_path.iterdir()] == ["job.py"]
+    assert list((tmp_path / "temporary").iterdir()) == []
 
 
 def test_the_first_exception_is_shown_once_and_its_consequences_are_not(run):
@@ -158,18 +153,15 @@ time.sleep(60)
 """
     process = start(body)
     assert wait_for(process, 2) == ["ready"] * 2
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
-    assert out.splitlines() == ["finished on SIGTERM"] * 2
-    assert (process.returncode, err) == (143, "")
+    process.signal(signal.SIGTERM)
+    assert outcome(process) == (143, ["ready"] * 2 + ["finished on SIGTERM"] * 2, [])
 
 
 def test_an_interrupted_worker_without_a_handler_prints_nothing(start):
     process = start('say("ready") or time.sleep(60)')
     assert wait_for(process, 2) == ["ready"] * 2
-    process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=60) == ("", "")
-    assert process.returncode == 130
+    process.signal(signal.SIGINT)
+    assert outcome(process) == (130, ["ready"] * 2, [])
 
 
 def test_what_fails_after_a_signal_is_still_shown(start):
@@ -182,9 +174,9 @@ time.sleep(60)
 """
     process = start(body)
     wait_for(process, 2)
-    process.send_signal(signal.SIGTERM)
-    assert process.communicate(timeout=60)[1].splitlines()[-1] == "OSError: no space left for the checkpoint"
-    assert process.returncode == 143
+    process.signal(signal.SIGTERM)
+    status, _, err = outcome(process)
+    assert (status, err[-1]) == (143, "OSError: no space left for the checkpoint")
 
 
 def test_a_second_signal_kills_workers_that_do_not_listen(start):
@@ -196,12 +188,12 @@ while True:
 """
     process = start(body)
     pids = [int(line) for line in wait_for(process, 2)]
-    process.send_signal(signal.SIGTERM)
-    assert wait_for(process, 2) == ["heard"] * 2
+    process.signal(signal.SIGTERM)
+    assert wait_for(process, 4)[2:] == ["heard"] * 2
     time.sleep(ECHO_S)
     begin = time.monotonic()
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 143
+    process.signal(signal.SIGTERM)
+    assert process.wait() == [143]
     assert time.monotonic() - begin < 10
     for pid in pids:
         with pytest.raises(ProcessLookupError):
@@ -217,7 +209,7 @@ time.sleep(60)
 """
     process = start(body)
     pids = [int(line) for line in wait_for(process, 2)]
-    process.kill()
+    process.signal(signal.SIGKILL)
     deadline_s = time.monotonic() + 10
     while any(os.path.exists(f"/proc/{pid}") for pid in pids):
         assert time.monotonic() < deadline_s
@@ -233,8 +225,7 @@ raise ConfigError("no")
 """
     begin = time.monotonic()
     process = start(body)
-    assert process.communicate(timeout=60) == ("", "samestep: error: no\n")
-    assert process.returncode == 2
+    assert outcome(process) == (2, [], ["samestep: error: no"])
     assert time.monotonic() - begin < GRACE_S
 
 
@@ -250,7 +241,6 @@ time.sleep(1000)
     process = start(body)
     pids = [int(line) for line in wait_for(process, 2)]
     begin = time.monotonic()
-    assert process.communicate(timeout=GRACE_S + 30) == ("", "samestep: error: no\n")
-    assert process.returncode == 2
+    assert outcome(process, GRACE_S + 30) == (2, list(map(str, pids)), ["samestep: error: no"])
     assert GRACE_S - 1 < time.monotonic() - begin < GRACE_S + 15
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)

@@ -12,14 +12,20 @@ TIMEOUT_S = 4
 
 
 def the_others_tell(workers, victim, how):
-    """Check what the others say of the victim, and return the first step that they name."""
-    steps = set()
-    for worker in range(len(workers.pids)):
-        if worker != victim:
-            told = rf"samestep: error: step (\d+), (?:gradients|averages|norms): worker {victim} {how} \("
-            found = re.search(told, workers.output(worker))
-            assert found, workers.output(worker)
-            steps.add(int(found[1]))
+    """Check what the others say of the victim, and return the first step that they name.
+
+    One that notices late may find that another has noticed, and left.
+    """
+    others = set(range(len(workers.pids))) - {victim}
+    found = []
+    for worker in others:
+        left = "|".join(map(str, others - {worker}))
+        who = rf"worker (?:({victim}) {how}|(?:{left}) is gone) \("
+        told = rf"samestep: error: step (\d+), (?:gradients|averages|norms): {who}"
+        found.append(re.search(told, workers.output(worker)))
+        assert found[-1], workers.output(worker)
+    assert any(match[2] for match in found)
+    steps = [int(match[1]) for match in found]
     assert max(steps) - min(steps) <= 1  # what the victim had sent may have let one of them go on
     return min(steps)
 

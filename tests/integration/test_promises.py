@@ -21,10 +21,9 @@ def alone(name):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return cache(
-        lambda num_workers: run_program(promises, tmp_path_factory.mktemp("results") / "worker", num_workers)
-    )
+def results(nursery, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("results")
+    return cache(lambda num_workers: run_program(nursery, promises, folder / str(num_workers), num_workers))
 
 
 @pytest.mark.parametrize("num_workers", [2, 3])

@@ -3,35 +3,30 @@
 import os
 import re
 import signal
-import subprocess
 import time
 
 import pytest
 
 from ..forgery import contents
-from .test_digits import SAMESTEP, digest_of, run
+from .nursery import SAMESTEP
+from .test_digits import digest_of
 
 RUN = ["train", "digits", "--steps", "120", "--batch-size", "64", "--towers", "7", "--checkpoint-every", "10"]
 
 
-def command(run_dir, num_workers):
-    return [*SAMESTEP, *RUN, "--run-dir", str(run_dir), "--workers", str(num_workers)]
+def words(run_dir, num_workers):
+    return [*RUN, "--run-dir", run_dir, "--workers", num_workers]
 
 
-def kill_after_a_checkpoint(run_dir, num_workers, number):
-    """Start a run, and kill worker 0, which holds the lock and writes, after some checkpoints."""
-    process = subprocess.Popen(command(run_dir, num_workers), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
-        while len(checkpoints(run_dir)) < number:
-            assert process.poll() is None
-            time.sleep(0.01)
-        pid = re.match(r"PID (\d+) on ", (run_dir / "lock").read_text())[1]
-        os.kill(int(pid), signal.SIGKILL)
-        assert process.wait(60) == 1
-        assert f"(pid {pid}) was killed by SIGKILL" in process.stderr.read().decode()
-    finally:
-        process.kill()
-        process.communicate()
+def kill_after_a_checkpoint(process, run_dir, number):
+    """Kill worker 0 of a run, which holds the lock and writes, after some checkpoints."""
+    while len(checkpoints(run_dir)) < number:
+        assert process.ended() == 0
+        time.sleep(0.01)
+    pid = re.match(r"PID (\d+) on ", (run_dir / "lock").read_text())[1]
+    os.kill(int(pid), signal.SIGKILL)
+    assert process.wait(60) == [1]
+    assert f"(pid {pid}) was killed by SIGKILL" in process.stderr()
 
 
 def checkpoints(run_dir):
@@ -39,15 +34,17 @@ def checkpoints(run_dir):
 
 
 @pytest.mark.timeout(400)
-def test_a_killed_run_goes_on_with_the_same_bits_on_other_workers(tmp_path):
+def test_a_killed_run_goes_on_with_the_same_bits_on_other_workers(run, nursery, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    expected = digest_of(run(*command(whole, 1)))
-    kill_after_a_checkpoint(parts, 3, 2)
+    expected = digest_of(run(*words(whole, 1)).stdout())
+    kill_after_a_checkpoint(
+        nursery.start_program([*SAMESTEP, *words(parts, 3)], tmp_path / "output"), parts, 2
+    )
     killed_at = len(checkpoints(parts))
     assert killed_at < 12
     (checkpoints(parts)[-1] / "manifest.json").write_bytes(b"")
-    finished = run(*command(parts, 2))
-    assert digest_of(finished) == expected
-    assert "is not the manifest of a checkpoint" in finished.stderr
+    finished = run(*words(parts, 2))
+    assert digest_of(finished.stdout()) == expected
+    assert "is not the manifest of a checkpoint" in finished.stderr()
     assert len(list((parts / "checkpoints").glob("*.damaged"))) == 1
     assert contents(checkpoints(parts)[-1]) == contents(checkpoints(whole)[-1])
