@@ -32,6 +32,7 @@ from samestep.recipes.digits.data import Digits
 from samestep.recipes.segmentation.label_maps import LabelMaps
 from samestep.recipes.segmentation.recipe import SegmentationSettings
 from samestep.streams import seed_globals
+from samestep.summation.placement import Placement
 from samestep.workers.agreement import from_first_worker
 
 Scenario = Callable[[samestep.Job], str]
@@ -871,6 +872,29 @@ def saved_by_all(job: samestep.Job) -> str:
         job.barrier()
     assert train(others, 2) == expected
     return expected
+
+
+@scenario
+def a_model_that_changes(job: samestep.Job) -> str:
+    """Other cuts at every step; layers frozen, thawed, added, cast to float64 and back, statistics included."""
+    model = convnet().to(job.device)
+    towers = samestep.Towers(model, 7, job=job, bucket_bytes=300)
+    told = []
+    for step, batch in enumerate(batches(6, 16, 3, 8, 8)):
+        inner = np.random.default_rng((step, job.world_size)).choice(6, job.world_size - 1, replace=False)
+        towers.placement = Placement((0, *sorted(inner + 1), 7))
+        model[0].requires_grad_(step != 1)
+        if step == 3:
+            torch.manual_seed(job.rank)  # all take over the first worker's new layer
+            model.append(nn.Linear(5, 5).to(job.device))
+        model.double() if step == 4 else model.float()
+        for tower in towers({**batch, "x": batch["x"].to(next(model.parameters()).dtype)}):
+            tower.backward(loss_of(model, tower.batch))
+        told.append(towers.average().loss)
+        with torch.no_grad():
+            for parameter in towers.parameters:
+                parameter -= 0.1 * parameter.grad
+    return f"{told} {samestep.digest(model)}"
 
 
 @scenario

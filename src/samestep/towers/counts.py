@@ -18,11 +18,10 @@ __all__ = [
     "NamedCounts",
     "check_counts",
     "count_slices",
-    "explain_no_count",
     "is_known_to_count",
     "loss_sum",
     "mean_loss",
-    "wrong_count",
+    "wrong_counts",
 ]
 
 Count = Callable[[Any], "float | Tensor"]
@@ -79,24 +78,33 @@ def is_known_to_count(count: float | Tensor) -> bool:
     return (not isinstance(count, Tensor) or count.device.type == "cpu") and float(count) > 0
 
 
-def explain_no_count(step: int, names: Sequence[str]) -> BatchError:
-    """Return the error of a step in which nothing counts."""
+def wrong_counts(
+    step: int, names: Sequence[str], counts: Tensor, is_known_to_count: bool
+) -> BatchError | None:
+    """Return what is wrong with the towers' counts, alike on every worker; None where nothing is.
+
+    Args:
+        step: its number.
+        names: of the sums that the loss consists of.
+        counts: float64 [T].
+        is_known_to_count: whether some tower of this worker counts something.
+    """
+    if counts.device.type == "cpu":  # a GPU would be waited for; there the average is not finite
+        wrong = (~(counts >= 0) | counts.isinf()).nonzero()
+        if len(wrong):
+            tower = int(wrong[0])
+            return BatchError(
+                f"step {step}: tower {tower} has the count {float(counts[tower]):g}, expected a finite "
+                "number of at least 0; nothing was updated"
+            )
+    # Nor is one waited for where a count here is known to be above 0. If all are 0, none is, and all workers
+    # look; if not, it does not matter who looks.
+    if is_known_to_count or float(counts.sum()) != 0:
+        return None
     what = f"the towers' counts of {', '.join(names)}" if names else "the towers' counts"
     return BatchError(
         f"step {step}: {what} add up to 0, so there is nothing to average, and nothing was updated; leave "
         "such batches out, or make Towers with on_zero_count='skip'"
-    )
-
-
-def wrong_count(step: int, counts: Tensor) -> BatchError | None:
-    """Return the error of a step in which a tower's count is negative or not finite; float64 [T]."""
-    wrong = (~(counts >= 0) | counts.isinf()).nonzero()
-    if not len(wrong):
-        return None
-    tower = int(wrong[0])
-    return BatchError(
-        f"step {step}: tower {tower} has the count {float(counts[tower]):g}, expected a finite number "
-        "of at least 0; nothing was updated"
     )
 
 

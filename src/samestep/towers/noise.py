@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from samestep.summation.gradients import norms_of, squared_sum
 
 __all__ = ["GradientNorms", "NoiseScale"]
 
@@ -94,10 +96,27 @@ class GradientNorms:
     average: float
 
     @classmethod
-    def of(cls, squares: Tensor, counts: Tensor, rows: Sequence[int], average: Tensor) -> GradientNorms:
-        """Read them from tensors, float64 [T]; `squares` are those of sums, not of means."""
-        means = torch.where(counts > 0, squares / counts.square(), torch.nan)
-        return cls(means.tolist(), counts.tolist(), rows, float(average))
+    def of(
+        cls,
+        squares: Tensor,
+        counts: Tensor,
+        rows: Sequence[Sized],
+        gradients: Sequence[Tensor | None],
+        scale: float = 1.0,
+    ) -> GradientNorms:
+        """Measure them.
+
+        Args:
+            squares: the squared norm of each tower's *summed* gradient, float64 [T].
+            counts: float64 [T].
+            rows: each tower's.
+            gradients: the averages.
+            scale: that all gradients were multiplied by.
+        """
+        means = torch.where(counts > 0, squares / scale**2 / counts.square(), torch.nan)
+        norms = [norm for gradient in gradients if gradient is not None for norm in norms_of(gradient)]
+        average = squared_sum(norms, counts.device) / scale**2
+        return cls(means.tolist(), counts.tolist(), [len(part) for part in rows], float(average))
 
     @property
     def of_towers(self) -> list[float]:

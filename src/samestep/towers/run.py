@@ -151,7 +151,7 @@ class StepRun:
         exchange: Exchange | None,
     ) -> None:
         self.inputs = inputs
-        self.is_known_to_count = False
+        self.has_count = False
         self._job = job
         self._buffers = buffers
         self._parameters = parameters
@@ -248,7 +248,7 @@ class StepRun:
             if backward is not None:
                 backward()
             return
-        self.is_known_to_count |= is_known_to_count(loss.count)
+        self.has_count |= is_known_to_count(loss.count)
         counters, moments = self._buffers.counters(), self._buffers.moments(tower.index, tower.rows)
         self._scalars[tower.index] = TowerScalars(loss.count, loss.sums, counters, moments)
         is_last = tower.index == max(self.inputs.local.slices)

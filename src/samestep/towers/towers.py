@@ -26,7 +26,6 @@ from samestep.errors import BatchError, ConfigError, UsageError
 from samestep.identity import check_same
 from samestep.summation.buckets import DEFAULT_BUCKET_BYTES
 from samestep.summation.exchange import Exchange
-from samestep.summation.gradients import norms_of, squared_sum
 from samestep.summation.placement import Placement, even_ranges
 from samestep.summation.scalars import Scalars
 from samestep.summation.sparse import stored
@@ -37,12 +36,11 @@ from samestep.towers.counts import (
     NamedCounts,
     check_counts,
     count_slices,
-    explain_no_count,
-    wrong_count,
+    wrong_counts,
 )
 from samestep.towers.noise import GradientNorms, NoiseScale
 from samestep.towers.replica import Replica, Settings, job_alone
-from samestep.towers.report import Report
+from samestep.towers.report import Report, report_of
 from samestep.towers.run import LossScale, StepInputs, StepRun, Tower
 from samestep.towers.whole_batch import Forward, WholeBatch, WholeLoss
 from samestep.workers.agreement import agree
@@ -330,7 +328,7 @@ class Towers:
         self._run, self._last = None, run
         found = run.finish()
         scalars = run.exchange.scalars
-        error = self._what_is_wrong(run.inputs, scalars, run.is_known_to_count)
+        error = wrong_counts(self._step, run.inputs.names, scalars.counts * run.inputs.unit, run.has_count)
         if error is not None:
             return self._leave_out(run, scalars, error)
         gradients: list[Tensor] = []
@@ -399,20 +397,6 @@ class Towers:
 
     # ---- the end of a step ---------------------------------------------------------------------------
 
-    def _what_is_wrong(
-        self, inputs: StepInputs, scalars: Scalars, is_known_to_count: bool
-    ) -> BatchError | None:
-        """Say what is wrong with the counts, alike on every worker."""
-        if self.job.device.type == "cpu":  # a GPU would be waited for; there the average is not finite
-            found = wrong_count(self._step, scalars.counts * inputs.unit)
-            if found is not None:
-                return found
-        # Nor is one waited for where a count here is known to be above 0. If all are 0, none is, and all
-        # workers look; if not, it does not matter who looks.
-        if is_known_to_count or float(scalars.count) != 0:
-            return None
-        return explain_no_count(self._step, inputs.names)
-
     def _leave_out(self, run: StepRun, scalars: Scalars, error: BatchError) -> Report:
         self.put_back_buffers()
         if self._settings.on_zero_count == "skip" and not (scalars.counts != 0).any():
@@ -420,16 +404,9 @@ class Towers:
         raise error
 
     def _report(self, run: StepRun, scalars: Scalars, gradients: Sequence[Tensor], **more: Any) -> Report:
-        inputs = run.inputs
-        # The loss of a whole batch is tower 0's.
-        num_counted = 1 if inputs.is_whole_batch else self._placement.num_towers
-        counts = scalars.counts[:num_counted, None] * inputs.unit
-        if inputs.counts is not None:
-            counts = inputs.counts.counts.to(counts.device)
-        loss_sums = scalars.loss_sums[:num_counted] * inputs.unit
+        more |= {"noise_scale": self.noise.value, "flags": run.exchange.flags}
         self._step += 1
-        more |= {"names": inputs.names, "noise_scale": self.noise.value, "flags": run.exchange.flags}
-        return Report(inputs.step, inputs.local.rows, loss_sums, counts, gradients, **more)
+        return report_of(run.inputs, scalars, gradients, **more)
 
     @property
     def _is_noise_due(self) -> bool:
@@ -444,13 +421,11 @@ class Towers:
         if own is None:
             return None
         squares = self._gather(own, "norms")
-        norms = [norm for gradient in gradients if gradient is not None for norm in norms_of(gradient)]
-        average = squared_sum(norms, self.job.device)
+        rows = even_ranges(run.inputs.local.rows, self._placement.num_towers)
         scale = 1.0 if run.inputs.scaler is None else run.inputs.scaler.get_scale()
-        rows = [len(part) for part in even_ranges(run.inputs.local.rows, self._placement.num_towers)]
-        found = GradientNorms.of(squares / scale**2, scalars.counts, rows, average / scale**2)
-        self.noise.measure(found)
-        return found.of_towers
+        norms = GradientNorms.of(squares, scalars.counts, rows, gradients, scale)
+        self.noise.measure(norms)
+        return norms.of_towers
 
     def _gather(self, values: Tensor, what: str) -> Tensor:
         sizes = [len(towers) for towers in self._placement.ranges]
