@@ -1,7 +1,7 @@
 import pytest
 
+from samestep.app.failures import Failure, root_cause
 from samestep.errors import ConfigError, DataError, LostWorkerError, NonFiniteError
-from samestep.workers.failures import Failure, root_cause
 
 
 def failure(time_ns, **attributes):

@@ -2,10 +2,10 @@ import os
 
 import pytest
 
+from samestep.app.failures import Failure
 from samestep.app.launch import run_worker
 from samestep.errors import ConfigError, LostWorkerError
 from samestep.workers.environment import worker_environment
-from samestep.workers.failures import Failure
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "SAMESTEP_LAUNCHED", "TORCHELASTIC_ERROR_FILE")
 

@@ -1,6 +1,7 @@
 """The model changes between steps: the right gradient, and the same bits for any number of workers."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -175,6 +176,22 @@ def test_no_message_says_that_the_plan_is_the_old_one():
 
     for events in values(work, 3):
         assert events[0] == events[1] == events[2] == events[4] < events[3]
+
+
+def test_flags_are_asked_for_once_a_step_even_if_the_plan_changes():
+    def work(job):
+        model = make()
+        towers = Towers(model, NUM_TOWERS, job=job)
+        asked, found = [], []
+        for step in range(3):
+            model[0].requires_grad_(step != 1)
+            flags = functools.partial(asked.append, step)
+            for tower in towers(batch_of(step), flags=lambda flags=flags: flags() or 1 << job.rank):
+                tower.backward(loss_of(model, tower.batch))
+            found.append(towers.average().flags)
+        return asked, found
+
+    assert values(work, 3) == [([0, 1, 2], [7, 7, 7])] * 3
 
 
 # ---- workers that come apart -------------------------------------------------------------------------

@@ -876,7 +876,7 @@ def saved_by_all(job: samestep.Job) -> str:
 
 @scenario
 def a_model_that_changes(job: samestep.Job) -> str:
-    """Other cuts at every step; layers frozen, thawed, added, cast to float64 and back, statistics included."""
+    """Other cuts at every step; layers frozen, thawed, added, cast to float64 and back."""
     model = convnet().to(job.device)
     towers = samestep.Towers(model, 7, job=job, bucket_bytes=300)
     told = []

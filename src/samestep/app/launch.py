@@ -22,9 +22,9 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from samestep.app.failures import Failure, root_cause
 from samestep.app.interruption import ECHO_S, is_ignored
 from samestep.workers.environment import error_file, launched_by_samestep, rank, worker_environment
-from samestep.workers.failures import Failure, root_cause
 
 __all__ = ["GRACE_S", "launch", "run_worker"]
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 from samestep.checking.recorder import Subject, Trial, record
 from samestep.checking.recording import Recording
-from samestep.errors import UsageError
+from samestep.errors import LostWorkerError, UsageError
 from samestep.streams import seed_globals, stream_seed
 from samestep.workers.environment import environment, worker_environment
-from samestep.workers.failures import Failure
 from samestep.workers.job import init
 from samestep.workers.rendezvous import open_store
+from samestep.workers.transport import is_lost_connection
 
 __all__ = ["Workers", "why_not_elsewhere"]
 
@@ -115,13 +115,18 @@ def _raise_root_cause(futures: list[Future[Recording]]) -> None:
     errors = [error for future in futures if (error := future.exception()) is not None]
     if not errors:
         return
-    first = min(errors, key=lambda error: Failure.of(error).is_echo)
+    first = min(errors, key=_is_of_another_worker)
     if isinstance(first, BrokenProcessPool):
         raise UsageError(
             "a worker process ended before it had done anything: in a script, call samestep.check under "
             "`if __name__ == '__main__':`, because every worker imports the script"
         ) from first
     raise first
+
+
+def _is_of_another_worker(error: BaseException) -> bool:
+    """Whether an error only says that another worker is gone."""
+    return isinstance(error, LostWorkerError) or is_lost_connection(error)
 
 
 def _work(pickled: bytes, trial: Trial, seat: _Seat, device: str, threads: int) -> Recording:

@@ -151,7 +151,7 @@ class Exchange:
         outgoing: dict[int, list[Tensor]] = {}
         incoming: dict[int, list[Tensor]] = {}
         if not self._buckets:
-            self._headers = self._new_headers(self._ask_flags())
+            self._headers = self._new_headers(0 if nodes is None else self._ask_flags())
             for worker in self._others:
                 own = self._job.rank
                 outgoing[worker] = [self._headers[own], *self._scalars.of(own)]

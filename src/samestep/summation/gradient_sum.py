@@ -37,7 +37,7 @@ class GradientSum:
     """
 
     def __init__(self, plan: Plan, parameters: Sequence[Tensor], towers: range) -> None:
-        self._plan = plan
+        self.plan = plan
         self._parameters = parameters
         self._towers = towers
         self._dtypes = [each.gradient.dtype for each in plan.parameters]
@@ -47,7 +47,7 @@ class GradientSum:
         self._hooks = self._add_hooks() if plan.placement.num_workers > 1 else []
 
     def _clear(self) -> None:
-        num_towers = self._plan.placement.num_towers
+        num_towers = self.plan.placement.num_towers
         self._dense: TreeSum[Gradients] = TreeSum(num_towers, add=add_gradients)
         self._sparse: TreeSum[Gradients] = TreeSum(num_towers, add=add_gradients)
         self._norms: dict[int, dict[int, list[Tensor]]] | None = None
@@ -81,10 +81,10 @@ class GradientSum:
         self._live = range(tower, tower + 1)
         self._put_sibling_back()
         if is_last:
-            self._missing = [set(bucket.parameters) for bucket in self._plan.buckets]
+            self._missing = [set(bucket.parameters) for bucket in self.plan.buckets]
         if backward is not None:
             backward()
-        if self._plan.sparse:
+        if self.plan.sparse:
             self._sparse.push(range(tower, tower + 1), self._take_sparse())
         if is_last:
             self._send_rest()
@@ -95,9 +95,9 @@ class GradientSum:
         """Send what is not sent yet, and return (parameter index, averaged gradient) for each parameter."""
         assert self._exchange is not None
         self._send_rest()
-        if self._plan.sparse:
+        if self.plan.sparse:
             for tower in range(self._live.stop, self._towers.stop):
-                self._sparse.push(range(tower, tower + 1), [None] * len(self._plan.sparse))
+                self._sparse.push(range(tower, tower + 1), [None] * len(self.plan.sparse))
         exchange, self._exchange = self._exchange, None
         return exchange.finish([gradients for _, gradients in self._sparse.nodes])
 
@@ -138,7 +138,7 @@ class GradientSum:
             return
         missing = self._missing[self._bucket_of[index]]
         if index not in missing:
-            name = self._plan.parameters[index].name
+            name = self.plan.parameters[index].name
             self._fail(
                 f"parameter {name} got a gradient twice in one backward (reentrant activation checkpointing "
                 "does that); use torch.utils.checkpoint with use_reentrant=False"
@@ -150,14 +150,14 @@ class GradientSum:
     # ---- sending -------------------------------------------------------------------------------------
 
     def _send_rest(self) -> None:
-        while self._num_sent < len(self._plan.buckets):
+        while self._num_sent < len(self.plan.buckets):
             self._send_next()
         self._missing = []
 
     def _send_next(self) -> None:
         """Fold the next bucket's last gradients, in the order that all workers share, and send it."""
         assert self._exchange is not None
-        parameters = self._plan.buckets[self._num_sent].parameters
+        parameters = self.plan.buckets[self._num_sent].parameters
         self._num_sent += 1
         folded: TreeSum[Gradients] = TreeSum(self._dense.num_leaves, add=add_gradients)
         for span, gradients in self._dense.nodes:
@@ -192,7 +192,7 @@ class GradientSum:
         for index, gradient in gradients.items():
             if gradient is not None and gradient.is_sparse:
                 self._fail(
-                    f"{self._plan.parameters[index].name} got a sparse gradient, which was not expected: "
+                    f"{self.plan.parameters[index].name} got a sparse gradient, which was not expected: "
                     "list the parameter in Towers(..., sparse_parameters=[...]), or set sparse=True on its "
                     "nn.Embedding or nn.EmbeddingBag before Towers is made"
                 )
@@ -200,7 +200,7 @@ class GradientSum:
         return [gradients.get(index) for index in indices]
 
     def _take_sparse(self) -> Gradients:
-        taken = self._take_any(self._plan.sparse)
+        taken = self._take_any(self.plan.sparse)
         gradients = {i: None if gradient is None else sparse.owned(gradient) for i, gradient in taken.items()}
         self._measure(gradients)
         return list(gradients.values())

@@ -26,6 +26,9 @@ from samestep.workers.rendezvous import has_group
 
 __all__ = ["Replica", "Settings", "job_alone"]
 
+_MOST_PLANS = 8
+"""Kept for a model that stays as it is, for those who change between kinds of steps or placements."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -98,7 +101,6 @@ class Replica:
         self._settings = settings
         self._listed_sparse: list[str] = find_sparse(model, sparse_parameters)
         self._sum: GradientSum | None = None
-        self._summed: Plan | None = None
         self._plans: dict[tuple[Placement, tuple[str, ...], bool], Plan] = {}
         check_norms(model, settings.statistics)
         check_policies(find_named_buffers(model), settings.buffers)
@@ -115,19 +117,22 @@ class Replica:
         if self._signature() != self._seen or not self.buffers.are_current:
             self.model.zero_grad()  # a parameter frozen since must not keep the last step's gradient
             self._look_at_model()
-        key = (placement, sums, is_whole_batch)
+        if len(self._plans) > _MOST_PLANS:
+            self._plans.clear()
+        plain, key = (placement, (), False), (placement, sums, is_whole_batch)
+        if plain not in self._plans:
+            bucket_bytes = self._settings.bucket_bytes
+            self._plans[plain] = Plan.of(placement, self._layouts, self.buffers.layout, bucket_bytes)
         if key not in self._plans:
-            even = Plan.of(placement, self._layouts, self.buffers.layout, self._settings.bucket_bytes)
-            self._plans = {key: replace(even, sums=sums, is_whole_batch=is_whole_batch)}
+            self._plans[key] = replace(self._plans[plain], sums=sums, is_whole_batch=is_whole_batch)
         return self._plans[key]
 
     def gradient_sum(self, plan: Plan) -> GradientSum:
-        """Return what adds the gradients of a step under `plan`; the one of another plan is let go."""
-        if self._sum is None or self._summed is not plan:
+        """Return what adds the gradients of a step under `plan`; that of other buckets is let go."""
+        if self._sum is None or self._sum.plan.buckets is not plan.buckets:
             if self._sum is not None:
                 self._sum.close()
             self._sum = GradientSum(plan, self.parameters, plan.placement.towers(self._job.rank))
-            self._summed = plan
         return self._sum
 
     def _look_at_model(self) -> None:
