@@ -1,0 +1,212 @@
+"""Ordinary programs, as users of PyTorch write them: the same bits on 1, 2 and 3 simulated workers."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import prune
+
+import samestep
+from samestep import Step, Towers
+
+from .simulation import values
+
+PROGRAMS = {}
+
+
+def program(function):
+    PROGRAMS[function.__name__] = function
+    return function
+
+
+def batch_of(step, rows=21):
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "x": torch.randn(rows, 6, generator=generator),
+        "y": torch.randint(3, (rows,), generator=generator),
+    }
+
+
+def classifier():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 3))
+
+
+def loss_of(model, batch):
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def take_step(towers, batch):
+    for tower in towers(batch):
+        tower.backward(loss_of(towers.model, tower.batch))
+    return towers.average()
+
+
+@program
+def generator_and_discriminator(job):
+    torch.manual_seed(0)
+    generator = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6))
+    discriminator = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+    of_generator, of_discriminator = Towers(generator, 4, job=job), Towers(discriminator, 4, job=job, seed=1)
+    optimizers = [torch.optim.Adam(model.parameters(), 1e-3) for model in (generator, discriminator)]
+    for step in range(3):
+        batch = batch_of(step)["x"]
+        for tower in of_discriminator(batch):
+            fake = generator(torch.randn_like(tower.batch)).detach()
+            real = F.softplus(-discriminator(tower.batch)).mean()
+            tower.backward(real + F.softplus(discriminator(fake)).mean())
+        of_discriminator.average()
+        optimizers[1].step()
+        for tower in of_generator(batch):
+            fake = generator(torch.randn_like(tower.batch))
+            tower.backward(F.softplus(-discriminator(fake)).mean())
+        of_generator.average()
+        optimizers[0].step()
+    return samestep.digest(generator) + samestep.digest(discriminator)
+
+
+@program
+def mixed_precision_by_hand(job):
+    model = classifier()
+    towers = Towers(model, 5, job=job)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for step in range(3):
+        for tower in towers(batch_of(step), scaler=scaler):
+            with torch.autocast("cpu", torch.float16):
+                loss = loss_of(model, tower.batch)
+            tower.backward(loss)
+        towers.average()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    return samestep.digest(model)
+
+
+@program
+def gradual_unfreezing(job):
+    model = classifier()
+    step = Step(
+        Towers(model, 5, job=job), loss_of, torch.optim.AdamW(model.parameters(), 0.01), clip_norm=1.0
+    )
+    model[:2].requires_grad_(False)
+    for number in range(5):
+        if number == 2:
+            model[:2].requires_grad_(True)
+        step(batch_of(number))
+    return samestep.digest(model)
+
+
+@program
+def a_compiled_model(job):
+    model = torch.compile(classifier(), backend="eager")
+    step = Step(Towers(model, 5, job=job), loss_of, torch.optim.AdamW(model.parameters(), 0.01))
+    for number in range(3):
+        step(batch_of(number))
+    return samestep.digest(model)
+
+
+@program
+def pruning(job):
+    model = classifier()
+    towers = Towers(model, 5, job=job)
+    for step in range(4):
+        if step == 2:
+            prune.l1_unstructured(model[0], "weight", 0.5)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        take_step(towers, batch_of(step))
+        optimizer.step()
+    return samestep.digest(model)
+
+
+class Adapter(nn.Module):
+    """A frozen linear layer with a trainable product of rank 2 beside it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(2, base.in_features) * 0.1)
+        self.up = nn.Parameter(torch.zeros(base.out_features, 2))
+
+    def forward(self, x):
+        return self.base(x) + x @ self.down.T @ self.up.T
+
+
+@program
+def adapters_put_in_after_pretraining(job):
+    model = classifier()
+    towers = Towers(model, 5, job=job)
+    step = Step(towers, loss_of, torch.optim.SGD(model.parameters(), 0.1))
+    for number in range(2):
+        step(batch_of(number))
+    model[0], model[4] = Adapter(model[0]), Adapter(model[4])
+    model[1].requires_grad_(False)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    step = Step(towers, loss_of, torch.optim.AdamW(trainable, 0.01))
+    for number in range(3):
+        step(batch_of(number))
+    return samestep.digest(model)
+
+
+@program
+def a_parameter_removed_and_put_back(job):
+    model = classifier()
+    towers = Towers(model, 5, job=job)
+    for step in range(3):
+        if step == 1:
+            model[4].bias = None
+        if step == 2:
+            model[4].bias = nn.Parameter(torch.zeros(3))
+        take_step(towers, batch_of(step))
+        torch.optim.SGD(model.parameters(), 0.1).step()
+    return samestep.digest(model)
+
+
+@program
+def another_memory_format_on_the_way(job):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+    towers = Towers(model, 5, job=job)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        if step == 1:
+            model.to(memory_format=torch.channels_last)
+        for tower in towers(torch.randn(13, 3, 6, 6, generator=torch.Generator().manual_seed(step))):
+            tower.backward(model(tower.batch).square().mean())
+        towers.average()
+        optimizer.step()
+    return samestep.digest(model)
+
+
+@program
+def evaluation_between_steps(job):
+    model = classifier()
+    step = Step(Towers(model, 5, job=job), loss_of, torch.optim.SGD(model.parameters(), 0.1))
+    for number in range(4):
+        step(batch_of(number))
+        model.eval()
+        model(batch_of(9)["x"])
+        model.train()
+        if number == 1:
+            model[1].eval()
+    return samestep.digest(model)
+
+
+@program
+def half_precision_weights_on_the_way(job):
+    model = classifier()
+    towers = Towers(model, 5, job=job)
+    for step in range(4):
+        if step == 2:
+            model.bfloat16()
+        batch = batch_of(step)
+        batch["x"] = batch["x"].to(model[0].weight.dtype)
+        take_step(towers, batch)
+        torch.optim.SGD(model.parameters(), 0.1).step()
+    return samestep.digest(model)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_any_number_of_workers_takes_the_same_steps(name):
+    assert len({value for num in (1, 2, 3) for value in values(PROGRAMS[name], num, num)}) == 1
