@@ -308,7 +308,9 @@ def test_a_batch_before_the_last_is_averaged():
 def test_a_tower_that_is_skipped():
     turns = Towers(perceptron(), 4)(batch_of(8))
     next(turns)
-    with pytest.raises(UsageError, match=r"Tower\(index=0, rows=2\): its turn ended without a backward"):
+    with pytest.raises(
+        UsageError, match=r"Tower\(index=0, rows=2\): the loop went on before backward was called"
+    ):
         next(turns)
 
 
@@ -326,9 +328,9 @@ def test_a_tower_whose_turn_is_over():
     first = next(turns)
     first.backward(loss_of(towers.model, first.batch))
     second = next(turns)
-    with pytest.raises(UsageError, match="turn ended without a backward"):
+    with pytest.raises(UsageError, match="the loop went on before backward was called"):
         next(turns)
-    with pytest.raises(UsageError, match="has no turn any more"):
+    with pytest.raises(UsageError, match="is not the current tower"):
         second.backward(loss_of(towers.model, second.batch))
 
 
@@ -336,7 +338,7 @@ def test_backward_past_the_tower():
     towers = Towers(perceptron(), 4)
     turns = towers(batch_of(8))
     loss_of(towers.model, next(turns).batch).backward()
-    with pytest.raises(UsageError, match=r"loss\.backward\(\) was called past it"):
+    with pytest.raises(UsageError, match=r"loss\.backward\(\) was called instead of tower\.backward\(loss\)"):
         next(turns)
 
 
@@ -363,7 +365,7 @@ def test_a_loss_that_cannot_be_handed_in(loss, message):
     ("batch", "message"),
     [
         ({"x": torch.zeros(4, 5), "y": torch.zeros(3)}, r"batch\['y'\] has 3 rows, batch\['x'\] has 4"),
-        ({"x": torch.zeros(())}, r"batch\['x'\] is a tensor without dimensions"),
+        ({"x": torch.zeros(())}, r"batch\['x'\] is a 0-dimensional tensor"),
         ({"name": "x"}, "batch is a dict without tensors"),
         ({"x": torch.zeros(0, 5)}, "the batch has no rows"),
     ],
@@ -377,7 +379,7 @@ def test_batches_that_cannot_be_cut(batch, message):
 
 def test_slices_of_other_towers_are_refused():
     towers = Towers(perceptron(), 2)
-    with pytest.raises(BatchError, match=r"the batch holds towers \[0\], this worker runs \[0, 1\] of 2"):
+    with pytest.raises(BatchError, match=r"the batch holds towers \[0\], but this worker runs \[0, 1\] of 2"):
         towers(samestep.LocalBatch(4, {0: batch_of(4)}))
 
 

@@ -319,8 +319,8 @@ class Watching(nn.Module):
 @scenario
 def ignored_buffers(job: samestep.Job) -> str:
     model = Watching().to(job.device)
-    rules = {"largest": "ignore", "rows_seen": "ignore"}
-    towers = samestep.Towers(model, 7, job=job, buffers=rules)
+    policies = {"largest": "ignore", "rows_seen": "ignore"}
+    towers = samestep.Towers(model, 7, job=job, buffers=policies)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for batch in batches(3, 10, 7):
         for tower in towers(batch):
@@ -383,11 +383,11 @@ def two_sums(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @scenario
-def weights_of_zero(job: samestep.Job) -> str:
+def counts_of_zero(job: samestep.Job) -> str:
     """In some towers, in all of one worker, in all; with buffers, unused parameters, sparse gradients."""
     results = []
     pictures, rows = batches(1, 14, 3, 8, 8)[0], batches(1, 14, 7)[0]
-    for build, batch, rules, weights in [
+    for build, batch, policies, weights in [
         (convnet, pictures, {}, None),
         (convnet, pictures, {}, {"kept": keep, "some": keep}),
         (Branches, rows, {}, None),
@@ -395,7 +395,7 @@ def weights_of_zero(job: samestep.Job) -> str:
         (Words, texts(1, 14)[0], {}, None),
     ]:
         model = build().to(job.device)
-        towers = samestep.Towers(model, 7, job=job, on_zero_count="skip", bucket_bytes=300, buffers=rules)
+        towers = samestep.Towers(model, 7, job=job, on_zero_count="skip", bucket_bytes=300, buffers=policies)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         step = samestep.Step(towers, two_sums if weights else kept_sum, optimizer, counts=weights)
         for zeros in (range(0), range(8), range(8, 13), range(30), range(1, 14)):
@@ -936,13 +936,13 @@ def different_model(job: samestep.Job) -> str:
 
 
 @fault
-def different_rules_for_buffers(job: samestep.Job) -> str:
-    rules = MEMORIES if job.rank != 1 else {**MEMORIES, "codes": "first"}
-    return message_of(lambda: samestep.Towers(Memories().to(job.device), 8, job=job, buffers=rules))
+def different_policies_for_buffers(job: samestep.Job) -> str:
+    policies = MEMORIES if job.rank != 1 else {**MEMORIES, "codes": "first"}
+    return message_of(lambda: samestep.Towers(Memories().to(job.device), 8, job=job, buffers=policies))
 
 
 @fault
-def buffers_without_a_rule(job: samestep.Job) -> str:
+def buffers_without_a_policy(job: samestep.Job) -> str:
     towers = samestep.Towers(Memories().to(job.device), 8, job=job)
     return message_of(lambda: step_on(towers, batches(1, 16, 7)[0]))
 

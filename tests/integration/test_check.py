@@ -107,7 +107,7 @@ def test_a_recipe_that_does_not(monkeypatch, capsys):
     assert lines[1:3] == ["  module     the model (DigitsNet)", "  operator   aten.mul.Tensor, forward"]
     assert (
         lines[4]
-        == "  cause      calls of the function around Faulty.build.<locals>.count goes on from tower to tower"
+        == "  cause      calls of the function around Faulty.build.<locals>.count is kept from tower to tower"
     )
 
 

@@ -34,5 +34,5 @@ def test_no_checkpoint_is_said(tmp_path):
     train(tmp_path, "--workers", "1")
     subprocess.run(["rm", "-r", tmp_path / "checkpoints"], check=True)
     finished = run(*SAMESTEP, "eval", tmp_path, "--workers", "1", expect=2)
-    assert "no checkpoint there" in finished.stderr
+    assert "has no checkpoint" in finished.stderr
     assert len(finished.stderr.splitlines()) == 1

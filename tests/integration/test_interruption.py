@@ -20,9 +20,9 @@ from .nursery import SHORT, STEPS, digests_of, steps_of
 
 
 def stopped_after(workers, tmp_path, reason):
-    """Check what is told and written, and return the step."""
+    """Check what is printed and written, and return the step."""
     message = (
-        rf"samestep: stopped after step (\d+) by {reason}; checkpoint written; run the same command to go on"
+        rf"samestep: stopped after step (\d+) by {reason}; checkpoint written; run the same command to con"
     )
     step = int(re.search(message, workers.output())[1])
     assert steps_of(tmp_path / "run")[-1] == step
@@ -121,11 +121,12 @@ def test_a_signal_to_the_launcher_and_its_workers_is_one_message_and_a_checkpoin
     assert len(workers) == 2
     for pid in (process.pid, *workers):
         os.kill(pid, signal.SIGTERM)
-    _, told = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=60)
     step = steps_of(tmp_path / "run")[-1]
     assert process.returncode == 143
-    assert told == (
-        f"samestep: stopped after step {step} by SIGTERM; checkpoint written; run the same command to go on\n"
+    assert errors == (
+        f"samestep: stopped after step {step} by SIGTERM; checkpoint written; "
+        "run the same command to continue\n"
     )
     assert_gone(workers)
 

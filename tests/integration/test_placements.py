@@ -59,8 +59,8 @@ MESSAGES = {
     "different_num_towers": "Towers: worker 1 has towers = 7, the others have 8",
     "too_few_towers_on_one": "workers = 3: expected 1 <= workers <= towers = 1",
     "different_model": "Towers: worker 1 has model[0] = 0.weight (32, 7)",
-    "different_rules_for_buffers": "Towers: worker 1 has buffer policies[0] = ('codes', 'first'), the",
-    "buffers_without_a_rule": "changed codes, queue, seen, scale: say what becomes of it, as in Towers(...",
+    "different_policies_for_buffers": "Towers: worker 1 has buffer policies[0] = ('codes', 'first'), the",
+    "buffers_without_a_policy": "changed codes, queue, seen, scale, which has no policy: choose one, such",
     "different_rows": "step 0: worker 1 has rows = 18, the others have 16",
     "different_values": "step 0: worker 1 has batch fingerprint = ",
     "bad_batch_on_one": "batch['y'] has 5 rows, batch['x'] has 16",
@@ -73,7 +73,7 @@ MESSAGES = {
     "bad_texts_on_one": "batch['y'] has 5 rows, batch['x'] has 16",
     "bad_batch_on_all": "batch['y'] has 2 rows, batch['x'] has 3",
     "a_wrong_label_map": "labels/b.png: label 7 in row 0, column 0 (and in 19 more pixels), expected 0 to 3",
-    "no_checkpoint_on_worker_0": "MissingFileError: nowhere: not there; expected a checkpoint",
+    "no_checkpoint_on_worker_0": "MissingFileError: nowhere: does not exist; expected a checkpoint",
     "saved_without_towers": "ConfigError: towers is missing: there are several workers, so pass towers=",
     "saved_to_a_disk_without_room": "(File too large); raise the limit on file sizes",
     "saved_with_state_that_cannot_be_written": "ConfigError: thing is a object: a checkpoint holds",
@@ -85,7 +85,7 @@ MESSAGES = {
     "loss_fails_on_one": "MemoryError: out of memory",
     "second_pass_fails_on_one": "MemoryError: out of memory",
     "loss_fails_on_all": "ZeroDivisionError: integer division or modulo by zero",
-    "outputs_that_differ": "UsageError: step 0: forward gave for towers 0 and 2 tensor 0: float32",
+    "outputs_that_differ": "step 0: forward returned different outputs for towers 0 and 2 (tensor 0: float32",
     "whole_batch_a_step_ahead": "worker 1 has step = 1, the others have 0",
 }
 

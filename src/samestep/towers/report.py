@@ -1,4 +1,4 @@
-"""What one step tells about itself."""
+"""What a step returns: loss, counts, gradient norm, noise scale."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Report", "mean_losses", "total_loss"]
 
 @dataclass(frozen=True)
 class Report:
-    """What all workers know alike after a step. Figures are computed when they are read.
+    """What a step returns, alike on all workers. Losses, count and norm are computed when they are read.
 
     Attributes:
         step: number of the step, from 0.
