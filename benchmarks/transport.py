@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 import samestep
-from samestep.workers.transport import Transport
 from step import on_all_cores
 
 
@@ -37,18 +36,18 @@ def main() -> None:
     arguments = parser.parse_args()
     on_all_cores()
     job = samestep.init("cpu")
-    transport = Transport(job)
+    others = [worker for worker in range(job.world_size) if worker != job.rank]
     whole = torch.zeros(arguments.megabytes * 250_000)
     shards = list(whole.chunk(job.world_size))
 
-    def swap() -> None:
-        mine = {worker: [shards[job.rank]] for worker in transport.others}
-        transport.post(mine, {worker: [shards[worker]] for worker in transport.others}, "bench").wait()
+    def exchange() -> None:
+        own = {worker: [shards[job.rank]] for worker in others}
+        job.transport.post(own, {worker: [shards[worker]] for worker in others}, "benchmark").wait()
 
     gathered = milliseconds(lambda: dist.all_gather(shards, shards[job.rank].clone()), job)
-    swapped = milliseconds(swap, job)
+    sent = milliseconds(exchange, job)
     if job.is_first:
-        print(f"{arguments.megabytes} MB on {job.world_size} workers: all_gather {gathered}, sends {swapped}")
+        print(f"{arguments.megabytes} MB on {job.world_size} workers: all_gather {gathered}, sends {sent}")
     job.close()
 
 

@@ -121,6 +121,13 @@ def load(
         ConfigError: it is from a run with other settings.
         DisagreementError: it does not fit the objects of another worker.
         StorageError: it cannot be read.
+
+    Example:
+        >>> import tempfile
+        >>> towers = Towers(nn.Linear(2, 1), 4)
+        >>> path = save(tempfile.mkdtemp(), model=towers.model, towers=towers, epoch=3)
+        >>> load(path, model=towers.model, towers=towers).state["epoch"]
+        3
     """
     path = Path(path)
     objects = TrainingObjects(

@@ -23,8 +23,8 @@ class GradientSum:
 
     Gradients are taken off the parameters, not copied. Where a tower's left sibling in the tree is at hand,
     its sum is put back on the parameters first, and autograd itself adds to it. The gradients of the last
-    tower with rows are not kept: as soon as backward has produced a bucket's worth of them, which hooks on
-    the parameters tell, the bucket is folded and sent. Gradients that may be sparse are folded apart: each
+    tower with rows are not kept: hooks on the parameters notice when backward has produced a bucket's worth
+    of them, and the bucket is folded and sent. Gradients that may be sparse are folded apart: each
     tower's is coalesced by itself, and they are sent at the end.
 
     A step that measures keeps each tower's gradients apart until their norms are taken, and folds them

@@ -30,6 +30,12 @@ class LocalBatch:
         slices: from tower index to the tower's batch, for this worker's towers that have rows.
         position: which batch of the run this is.
         fingerprint: a 32-bit number that workers compare, to see that they have the same batch.
+
+    Example:
+        >>> from samestep import TowerLoader, Towers
+        >>> batch = next(iter(TowerLoader([5, 6, 7], 3, Towers(torch.nn.Linear(1, 1), 2), shuffle=False)))
+        >>> batch.rows, batch.slices
+        (3, {0: tensor([5, 6]), 1: tensor([7])})
     """
 
     rows: int

@@ -88,7 +88,7 @@ def _describe(tower: int, rows: range, loss: float, parameter: str | None) -> st
 
 
 def _first(parameters: Sequence[Tensor]) -> int:
-    """Return the first parameter whose gradient is not finite."""
+    """Return the index of the first gradient that is not finite."""
     for index, parameter in enumerate(parameters):
         gradient = parameter.grad
         if gradient is not None and not bool(stored(coalesced(gradient)).isfinite().all()):

@@ -39,6 +39,16 @@ class Tower:
         index: 0 <= index < T.
         batch: the tower's own rows of the batch, nested as the batch is.
         rows: how many, at least 1.
+
+    Example:
+        >>> from samestep import Towers
+        >>> model = torch.nn.Linear(2, 1)
+        >>> towers = Towers(model, 2)
+        >>> for tower in towers(torch.randn(5, 2)):
+        ...     print(tower, tuple(tower.batch.shape))
+        ...     tower.backward(model(tower.batch).square().mean())
+        Tower(index=0, rows=3) (3, 2)
+        Tower(index=1, rows=2) (2, 2)
     """
 
     def __init__(self, index: int, batch: Any, rows: int, run: StepRun) -> None:

@@ -201,7 +201,7 @@ class _KeptBuffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put them back. Versions do not tell which to write: batch norm changes its own without counting."""
+        """Put them back: all of them, because batch norm writes to its buffers without a new version."""
         for registry, held in self._registries:
             if [*map(id, registry.values())] != [*map(id, held.values())]:
                 registry.clear()
