@@ -186,7 +186,7 @@ def averaged_and_error(model, num_towers, batch, **settings):
 
 def test_half_precision_gradients_are_summed_and_told_in_the_dtype_that_is_asked_for():
     batch = batch_of(128, torch.bfloat16)
-    told, errors = [], []
+    reported, errors = [], []
     for settings, grad_dtype in [
         ({}, torch.bfloat16),
         ({"accumulate_dtype": torch.float32}, torch.bfloat16),
@@ -198,10 +198,16 @@ def test_half_precision_gradients_are_summed_and_told_in_the_dtype_that_is_asked
         for parameter in model.parameters():
             parameter.grad_dtype = grad_dtype
         gradients, error = averaged_and_error(model, 32, batch, **settings)
-        told.append({gradient.dtype for gradient in gradients})
+        reported.append({gradient.dtype for gradient in gradients})
         errors.append(error)
     in_half, cast_once, wide, any_dtype, any_wide = errors
-    assert told == [{torch.bfloat16}, {torch.bfloat16}, {torch.float32}, {torch.bfloat16}, {torch.float32}]
+    assert reported == [
+        {torch.bfloat16},
+        {torch.bfloat16},
+        {torch.float32},
+        {torch.bfloat16},
+        {torch.float32},
+    ]
     assert 1000 * wide < cast_once < in_half
     assert (any_dtype, any_wide) == (in_half, wide)
 

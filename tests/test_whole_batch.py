@@ -430,7 +430,7 @@ def test_a_step_with_a_forward_is_the_call_and_the_optimizer():
     assert samestep.digest(model) == samestep.digest(other)
 
 
-# ---- figures and memory ----------------------------------------------------------------------------
+# ---- losses and memory -----------------------------------------------------------------------------
 
 
 def test_the_report_has_one_loss():

@@ -17,7 +17,7 @@ from samestep.identity import digest
 
 
 class SlowDisk:
-    """A disk that takes a snapshot only when it is told to."""
+    """A disk that takes a snapshot only when it is allowed to."""
 
     def __init__(self):
         self.may_go_on = threading.Event()

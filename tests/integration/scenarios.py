@@ -359,17 +359,19 @@ def named_sums(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @scenario
-def several_sums_with_weights_of_their_own(job: samestep.Job) -> str:
+def several_sums_with_counts_of_their_own(job: samestep.Job) -> str:
     model = perceptron().to(job.device)
     towers = samestep.Towers(model, 7, job=job, bucket_bytes=400, noise_every=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     weights = {"kept": keep, "rows": lambda batch: len(batch["y"])}
     step = samestep.Step(towers, named_sums, optimizer, counts=weights)
-    told = []
+    reported = []
     for batch in [*batches(3, 17, 7), *batches(1, 4, 7)]:
         report = step(batch)
-        told.append((report.loss, report.losses, report.count, report.tower_losses, report.tower_grad_norms))
-    return f"{samestep.digest(model)} {told}"
+        reported.append(
+            (report.loss, report.losses, report.count, report.tower_losses, report.tower_grad_norms)
+        )
+    return f"{samestep.digest(model)} {reported}"
 
 
 def kept_sum(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -416,14 +418,14 @@ def an_overflow_in_one_tower(job: samestep.Job) -> str:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     step = samestep.Step(towers, loss_of, optimizer, autocast=torch.float16)
     step.scaler.set_growth_interval(2)
-    told = []
+    reported = []
     for number, batch in enumerate(batches(9, 30, 7)):
         if number in (2, 3, 7):
             batch["x"][4 * number % len(batch["x"])] *= 1e6
         report = step(batch)
         assert report.skipped == (number in (2, 3, 7))
-        told.append((step.scaler.state_dict(), report.tower_grad_norms, report.noise_scale))
-    return f"{samestep.digest(model)} {told}"
+        reported.append((step.scaler.state_dict(), report.tower_grad_norms, report.noise_scale))
+    return f"{samestep.digest(model)} {reported}"
 
 
 @scenario
@@ -981,8 +983,8 @@ def bad_pictures_on_one(job: samestep.Job) -> str:
 
 
 @fault
-def bad_batch_on_one_with_weights(job: samestep.Job) -> str:
-    """What is wrong is told with the counts, before the first pass."""
+def bad_batch_on_one_with_counts(job: samestep.Job) -> str:
+    """What is wrong is reported with the counts, before the first pass."""
     towers = samestep.Towers(perceptron().to(job.device), 8, job=job)
     batch = batches(1, 16, 7)[0]
     if job.rank == 1:

@@ -47,14 +47,17 @@ def test_real_workers_do_the_same(workers, num_workers):
 @pytest.mark.parametrize(
     ("subject", "cause"),
     [
-        (built(planted.DrawnAtImport), "DRAWN_AT_IMPORT of the Python module tests.planted is not the same"),
+        (
+            built(planted.DrawnAtImport),
+            "DRAWN_AT_IMPORT of the Python module tests.planted differs from the start",
+        ),
         (
             built(planted.Buffer, buffers={"1.average": "ignore"}),
             "average of 1 (Buffer) is a tensor that one",
         ),
         (
             built(planted.DrawnInBuild, planted.build_without_seed),
-            "noise of 1 (DrawnInBuild) is not the same",
+            "noise of 1 (DrawnInBuild) differs from the start",
         ),
     ],
 )

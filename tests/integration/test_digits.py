@@ -55,9 +55,9 @@ def test_eval_and_digest_work_on_what_train_wrote(tmp_path):
     digest = train(tmp_path, "--workers", "1")
     assert run(*SAMESTEP, "digest", tmp_path).stdout.strip() == digest
     alone = run(*SAMESTEP, "eval", tmp_path, "--workers", "1").stdout
-    figure = re.search(r"step 12: test accuracy = 0\.\d{4}$", alone.strip())[0]
-    assert figure in run(*SAMESTEP, "eval", tmp_path, "--workers", "2").stdout
-    assert figure in run(*SAMESTEP, "eval", tmp_path, "--workers", "1", "--weights", "raw").stdout
+    metric = re.search(r"step 12: test accuracy = 0\.\d{4}$", alone.strip())[0]
+    assert metric in run(*SAMESTEP, "eval", tmp_path, "--workers", "2").stdout
+    assert metric in run(*SAMESTEP, "eval", tmp_path, "--workers", "1", "--weights", "raw").stdout
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def test_training_ends_in_the_same_weights(name):
 
 def test_the_histogram_of_all_predictions():
     unsplit, whole, average = run(*LAUNCHER, EXAMPLES / "histogram.py").stdout.splitlines()
-    figures = unsplit.removeprefix("unsplit").strip()
-    assert figures.endswith("difference none but rounding")
-    assert whole.removeprefix("whole batch").strip() == figures
+    expected = unsplit.removeprefix("unsplit").strip()
+    assert expected.endswith("difference none but rounding")
+    assert whole.removeprefix("whole batch").strip() == expected
     assert "rounding" not in average

@@ -16,8 +16,8 @@ def the_others_tell(workers, victim, how):
     steps = set()
     for worker in range(len(workers.pids)):
         if worker != victim:
-            told = rf"samestep: error: step (\d+), (?:gradients|averages|norms): worker {victim} {how} \("
-            found = re.search(told, workers.output(worker))
+            reported = rf"samestep: error: step (\d+), (?:gradients|averages|norms): worker {victim} {how} \("
+            found = re.search(reported, workers.output(worker))
             assert found, workers.output(worker)
             steps.add(int(found[1]))
     assert max(steps) - min(steps) <= 1  # what the victim had sent may have let one of them go on
@@ -68,6 +68,6 @@ def test_a_worker_that_never_comes_is_missed_at_the_start(start):
     workers.signal(signal.SIGSTOP, 1)
     while workers.ended() == 0:
         time.sleep(0.01)
-    assert "samestep: error: start of 2 workers: worker 1 did not come for 2 s\n" in workers.output()
+    assert "samestep: error: start of 2 workers: worker 1 did not join within 2 s\n" in workers.output()
     workers.signal(signal.SIGKILL, 1)
     assert workers.wait() == [1, -signal.SIGKILL]
