@@ -2,7 +2,7 @@
 
     python benchmarks/cifar10.py [--data-dir data/cifar10] [--tensorflow-python PATH] [--rounds 5]
 
-Everybody trains the same net on batches of 128 rows with all cores: input and distortions, the step, the
+All programs train the same net on batches of 128 rows with all cores: input and distortions, the step, the
 moving average of the weights; samestep writes its summaries as well. A round runs each in a process of its
 own, one after the other. Plain PyTorch is what one writes first: a Dataset of single examples in a
 DataLoader, `LocalResponseNorm`, `DistributedDataParallel`, one thread a worker. The machine's matrix

@@ -48,7 +48,7 @@ def test_a_slice_is_a_copy_in_memory_of_its_own():
         ([], "a list without tensors"),
         (
             (torch.zeros(3), {"scale": torch.tensor(1.0)}),
-            r"batch\[1\]\['scale'\] is a tensor without dimensions",
+            r"batch\[1\]\['scale'\] is a 0-dimensional tensor",
         ),
         ({"x": torch.zeros(3, 2), "y": torch.zeros(4)}, r"batch\['y'\] has 4 rows, batch\['x'\] has 3"),
     ],

@@ -157,24 +157,24 @@ def test_every_tower_starts_from_the_shared_value():
     assert all(torch.equal(start, after) for start in seen[3:])
 
 
-@pytest.mark.parametrize("rule", ["mean", "first"])
-def test_a_buffer_that_changes_its_shape_is_an_error(rule):
+@pytest.mark.parametrize("policy", ["mean", "first"])
+def test_a_buffer_that_changes_its_shape_is_an_error(policy):
     def grow(module, x):
         module.memory = torch.cat([module.memory, x[0]])
 
-    towers = Towers(Keeper(torch.zeros(3), grow), 2, buffers={"memory": rule})
+    towers = Towers(Keeper(torch.zeros(3), grow), 2, buffers={"memory": policy})
     with pytest.raises(
-        BufferPolicyError, match=r"memory holds float32 \[6\] on cpu, and held float32 \[3\] on cpu"
+        BufferPolicyError, match=r"memory is float32 \[6\] on cpu, but was float32 \[3\] on cpu"
     ):
         run(towers, batch_of(4))
 
 
-@pytest.mark.parametrize("rule", ["mean", "first"])
-def test_a_buffer_that_is_resized_in_place_is_an_error(rule):
+@pytest.mark.parametrize("policy", ["mean", "first"])
+def test_a_buffer_that_is_resized_in_place_is_an_error(policy):
     towers = Towers(
-        Keeper(torch.zeros(3), lambda module, x: module.memory.resize_(4)), 2, buffers={"memory": rule}
+        Keeper(torch.zeros(3), lambda module, x: module.memory.resize_(4)), 2, buffers={"memory": policy}
     )
-    with pytest.raises(BufferPolicyError, match=r"memory holds float32 \[4\]"):
+    with pytest.raises(BufferPolicyError, match=r"memory is float32 \[4\] on cpu, but was"):
         run(towers, batch_of(4))
 
 
@@ -229,18 +229,18 @@ def test_the_first_pattern_that_matches_decides():
 
 
 @pytest.mark.parametrize(
-    ("rules", "message"),
+    ("policies", "message"),
     [
         ({"memroy": "mean"}, r"buffers\['memroy'\] matches no buffer: the model has 0.memory, 3.memory"),
         ({"0.Memory": "mean"}, r"matches no buffer"),
-        ({"2.*": "mean"}, r"matches only 2.running_mean, .*the statistics argument decides about those"),
-        ({"*.memory": "mean", "0.*": "first"}, r"buffers\['0.\*'\] has no effect: patterns before it decide"),
+        ({"2.*": "mean"}, r"matches only 2.running_mean, .*use the statistics argument for those"),
+        ({"*.memory": "mean", "0.*": "first"}, r"buffers\['0.\*'\] has no effect: earlier patterns match"),
         ({"*.memory": "median"}, r"= 'median': expected one of mean, first, ignore"),
     ],
 )
-def test_patterns_that_cannot_be_right(rules, message):
+def test_patterns_that_cannot_be_right(policies, message):
     with pytest.raises(ConfigError, match=message):
-        Towers(two_keepers(), 2, buffers=rules)
+        Towers(two_keepers(), 2, buffers=policies)
 
 
 def test_a_pattern_over_everything_leaves_statistics_alone():
@@ -260,14 +260,14 @@ def test_a_long_list_of_buffers_is_cut():
         Towers(model, 2, buffers={"queue": "first"})
 
 
-@pytest.mark.parametrize("rule", ["mean", "first"])
-def test_a_rule_for_a_buffer_without_a_value(rule):
+@pytest.mark.parametrize("policy", ["mean", "first"])
+def test_a_policy_for_a_buffer_without_a_value(policy):
     model = Keeper(None, lambda module, x: setattr(module, "memory", x.clone()))
-    with pytest.raises(ConfigError, match=r"memory has no value until a forward .* or use 'ignore'"):
-        Towers(model, 2, buffers={"memory": rule})
+    with pytest.raises(ConfigError, match=r"memory has no value before the first .* or use 'ignore'"):
+        Towers(model, 2, buffers={"memory": policy})
 
 
-# ---- without a rule --------------------------------------------------------------------------------
+# ---- without a policy --------------------------------------------------------------------------------
 
 
 def message_of(model, batch, num_towers=2):
@@ -280,10 +280,11 @@ def message_of(model, batch, num_towers=2):
 def test_the_error_gives_the_argument_to_write(change):
     model = Keeper(torch.zeros(3), change)
     message = message_of(copy.deepcopy(model), batch_of(4))
-    assert message.startswith("tower 0 changed memory: say what becomes of it, as in Towers(..., buffers=")
-    rules = eval(message.partition("buffers=")[2].partition(");")[0])
-    assert rules == {"memory": "first"}
-    run(Towers(model, 2, buffers=rules), batch_of(4))
+    start = "tower 0 changed memory, which has no policy: choose one, such as Towers(..., buffers="
+    assert message.startswith(start)
+    policies = eval(message.partition("buffers=")[2].partition(");")[0])
+    assert policies == {"memory": "first"}
+    run(Towers(model, 2, buffers=policies), batch_of(4))
 
 
 def test_many_buffers_are_said_by_the_ends_of_their_names():
@@ -303,8 +304,8 @@ def test_a_buffer_that_a_forward_fills():
 
     model = Keeper(None, fill)
     assert message_of(copy.deepcopy(model), batch_of(4)) == (
-        "tower 0 filled memory: run the model once before making Towers, or, if no weight depends on it, "
-        "say Towers(..., buffers={'memory': 'ignore'})"
+        "tower 0 set memory, which was None before: run the model once before making Towers or, if it does "
+        "not affect the weights, use Towers(..., buffers={'memory': 'ignore'})"
     )
     model(batch_of(4))
     run(Towers(model, 2), batch_of(4))
@@ -346,7 +347,7 @@ def test_a_norm_that_thaws_within_a_step_is_named():
     tower = next(turns)
     model[1].train()
     with pytest.raises(
-        BufferPolicyError, match=r"tower 0 ran 1 in training mode.*change modes between steps"
+        BufferPolicyError, match=r"tower 0 ran 1 in training mode.*switch modes between steps"
     ):
         tower.backward(model(tower.batch).mean())
 
@@ -415,8 +416,8 @@ def test_a_flag_that_the_first_step_sets():
 def test_a_counter_that_depends_on_rows_says_what_to_write():
     model = Keeper(torch.tensor(2**62), count_rows)
     assert message_of(copy.deepcopy(model), batch_of(5)) == (
-        f"buffer memory is {2**62 + 2} after tower 1, {2**62 + 3} after tower 0: integer buffers must not "
-        "depend on rows, unless you say whose to keep, as in Towers(..., buffers={'memory': 'first'})"
+        f"buffer memory is {2**62 + 2} after tower 1, {2**62 + 3} after tower 0: integer buffers must "
+        "count alike in all towers; to keep tower 0's value, use Towers(..., buffers={'memory': 'first'})"
     )
     run(Towers(model, 2, buffers={"memory": "first"}), batch_of(5))
     assert model.memory == 2**62 + 3

@@ -125,7 +125,7 @@ def test_a_list_of_tensors_is_one_batch_and_a_loader_is_many():
 # ---- planted faults ----------------------------------------------------------------------------------
 
 STREAM = "draw from the global generators"
-NO_GENERATOR = "leave out generator=: the global generators are seeded anew for each step and tower"
+NO_GENERATOR = "leave out generator=: the global generators are seeded for each step and tower"
 PURE = "a tower may depend on its rows, the weights and the global random generators alone"
 
 
@@ -136,11 +136,11 @@ PURE = "a tower may depend on its rows, the weights and the global random genera
         (planted.GlobalGenerator, "aten.rand.gen", "its own (GENERATOR of the Python module", NO_GENERATOR),
         (planted.NumpyGenerator, "aten.lift_fresh.", "stream of 1 (NumpyGenerator) is a random", STREAM),
         (planted.PythonGenerator, "aten.mul.", "stream of 1 (PythonGenerator) is a random", STREAM),
-        (planted.Counter, "aten.mul.", "calls of 1 (Counter) goes on from tower to tower", PURE),
-        (planted.Branch, "aten.", "calls of 1 (Branch) goes on from tower to tower", PURE),
+        (planted.Counter, "aten.mul.", "calls of 1 (Counter) is kept from tower to tower", PURE),
+        (planted.Branch, "aten.", "calls of 1 (Branch) is kept from tower to tower", PURE),
         (planted.MovingAverage, "aten.mul.", "average of 1 (MovingAverage) is a tensor that one tower", PURE),
         (planted.Time, "aten.mul.", "it takes in other Python numbers: ", PURE),
-        (planted.Thread, "aten.rand_like.", "random stream was not where it", "a generator of its own"),
+        (planted.Thread, "aten.rand_like.", "random stream has moved", "a generator of its own"),
         (planted.Kernel, "planted.noisy.", "same inputs, other values", "use_deterministic_algorithms"),
         (planted.KernelInBackward, "planted.noisy.", "same inputs, other values", "deterministic kernel"),
     ],
@@ -193,7 +193,7 @@ def test_a_fault_in_the_loss_function():
 def test_numbers_drawn_in_build_that_no_worker_shares():
     finding = finding_of(partial(planted.build_without_seed, planted.DrawnInBuild))
     assert finding.module == "1 (DrawnInBuild)"
-    assert "noise of 1 (DrawnInBuild) is not the same from the start" in finding.cause
+    assert "noise of 1 (DrawnInBuild) differs from the start" in finding.cause
     assert "register it as a buffer" in finding.remedy
 
 
@@ -287,7 +287,7 @@ def test_a_counter_of_the_class():
 
     finding = finding_of(lambda: (nn.Sequential(Counting(5, 4)), planted.loss_of))
     assert finding.cause.startswith(
-        "calls of the class test_a_counter_of_the_class.<locals>.Counting goes on"
+        "calls of the class test_a_counter_of_the_class.<locals>.Counting is kept from tower to tower"
     )
 
 

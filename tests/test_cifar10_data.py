@@ -51,7 +51,7 @@ def damaged(data_dir, tmp_path):
 
 
 def slow_records(path):
-    """Record after record, as the format is told."""
+    """Record after record, as the format is described."""
     with io.BytesIO(path.read_bytes()) as file:
         while label := file.read(1):
             pixels = np.frombuffer(file.read(3072), dtype=np.uint8)
@@ -151,7 +151,7 @@ def relabel(path, record, label):
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "reported"),
     [
         (lambda path: truncate(path, 19 * RECORD + 7), "of 58394 bytes, the last 7, from offset 58387 on"),
         (lambda path: truncate(path, 5), "of 5 bytes, the last 5, from offset 0 on"),
@@ -162,10 +162,10 @@ def relabel(path, record, label):
         (lambda path: (path.unlink(), path.mkdir()), "test_batch.bin"),
     ],
 )
-def test_a_damaged_file_is_refused(damaged, damage, told):
+def test_a_damaged_file_is_refused(damaged, damage, reported):
     path = damaged / "test_batch.bin"
     damage(path)
-    with pytest.raises(DataError, match=told) as error:
+    with pytest.raises(DataError, match=reported) as error:
         Cifar10("test", damaged.parent, num_records=NUM)
     assert isinstance(error.value, Error)
     assert str(error.value).startswith(f"{path}: ")

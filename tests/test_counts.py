@@ -269,8 +269,8 @@ AB = {"a": len, "b": len}
         ),
         (lambda x: {"a": x, "b": x[None].expand(2)}, None, AB, r"loss\['b'\] has shape \(2,\)"),
         (lambda x: {"a": x.detach(), "b": x.detach()}, None, AB, "no sum requires grad"),
-        (lambda x: {"a": x, "b": x}, 3, AB, "backward_sum has no place in a step that began with counts"),
-        (lambda x: {"a": x}, None, None, r"what its sums count is not known: .*counts={name: count"),
+        (lambda x: {"a": x, "b": x}, 3, AB, "backward_sum cannot be used in a step .* with counts"),
+        (lambda x: {"a": x}, None, None, r"the step was started without counts: .*counts={name: count"),
         (lambda x: x, torch.ones(2), None, r"count has shape \(2,\)"),
         (lambda x: x.detach(), 2, None, "total does not require grad"),
     ],
@@ -299,10 +299,10 @@ def test_weights_that_are_none(weight, as_tensor):
 @pytest.mark.parametrize(
     ("count", "message"),
     [
-        (lambda part: -1, "tower 0: a counts -1, expected a finite number of at least 0"),
-        (lambda part: math.inf, "tower 0: a counts inf, expected"),
-        (lambda part: math.nan, "tower 0: a counts nan, expected"),
-        (lambda part: part, r"tower 0: a counts \(2, 3\), expected one number"),
+        (lambda part: -1, "tower 0: the count of a is -1, expected a finite number of at least 0"),
+        (lambda part: math.inf, "tower 0: the count of a is inf, expected"),
+        (lambda part: math.nan, "tower 0: the count of a is nan, expected"),
+        (lambda part: part, r"tower 0: the count of a has shape \(2, 3\), expected one number"),
     ],
 )
 def test_counts_that_are_none(count, message):

@@ -88,7 +88,7 @@ def test_many_towers_are_counted():
 
 def test_sums_that_overflow_although_each_towers_gradient_is_finite():
     message = message_of(make(lambda model, batch: model.last.bias.sum() * 1.5e38), batch_of())
-    assert "(all losses are finite, and each tower's own gradient is)" in message
+    assert "(the loss and the gradient of each tower are finite)" in message
 
 
 def test_a_loss_function_that_fails_when_it_runs_again_hides_nothing():
@@ -165,10 +165,10 @@ def test_towers_without_rows_and_sums_with_names():
 
 def test_nothing_to_look_at():
     towers = Towers(Net(), 4)
-    with pytest.raises(UsageError, match="replay\\(\\) without a step that is over"):
+    with pytest.raises(UsageError, match="replay\\(\\) needs a step that has been averaged"):
         next(towers.replay())
     towers(batch_of())
-    with pytest.raises(UsageError, match="replay\\(\\) without a step that is over"):
+    with pytest.raises(UsageError, match="replay\\(\\) needs a step that has been averaged"):
         next(towers.replay())
 
 

@@ -98,9 +98,9 @@ def left_behind(data_dir):
     return sorted(path.name for path in data_dir.iterdir() if not path.name.endswith(".lock"))
 
 
-def refuse(data_dir, server, kind, told, checksum=None):
+def refuse(data_dir, server, kind, reported, checksum=None):
     """Expect one line that tells what to do, and nothing that a later run would take for good."""
-    with pytest.raises(kind, match=told) as error:
+    with pytest.raises(kind, match=reported) as error:
         ensure_cifar10(data_dir, base_url=server.url, md5=checksum or md5(server.content))
     message = str(error.value)
     assert "\n" not in message

@@ -131,5 +131,5 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(fcntl, "flock", no_locks)
     assert (
         capsys.readouterr().err
-        == f"samestep: {tmp_path}: no locks on this file system; start no second run\n"
+        == f"samestep: {tmp_path}: the file system has no locks; do not start a second run there\n"
     )

@@ -313,7 +313,7 @@ def test_a_disk_that_fills_up_ends_the_run_in_one_line_and_it_goes_on_later(whol
         status, lines, _ = run(tmp_path, capsys)
         assert status == 2
         (line,) = lines
-        assert line.endswith("(No space left on device); make room on the disk")
+        assert line.endswith("(No space left on device); free space on the disk")
         assert names(tmp_path) == ["step-00000002", "step-00000004"]
         assert contents(checkpoint_path(tmp_path, 4)) == before
         ballast.unlink()

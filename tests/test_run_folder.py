@@ -236,7 +236,7 @@ def test_checkpoints_may_lie_on_another_disk(run_dir, tmp_path):
 def test_no_checkpoint(tmp_path):
     assert newest_whole(tmp_path).found is None
     for run_dir in (tmp_path, tmp_path / "none"):
-        with pytest.raises(MissingFileError, match="no checkpoint there; train first"):
+        with pytest.raises(MissingFileError, match="has no checkpoint; train first"):
             find_newest(run_dir)
 
 

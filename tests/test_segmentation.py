@@ -286,7 +286,7 @@ def test_drawn_shapes_and_a_folder_are_not_the_same_experiment(settings, tmp_pat
     replace(settings, data_dir=tmp_path).write()
     assert read_settings(settings.run_dir, RECIPES) == replace(settings, data_dir=tmp_path)
     replace(settings, data_dir=tmp_path / "moved").check_same_experiment()
-    with pytest.raises(ConfigError, match="not None: go on with the same"):
+    with pytest.raises(ConfigError, match="not None: use the same value"):
         settings.check_same_experiment()
 
 

@@ -152,7 +152,7 @@ def test_weights_of_sparse_embeddings_are_found_once_and_others_must_be_listed()
     model["tied"].weight = model["head"].weight
     assert find_sparse(model, []) == ["bag.weight", "head.weight"]
     assert find_sparse(model, [model["dense"].weight]) == ["dense.weight", "bag.weight", "head.weight"]
-    with pytest.raises(ConfigError, match=r"sparse_parameters\[1\] is no parameter of ModuleDict"):
+    with pytest.raises(ConfigError, match=r"sparse_parameters\[1\] is not a parameter of ModuleDict"):
         Towers(model, 2, sparse_parameters=[model["dense"].weight, model["frozen"].weight])
 
 

@@ -186,7 +186,7 @@ def averaged_and_error(model, num_towers, batch, **settings):
 
 def test_half_precision_gradients_are_summed_and_told_in_the_dtype_that_is_asked_for():
     batch = batch_of(128, torch.bfloat16)
-    told, errors = [], []
+    reported, errors = [], []
     for settings, grad_dtype in [
         ({}, torch.bfloat16),
         ({"accumulate_dtype": torch.float32}, torch.bfloat16),
@@ -198,10 +198,16 @@ def test_half_precision_gradients_are_summed_and_told_in_the_dtype_that_is_asked
         for parameter in model.parameters():
             parameter.grad_dtype = grad_dtype
         gradients, error = averaged_and_error(model, 32, batch, **settings)
-        told.append({gradient.dtype for gradient in gradients})
+        reported.append({gradient.dtype for gradient in gradients})
         errors.append(error)
     in_half, cast_once, wide, any_dtype, any_wide = errors
-    assert told == [{torch.bfloat16}, {torch.bfloat16}, {torch.float32}, {torch.bfloat16}, {torch.float32}]
+    assert reported == [
+        {torch.bfloat16},
+        {torch.bfloat16},
+        {torch.float32},
+        {torch.bfloat16},
+        {torch.float32},
+    ]
     assert 1000 * wide < cast_once < in_half
     assert (any_dtype, any_wide) == (in_half, wide)
 
@@ -308,7 +314,9 @@ def test_a_batch_before_the_last_is_averaged():
 def test_a_tower_that_is_skipped():
     turns = Towers(perceptron(), 4)(batch_of(8))
     next(turns)
-    with pytest.raises(UsageError, match=r"Tower\(index=0, rows=2\): its turn ended without a backward"):
+    with pytest.raises(
+        UsageError, match=r"Tower\(index=0, rows=2\): the loop went on before backward was called"
+    ):
         next(turns)
 
 
@@ -326,9 +334,9 @@ def test_a_tower_whose_turn_is_over():
     first = next(turns)
     first.backward(loss_of(towers.model, first.batch))
     second = next(turns)
-    with pytest.raises(UsageError, match="turn ended without a backward"):
+    with pytest.raises(UsageError, match="the loop went on before backward was called"):
         next(turns)
-    with pytest.raises(UsageError, match="has no turn any more"):
+    with pytest.raises(UsageError, match="is not the current tower"):
         second.backward(loss_of(towers.model, second.batch))
 
 
@@ -336,7 +344,7 @@ def test_backward_past_the_tower():
     towers = Towers(perceptron(), 4)
     turns = towers(batch_of(8))
     loss_of(towers.model, next(turns).batch).backward()
-    with pytest.raises(UsageError, match=r"loss\.backward\(\) was called past it"):
+    with pytest.raises(UsageError, match=r"loss\.backward\(\) was called instead of tower\.backward\(loss\)"):
         next(turns)
 
 
@@ -363,7 +371,7 @@ def test_a_loss_that_cannot_be_handed_in(loss, message):
     ("batch", "message"),
     [
         ({"x": torch.zeros(4, 5), "y": torch.zeros(3)}, r"batch\['y'\] has 3 rows, batch\['x'\] has 4"),
-        ({"x": torch.zeros(())}, r"batch\['x'\] is a tensor without dimensions"),
+        ({"x": torch.zeros(())}, r"batch\['x'\] is a 0-dimensional tensor"),
         ({"name": "x"}, "batch is a dict without tensors"),
         ({"x": torch.zeros(0, 5)}, "the batch has no rows"),
     ],
@@ -377,7 +385,7 @@ def test_batches_that_cannot_be_cut(batch, message):
 
 def test_slices_of_other_towers_are_refused():
     towers = Towers(perceptron(), 2)
-    with pytest.raises(BatchError, match=r"the batch holds towers \[0\], this worker runs \[0, 1\] of 2"):
+    with pytest.raises(BatchError, match=r"the batch holds towers \[0\], but this worker runs \[0, 1\] of 2"):
         towers(samestep.LocalBatch(4, {0: batch_of(4)}))
 
 

@@ -430,7 +430,7 @@ def test_a_step_with_a_forward_is_the_call_and_the_optimizer():
     assert samestep.digest(model) == samestep.digest(other)
 
 
-# ---- figures and memory ----------------------------------------------------------------------------
+# ---- losses and memory -----------------------------------------------------------------------------
 
 
 def test_the_report_has_one_loss():
@@ -539,7 +539,7 @@ def test_a_local_batch_gives_what_the_global_one_gives():
 )
 def test_a_loss_that_asks_for_the_rows_of_other_workers(use):
     towers = Towers(TwoEncoders(), 4)
-    with pytest.raises(UsageError, match="let forward return what the loss needs"):
+    with pytest.raises(UsageError, match="return what the loss needs, such as labels, from forward"):
         towers.whole_batch(local(batch_of(8), 4), towers.model, lambda out, batch: use(batch, out))
 
 
@@ -549,11 +549,11 @@ def test_a_loss_that_asks_for_the_rows_of_other_workers(use):
 @pytest.mark.parametrize(
     ("forward", "message"),
     [
-        (lambda out: out["left"].sum(), "a tensor without dimensions: expected a nest of dense tensors"),
-        (lambda out: {"left": out["left"], "scale": 2.0}, "forward gave a float"),
-        (lambda out: None, "forward gave a NoneType"),
-        (lambda out: {}, "forward gave a dict without tensors"),
-        (lambda out: out["left"].to_sparse(), "a tensor in the layout torch.sparse_coo"),
+        (lambda out: out["left"].sum(), "a 0-dimensional tensor: expected dense tensors, rows first"),
+        (lambda out: {"left": out["left"], "scale": 2.0}, "forward returned a float"),
+        (lambda out: None, "forward returned a NoneType"),
+        (lambda out: {}, "forward returned a dict without tensors"),
+        (lambda out: out["left"].to_sparse(), "a tensor with the layout torch.sparse_coo"),
         (lambda out: collections.namedtuple("Local", "x")(out["left"]), "cannot be sent to other workers"),
     ],
 )
@@ -568,7 +568,7 @@ def test_towers_whose_outputs_differ_in_more_than_rows():
     calls = iter([4, 4, 3])
     with pytest.raises(
         UsageError,
-        match=r"step 0: forward gave for towers 0 and 2 tensor 0: float64 \[rows, 4\] on cpu, float64",
+        match=r"step 0: .* outputs for towers 0 and 2 \(tensor 0: float64 \[rows, 4\] on cpu, float64",
     ):
         run(towers, batch_of(6), info_nce, lambda batch: towers.model(batch)["left"][:, : next(calls)])
 
@@ -577,7 +577,8 @@ def test_a_forward_that_does_not_do_the_same_twice():
     towers = Towers(TwoEncoders(), 2)
     calls = iter([3, 3, 2, 2])
     with pytest.raises(
-        UsageError, match=r"forward gave tensors of float64 \[3, 4\] for tower 0 at first, of"
+        UsageError,
+        match=r"tower 0: forward returned float64 \[3, 4\] in the first pass and float64 \[2, 4\] in",
     ):
         towers.whole_batch(
             batch_of(6), lambda b: towers.model(b)["left"][: next(calls)], lambda out, _: out.std()

@@ -17,7 +17,7 @@ from samestep.identity import digest
 
 
 class SlowDisk:
-    """A disk that takes a snapshot only when it is told to."""
+    """A disk that takes a snapshot only when it is allowed to."""
 
     def __init__(self):
         self.may_go_on = threading.Event()
@@ -109,12 +109,12 @@ def test_a_full_disk_is_told_at_the_next_step_and_earlier_checkpoints_stay(tmp_p
 
 def test_a_full_disk_is_told_at_the_end(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(module, "write", FullDisk().write)
-    with pytest.raises(StorageError, match="make room"), CheckpointWriter(tmp_path, keep_last=1) as writer:
+    with pytest.raises(StorageError, match="free space"), CheckpointWriter(tmp_path, keep_last=1) as writer:
         failed(writer)
     writer = CheckpointWriter(tmp_path, keep_last=1)
     failed(writer)
     writer.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)  # the run ends for this other reason
-    assert capsys.readouterr().err.count("make room on the disk\n") == 1
+    assert capsys.readouterr().err.count("free space on the disk\n") == 1
 
 
 def test_files_are_replaced_whole(tmp_path):

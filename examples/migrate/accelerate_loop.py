@@ -1,7 +1,16 @@
 """Accelerate's `accumulate`: the same loop for any setup, with the divisor inside."""
 
 from accelerate import Accelerator
-from problem import BATCH_ROWS, EPOCHS, MICRO_ROWS, LanguageModel, optimizer_of, sentences, tell, token_losses
+from problem import (
+    BATCH_ROWS,
+    EPOCHS,
+    MICRO_ROWS,
+    LanguageModel,
+    optimizer_of,
+    print_distance,
+    sentences,
+    token_losses,
+)
 from torch.utils.data import DataLoader
 
 accelerator = Accelerator(cpu=True)
@@ -17,6 +26,6 @@ for _ in range(EPOCHS):
             optimizer.step()
             optimizer.zero_grad()
 if accelerator.is_main_process:
-    tell(accelerator.unwrap_model(model))
+    print_distance(accelerator.unwrap_model(model))
 model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)  # they would keep the group
 accelerator.end_training()

@@ -8,7 +8,7 @@ from problem import (
     batches,
     num_tokens,
     optimizer_of,
-    tell,
+    print_distance,
     token_losses,
 )
 
@@ -26,6 +26,6 @@ for batch in batches():
     towers.average()
     optimizer.step()
 if job.is_first:
-    tell(module)
+    print_distance(module)
     print("weights sha256", samestep.digest(module))
 job.close()

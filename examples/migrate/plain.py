@@ -1,6 +1,6 @@
 """Gradient accumulation by hand: the mean of the slices' means."""
 
-from problem import MICRO_ROWS, LanguageModel, batches, optimizer_of, tell, token_losses
+from problem import MICRO_ROWS, LanguageModel, batches, optimizer_of, print_distance, token_losses
 
 model = LanguageModel()
 optimizer = optimizer_of(model)
@@ -11,4 +11,4 @@ for batch in batches():
         loss = token_losses(model, tokens) / len(slices)  # as if each slice had as many tokens
         loss.backward()
     optimizer.step()
-tell(model)
+print_distance(model)

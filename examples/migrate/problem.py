@@ -1,7 +1,7 @@
 """What all the programs here train: a small language model on sentences of uneven length.
 
-The loss is the mean over all tokens of a batch of 16 sentences; padding does not count. Everybody may hold
-4 sentences at a time on each process. `truth` is the answer: the same training in float64, batches whole.
+The loss is the mean over all tokens of a batch of 16 sentences; padding does not count. A process may hold
+4 sentences at a time. `truth` is the answer: the same training in float64, batches whole.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def token_losses(model: nn.Module, tokens: Tensor, reduction: str = "mean") -> T
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """Return what everybody updates with."""
+    """Return the optimizer of all programs."""
     return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
 
 
@@ -80,7 +80,7 @@ def truth() -> nn.Module:
     return model
 
 
-def tell(model: nn.Module) -> None:
+def print_distance(model: nn.Module) -> None:
     """Print how far the weights are from the truth, relative to how far training moved them."""
     start, end = _weights(LanguageModel()), _weights(truth())
     error = (_weights(model) - end).norm() / (end - start).norm()

@@ -7,7 +7,7 @@ from problem import (
     batches,
     num_tokens,
     optimizer_of,
-    tell,
+    print_distance,
     token_losses,
 )
 
@@ -24,6 +24,6 @@ for batch in batches():
     towers.average()
     optimizer.step()
 if job.is_first:
-    tell(model)
+    print_distance(model)
     print("weights sha256", samestep.digest(model))
 job.close()

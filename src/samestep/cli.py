@@ -46,7 +46,7 @@ class Digest:
     """Print the SHA-256 of the weights in a checkpoint."""
 
     path: Path
-    """A checkpoint, or a run folder, whose newest checkpoint is used."""
+    """A checkpoint, or a run folder; of a run folder its newest checkpoint."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,18 +1,18 @@
-"""What samestep raises: every error that a user can cause or meet has a class here.
+"""The errors that samestep raises.
 
-    Error                   anything samestep raises on purpose
-    ├── ConfigError         a value that was passed in is wrong            (also a ValueError)
-    ├── UsageError          calls in an order that cannot be right         (also a RuntimeError)
-    ├── BatchError          a batch without rows, weight, or equal lengths (also a ValueError)
-    ├── BufferPolicyError         a buffer changed and nobody said how to average (also a RuntimeError)
-    ├── DataError           a file on disk does not hold what it should    (also a ValueError)
-    │   └── DamagedError    a checkpoint is not what was written
-    ├── MissingFileError    a file or folder is not there                  (also a FileNotFoundError)
-    ├── StorageError        the disk does not take a file, or give it      (also an OSError)
-    ├── LockedError         another process trains in the run folder       (also a RuntimeError)
-    ├── DisagreementError   workers of one job do not agree                (also a RuntimeError)
-    ├── LostWorkerError     a worker stopped answering                     (also a RuntimeError)
-    └── NonFiniteError      a loss or gradient is NaN or infinite          (also an ArithmeticError)
+    Error                    the base class of all of them
+    ├── ConfigError          an argument or setting has a wrong value        (also a ValueError)
+    ├── UsageError           a method was called in a wrong way or order     (also a RuntimeError)
+    ├── BatchError           a batch that has no rows, or counts nothing, …  (also a ValueError)
+    ├── BufferPolicyError    a buffer changed that has no policy             (also a RuntimeError)
+    ├── DataError            a file does not hold what it should             (also a ValueError)
+    │   └── DamagedError     a checkpoint is not what was written
+    ├── MissingFileError     a file or folder does not exist                 (also a FileNotFoundError)
+    ├── StorageError         a file cannot be written or read                (also an OSError)
+    ├── LockedError          another process trains in the run folder        (also a RuntimeError)
+    ├── DisagreementError    the workers of a job have different values      (also a RuntimeError)
+    ├── LostWorkerError      a worker exited or stopped answering            (also a RuntimeError)
+    └── NonFiniteError       a loss or gradient is NaN or infinite           (also an ArithmeticError)
 
 `exit_status` is what the command line exits with: 2 where the input is wrong, 1 where the run failed.
 """
@@ -41,17 +41,17 @@ __all__ = [
 
 
 class Error(Exception):
-    """Anything samestep raises on purpose."""
+    """The base class of all errors that samestep raises."""
 
     exit_status = 2
 
 
 class ConfigError(Error, ValueError):
-    """A value that was passed in is wrong."""
+    """An argument or a setting has a wrong value."""
 
 
 class UsageError(Error, RuntimeError):
-    """Calls in an order that cannot be right."""
+    """A method was called in a wrong way, or in a wrong order."""
 
     exit_status = 1
 
@@ -63,13 +63,13 @@ class BatchError(Error, ValueError):
 
 
 class BufferPolicyError(Error, RuntimeError):
-    """A buffer of the model changed during a pass, and nobody said how to average it."""
+    """A buffer of the model changed during a pass, and has no policy; see `Towers(buffers=...)`."""
 
     exit_status = 1
 
 
 class DataError(Error, ValueError):
-    """A file on disk does not hold what it should."""
+    """A file does not hold what it should."""
 
 
 class DamagedError(DataError):
@@ -77,14 +77,14 @@ class DamagedError(DataError):
 
 
 class MissingFileError(Error, FileNotFoundError):
-    """A file or folder is not there."""
+    """A file or folder does not exist."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
 
 
 class StorageError(Error, OSError):
-    """The disk does not take a file, or does not give it: full, read-only, no permission, broken."""
+    """A file cannot be written or read: the disk is full, read-only or broken, or permission is missing."""
 
 
 class LockedError(Error, RuntimeError):
@@ -92,13 +92,13 @@ class LockedError(Error, RuntimeError):
 
 
 class DisagreementError(Error, RuntimeError):
-    """Workers of one job do not agree on the model, the batch, or the step."""
+    """The workers of a job have different models, batches, settings or steps, or another worker failed."""
 
     exit_status = 1
 
 
 class LostWorkerError(Error, RuntimeError):
-    """A worker of the job stopped answering."""
+    """A worker of the job exited, or did not answer within the timeout."""
 
     exit_status = 1
 
@@ -110,7 +110,7 @@ class NonFiniteError(Error, ArithmeticError):
 
 
 def one_line(text: str, max_chars: int = 200) -> str:
-    r"""Return text that may stand in a message, whoever wrote it: short, and nothing that moves a cursor.
+    r"""Return text from an unknown source for a message: one short line, without control characters.
 
     Example:
         >>> print(one_line("two\n  lines, \x1b[2J"))
@@ -121,5 +121,5 @@ def one_line(text: str, max_chars: int = 200) -> str:
 
 
 def shown(value: object, max_chars: int = 80) -> str:
-    """Return a value as it may stand in a message, whoever wrote it."""
+    """Return a value from an unknown source for a message: its `repr`, on one short line."""
     return one_line(repr(value) if isinstance(value, str) else reprlib.repr(value), max_chars)

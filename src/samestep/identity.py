@@ -1,4 +1,4 @@
-"""Which bits these are, and what they depend on besides the experiment: `digest` and `fingerprint`."""
+"""A model's weights as a hash (`digest`), and what else the bits depend on (`fingerprint`)."""
 
 from __future__ import annotations
 
@@ -43,6 +43,9 @@ def digest(model: nn.Module | Mapping[str, Tensor]) -> str:
 
     Args:
         model: a module, or a mapping from names to tensors of any dtype on any device.
+
+    Returns:
+        The hash, in lower case.
 
     Example:
         >>> digest({"weight": torch.zeros(2)})[:16]
@@ -89,7 +92,7 @@ def check_same(saved: Mapping[str, Any], current: Mapping[str, Any], owner: str)
     Args:
         saved: a state that has all entries of `current`, and maybe more.
         current: the settings that must be the same.
-        owner: whose state it is, for the message.
+        owner: names the object in the message.
 
     Raises:
         ConfigError: an entry differs.

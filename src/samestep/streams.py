@@ -53,7 +53,7 @@ def generator(seed: int, purpose: str, *indices: int, device: torch.device | str
 
 @dataclass(frozen=True)
 class GlobalStreams:
-    """The states of the generators that user code draws from without saying so.
+    """The states of the process's global random generators.
 
     These are torch's default generators (the CPU's and the device's), Python's `random` and NumPy's
     legacy global generator.

@@ -328,7 +328,7 @@ def a_contrastive_loss_sees_the_negatives_of_the_whole_batch(job: samestep.Job) 
 
 
 @promise
-def the_loss_told_is_that_of_all_rows(job: samestep.Job) -> list[float]:
+def the_reported_loss_is_that_of_all_rows(job: samestep.Job) -> list[float]:
     model = net()
     x, y = rows(17)
     report = take(samestep.Towers(model, T, job=job), (x, y))

@@ -320,8 +320,8 @@ class Watching(nn.Module):
 @scenario
 def ignored_buffers(job: samestep.Job) -> str:
     model = Watching().to(job.device)
-    rules = {"largest": "ignore", "rows_seen": "ignore"}
-    towers = samestep.Towers(model, 7, job=job, buffers=rules)
+    policies = {"largest": "ignore", "rows_seen": "ignore"}
+    towers = samestep.Towers(model, 7, job=job, buffers=policies)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for batch in batches(3, 10, 7):
         for tower in towers(batch):
@@ -360,17 +360,19 @@ def named_sums(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @scenario
-def several_sums_with_weights_of_their_own(job: samestep.Job) -> str:
+def several_sums_with_counts_of_their_own(job: samestep.Job) -> str:
     model = perceptron().to(job.device)
     towers = samestep.Towers(model, 7, job=job, bucket_bytes=400, noise_every=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     weights = {"kept": keep, "rows": lambda batch: len(batch["y"])}
     step = samestep.Step(towers, named_sums, optimizer, counts=weights)
-    told = []
+    reported = []
     for batch in [*batches(3, 17, 7), *batches(1, 4, 7)]:
         report = step(batch)
-        told.append((report.loss, report.losses, report.count, report.tower_losses, report.tower_grad_norms))
-    return f"{samestep.digest(model)} {told}"
+        reported.append(
+            (report.loss, report.losses, report.count, report.tower_losses, report.tower_grad_norms)
+        )
+    return f"{samestep.digest(model)} {reported}"
 
 
 def kept_sum(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -384,11 +386,11 @@ def two_sums(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @scenario
-def weights_of_zero(job: samestep.Job) -> str:
+def counts_of_zero(job: samestep.Job) -> str:
     """In some towers, in all of one worker, in all; with buffers, unused parameters, sparse gradients."""
     results = []
     pictures, rows = batches(1, 14, 3, 8, 8)[0], batches(1, 14, 7)[0]
-    for build, batch, rules, weights in [
+    for build, batch, policies, weights in [
         (convnet, pictures, {}, None),
         (convnet, pictures, {}, {"kept": keep, "some": keep}),
         (Branches, rows, {}, None),
@@ -396,7 +398,7 @@ def weights_of_zero(job: samestep.Job) -> str:
         (Words, texts(1, 14)[0], {}, None),
     ]:
         model = build().to(job.device)
-        towers = samestep.Towers(model, 7, job=job, on_zero_count="skip", bucket_bytes=300, buffers=rules)
+        towers = samestep.Towers(model, 7, job=job, on_zero_count="skip", bucket_bytes=300, buffers=policies)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         step = samestep.Step(towers, two_sums if weights else kept_sum, optimizer, counts=weights)
         for zeros in (range(0), range(8), range(8, 13), range(30), range(1, 14)):
@@ -417,14 +419,14 @@ def an_overflow_in_one_tower(job: samestep.Job) -> str:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     step = samestep.Step(towers, loss_of, optimizer, autocast=torch.float16)
     step.scaler.set_growth_interval(2)
-    told = []
+    reported = []
     for number, batch in enumerate(batches(9, 30, 7)):
         if number in (2, 3, 7):
             batch["x"][4 * number % len(batch["x"])] *= 1e6
         report = step(batch)
         assert report.skipped == (number in (2, 3, 7))
-        told.append((step.scaler.state_dict(), report.tower_grad_norms, report.noise_scale))
-    return f"{samestep.digest(model)} {told}"
+        reported.append((step.scaler.state_dict(), report.tower_grad_norms, report.noise_scale))
+    return f"{samestep.digest(model)} {reported}"
 
 
 @scenario
@@ -960,13 +962,13 @@ def different_model(job: samestep.Job) -> str:
 
 
 @fault
-def different_rules_for_buffers(job: samestep.Job) -> str:
-    rules = MEMORIES if job.rank != 1 else {**MEMORIES, "codes": "first"}
-    return message_of(lambda: samestep.Towers(Memories().to(job.device), 8, job=job, buffers=rules))
+def different_policies_for_buffers(job: samestep.Job) -> str:
+    policies = MEMORIES if job.rank != 1 else {**MEMORIES, "codes": "first"}
+    return message_of(lambda: samestep.Towers(Memories().to(job.device), 8, job=job, buffers=policies))
 
 
 @fault
-def buffers_without_a_rule(job: samestep.Job) -> str:
+def buffers_without_a_policy(job: samestep.Job) -> str:
     towers = samestep.Towers(Memories().to(job.device), 8, job=job)
     return message_of(lambda: step_on(towers, batches(1, 16, 7)[0]))
 
@@ -1005,8 +1007,8 @@ def bad_pictures_on_one(job: samestep.Job) -> str:
 
 
 @fault
-def bad_batch_on_one_with_weights(job: samestep.Job) -> str:
-    """What is wrong is told with the counts, before the first pass."""
+def bad_batch_on_one_with_counts(job: samestep.Job) -> str:
+    """What is wrong is reported with the counts, before the first pass."""
     towers = samestep.Towers(perceptron().to(job.device), 8, job=job)
     batch = batches(1, 16, 7)[0]
     if job.rank == 1:

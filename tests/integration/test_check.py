@@ -47,14 +47,17 @@ def test_real_workers_do_the_same(workers, num_workers):
 @pytest.mark.parametrize(
     ("subject", "cause"),
     [
-        (built(planted.DrawnAtImport), "DRAWN_AT_IMPORT of the Python module tests.planted is not the same"),
+        (
+            built(planted.DrawnAtImport),
+            "DRAWN_AT_IMPORT of the Python module tests.planted differs from the start",
+        ),
         (
             built(planted.Buffer, buffers={"1.average": "ignore"}),
             "average of 1 (Buffer) is a tensor that one",
         ),
         (
             built(planted.DrawnInBuild, planted.build_without_seed),
-            "noise of 1 (DrawnInBuild) is not the same",
+            "noise of 1 (DrawnInBuild) differs from the start",
         ),
     ],
 )
@@ -107,7 +110,7 @@ def test_a_recipe_that_does_not(monkeypatch, capsys):
     assert lines[1:3] == ["  module     the model (DigitsNet)", "  operator   aten.mul.Tensor, forward"]
     assert (
         lines[4]
-        == "  cause      calls of the function around Faulty.build.<locals>.count goes on from tower to tower"
+        == "  cause      calls of the function around Faulty.build.<locals>.count is kept from tower to tower"
     )
 
 

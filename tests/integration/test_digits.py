@@ -61,9 +61,9 @@ def test_eval_and_digest_work_on_what_train_wrote(run, tmp_path):
     digest = train(run, tmp_path, "--workers", "1")
     assert run("digest", tmp_path).stdout().strip() == digest
     alone = run("eval", tmp_path, "--workers", "1").stdout()
-    figure = re.search(r"step 12: test accuracy = 0\.\d{4}$", alone.strip())[0]
-    assert figure in run("eval", tmp_path, "--workers", "2").stdout()
-    assert figure in run("eval", tmp_path, "--workers", "1", "--weights", "raw").stdout()
+    metric = re.search(r"step 12: test accuracy = 0\.\d{4}$", alone.strip())[0]
+    assert metric in run("eval", tmp_path, "--workers", "2").stdout()
+    assert metric in run("eval", tmp_path, "--workers", "1", "--weights", "raw").stdout()
 
 
 @pytest.mark.parametrize(

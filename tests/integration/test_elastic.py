@@ -158,8 +158,8 @@ def test_machines_running_torchrun_are_lost_and_come_back(where, last, tmp_path)
 
     def wait_for(text: str) -> None:
         deadline_s = time.monotonic() + 150
-        while text not in (told := "".join(output.read_text() for output in outputs)):
-            assert time.monotonic() < deadline_s, told
+        while text not in (reported := "".join(output.read_text() for output in outputs)):
+            assert time.monotonic() < deadline_s, reported
             time.sleep(0.01)
 
     with Machines(where == "on a network") as machines:
@@ -174,7 +174,7 @@ def test_machines_running_torchrun_are_lost_and_come_back(where, last, tmp_path)
         if machines.have_own_network:
             machines.kill(0)
             machines.plug(0)
-        machines.start(0, store.port, words, outputs[0])  # which forgets what was told there before
+        machines.start(0, store.port, words, outputs[0])  # with an empty output file
         wait_for("on 3 workers")
         slow.unlink()
         assert [machines.agents[machine].wait(200) for machine in range(3)] == [0, 0, 0]

@@ -26,5 +26,5 @@ def test_no_checkpoint_is_said(run, tmp_path):
     train(run, tmp_path, "--workers", "1")
     shutil.rmtree(tmp_path / "checkpoints")
     finished = run("eval", tmp_path, "--workers", "1", expect=2)
-    assert "no checkpoint there" in finished.stderr()
+    assert "has no checkpoint" in finished.stderr()
     assert len(finished.stderr().splitlines()) == 1

@@ -31,9 +31,9 @@ def test_training_ends_in_the_same_weights(printed, name):
 
 def test_the_histogram_of_all_predictions(printed):
     unsplit, whole, average = printed(EXAMPLES / "histogram.py", 2)
-    figures = unsplit.removeprefix("unsplit").strip()
-    assert figures.endswith("difference none but rounding")
-    assert whole.removeprefix("whole batch").strip() == figures
+    expected = unsplit.removeprefix("unsplit").strip()
+    assert expected.endswith("difference none but rounding")
+    assert whole.removeprefix("whole batch").strip() == expected
     assert "rounding" not in average
 
 

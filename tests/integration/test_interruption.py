@@ -18,9 +18,9 @@ from .nursery import SAMESTEP, SHORT, STEPS, digests_of, steps_of
 
 
 def stopped_after(workers, tmp_path, reason):
-    """Check what is told and written, and return the step."""
+    """Check what is printed and written, and return the step."""
     message = (
-        rf"samestep: stopped after step (\d+) by {reason}; checkpoint written; run the same command to go on"
+        rf"samestep: stopped after step (\d+) by {reason}; checkpoint written; run the same command to con"
     )
     step = int(re.search(message, workers.output())[1])
     assert steps_of(tmp_path / "run")[-1] == step
@@ -105,7 +105,8 @@ def test_a_signal_to_the_launcher_and_its_workers_is_one_message_and_a_checkpoin
     assert process.wait() == [143]
     step = steps_of(tmp_path / "run")[-1]
     assert process.stderr() == (
-        f"samestep: stopped after step {step} by SIGTERM; checkpoint written; run the same command to go on\n"
+        f"samestep: stopped after step {step} by SIGTERM; checkpoint written; "
+        "run the same command to continue\n"
     )
     assert_gone(workers)
 

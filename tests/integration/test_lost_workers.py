@@ -11,7 +11,7 @@ from .nursery import STEPS, digests_of
 TIMEOUT_S = 4
 
 
-def the_others_tell(workers, victim, how):
+def the_others_report(workers, victim, how):
     """Check what the others say of the victim, and return the first step that they name.
 
     One that notices late may find that another has noticed, and left.
@@ -21,8 +21,8 @@ def the_others_tell(workers, victim, how):
     for worker in others:
         left = "|".join(map(str, others - {worker}))
         who = rf"worker (?:({victim}) {how}|(?:{left}) is gone) \("
-        told = rf"samestep: error: step (\d+), (?:gradients|averages|norms): {who}"
-        found.append(re.search(told, workers.output(worker)))
+        reported = rf"samestep: error: step (\d+), (?:gradients|averages|norms): {who}"
+        found.append(re.search(reported, workers.output(worker)))
         assert found[-1], workers.output(worker)
     assert any(match[2] for match in found)
     steps = [int(match[1]) for match in found]
@@ -40,7 +40,7 @@ def test_a_stopped_worker_is_found_within_the_timeout(start, whole, tmp_path):
         time.sleep(0.01)
     workers.signal(signal.SIGKILL, 1)
     assert workers.wait() == [1, -signal.SIGKILL, 1]
-    assert the_others_tell(workers, 1, f"did not answer for {TIMEOUT_S} s") >= 5
+    assert the_others_report(workers, 1, f"did not answer for {TIMEOUT_S} s") >= 5
     step, found = digests_of(tmp_path / "run").popitem()
     assert found == whole[step]
 
@@ -51,7 +51,7 @@ def test_a_killed_worker_is_found(start, whole, tmp_path):
     workers.signal(signal.SIGKILL, 2)
     assert workers.wait(timeout_s=30) == [1, 1, -signal.SIGKILL]
     # Mostly at once; gloo does not tell who waits for a message that was on its way.
-    assert the_others_tell(workers, 2, "(?:is gone|did not answer for 15 s)") >= 8
+    assert the_others_report(workers, 2, "(?:is gone|did not answer for 15 s)") >= 8
     assert digests_of(tmp_path / "run")[8] == whole[8]
     assert start(2).wait() == [0, 0]
     assert digests_of(tmp_path / "run")[STEPS] == whole[STEPS]
@@ -66,7 +66,7 @@ def test_a_worker_that_hangs_in_its_own_code_is_found_within_the_timeout(start, 
         time.sleep(0.01)
     workers.signal(signal.SIGKILL, 1)
     assert workers.wait() == [1, -signal.SIGKILL]
-    assert the_others_tell(workers, 1, f"did not answer for {TIMEOUT_S} s") == 5
+    assert the_others_report(workers, 1, f"did not answer for {TIMEOUT_S} s") == 5
 
 
 def test_a_worker_that_never_comes_is_missed_at_the_start(start):
@@ -74,6 +74,6 @@ def test_a_worker_that_never_comes_is_missed_at_the_start(start):
     workers.signal(signal.SIGSTOP, 1)
     while workers.ended() == 0:
         time.sleep(0.01)
-    assert "samestep: error: start of 2 workers: worker 1 did not come for 2 s\n" in workers.output()
+    assert "samestep: error: start of 2 workers: worker 1 did not join within 2 s\n" in workers.output()
     workers.signal(signal.SIGKILL, 1)
     assert workers.wait() == [1, -signal.SIGKILL]

@@ -29,7 +29,7 @@ class Command:
 
     Attributes:
         help: what the command does, in one line.
-        choices: what may follow, by name: dataclasses whose fields are the options, or more commands.
+        choices: what may follow, by name: dataclasses with the options as fields, or more commands.
         noun: what one of the choices is.
     """
 
@@ -146,7 +146,7 @@ def _field_docs(settings: type) -> Iterator[tuple[str, str]]:
     for kind in filter(is_dataclass, reversed(settings.__mro__)):
         try:
             source = inspect.getsource(kind)
-        except OSError:  # typed in at a prompt: there is no file, and so no help
+        except OSError:  # defined at a prompt: there is no file, and so no help
             continue
         definition = ast.parse(textwrap.dedent(source)).body[0]
         assert isinstance(definition, ast.ClassDef)

@@ -24,10 +24,10 @@ class Failure:
 
     Attributes:
         text: what the user should read: one line for a `samestep.Error`, the traceback of any other
-            exception, nothing where the worker has said all there is.
+            exception, nothing where the worker has printed it itself.
         exit_status: what the worker exits with.
-        is_error: whether `text` is the line of a `samestep.Error`, which needs no further words.
-        is_echo: whether a worker ends like this because *another* one is gone or told it to.
+        is_error: whether `text` is the line of a `samestep.Error`, which needs no explanation.
+        is_echo: whether the worker ended because *another* one is gone, or because of a signal.
         is_recorded: whether the worker itself wrote this down.
         time_ns: when, in nanoseconds since the epoch.
     """
@@ -54,15 +54,15 @@ class Failure:
 
     @classmethod
     def of_status(cls, exit_status: int) -> Failure:
-        """Describe a worker that exits with a status and has said why, or was told to stop by a signal."""
+        """Describe a worker that exits with a status and has printed why, or that a signal stopped."""
         return cls("", exit_status, is_echo=exit_status > 128)
 
     def write(self, path: Path) -> None:
         """Leave this where torch's launcher looks for it, in the format that torchrun prints."""
-        told = self.text or f"exit status {self.exit_status}"
+        text = self.text or f"exit status {self.exit_status}"
         message = {
-            "message": told,
-            "extraInfo": {"py_callstack": told, "timestamp": str(self.time_ns // 10**9)},
+            "message": text,
+            "extraInfo": {"py_callstack": text, "timestamp": str(self.time_ns // 10**9)},
         }
         unfinished = path.with_suffix(".tmp")
         unfinished.write_text(json.dumps({"message": message, "samestep": asdict(self)}), encoding="utf-8")
@@ -80,7 +80,7 @@ def root_cause(failures: Iterable[tuple[int, Failure]]) -> tuple[int, Failure]:
     """Return the worker, and its failure, that brought the others down.
 
     The first by time, except that a lost connection is never the cause where there is another, and that
-    a death without a word is dated when it was noticed, which is after any exception that it may have
-    been the consequence of.
+    a worker that died without a record is dated when that was noticed, which is after any exception that
+    may have caused it.
     """
     return min(failures, key=lambda item: (item[1].is_echo, not item[1].is_recorded, item[1].time_ns))

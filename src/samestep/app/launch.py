@@ -1,4 +1,4 @@
-"""Starting W workers on this machine through torch's elastic agent, and telling the user how it ended."""
+"""Starting W workers on this machine through torch's elastic agent, and reporting how it ended."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def run_worker(main: Callable[[], int]) -> int:
     """Run a worker's `main` and return its exit status, with every exception reported once.
 
     A `samestep.Error` becomes one line, anything else its traceback, an interruption nothing. Under
-    `launch` the launcher shows it. Under torchrun, whose report at the end holds what every worker ended
-    with, workers write to stderr what is new: not that another one is gone, and an `Error`, which most
-    often all of them raise, only from worker 0.
+    `launch` the launcher shows it. torchrun reports at the end how every worker ended; so under it workers
+    write to stderr only what is new: not that another one is gone, and an `Error`, which mostly all of
+    them raise, only from worker 0.
 
     Args:
-        main: does the work and returns an exit status; non-zero where it has told the user why.
+        main: does the work and returns an exit status; non-zero where it has printed why.
     """
     try:
         status = main()
@@ -202,7 +202,7 @@ def _explain(failures: Mapping[int, ProcessFailure], num_workers: int) -> int:
     ]
     worker, cause = root_cause(described)
     sys.stderr.write(cause.text)
-    if not cause.is_recorded:  # nobody knows better in which step it was than those that missed it
+    if not cause.is_recorded:  # the workers that missed it know the step
         sys.stderr.write(next((found.text for _, found in described if found.is_error), ""))
     if cause.is_recorded and cause.text and not cause.is_error:
         sys.stderr.write(f"samestep: worker {worker} of {num_workers} failed; the job was stopped\n")
@@ -210,7 +210,7 @@ def _explain(failures: Mapping[int, ProcessFailure], num_workers: int) -> int:
 
 
 def _silent(failure: ProcessFailure, worker: int, num_workers: int, first_seen_s: int) -> Failure:
-    """Describe a worker that died without a word."""
+    """Describe a worker that died without leaving a record."""
     how = f"exited with status {failure.exitcode}"
     if failure.exitcode < 0:
         how = f"was killed by {failure.signal_name()}"
@@ -223,5 +223,5 @@ def _silent(failure: ProcessFailure, worker: int, num_workers: int, first_seen_s
 def _left_behind(folder: Path) -> list[Failure]:
     """Return what went wrong in workers that were asked to stop, other than by losing each other."""
     found = [Failure.read(path) for path in sorted(folder.glob("**/error.json"))]
-    told = {failure.text: failure for failure in found if failure and not failure.is_echo}
-    return list(told.values())
+    by_text = {failure.text: failure for failure in found if failure and not failure.is_echo}
+    return list(by_text.values())

@@ -60,7 +60,7 @@ class RunLock:
     def __exit__(self, *_: object) -> None:
         if self._descriptor in _held:
             _held.discard(self._descriptor)
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # also where somebody inherited it
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # also where a child process has inherited it
             os.close(self._descriptor)
 
     def _acquire(self) -> None:
@@ -74,7 +74,7 @@ class RunLock:
                 raise
         self._descriptor = descriptor
         _held.add(descriptor)
-        with suppress(OSError):  # who holds it is for other people's messages only
+        with suppress(OSError):  # the holder's name is for messages only
             os.ftruncate(descriptor, 0)
             holder = f"PID {os.getpid()} on {socket.gethostname()} since {datetime.now():%Y-%m-%d %H:%M:%S}"
             os.pwrite(descriptor, holder.encode(), 0)
@@ -93,7 +93,8 @@ class RunLock:
                     raise
                 where = self._file.parent
                 print(
-                    f"samestep: {where}: no locks on this file system; start no second run", file=sys.stderr
+                    f"samestep: {where}: the file system has no locks; do not start a second run there",
+                    file=sys.stderr,
                 )
                 return
             time.sleep(_POLL_S)

@@ -80,7 +80,7 @@ def search(run_dir: Path, *, newer_than: int = -1, refused: Container[Path] = ()
 
     Raises:
         DataError: the newest is of a newer format.
-        StorageError: the disk does not give it.
+        StorageError: it cannot be read.
     """
     damaged: list[tuple[Path, str]] = []
     for path in reversed(all_checkpoints(run_dir)):
@@ -133,7 +133,7 @@ def find_newest(run_dir: Path) -> Found:
     """
     result = newest_whole(run_dir)
     if result.found is None:
-        raise MissingFileError(f"{run_dir}: no checkpoint there; train first, or name another run folder")
+        raise MissingFileError(f"{run_dir}: has no checkpoint; train first, or name another run folder")
     print_damaged(result)
     return result.found
 
@@ -172,7 +172,7 @@ def prune(run_dir: Path, *, keep_last: int, keep_every: int = 0) -> None:
     """
     for path in all_checkpoints(run_dir)[:-keep_last]:
         if not keep_every or _step(path) % keep_every:
-            # Renamed first, so that nobody takes one for damaged that is half deleted.
+            # Renamed first, so that one that is half deleted is not taken for damaged.
             hidden = path.with_name(f".{path.name}.deleted")
             with storage(path, "deleted"):
                 path.rename(hidden)

@@ -132,8 +132,8 @@ class Settings(abc.ABC):
             is_free = name in self.free and not (name.endswith("_dir") and None in values)
             if not is_free and values[0] != values[1]:
                 raise ConfigError(
-                    f"{self.run_dir} was trained with {name} = {earlier[name]}, not {current[name]}: go on "
-                    "with the same, choose another --run-dir, or start over with --fresh"
+                    f"{self.run_dir} was trained with {name} = {earlier[name]}, not {current[name]}: use "
+                    "the same value, choose another --run-dir, or start over with --fresh"
                 )
 
 

@@ -144,8 +144,8 @@ class Summaries:
 
     def _losses(self, names: Sequence[str]) -> dict[str, float]:
         """Fold the steps since the last summaries into the smoothed losses, and return the newest."""
-        sums, weights, terms = zip(*self._recent, strict=True)
-        of_steps = torch.stack(sums), torch.stack(weights)
+        sums, counts, terms = zip(*self._recent, strict=True)
+        of_steps = torch.stack(sums), torch.stack(counts)
         self._recent.clear()
         named: dict[str, float] = {}
         for total, means, others in zip(

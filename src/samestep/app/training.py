@@ -40,7 +40,7 @@ def train(settings: Settings, job: Job) -> int:
         DataError: it holds checkpoints, but none that is whole.
         LockedError: another process trains in it.
         LostWorkerError: another worker is gone or silent.
-        StorageError: the disk does not take a checkpoint.
+        StorageError: a checkpoint cannot be written.
     """
     _check_fresh(settings)
     interruption = Interruption(
@@ -132,5 +132,5 @@ def _is_checkpoint_due(step: int, flags: StopFlags, settings: Settings) -> bool:
 def _goodbye(step: int, flags: StopFlags) -> str:
     return (
         f"samestep: stopped after step {step} by {flags.reason}; checkpoint written; run the same command "
-        "to go on\n"
+        "to continue\n"
     )

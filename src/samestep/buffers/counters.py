@@ -89,6 +89,6 @@ class Counters:
         name, values = self.names[column], self._start[column] + counted[:, column].to(torch.int64)
         raise BufferPolicyError(
             f"buffer {name} is {int(values[tower])} after tower {towers[tower]}, "
-            f"{int(values[0])} after tower {towers[0]}: integer buffers must not depend on rows, unless you "
-            f"say whose to keep, as in Towers(..., buffers={{{name!r}: 'first'}})"
+            f"{int(values[0])} after tower {towers[0]}: integer buffers must count alike in all towers; to "
+            f"keep tower 0's value, use Towers(..., buffers={{{name!r}: 'first'}})"
         )

@@ -29,7 +29,7 @@ class ModelBuffers:
     shared value in every tower, and no other buffer may change.
 
     Args:
-        model: whose buffers.
+        model: owner of the buffers.
         mode: what becomes of running statistics.
         policies: what becomes of the model's own buffers.
         job: in which it is trained.
@@ -112,7 +112,7 @@ class ModelBuffers:
         """Return what the tower that just ran hands in, float64 [S].
 
         Raises:
-            BufferPolicyError: it changed a buffer that nobody said how to average, or a layer's mode.
+            BufferPolicyError: it changed a buffer that has no policy, or a layer's mode.
         """
         if [norm.training for _, norm in self._norms] != self._modes:
             self._check_modes(tower)
@@ -129,7 +129,7 @@ class ModelBuffers:
         if thawed:
             raise BufferPolicyError(
                 f"tower {tower} ran {', '.join(thawed)} in training mode, but the step began in eval mode: "
-                "change modes between steps"
+                "switch modes between steps"
             )
 
     def counters(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""What becomes of a model's own buffers: `Towers(..., buffers={pattern: policy})`.
+"""How a model's own buffers are combined: `Towers(..., buffers={pattern: policy})`.
 
 - `"mean"`: every tower starts the step from the shared value, and what the towers end with is averaged,
   weighted by rows, in float64 along the canonical tree. For floating-point buffers: moving averages,
@@ -9,9 +9,9 @@
   sees what the pass before it on the same worker left. The buffer's bits may depend on the placement, and
   so may those of the weights if they depend on the buffer.
 
-What counts is what a buffer holds when `tower.backward` is called.
+A tower hands in what the buffer holds when `tower.backward` is called.
 Patterns are those of `fnmatch` over the names of `model.named_buffers()`; the first that matches decides.
-Statistics of normalisation layers are not asked for here: they are `samestep.buffers.statistics`'.
+For statistics of normalisation layers see `samestep.buffers.statistics`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _MOST_NAMES = 20
 
 
 def check_policies(buffers: Sequence[NamedBuffer], policies: Mapping[str, Policy]) -> None:
-    """Check that each pattern names a policy, and decides about some buffer.
+    """Check that each pattern names a policy, and decides for some buffer.
 
     Args:
         buffers: all of the model's.
-        policies: from `fnmatch` patterns over the buffers' names, upper and lower case told apart.
+        policies: from `fnmatch` patterns over the buffers' names, case-sensitive.
 
     Raises:
-        ConfigError: a policy that does not exist, or a pattern that decides about no buffer.
+        ConfigError: an unknown policy, or a pattern that decides for no buffer.
     """
     own = [buffer for buffer in buffers if not is_statistic(buffer)]
     decided: set[str] = set()
@@ -75,7 +75,7 @@ def _check(buffer: NamedBuffer, pattern: str, policy: Policy) -> None:
     tensor = buffer.get()
     if tensor is None and policy != "ignore":
         raise ConfigError(
-            f"buffers[{pattern!r}] = {policy!r}: {buffer.name} has no value until a forward gives it one; "
+            f"buffers[{pattern!r}] = {policy!r}: {buffer.name} has no value before the first forward; "
             "run the model once before making Towers, or use 'ignore'"
         )
     if policy == "mean" and tensor is not None and not tensor.is_floating_point():
@@ -89,13 +89,13 @@ def _no_effect(pattern: str, buffers: Sequence[NamedBuffer], own: Sequence[Named
     matched = [buffer.name for buffer in buffers if fnmatchcase(buffer.name, pattern)]
     if any(buffer.name in matched for buffer in own):
         return ConfigError(
-            f"buffers[{pattern!r}] has no effect: patterns before it decide about {_list(matched)}; put it "
-            "first, or leave it out"
+            f"buffers[{pattern!r}] has no effect: earlier patterns match {_list(matched)}; put it first, or "
+            "remove it"
         )
     if matched:
         return ConfigError(
-            f"buffers[{pattern!r}] matches only {_list(matched)}, of normalisation layers: the statistics "
-            "argument decides about those"
+            f"buffers[{pattern!r}] matches only {_list(matched)}, of normalisation layers: use the "
+            "statistics argument for those"
         )
     return ConfigError(
         f"buffers[{pattern!r}] matches no buffer: the model has {_list([buffer.name for buffer in own])}"

@@ -1,4 +1,4 @@
-"""Buffers that every pass starts from the same values, and what becomes of them after the passes."""
+"""Buffers that start every pass with the same values, and get new shared values after the passes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["AveragedBuffers", "FirstBuffers", "SharedBuffers"]
 
 
 class SharedBuffers:
-    """Buffers that every pass starts from the same values, whatever the pass before did to them.
+    """Buffers that start every pass with the same values, whatever the pass before did to them.
 
     A tensor that a pass puts in a buffer's place must be of the same shape and dtype; the buffer's own
     tensor comes back.
@@ -77,10 +77,10 @@ class SharedBuffers:
         """
         for buffer, value, shared in zip(self._buffers, self._current(), self.shared, strict=True):
             if value is None or _kind(value) != _kind(shared):
-                found = "nothing" if value is None else _kind(value)
+                found = "None" if value is None else _kind(value)
                 raise BufferPolicyError(
-                    f"buffer {buffer.name} holds {found}, and held {_kind(shared)} when Towers was made: run "
-                    "the model once before making Towers, if it is a forward that makes its buffers"
+                    f"buffer {buffer.name} is {found}, but was {_kind(shared)} when Towers was made: if the "
+                    "first forward makes the model's buffers, run the model once before making Towers"
                 )
 
     def write(self, values: Sequence[Tensor]) -> None:
@@ -127,7 +127,7 @@ class FirstBuffers(SharedBuffers):
 
     Args:
         buffers: none of them empty.
-        job: whose worker 0 runs tower 0.
+        job: of this worker; worker 0 runs tower 0.
     """
 
     num_values = 0

@@ -1,6 +1,6 @@
 r"""Batch-norm statistics: captured from each tower, then averaged or pooled over all of them.
 
-Every tower normalises with its own rows. What becomes of the running statistics is a choice:
+Every tower normalises with its own rows. The running statistics are combined in one of three ways:
 
 - `"mean"`: each tower starts the step from the shared running statistics and updates its own; the
   towers' results are averaged, weighted by rows. A tower that did not use a layer hands in the shared values.
@@ -106,7 +106,7 @@ def find_statistics(model: nn.Module, mode: Mode) -> list[Statistics]:
 
 
 class PooledNorms:
-    """Batch-norm layers whose towers' moments are pooled, then folded into the running statistics once.
+    """Batch-norm layers with pooled statistics: the towers' moments are pooled, for one update a step.
 
     During the passes each layer runs with momentum 1, so that it leaves its batch's own moments.
     """
@@ -175,7 +175,7 @@ class _PooledLayer:
         if len(self._rows_seen) > 1:
             raise UsageError(
                 f"statistics='pooled': {self._name or 'the model'}, a {type(self._norm).__name__}, ran "
-                f"{len(self._rows_seen)} times in one pass, and which update came first is lost in the pool; "
+                f"{len(self._rows_seen)} times in one pass, but pooled statistics need exactly one update; "
                 "use statistics='mean'"
             )
         if not self._rows_seen:

@@ -1,4 +1,4 @@
-"""Finds buffers that a pass changed although nobody said what should become of them."""
+"""Finds buffers that a pass changed although they have no policy."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MOST_NAMES = 4
 
 
 class BufferWatch:
-    """Remembers which tensors the buffers are, and how often each had been written to.
+    """Compares buffers before and after a pass: which tensor each is, and its version counter.
 
-    `F.batch_norm` writes to running statistics without counting it. So the first step compares the values of
-    the buffers that could be such, too: those with one dimension.
+    `F.batch_norm` writes to running statistics without a new version. So the first step also compares the
+    values of buffers with one dimension, which could be such statistics.
 
     Args:
         buffers: those that may not change.
@@ -83,18 +83,18 @@ def _version(tensor: Tensor | None) -> int:
 def _explain(changed: Sequence[tuple[NamedBuffer, Tensor | None]]) -> str:
     frozen = [buffer for buffer, _ in changed if is_statistic(buffer)]
     if frozen:
-        return f"changed {_names(frozen)}, of layers in eval mode: change modes between steps, not in one"
+        return f"changed {_names(frozen)}, of layers in eval mode: switch modes between steps, not within one"
     empty = [buffer for buffer, before in changed if before is None]
     if empty:
         return (
-            f"filled {_names(empty)}: run the model once before making Towers, or, if no weight depends on "
-            f"it, say Towers(..., buffers={_argument(empty, 'ignore')})"
+            f"set {_names(empty)}, which was None before: run the model once before making Towers or, if it "
+            f"does not affect the weights, use Towers(..., buffers={_argument(empty, 'ignore')})"
         )
     buffers = [buffer for buffer, _ in changed]
     return (
-        f"changed {_names(buffers)}: say what becomes of it, as in Towers(..., "
-        f"buffers={_argument(buffers, 'first')}); 'first' keeps what tower 0 ends with, 'mean' averages over "
-        "rows, 'ignore' is for what no weight depends on"
+        f"changed {_names(buffers)}, which has no policy: choose one, such as Towers(..., "
+        f"buffers={_argument(buffers, 'first')}); 'first' keeps tower 0's value, 'mean' averages over rows, "
+        "'ignore' is for buffers that do not affect the weights"
     )
 
 

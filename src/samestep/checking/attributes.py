@@ -69,7 +69,7 @@ def module_names(model: nn.Module) -> dict[nn.Module, str]:
 def held_by(model: nn.Module, loss_fn: Callable[..., Any]) -> dict[Place, Held]:
     """Describe what modules and loss function hold: numbers, tensors, generators, and nests of them.
 
-    Left out are parameters, the buffers that samestep averages, and whatever cannot be told apart by value.
+    Left out are parameters, the buffers that samestep averages, and whatever cannot be compared by value.
     """
     described = ((place, _describe(value)) for place, value in _all_held(model, loss_fn))
     found = {place: held for place, held in described if held is not None}

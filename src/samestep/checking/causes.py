@@ -40,8 +40,8 @@ def cause_of(difference: Difference, num_workers: int) -> tuple[str, str]:
         return _held(difference, place, num_workers)
     if one is not None and two is not None and one.stream != two.stream:
         return (
-            "the tower's random stream was not where it should be: something beside the pass draws from the "
-            "global generators, such as another thread",
+            "the tower's random stream has moved: something beside the pass draws from the global "
+            "generators, such as another thread",
             "give what runs beside the pass a generator of its own",
         )
     return _unknown(one, two)
@@ -51,16 +51,16 @@ def _own_stream(difference: Difference) -> tuple[str, str]:
     places = [place for place, pair in difference.held.items() if pair[0] and pair[0].kind == "random stream"]
     named = f" ({_choose(places, difference.event.module)})" if places else ""
     return (
-        f"it draws from a torch.Generator of its own{named}, which goes on from tower to tower",
-        "leave out generator=: the global generators are seeded anew for each step and tower",
+        f"it draws from a torch.Generator of its own{named}, which continues from tower to tower",
+        "leave out generator=: the global generators are seeded for each step and tower",
     )
 
 
 def _update(event: Event) -> tuple[str, str]:
     if event.stream:
         return (
-            "the update draws from this process's global generator, which nobody keeps alike outside the "
-            "towers' turns",
+            "the update draws from this process's global generator, which differs between workers outside "
+            "the towers' passes",
             "draw in the loss function, or from samestep.streams.generator(seed, purpose, step)",
         )
     if event.kind == "average":
@@ -79,18 +79,18 @@ def _held(difference: Difference, place: Place, num_workers: int) -> tuple[str, 
     kinds = {held.kind for held in (one, two) if held is not None}
     if place in difference.as_built:
         return (
-            f"{place} is not the same from the start, and is neither parameter nor buffer",
-            "draw it inside build(), seeded; or register it as a buffer: all workers take over worker 0's",
+            f"{place} differs from the start, and is neither parameter nor buffer",
+            "draw it inside build(), seeded; or register it as a buffer: all workers start from worker 0's",
         )
     if "random stream" in kinds:
         return (
-            f"{place} is a random stream of its own, which goes on from tower to tower",
-            "draw from the global generators of torch, random or np.random, which are seeded anew for each "
+            f"{place} is a random generator of its own, which continues from tower to tower",
+            "draw from the global generators of torch, random or np.random, which are seeded for each "
             "step and tower",
         )
     if kinds & {"tensor", "buffer"}:
         return (
-            f"{place} is a tensor that one tower leaves to the next in its process, and that is not averaged",
+            f"{place} is a tensor that one tower leaves to the next in its process, and it is not averaged",
             f"{_PURE}: update it once a step, outside the towers, or let a normalisation layer keep it",
         )
     values = ""
@@ -99,7 +99,7 @@ def _held(difference: Difference, place: Place, num_workers: int) -> tuple[str, 
         texts = ["not set" if held is None else held.value for held in (one, two)]
         values = f": it is {texts[0]} on {labels[0]} and {texts[1]} on {labels[1]}"
     return (
-        f"{place} goes on from tower to tower{values}",
+        f"{place} is kept from tower to tower{values}",
         f"{_PURE}: set it once a step, outside the towers, or leave it out of the forward pass",
     )
 
@@ -113,7 +113,7 @@ def _unknown(one: Event | None, two: Event | None) -> tuple[str, str]:
         )
     if one.kind != "operator":
         return (
-            "no operator that was watched gave other values: a custom backward, or code that hides from it",
+            "no watched operator gave other values: a custom backward, or code that cannot be watched",
             f"{_PURE}",
         )
     if one.numbers != two.numbers:

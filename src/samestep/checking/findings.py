@@ -28,7 +28,7 @@ class Finding:
         what: the fault in a few words.
         module: path and class of the first module, or "the loss function", or "the optimizer".
         operator: the first operator, and the phase it ran in.
-        parameter: the first parameter whose gradient (or buffer whose value) is not the same.
+        parameter: the first parameter with another gradient, or buffer with another value.
         cause: what is likely to have caused it.
         remedy: what to do about it.
     """
@@ -41,9 +41,9 @@ class Finding:
     remedy: str
 
     def __str__(self) -> str:
-        parts = ("module", "operator", "parameter", "cause", "remedy")
-        told = [(part, getattr(self, part)) for part in parts]
-        return "\n".join([self.what, *(f"  {part:<9}  {text}" for part, text in told if text)])
+        names = ("module", "operator", "parameter", "cause", "remedy")
+        lines = [(name, getattr(self, name)) for name in names]
+        return "\n".join([self.what, *(f"  {name:<9}  {text}" for name, text in lines if text)])
 
 
 def explain(difference: Difference, num_workers: int) -> Finding:
@@ -61,7 +61,7 @@ def explain(difference: Difference, num_workers: int) -> Finding:
 
 
 def explain_vanished(difference: Difference, num_workers: int) -> Finding:
-    """Explain a difference that was not there any more when every operator was watched."""
+    """Explain a difference that was gone when every operator was watched."""
     return Finding(
         _differ(difference.when, num_workers),
         None,
@@ -95,7 +95,7 @@ def explain_disagreement(error: DisagreementError) -> Finding:
         None,
         None,
         str(error),
-        "let build() and the batches depend on nothing that is not the same in every process",
+        "let build() and the batches depend only on what is the same in every process",
     )
 
 

@@ -39,13 +39,13 @@ def process_settings() -> dict[str, str]:
 
 
 class OperatorWatch(TorchDispatchMode):
-    """Turns operators into events, while it is told which phase of a step runs.
+    """Turns operators into events; `phase` says what part of a step runs.
 
     Of the backward pass, operators that only collect gradients on parameters are left out: what they do
-    depends on the placement. The module of a backward operator is the one whose forward made its node.
+    depends on the placement. The module of a backward operator is the one that made its node in forward.
 
     Args:
-        device: whose random stream to note.
+        device: its random stream is noted.
         write: takes the events.
 
     Attributes:

@@ -38,7 +38,7 @@ _recorded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class ChangedBufferError(Exception):
-    """A tower changed a buffer that is not averaged; says which, and what samestep said of it."""
+    """A tower changed a buffer that is not averaged: which one, and the message of the error."""
 
     def __init__(self, when: When, places: list[Place], message: str) -> None:
         super().__init__(when, places, message)
@@ -80,7 +80,7 @@ def record(subject: Subject, job: Job, trial: Trial) -> Recording:
     """Build what `subject` makes, take a few steps, and return what happened in them.
 
     Global generators are seeded alike before worker 0's build, whose weights all workers take over, and
-    differently before the others' and outside the towers' turns: nobody else keeps those alike.
+    differently before the others' and outside the towers' turns, where training does not keep them alike.
 
     Raises:
         ChangedBufferError: a tower changed a buffer that is not averaged.
@@ -245,7 +245,7 @@ class _Recorder:
             if isinstance(leaf, Tensor):
                 self._write_tensor("loss", "loss", leaf)
             else:
-                self._write(Event("loss", "weight", repr(leaf)))
+                self._write(Event("loss", "count", repr(leaf)))
         return result
 
     def _write_tensor(self, kind: Any, name: str, tensor: Tensor) -> None:
@@ -261,7 +261,7 @@ class _Recorder:
 
 
 class _Turns:
-    """A `Towers` that tells a recorder whose turn it is."""
+    """A `Towers` that reports each tower's turn to a recorder."""
 
     def __init__(self, towers: Towers, recorder: _Recorder) -> None:
         self._towers = towers

@@ -24,7 +24,7 @@ class When(NamedTuple):
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that must be the same in every placement.
+    """One result that must be the same in every placement.
 
     Attributes:
         kind: what was recorded.
@@ -92,7 +92,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first thing that is not the same.
+    """The first event that is not the same.
 
     Attributes:
         when: in which turn.
@@ -100,7 +100,7 @@ class Difference:
         found: what the other placement has.
         held: what the model held before the turn, where it differs: (reference, other).
         as_built: what of that no turn has changed, so that it differed from the start.
-        parameter: the first one whose gradient, average or value differs in the same turn.
+        parameter: the first one with another gradient, average or value in the same turn.
     """
 
     when: When
@@ -121,11 +121,11 @@ class Difference:
 def first_difference(reference: Recording, workers: Sequence[Recording]) -> Difference | None:
     """Walk the reference, a recording of one worker, and return where one of `workers` parts from it.
 
-    A turn whose results are the same is the same: some operators return memory that nobody reads.
+    Turns with the same results are the same: some operators return memory that is never read.
     """
     for when, turn in reference.turns.items():
         others = [worker.turns[when] for worker in workers if when in worker.turns]
-        assert others, f"nobody ran {when}"
+        assert others, f"no worker ran {when}"
         for other in others:
             if other.results != turn.results:
                 passing = {

@@ -23,9 +23,9 @@ from samestep.towers.towers import Towers
 from samestep.workers.environment import under_launcher
 from samestep.workers.job import Job
 
-__all__ = ["NUM_STEPS", "WORKERS", "CheckResult", "Parts", "check", "examine"]
+__all__ = ["NUM_STEPS", "WORKERS", "BuildResult", "CheckResult", "check", "examine"]
 
-Parts = tuple[nn.Module, LossFunction] | tuple[nn.Module, LossFunction, torch.optim.Optimizer]
+BuildResult = tuple[nn.Module, LossFunction] | tuple[nn.Module, LossFunction, torch.optim.Optimizer]
 """What `build` returns: a new model, its loss function and, if it is not to be plain SGD, its optimizer."""
 
 NUM_STEPS = 3
@@ -34,7 +34,7 @@ WORKERS = (2, 3)
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What a check found; as text, the sentence or the lines that say it.
+    """What a check found; `print` it to read it.
 
     Attributes:
         finding: the first fault; None where there is none.
@@ -44,6 +44,11 @@ class CheckResult:
         digest: of the weights after the last step of the first run; "" where it did not get there.
         notes: what was not checked, or may matter later.
         name: of what was checked.
+
+    Example:
+        >>> result = CheckResult(None, (1, 1, 2), towers=4, steps=3, digest="...")
+        >>> result.same, str(result)
+        (True, 'same bits: 4 towers, 3 steps, placements 1, 1, 2 workers')
     """
 
     finding: Finding | None
@@ -69,7 +74,7 @@ class CheckResult:
 
 
 def check(  # noqa: PLR0913 - what is run, and how, each with a default
-    build: Callable[[], Parts],
+    build: Callable[[], BuildResult],
     batch: Any,
     towers: int = 8,
     *,
@@ -152,14 +157,14 @@ def examine(subject: Subject, towers: int, plan: Plan) -> CheckResult:
 class _Built:
     """A model from the user's `build`, with the towers and the step that the options ask for."""
 
-    build: Callable[[], Parts]
+    build: Callable[[], BuildResult]
     batches: Sequence[Any]
     towers: int
     autocast: torch.dtype | None
     options: Mapping[str, Any]
 
     def __call__(self, job: Job) -> tuple[Step, Iterable[Any]]:
-        model, loss_fn, optimizer = _take_apart(self.build())
+        model, loss_fn, optimizer = _unpack(self.build())
         model.to(job.device)
         towers = Towers(model, self.towers, job=job, **self.options)
         # The learning rate only has to move the weights, and not so far that they become infinite.
@@ -167,13 +172,13 @@ class _Built:
         return Step(towers, loss_fn, optimizer, autocast=self.autocast), itertools.cycle(self.batches)
 
 
-def _take_apart(parts: Any) -> tuple[nn.Module, LossFunction, torch.optim.Optimizer | None]:
-    if isinstance(parts, tuple) and len(parts) in (2, 3):
-        model, loss_fn, optimizer = (*parts, None)[:3]
+def _unpack(result: Any) -> tuple[nn.Module, LossFunction, torch.optim.Optimizer | None]:
+    if isinstance(result, tuple) and len(result) in (2, 3):
+        model, loss_fn, optimizer = (*result, None)[:3]
         is_optimizer = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
         if isinstance(model, nn.Module) and callable(loss_fn) and is_optimizer:
             return model, loss_fn, optimizer
-    kinds = [type(part).__name__ for part in parts] if isinstance(parts, tuple) else type(parts).__name__
+    kinds = [type(one).__name__ for one in result] if isinstance(result, tuple) else type(result).__name__
     raise ConfigError(f"build() returned {kinds}: expected (model, loss_fn) or (model, loss_fn, optimizer)")
 
 
@@ -185,7 +190,9 @@ def _batches(batch: Any, steps: int) -> list[Any]:
             f"batch is a {type(batch).__name__} that yields nothing: expected at least one batch"
         )
     if any(isinstance(each, LocalBatch) for each in batches):
-        raise ConfigError("batch is cut for one placement: give check a global batch, or a plain DataLoader")
+        raise ConfigError(
+            "batch is a LocalBatch, cut for one placement: pass a global batch, or a plain DataLoader"
+        )
     return [pytree.tree_map_only(Tensor, Tensor.cpu, each) for each in batches]
 
 

@@ -138,7 +138,7 @@ def _work(pickled: bytes, trial: Trial, seat: _Seat, device: str, threads: int) 
     with environment(seat.environment()):
         job = init(device, threads=threads)
         try:
-            # What importing the user's code draws is nobody's stream.
+            # What importing the user's code draws may differ between workers.
             seed_globals(stream_seed(trial.number, "import", seat.world_size, seat.rank), job.device)
             subject: Subject = pickle.loads(pickled)
             recording = record(subject, job, trial)

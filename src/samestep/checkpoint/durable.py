@@ -1,4 +1,4 @@
-"""Files that survive a power cut when they are written, and are not trusted when they are read."""
+"""Files that survive a power cut once written, and are checked when they are read."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from samestep.errors import Error, StorageError, shown
 __all__ = ["flush", "make_folder", "parse_json", "remove", "storage", "write_whole"]
 
 _REMEDIES = {
-    errno.ENOSPC: "make room on the disk",
-    errno.EDQUOT: "make room in the quota",
+    errno.ENOSPC: "free space on the disk",
+    errno.EDQUOT: "free space in the quota",
     errno.EFBIG: "raise the limit on file sizes",
     errno.EROFS: "choose a folder that can be written to",
     errno.EACCES: "change its permissions, or choose another folder",
@@ -54,7 +54,7 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def storage(path: Path, action: str = "written") -> Iterator[None]:
-    """Turn what the system says about `path`, or a file in it, into one line.
+    """Turn the system's error for `path`, or a file in it, into one line.
 
     Args:
         path: what is worked on.
@@ -68,7 +68,7 @@ def storage(path: Path, action: str = "written") -> Iterator[None]:
     except Error:
         raise
     except OSError as error:
-        remedy = _REMEDIES.get(error.errno or 0, "look after the disk, or choose another folder")
+        remedy = _REMEDIES.get(error.errno or 0, "check the disk, or choose another folder")
         where = path if error.filename is None else error.filename
         why = error.strerror or str(error)
         raise StorageError(f"{where}: cannot be {action} ({why}); {remedy}") from error
@@ -78,7 +78,7 @@ def write_whole(file: Path, text: str) -> None:
     """Write a text file, replacing what is there: readers find the old text or the new, never a part.
 
     Raises:
-        StorageError: the disk does not take it.
+        StorageError: it cannot be written.
     """
     unfinished = file.with_name(f".{file.name}.unfinished")
     with storage(file):
@@ -93,13 +93,13 @@ def parse_json(content: bytes) -> Any:
     """Return the value of a JSON text in UTF-8.
 
     Raises:
-        ValueError: it is not JSON; or a name stands twice in an object, it holds NaN or an infinity, it is
+        ValueError: it is not JSON; or a name appears twice in an object, it holds NaN or an infinity, it is
             nested too deeply, or a number has too many digits.
 
     Example:
         >>> parse_json(b'{"step": 1, "step": 2}')
         Traceback (most recent call last):
-        ValueError: 'step' stands twice in an object
+        ValueError: 'step' appears twice in an object
     """
     try:
         return json.loads(content.decode(), object_pairs_hook=_once_each, parse_constant=_refuse)
@@ -111,7 +111,7 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, value in pairs:
         if name in values:
-            raise ValueError(f"{shown(name)} stands twice in an object")
+            raise ValueError(f"{shown(name)} appears twice in an object")
         values[name] = value
     return values
 

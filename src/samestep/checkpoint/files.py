@@ -51,7 +51,7 @@ def write(snapshot: Snapshot, path: Path) -> Path:
     """Write a snapshot as a checkpoint; any thread may do it, while training continues.
 
     Raises:
-        StorageError: the disk does not take it; what was at `path` before is still there.
+        StorageError: it cannot be written; what was at `path` before is still there.
     """
     unfinished = path.with_name(f".{path.name}.unfinished")
     with storage(path):
@@ -135,17 +135,22 @@ def read(path: Path) -> Found:
         MissingFileError: there is no such folder.
         DamagedError: it is not what was written, or more or less than that.
         DataError: it is of a newer format.
-        StorageError: the disk does not give it.
+        StorageError: it cannot be read.
     """
     with storage(path, "read"):
         if not os.path.lexists(path):
-            raise MissingFileError(f"{path}: not there; expected a checkpoint, as `samestep train` writes it")
+            raise MissingFileError(
+                f"{path}: does not exist; expected a checkpoint, as `samestep train` writes it"
+            )
         if path.is_symlink() or not path.is_dir():
             raise DamagedError(f"{path}: is a {'link' if path.is_symlink() else 'file'}, expected a folder")
         names = set(os.listdir(path))
     manifest = Manifest.parse(_content(path / MANIFEST, MAX_MANIFEST_BYTES), path / MANIFEST)
     if not _REQUIRED <= manifest.files.keys() <= _ALLOWED:
-        raise DamagedError(f"{path / MANIFEST}: its files cannot be {one_line(', '.join(manifest.files))}")
+        listed = one_line(", ".join(manifest.files)) or "none"
+        raise DamagedError(
+            f"{path / MANIFEST}: lists the files {listed}, expected {', '.join(sorted(_REQUIRED))}"
+        )
     for name in sorted(names - manifest.files.keys() - {MANIFEST}):
         raise DamagedError(f"{path / one_line(name)}: is not in the manifest")
     contents = {name: _verified(path / name, *manifest.files[name]) for name in sorted(manifest.files)}
@@ -153,7 +158,7 @@ def read(path: Path) -> Found:
 
 
 def _snapshot(path: Path, manifest: Manifest, contents: dict[str, bytes]) -> Snapshot:
-    """Make a snapshot of the files' contents, which are let go of one by one."""
+    """Make a snapshot of the files' contents, and free them one by one."""
     tensors = {
         name: _parse_tensors(path / f"{name}.safetensors", contents.pop(f"{name}.safetensors"))
         for name in (WEIGHTS, AVERAGES, STATE)

@@ -1,4 +1,4 @@
-"""Whether a checkpoint's state fits the objects that are to load it: checked before anything is changed."""
+"""Whether a checkpoint's state fits the objects that load it: checked before anything is changed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from samestep.errors import ConfigError, DataError, one_line, shown
 
 __all__ = ["check_state", "check_tensors"]
 
-_OWN_SHAPES = (Adafactor, LBFGS)  # optimizers whose state has other shapes than the parameters
+_OWN_SHAPES = (Adafactor, LBFGS)  # their state has other shapes than the parameters
 
 
 def check_tensors(saved: Mapping[str, Any], current: Mapping[str, Any], file: str, name: str) -> None:

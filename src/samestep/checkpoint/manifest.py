@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself, and how that is checked."""
+"""The description of a checkpoint: step, digest, checksums. How it is written, read and checked."""
 
 from __future__ import annotations
 
@@ -29,14 +29,22 @@ _MAX_COUNT = 2**62
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says about itself.
+    """The description of a checkpoint, which `samestep.load` returns.
 
     Attributes:
         step: steps taken when it was written.
         digest: `samestep.digest` of the model's weights.
         files: each file's size in bytes and SHA-256.
         fingerprint: what the bits depend on besides the state: the device, versions of libraries, ...
-        state: after `load`, all that was passed to `save` by a name of its own and not to `load`.
+        state: what was passed to `save` by a name of the user's and not to `load`, by name.
+
+    Example:
+        >>> import tempfile, torch, samestep
+        >>> model = torch.nn.Linear(2, 1)
+        >>> path = samestep.save(tempfile.mkdtemp(), model=model, step=7, best=0.5)
+        >>> manifest = samestep.load(path, model=model)
+        >>> manifest.step, manifest.digest == samestep.digest(model), manifest.state
+        (7, True, {'best': 0.5})
     """
 
     step: int
@@ -76,7 +84,7 @@ class Manifest:
             if not isinstance(values, dict):
                 raise ValueError("it is not a JSON object")
             if values.get(_SEAL) != _seal({k: v for k, v in values.items() if k != _SEAL}):
-                raise ValueError("its SHA-256 is not the one that it holds")
+                raise ValueError("its content does not have the SHA-256 that it holds")
             if _is_count(values.get("format")) and values["format"] > FORMAT:
                 raise DataError(f"{file}: format {values['format']} is newer than {FORMAT}: update samestep")
             return _read(values)
@@ -117,7 +125,7 @@ def _read(values: dict[str, Any]) -> Manifest:
 
 def _expect(is_right: object, name: str, value: object) -> None:
     if not is_right:
-        raise ValueError(f"its {name} cannot be {shown(value)}")
+        raise ValueError(f"invalid {name}: {shown(value)}")
 
 
 def _all(values: object, is_right: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The objects whose state a checkpoint holds, and how each of them gives and takes it."""
+"""The objects that a checkpoint holds the state of, and how it is taken from and given to them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from samestep.towers.towers import Towers
 __all__ = ["AVERAGES", "WEIGHTS", "GlobalGenerators", "TrainingObjects", "kind_of", "load_state", "state_of"]
 
 WEIGHTS, AVERAGES = "model", "averaged_model"
-"""The modules whose tensors have a file of their own; also its name."""
+"""Names of the modules with a file of their own for their tensors, and of these files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingObjects:
-    """The objects whose state a checkpoint holds; see `samestep.save`.
+    """The objects that a checkpoint holds the state of; see `samestep.save`.
 
     Attributes:
         model: the model in training.
@@ -51,7 +51,7 @@ class TrainingObjects:
 
     @property
     def modules(self) -> dict[str, nn.Module | None]:
-        """The modules whose tensors have a file of their own, by the file's name."""
+        """The modules with a file of their own for their tensors, by the file's name."""
         averaged = uncompiled(self.averaged_model)
         averages = averaged.module if isinstance(averaged, AveragedModel) else averaged
         return {WEIGHTS: self.model, AVERAGES: averages}
@@ -76,7 +76,7 @@ class TrainingObjects:
 
 @dataclass(frozen=True)
 class AverageCount:
-    """What an `AveragedModel` holds beside the averages: how many updates they are of."""
+    """What an `AveragedModel` holds besides the averages: the number of updates."""
 
     averaged_model: AveragedModel
 

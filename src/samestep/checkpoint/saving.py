@@ -60,7 +60,7 @@ def save(  # noqa: PLR0913 - what a run's state consists of
         ConfigError: some of the state cannot be written; `step` beside `towers`; or no `towers` in a job of
             several workers.
         DisagreementError: with `rng`, workers have drawn different numbers.
-        StorageError: the disk does not take it; what was at `path` before is still there.
+        StorageError: it cannot be written; what was at `path` before is still there.
 
     Example:
         >>> import tempfile
@@ -81,7 +81,7 @@ def save(  # noqa: PLR0913 - what a run's state consists of
             raise ConfigError("towers is missing: there are several workers, so pass towers=")
         return write(take_snapshot(objects, step or 0), path)
     if step is not None:
-        raise ConfigError(f"step = {step} beside towers, which know the step: leave step out")
+        raise ConfigError(f"step = {step} was passed with towers, which know the step: leave step out")
     if rng:
         _check_generators(towers.job, path)
     return from_first_worker(towers.job, lambda: write(take_snapshot(objects), path))
@@ -112,7 +112,7 @@ def load(
         state: the objects with a `load_state_dict` to fill, by the names they were saved under.
 
     Returns:
-        What the checkpoint says about itself; its `state` has what was saved under other names.
+        The checkpoint's manifest; its `state` has what was saved under names not passed here.
 
     Raises:
         MissingFileError: there is no checkpoint.
@@ -120,7 +120,14 @@ def load(
         DataError: it does not fit the objects, or is of a newer format.
         ConfigError: it is from a run with other settings.
         DisagreementError: it does not fit the objects of another worker.
-        StorageError: the disk does not give it.
+        StorageError: it cannot be read.
+
+    Example:
+        >>> import tempfile
+        >>> towers = Towers(nn.Linear(2, 1), 4)
+        >>> path = save(tempfile.mkdtemp(), model=towers.model, towers=towers, epoch=3)
+        >>> load(path, model=towers.model, towers=towers).state["epoch"]
+        3
     """
     path = Path(path)
     objects = TrainingObjects(

@@ -60,7 +60,7 @@ class Snapshot:
         nest = from_outline(self.outline, self.tensors)
         is_right = isinstance(nest, dict) and tuple(nest) == _SECTIONS
         if not is_right or not all(isinstance(section, dict) for section in nest.values()):
-            raise ValueError(f"its entries cannot be {shown(nest, 200)}")
+            raise ValueError(f"invalid entries: {shown(nest, 200)}")
         return nest  # type: ignore[no-any-return]
 
 
@@ -151,16 +151,16 @@ def _weights_for(
         if saved is None:
             raise DataError(f"{path}: was saved without {name}")
         if not isinstance(extra, dict) or extra.keys() & saved.keys():
-            raise DataError(
-                f"{path}: its extra state of the {name.replace('_', ' ')} cannot be {shown(extra)}"
-            )
+            raise DataError(f"{path}: invalid extra state of the {name.replace('_', ' ')}: {shown(extra)}")
         found.append((module, {**saved, **extra}))
         check_tensors(found[-1][1], state_of(module), f"{path / name}.safetensors", name.replace("_", " "))
     for name in objects.own:
         if name not in sections["own"]:
             missing = name
             if name == AVERAGES:  # the averages themselves are there
-                missing = "a count of updates: averaged_model was a plain module; pass averaged_model.module"
+                missing = (
+                    "the number of updates, as averaged_model was a plain module; pass averaged_model.module"
+                )
             raise DataError(f"{path}: was saved without {missing}")
     return found
 

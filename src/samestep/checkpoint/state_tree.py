@@ -1,13 +1,13 @@
-"""Nested state <-> JSON and named tensors: nothing in them can run code when they are read.
+"""Nested state <-> JSON (the outline) and named tensors: reading them can run no code.
 
-Numbers, strings, booleans, None, lists and dicts with string keys stand in the outline as they are. All else
-is an object whose one name begins with `$`:
+Numbers, strings, booleans, None, lists and dicts with string keys are in the outline as they are. All else
+is an object with one name that begins with `$`:
 
     {"$tensor": name, "order": [0, 2, 3, 1]}    a tensor; its memory's order where that is not row-major
     {"$tuple": [...]}                           a tuple
     {"$dict": [[key, value], ...]}              a dict with other keys, such as an optimizer's numbers
     {"$counter": [[key, count], ...]}           a collections.Counter, as MultiStepLR has it
-    {"$float": "inf"}                           a number that JSON has no word for
+    {"$float": "inf"}                           a number that JSON cannot hold
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def from_outline(outline: Any, tensors: Mapping[str, Tensor]) -> Any:
     try:
         value = _value(outline, left)
     except (KeyError, TypeError, RuntimeError, RecursionError) as error:
-        raise ValueError(f"it is not the outline of a state ({one_line(repr(error))})") from error
+        raise ValueError(f"it is not a state that samestep writes ({one_line(repr(error))})") from error
     if left:
         raise ValueError(
             f"it lacks {len(left)} of the tensors that were saved, the first is {shown(min(left))}"
@@ -121,7 +121,7 @@ def _value(outline: Any, left: dict[str, Tensor]) -> Any:
             return Counter({_value(key, left): int(count) for key, count in items})
         case {"$float": "inf" | "-inf" | "nan" as value, **others} if not others:
             return float(value)
-    raise ValueError(f"it is not the outline of a state ({shown(outline, 200)})")
+    raise ValueError(f"it is not a state that samestep writes ({shown(outline, 200)})")
 
 
 def _ordered(tensor: Tensor, order: list[int] | None) -> Tensor:

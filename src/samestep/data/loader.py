@@ -41,7 +41,7 @@ _OWNED = {
     "sampler": "the order of an epoch depends on seed and epoch alone; use shuffle, or order the dataset",
     "batch_sampler": "batches are cut into towers here; use batch_size and drop_last",
     "generator": "every random stream comes from seed; use seed",
-    "worker_init_fn": "its effects would depend on the number of loader processes; set up in the dataset",
+    "worker_init_fn": "its effects would depend on the number of loader processes; use the dataset",
     "in_order": "batches always come in order",
 }
 
@@ -61,7 +61,7 @@ class PlacedTowers(Protocol):
 class TowerLoader:
     """Loads this worker's rows of each global batch, already cut into towers.
 
-    Iterating walks the rest of the current epoch, from `position` on; the next `iter` walks the next epoch.
+    An iteration yields the rest of the current epoch, from `position` on; the next one is the next epoch's.
     Around `dataset[example]` torch's CPU generator, Python's `random` and NumPy's legacy generator are
     seeded from (seed, epoch, example), and around `collate_fn` from (seed, position, tower). Examples are
     read with one CPU thread, in loader processes and without.
@@ -82,7 +82,7 @@ class TowerLoader:
             `prefetch_factor`, `persistent_workers`, `multiprocessing_context`, `timeout`.
 
     Raises:
-        ConfigError: no examples, no whole batch, a batch size below 1, or an option that has no place here.
+        ConfigError: no examples, no whole batch, a batch size below 1, or an option that cannot be set here.
 
     Example:
         >>> from samestep import Towers
@@ -177,7 +177,7 @@ class TowerLoader:
         return _num_batches(len(self.dataset), self.batch_size, self.drop_last)
 
     def __iter__(self) -> Iterator[LocalBatch]:
-        """Walk the rest of the current epoch.
+        """Iterate over the rest of the current epoch.
 
         Raises:
             UsageError: `position` was set, or another iteration went on, since the last batch of this one.
@@ -197,7 +197,7 @@ class TowerLoader:
                         yield batch
 
     def _read(self, requests: Iterator[Request]) -> Generator[LocalBatch]:
-        """Read some requests ahead of those that are asked for."""
+        """Read some requests ahead."""
         asked: deque[Request] = deque()
         self._sampler.requests = noted(requests, asked)
         source = self._loader if self._reader is None else read_ahead(self._reader, self._sampler)

@@ -41,15 +41,34 @@ _NUM_AHEAD = 2
 class BatchedDataset(Protocol):
     """A dataset that makes many examples in one call.
 
-    Its rows must depend on their own example and seed alone, whatever else is in the call, and it may run
-    in a thread beside the passes: `samestep.streams.uniforms` turns seeds into random numbers of that kind.
+    Each row must depend on its own example and seed alone, whatever else is in the call: see
+    `samestep.streams.uniforms` for such random numbers. `batch` may run in a thread beside the passes.
+
+    Example:
+        >>> class Squares:
+        ...     def __len__(self):
+        ...         return 5
+        ...     def batch(self, examples, seeds):
+        ...         return torch.from_numpy(examples**2)
+        >>> from samestep import TowerLoader, Towers
+        >>> towers = Towers(torch.nn.Linear(1, 1), 2)
+        >>> next(iter(TowerLoader(Squares(), 5, towers, shuffle=False))).slices
+        {0: tensor([0, 1, 4]), 1: tensor([ 9, 16])}
     """
 
     def __len__(self) -> int:
         """Return the number of examples."""
 
     def batch(self, examples: NDArray[np.int64], seeds: NDArray[np.uint64]) -> Any:
-        """Return the examples as a nest of tensors, rows first; `seeds` has one for each example."""
+        """Return some examples.
+
+        Args:
+            examples: their indices, int64 [n].
+            seeds: one for each, uint64 [n], from (seed, epoch, example).
+
+        Returns:
+            Nested tensors with n rows each, in the order of `examples`.
+        """
 
 
 @dataclass(frozen=True)
@@ -65,7 +84,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Reader(Dataset[dict[int, Any]]):
-    """A dataset for DataLoader whose "indices" are requests, and whose "examples" are towers' batches.
+    """A dataset for DataLoader: its "indices" are requests, its "examples" the towers' batches.
 
     It holds nothing that changes, so a loader process may read any request at any time.
     """
@@ -126,14 +145,14 @@ class RequestSampler:
 
 
 def noted(requests: Iterator[Request], asked: deque[Request]) -> Iterator[Request]:
-    """Note each request when it is asked for: the answers come in the same order."""
+    """Note each request when it is read: the batches come in the same order."""
     for request in requests:
         asked.append(request)
         yield request
 
 
 def read_ahead(reader: BatchedReader | Reader, requests: Iterable[Request]) -> Iterator[dict[int, Any]]:
-    """Read in a background thread, so that the passes find their batches made."""
+    """Read in a background thread, ahead of the passes."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="samestep-loader")
     try:
         waiting: deque[Future[dict[int, Any]]] = deque()

@@ -1,1 +1,1 @@
-"""The same parentheses anywhere: the canonical tree, and partial sums across workers."""
+"""Sums in the same order on any placement: the canonical tree, and partial sums across workers."""

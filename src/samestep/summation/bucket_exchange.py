@@ -20,7 +20,7 @@ Node = tuple[range, Gradients]
 
 
 class LocalBucket:
-    """The bucket of a job of one worker: there is nobody to send to, so nothing is packed."""
+    """The bucket of a job of one worker: nothing is sent, so nothing is packed."""
 
     def __init__(self, bucket: Bucket, nodes: Sequence[Node] | None) -> None:
         self._bucket = bucket
@@ -133,7 +133,7 @@ BucketExchange = LocalBucket | SharedBucket
 
 
 def exchange_bucket(job: Job, plan: Plan, bucket: Bucket, nodes: Sequence[Node] | None) -> BucketExchange:
-    """Return the way of a bucket with this worker's partial sums; None stands for an error met instead."""
+    """Return the way of a bucket with this worker's partial sums; None stands for an error."""
     if job.world_size == 1:
         return LocalBucket(bucket, nodes)
     return SharedBucket(job, plan, bucket, nodes)

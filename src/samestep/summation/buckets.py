@@ -33,7 +33,7 @@ _SMALL_BYTES = 2**19
 
 @dataclass(frozen=True)
 class Bucket:
-    """A group of parameters whose gradients travel as one flat tensor.
+    """A group of parameters: their gradients travel as one flat tensor.
 
     The flat tensor holds the gradients at `offsets`, each aligned to 64 bytes, then at `flags` one flag for
     each parameter and one for the bucket, then padding up to `num_elements`, a multiple of the number of

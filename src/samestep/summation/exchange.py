@@ -5,9 +5,9 @@ share and divides once, and all send each other the results (`bucket_exchange.py
 the network, and where W divides T into runs of a power of two the bytes moved are those of a ring all-reduce.
 
 With the first bucket travel the scalars (`scalars.py`) and a header: numbers that must be the same on every
-worker, and flags. A worker that met an error, or whose plan has changed, sends its first message all the
-same, unfilled, and says so in the header. So everyone learns of it, and nobody waits for a message that
-never comes.
+worker, and flags. A worker that met an error, or that has a new plan, sends its first message all the same,
+unfilled, and says so in the header. So all workers learn of it, and none waits for a message that never
+comes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from samestep.workers.transport import Pending
 __all__ = ["Exchange"]
 
 _FINE, _FAILED, _CHANGED = range(3)
-"""What a header says of the worker that sends it."""
+"""A worker's status, in its header."""
 
 
 class Exchange:
@@ -46,12 +46,12 @@ class Exchange:
         job: of this worker.
         plan: that all workers have agreed on.
         must_match: numbers that must be the same on every worker, "step" among them.
-        flags: asked once, when the first bucket goes, for bits that this worker sets; all get those of all.
+        flags: called once, when the first bucket is sent; its bits are OR-ed over all workers.
 
     Attributes:
         plan: see above.
         where: names the step in messages.
-        is_over: whether workers have found that something is wrong; then all of them raise.
+        is_over: whether the workers found an error or a difference; then all of them raise.
     """
 
     def __init__(
@@ -93,22 +93,22 @@ class Exchange:
         return torch.cat(tables)
 
     def change_to(self, plan: Plan) -> None:
-        """Agree on another plan, which all workers must have come to.
+        """Agree on a new plan, which must be the same on all workers.
 
         The message is laid out by the plan that they had before, because one that kept it expects that.
 
         Raises:
-            DisagreementError: the others have another one, or met an error.
+            DisagreementError: other workers have a different one, or met an error.
         """
         self._described = {**self._must_match, **plan.description}
         self._status = _CHANGED
         if self._job.world_size > 1:
-            self._speak_unfilled()
+            self._send_unfilled()
 
     # ---- errors --------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Tell the other workers of an error, instead of what they wait for, and raise it.
+        """Send the other workers an error, instead of what they wait for, and raise it.
 
         What has been sent before stays as it was; the last message that is still to come says so.
         """
@@ -117,14 +117,14 @@ class Exchange:
             raise error
         self._status, self._error = _FAILED, error
         if not self._buckets:
-            self._speak_unfilled()
+            self._send_unfilled()
         else:
             while len(self._buckets) < len(self.plan.buckets):
                 self.send(None)
             self.finish(None)
         raise error
 
-    def _speak_unfilled(self) -> None:
+    def _send_unfilled(self) -> None:
         if not self._compared:
             num_towers = len(self.plan.placement.towers(self._job.rank))
             self.compare(torch.zeros(num_towers, len(self.plan.sums), dtype=torch.float64))
@@ -221,7 +221,7 @@ class Exchange:
             self._settle()
 
     def _settle(self) -> None:
-        """Exchange what the workers have to say, in words, and raise unless all have come to the same."""
+        """Exchange errors and descriptions, and raise unless all workers have the same and none failed."""
         self.is_over = True
         agree(self._job, self._described, where=self.where, error=self._error)
 

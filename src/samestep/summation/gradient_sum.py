@@ -1,4 +1,4 @@
-"""One worker's gradients during a step: folded as they come, sent as soon as a bucket is whole."""
+"""One worker's gradients during a step: added as they come, sent as soon as a bucket is full."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class GradientSum:
 
     Gradients are taken off the parameters, not copied. Where a tower's left sibling in the tree is at hand,
     its sum is put back on the parameters first, and autograd itself adds to it. The gradients of the last
-    tower with rows are not kept: as soon as backward has produced a bucket's worth of them, which hooks on
-    the parameters tell, the bucket is folded and sent. Gradients that may be sparse are folded apart: each
+    tower with rows are not kept: hooks on the parameters notice when backward has produced a bucket's worth
+    of them, and the bucket is folded and sent. Gradients that may be sparse are folded apart: each
     tower's is coalesced by itself, and they are sent at the end.
 
     A step that measures keeps each tower's gradients apart until their norms are taken, and folds them
@@ -215,7 +215,7 @@ class GradientSum:
         return taken
 
     def _measure(self, gradients: Mapping[int, Tensor | None]) -> None:
-        """In a step that measures, note the norms of what the tower whose turn it is has just produced."""
+        """In a step that measures, note the norms of what the current tower has just produced."""
         if self._norms is None:
             return
         norms = self._norms.setdefault(self._live.start, {})
@@ -225,5 +225,5 @@ class GradientSum:
 
     def _fail(self, problem: str) -> None:
         assert self._exchange is not None
-        self._missing = []  # what else this backward produces is nobody's
+        self._missing = []  # what else this backward produces is dropped
         self._exchange.fail(UsageError(f"{self._exchange.where}: {problem}"))

@@ -26,7 +26,7 @@ Gradients = list[Tensor | None]
 """One gradient for each parameter, in the parameters' order; None where a tower used none."""
 
 _PIECE = 2**20
-"""Elements whose norm is taken at once: float32 sums of many more lose digits."""
+"""Norms are taken of pieces of this many elements: float32 sums of many more lose digits."""
 
 
 def add_gradients(left: Gradients, right: Gradients) -> Gradients:
@@ -117,9 +117,9 @@ def average_gradients(
         weights: how much each tower counts, at least 0 and not all 0; by default all the same.
 
     Returns:
-        (averaged gradient, parameter) for each parameter of the first tower. The gradient is None
-        where no tower had one; a tower without one counts as zero where others have it. It is sparse,
-        and coalesced, where all towers' are sparse; a dense one among them makes it dense. The inputs are
+        (averaged gradient, parameter) for each parameter of the first tower, in the dtype of the gradients.
+        It is None where no tower had one; a tower without one counts as zero where others have it. It is
+        sparse, and coalesced, where all towers' are sparse; a dense one makes it dense. The inputs are
         not changed.
 
     Raises:
@@ -152,7 +152,7 @@ def _scaled(gradient: Tensor, scale: float) -> Tensor:
 
 def _check_towers(towers: list[list[tuple[Tensor | None, Tensor]]], weights: list[float]) -> None:
     if not towers:
-        raise ConfigError("tower_grads is empty: expected one list of (gradient, parameter) a tower")
+        raise ConfigError("tower_grads is empty: expected a list of (gradient, parameter) for each tower")
     if len(weights) != len(towers):
         raise ConfigError(f"weights has {len(weights)} entries for {len(towers)} towers: expected one each")
     if not (min(weights) >= 0 and 0 < sum(weights) < math.inf):
@@ -160,7 +160,8 @@ def _check_towers(towers: list[list[tuple[Tensor | None, Tensor]]], weights: lis
     for index, pairs in enumerate(towers):
         if len(pairs) != len(towers[0]):
             raise ConfigError(
-                f"tower {index} has {len(pairs)} gradients, tower 0 has {len(towers[0])}: expected as many"
+                f"tower {index} has {len(pairs)} gradients, tower 0 has {len(towers[0])}: expected the same "
+                "number"
             )
         for position, (gradient, _) in enumerate(pairs):
             expected = towers[0][position][1].shape

@@ -11,17 +11,17 @@ from samestep.errors import ConfigError
 __all__ = ["Placement", "even_ranges"]
 
 
-def even_ranges(length: int, parts: int) -> list[range]:
-    """Cut `0..length-1` into `parts` contiguous ranges whose sizes differ by at most one.
+def even_ranges(length: int, num_ranges: int) -> list[range]:
+    """Cut `0..length-1` into `num_ranges` contiguous ranges, with sizes that differ by at most one.
 
-    The longer ranges come first; ranges are empty where `length < parts`.
+    The longer ranges come first; ranges are empty where `length < num_ranges`.
 
     >>> even_ranges(7, 3)
     [range(0, 3), range(3, 5), range(5, 7)]
     """
-    size, longer = divmod(length, parts)
-    starts = [index * size + min(index, longer) for index in range(parts + 1)]
-    return [range(starts[index], starts[index + 1]) for index in range(parts)]
+    size, longer = divmod(length, num_ranges)
+    starts = [index * size + min(index, longer) for index in range(num_ranges + 1)]
+    return [range(starts[index], starts[index + 1]) for index in range(num_ranges)]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Placement:
                 f"workers = {num_workers}: expected 1 <= workers <= towers = {num_towers}; "
                 f"start at most {num_towers} workers, or ask for more towers"
             )
-        return cls((0, *(part.stop for part in even_ranges(num_towers, num_workers))))
+        return cls((0, *(towers.stop for towers in even_ranges(num_towers, num_workers))))
 
     @property
     def num_towers(self) -> int:

@@ -1,4 +1,4 @@
-"""What a step's exchange consists of: a frozen value, made anew whenever one of its ingredients changes."""
+"""What a step's exchange consists of: a frozen value, made again whenever an ingredient changes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ParameterLayout:
 
     Attributes:
         name: as in `model.named_parameters()`.
-        gradient: in whose layout and dtype gradients are added.
+        gradient: the layout and dtype in which gradients are added.
         dtype: of the parameter itself.
         is_sparse: whether its gradient may be sparse; then it travels apart from the buckets.
     """
@@ -47,10 +47,10 @@ class ParameterLayout:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """What towers hand in of the model's buffers.
+    """What each tower hands in of the model's buffers.
 
     Attributes:
-        names: what becomes of which buffer, in words.
+        names: each buffer's name, kind and policy, in words.
         num_counters: integer buffers that count, C.
         num_moments: numbers that are added over the towers, S.
     """
@@ -100,7 +100,7 @@ class Plan:
 
     @cached_property
     def sparse(self) -> tuple[int, ...]:
-        """The parameters whose gradients may be sparse, by index."""
+        """The parameters that may get sparse gradients, by index."""
         return tuple(index for index, each in enumerate(self.parameters) if each.is_sparse)
 
     @property

@@ -24,7 +24,7 @@ def find_sparse(model: nn.Module, listed: Sequence[nn.Parameter]) -> list[str]:
     """Name the parameters that get sparse gradients: those listed, and weights of sparse embeddings.
 
     Raises:
-        ConfigError: one that is listed is no parameter of the model that requires grad.
+        ConfigError: one that is listed is not a parameter of the model that requires grad.
 
     Example:
         >>> find_sparse(nn.Sequential(nn.Embedding(9, 2, sparse=True), nn.Linear(2, 2)), [])
@@ -34,7 +34,7 @@ def find_sparse(model: nn.Module, listed: Sequence[nn.Parameter]) -> list[str]:
     for position, parameter in enumerate(listed):
         if id(parameter) not in names:
             raise ConfigError(
-                f"sparse_parameters[{position}] is no parameter of {type(model).__name__} that requires "
+                f"sparse_parameters[{position}] is not a parameter of {type(model).__name__} that requires "
                 "grad: list parameters of the model itself"
             )
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]

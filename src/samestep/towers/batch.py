@@ -1,4 +1,4 @@
-"""A batch: any nest of tensors, rows first. Counting its rows and cutting it into towers."""
+"""A batch: nested tensors, rows first. Counting its rows and cutting it into towers."""
 
 from __future__ import annotations
 
@@ -27,9 +27,15 @@ class LocalBatch:
 
     Attributes:
         rows: rows of the global batch.
-        slices: the rows of each tower of this worker that has any, as (tower index -> batch).
+        slices: from tower index to the tower's batch, for this worker's towers that have rows.
         position: which batch of the run this is.
-        fingerprint: tells batches apart, so that workers can see that they have the same.
+        fingerprint: a 32-bit number that workers compare, to see that they have the same batch.
+
+    Example:
+        >>> from samestep import TowerLoader, Towers
+        >>> batch = next(iter(TowerLoader([5, 6, 7], 3, Towers(torch.nn.Linear(1, 1), 2), shuffle=False)))
+        >>> batch.rows, batch.slices
+        (3, {0: tensor([5, 6]), 1: tensor([7])})
     """
 
     rows: int
@@ -48,7 +54,7 @@ class GlobalBatch:
     """A whole batch taken apart: its tensors, and how to nest them again."""
 
     tensors: list[Tensor]
-    leaves: list[Any]
+    entries: list[Any]
     spec: pytree.TreeSpec
     rows: int
 
@@ -59,13 +65,13 @@ class GlobalBatch:
         Raises:
             BatchError: no tensor in the nest, one without dimensions, or numbers of rows that differ.
         """
-        leaves, spec = pytree.tree_flatten(batch)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        entries, spec = pytree.tree_flatten(batch)
+        tensors = [entry for entry in entries if isinstance(entry, Tensor)]
         if not tensors:
             raise BatchError(f"batch is a {type(batch).__name__} without tensors: expected a nest of tensors")
         if any(tensor.ndim == 0 or len(tensor) != len(tensors[0]) for tensor in tensors):
             raise BatchError(_explain_rows(batch))
-        return cls(tensors, leaves, spec, len(tensors[0]))
+        return cls(tensors, entries, spec, len(tensors[0]))
 
     def take(self, rows: range, device: torch.device) -> Any:
         """Copy some rows of each tensor to a device, nested as before.
@@ -74,10 +80,8 @@ class GlobalBatch:
         alignment.
         """
         part = slice(rows.start, rows.stop)
-        return pytree.tree_unflatten(
-            [leaf[part].to(device, copy=True) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves],
-            self.spec,
-        )
+        taken = [e[part].to(device, copy=True) if isinstance(e, Tensor) else e for e in self.entries]
+        return pytree.tree_unflatten(taken, self.spec)
 
     def fingerprint(self) -> int:
         """Return a 32-bit number that tells batches apart: shapes, dtypes, and a few values.
@@ -116,8 +120,8 @@ def _check_slices(local: LocalBatch, placement: Placement, job: Job) -> None:
     expected = list(placement.rows(job.rank, local.rows))
     if list(local.slices) != expected:
         raise BatchError(
-            f"the batch holds towers {list(local.slices)}, this worker runs {expected} of "
-            f"{placement.num_towers}: give the TowerLoader these same towers"
+            f"the batch holds towers {list(local.slices)}, but this worker runs {expected} of "
+            f"{placement.num_towers}: create the TowerLoader with the same Towers"
         )
 
 
@@ -128,15 +132,15 @@ def _sample(tensor: Tensor) -> bytes:
 
 
 def _explain_rows(batch: Any) -> str:
-    """Name the tensors whose rows do not fit the first one's."""
-    leaves, _ = pytree.tree_flatten_with_path(batch)
-    named = [("batch" + pytree.keystr(path), leaf) for path, leaf in leaves if isinstance(leaf, Tensor)]
+    """Name the first tensor that has another number of rows than the first one."""
+    entries, _ = pytree.tree_flatten_with_path(batch)
+    named = [("batch" + pytree.keystr(path), entry) for path, entry in entries if isinstance(entry, Tensor)]
     for name, tensor in named:
         if tensor.ndim == 0:
-            return f"{name} is a tensor without dimensions: expected rows first"
+            return f"{name} is a 0-dimensional tensor: expected rows along the first dimension"
     (first, reference), *others = named
     name, tensor = next((name, tensor) for name, tensor in others if len(tensor) != len(reference))
     return (
         f"{name} has {len(tensor)} rows, {first} has {len(reference)}: "
-        "expected as many rows in all tensors of a batch"
+        "expected the same number of rows in all tensors of a batch"
     )

@@ -25,7 +25,8 @@ __all__ = [
 ]
 
 Count = Callable[[Any], "float | Tensor"]
-"""count(tower_batch) -> how much of something a tower's rows hold, at least 0: a number or 0-dim tensor."""
+"""count(tower_batch) -> what a tower's sum is divided by, such as its valid tokens: a number or 0-dim tensor,
+at least 0."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,13 @@ def mean_loss(who: str, loss: Tensor, rows: int, unit: int) -> LossSum:
     """
     _check_scalar(f"{who}: loss", loss)
     if not loss.requires_grad:
-        raise UsageError(f"{who}: loss does not require grad, so there is nothing to hand in")
+        raise UsageError(f"{who}: loss does not require grad, so it has no gradient")
     total = _at_least_float32(loss) * (rows / unit)
     return LossSum(total, total.detach().reshape(1), rows / unit)
 
 
 def loss_sum(who: str, total: Tensor, count: float | Tensor, unit: int) -> LossSum:
-    """Return a sum over `count` things.
+    """Return a sum and what it is divided by.
 
     Raises:
         UsageError: `total` is not a scalar, or does not require grad although it counts something; or
@@ -68,13 +69,13 @@ def loss_sum(who: str, total: Tensor, count: float | Tensor, unit: int) -> LossS
         raise UsageError(f"{who}: count has shape {tuple(count.shape)}, expected one number")
     # A sum over nothing may be a constant; then there is nothing to run backward through.
     if not total.requires_grad and float(count) != 0:
-        raise UsageError(f"{who}: total does not require grad, so there is nothing to hand in")
+        raise UsageError(f"{who}: total does not require grad, so it has no gradient")
     scaled = _at_least_float32(total) * (1 / unit)
     return LossSum(scaled, scaled.detach().reshape(1), count / unit)
 
 
 def is_known_to_count(count: float | Tensor) -> bool:
-    """Whether a count is above 0, as far as can be said without waiting for a GPU."""
+    """Whether a count is above 0; False where only a GPU knows."""
     return (not isinstance(count, Tensor) or count.device.type == "cpu") and float(count) > 0
 
 
@@ -104,7 +105,7 @@ def wrong_counts(
     what = f"the towers' counts of {', '.join(names)}" if names else "the towers' counts"
     return BatchError(
         f"step {step}: {what} add up to 0, so there is nothing to average, and nothing was updated; leave "
-        "such batches out, or make Towers with on_zero_count='skip'"
+        "such batches out, or use Towers(..., on_zero_count='skip')"
     )
 
 
@@ -151,7 +152,7 @@ class NamedCounts:
         parts = [s * (self.rows / (total * unit)) for s, total in used]
         total = reduce(torch.add, parts)
         if not total.requires_grad and bool(self.counts[tower].any()):
-            raise UsageError(f"{who}: no sum requires grad, so there is nothing to hand in")
+            raise UsageError(f"{who}: no sum requires grad, so it has no gradient")
         return LossSum(total, torch.stack([s.detach().double() for s in sums]) / unit, rows / unit)
 
     def _in_order(self, who: str, losses: Mapping[str, Tensor]) -> list[Tensor]:
@@ -201,14 +202,15 @@ def count_slices(
         values = [torch.as_tensor(count(batch), device=device).detach() for count in counts.values()]
         for name, value in zip(counts, values, strict=True):
             if value.numel() != 1:
-                raise BatchError(f"tower {tower}: {name} counts {tuple(value.shape)}, expected one number")
+                shape = tuple(value.shape)
+                raise BatchError(f"tower {tower}: the count of {name} has shape {shape}, expected one number")
         table[tower - towers.start] = torch.stack([value.reshape(()).double() for value in values]).cpu()
     wrong = (~(table >= 0) | table.isinf()).nonzero()
     if len(wrong):
         row, column = wrong[0].tolist()
         raise BatchError(
-            f"tower {towers.start + row}: {list(counts)[column]} counts {table[row, column]:g}, expected a "
-            "finite number of at least 0"
+            f"tower {towers.start + row}: the count of {list(counts)[column]} is {table[row, column]:g}, "
+            "expected a finite number of at least 0"
         )
     return table
 

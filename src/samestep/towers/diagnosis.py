@@ -18,18 +18,18 @@ from samestep.towers.towers import Towers
 __all__ = ["explain", "explain_whole", "first_nonfinite"]
 
 _NONE = -1
-_NUM_TOLD = 4
+_MAX_TOWERS = 4
 
 
 def first_nonfinite(towers: Towers, run: Callable[[Tower], None]) -> list[str | None]:
     """Run the towers of the last step again, and look at each one's own gradient.
 
-    All workers must call this, and all get the same answer. Weights, buffers and `p.grad` stay as they are,
-    but that the buffers are those of before the step.
+    All workers must call this, and all get the same answer. Weights and `p.grad` stay as they are; the
+    buffers get their values from before the step.
 
     Args:
-        towers: whose last step to look at; its weights must be those that the step began with.
-        run: what a tower does in its turn: forward, and `tower.backward(loss)`.
+        towers: their last step is looked at; the weights must be those that it began with.
+        run: runs one tower: forward, and `tower.backward(loss)`.
 
     Returns:
         For each of the T towers the name of its first parameter, in the model's order, with a gradient
@@ -63,12 +63,12 @@ def explain(report: Report, parameters: Sequence[str | None]) -> str:
     ranges = even_ranges(report.rows, len(parameters))
     towers = list(zip(ranges, report.tower_losses, parameters, strict=True))
     bad = [
-        _tell(tower, *each)
+        _describe(tower, *each)
         for tower, each in enumerate(towers)
         if each[2] is not None or (each[0] and not math.isfinite(each[1]))
     ]
-    where = "; ".join(bad[:_NUM_TOLD]) + f"; and {len(bad) - _NUM_TOLD} more" * (len(bad) > _NUM_TOLD)
-    nowhere = "all losses are finite, and each tower's own gradient is"
+    where = "; ".join(bad[:_MAX_TOWERS]) + f"; and {len(bad) - _MAX_TOWERS} more" * (len(bad) > _MAX_TOWERS)
+    nowhere = "the loss and the gradient of each tower are finite"
     return (
         f"step {report.step}: the averaged gradient is not finite ({where or nowhere}); nothing was updated"
     )
@@ -82,13 +82,13 @@ def explain_whole(report: Report) -> str:
     )
 
 
-def _tell(tower: int, rows: range, loss: float, parameter: str | None) -> str:
-    told = f"tower {tower}, rows {rows.start} to {rows.stop - 1}, loss {loss:g}"
-    return told if parameter is None else f"{told}, first in the gradient of {parameter}"
+def _describe(tower: int, rows: range, loss: float, parameter: str | None) -> str:
+    text = f"tower {tower}, rows {rows.start} to {rows.stop - 1}, loss {loss:g}"
+    return text if parameter is None else f"{text}, first in the gradient of {parameter}"
 
 
 def _first(parameters: Sequence[Tensor]) -> int:
-    """Return the first parameter whose gradient is not finite."""
+    """Return the index of the first gradient that is not finite."""
     for index, parameter in enumerate(parameters):
         gradient = parameter.grad
         if gradient is not None and not bool(stored(coalesced(gradient)).isfinite().all()):

@@ -1,4 +1,4 @@
-"""The gradient noise scale: how large a batch pays off, told by how much the towers' gradients differ."""
+"""The gradient noise scale: how large a batch pays off, estimated from the towers' gradients."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class NoiseScale:
 
 @dataclass(frozen=True)
 class GradientNorms:
-    """How long the gradients of one step are.
+    """The norms of the gradients of one step.
 
     Attributes:
         squares: the squared 2-norm of each tower's own mean gradient; NaN where it counts 0.

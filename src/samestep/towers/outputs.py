@@ -1,4 +1,4 @@
-"""What a forward gives for each tower: a nest of tensors, rows first. Gathering it from all workers."""
+"""What a forward returns for each tower: nested tensors, rows first. Gathering it from all workers."""
 
 from __future__ import annotations
 
@@ -74,32 +74,32 @@ class TowerOutputs:
         Raises:
             UsageError: something in it is not a tensor, has no rows, or the nest cannot be sent.
         """
-        leaves, spec = pytree.tree_flatten(outputs)
-        if not leaves:
-            raise UsageError(f"forward gave a {type(outputs).__name__} without tensors")
-        for leaf in leaves:
-            if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.layout != torch.strided:
-                raise UsageError(f"forward gave {_name(leaf)}: expected a nest of dense tensors, rows first")
-        nest = pytree.tree_unflatten(list(range(len(leaves))), spec)
+        tensors, spec = pytree.tree_flatten(outputs)
+        if not tensors:
+            raise UsageError(f"forward returned a {type(outputs).__name__} without tensors")
+        for each in tensors:
+            if not isinstance(each, Tensor) or each.ndim == 0 or each.layout != torch.strided:
+                raise UsageError(f"forward returned {_name(each)}: expected dense tensors, rows first")
+        nest = pytree.tree_unflatten(list(range(len(tensors))), spec)
         try:
             pickle.dumps(nest)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise UsageError(
-                f"forward gave a nest that cannot be sent to other workers ({error}): use dicts and tuples"
+                f"forward returned what cannot be sent to other workers ({error}): use dicts and tuples"
             ) from None
-        kinds = tuple(_Kind(leaf.dtype, leaf.device.type, tuple(leaf.shape[1:])) for leaf in leaves)
-        return cls(leaves, _Shape(kinds, tuple(len(leaf) for leaf in leaves), nest))
+        kinds = tuple(_Kind(t.dtype, t.device.type, tuple(t.shape[1:])) for t in tensors)
+        return cls(tensors, _Shape(kinds, tuple(map(len, tensors)), nest))
 
     def copy(self) -> TowerOutputs:
-        """Return the values alone: contiguous, so that nobody sees where they come from."""
+        """Return contiguous copies without a graph: they look alike on every worker."""
         tensors = [t.detach().clone(memory_format=torch.contiguous_format) for t in self.tensors]
         return TowerOutputs(tensors, self.shape)
 
 
-def _name(leaf: Any) -> str:
-    if not isinstance(leaf, Tensor):
-        return f"a {type(leaf).__name__}"
-    return "a tensor without dimensions" if leaf.ndim == 0 else f"a tensor in the layout {leaf.layout}"
+def _name(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return "a 0-dimensional tensor" if value.ndim == 0 else f"a tensor with the layout {value.layout}"
 
 
 @dataclass(frozen=True)
@@ -107,16 +107,16 @@ class AllOutputs:
     """All towers' outputs, alike on every worker.
 
     Attributes:
-        parts: for each tower with rows its tensors, in tower order.
+        tensors: of each tower with rows, in tower order.
         spec: how they are nested.
     """
 
-    parts: list[list[Tensor]]
+    tensors: list[list[Tensor]]
     spec: pytree.TreeSpec
 
     def concatenated(self) -> Any:
         """Return the nest with each tensor's rows of all towers, in tower order."""
-        columns = zip(*self.parts, strict=True)
+        columns = zip(*self.tensors, strict=True)
         return pytree.tree_unflatten([torch.cat(column) for column in columns], self.spec)
 
 
@@ -125,29 +125,30 @@ def gather(job: Job, own: Mapping[int, TowerOutputs], where: str) -> AllOutputs:
 
     Args:
         job: all its workers must call this.
-        own: copies of the outputs of this worker's towers that have rows; none on some workers perhaps.
-        where: what is going on, for messages.
+        own: copies of the outputs of this worker's towers that have rows; some workers may have none.
+        where: names the step in messages.
 
     Raises:
         UsageError: towers' outputs differ in more than their rows.
     """
     own_shapes = {tower: outputs.shape for tower, outputs in own.items()}
-    everyone: list[dict[int, _Shape]] = gather_objects(job.transport, own_shapes, f"{where}, outputs")
-    first = everyone[0][0]  # tower 0 always has rows
-    for tower, shape in (item for shapes in everyone for item in shapes.items()):
+    all_shapes: list[dict[int, _Shape]] = gather_objects(job.transport, own_shapes, f"{where}, outputs")
+    first = all_shapes[0][0]  # tower 0 always has rows
+    for tower, shape in (item for shapes in all_shapes for item in shapes.items()):
         difference = first.difference(shape)
         if difference:
             raise UsageError(
-                f"{where}: forward gave for towers 0 and {tower} {difference}; only rows may differ"
+                f"{where}: forward returned different outputs for towers 0 and {tower} ({difference}); only "
+                "the numbers of rows may differ"
             )
-    parts = {tower: outputs.tensors for tower, outputs in own.items()}
-    others = {worker: shapes for worker, shapes in enumerate(everyone) if worker != job.rank}
+    tensors = {tower: outputs.tensors for tower, outputs in own.items()}
+    others = {worker: shapes for worker, shapes in enumerate(all_shapes) if worker != job.rank}
     for shapes in others.values():
-        parts |= {tower: _empty(shape, job.device) for tower, shape in shapes.items()}
-    outgoing = {worker: _as_bytes(parts, own_shapes) for worker in others}
-    incoming = {worker: _as_bytes(parts, shapes) for worker, shapes in others.items()}
+        tensors |= {tower: _empty(shape, job.device) for tower, shape in shapes.items()}
+    outgoing = {worker: _as_bytes(tensors, own_shapes) for worker in others}
+    incoming = {worker: _as_bytes(tensors, shapes) for worker, shapes in others.items()}
     job.transport.post(outgoing, incoming, f"{where}, outputs").wait()
-    return AllOutputs([parts[tower] for tower in sorted(parts)], first.spec)
+    return AllOutputs([tensors[tower] for tower in sorted(tensors)], first.spec)
 
 
 def _empty(shape: _Shape, device: torch.device) -> list[Tensor]:
@@ -159,6 +160,6 @@ def _empty(shape: _Shape, device: torch.device) -> list[Tensor]:
     ]
 
 
-def _as_bytes(parts: Mapping[int, list[Tensor]], towers: Mapping[int, _Shape]) -> list[Tensor]:
+def _as_bytes(tensors: Mapping[int, list[Tensor]], towers: Mapping[int, _Shape]) -> list[Tensor]:
     """Return views that every backend can move, whatever the dtype."""
-    return [tensor.view(-1).view(torch.uint8) for tower in towers for tensor in parts[tower]]
+    return [tensor.view(-1).view(torch.uint8) for tower in towers for tensor in tensors[tower]]

@@ -32,7 +32,7 @@ _MOST_PLANS = 8
 
 @dataclass(frozen=True)
 class Settings:
-    """What `Towers` is told of the arithmetic; see there. All workers must have the same."""
+    """The settings of `Towers` that the arithmetic depends on; the same on all workers."""
 
     seed: int = 0
     statistics: Mode = "mean"
@@ -74,7 +74,7 @@ def job_alone(model: nn.Module) -> Job:
 
 
 class Replica:
-    """A worker's copy of the model. Its plan follows the model: whatever changes is found before a step.
+    """A worker's copy of the model. Before each step it is checked for changes, and the plan follows them.
 
     Args:
         model: to be trained.

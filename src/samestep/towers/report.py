@@ -1,4 +1,4 @@
-"""What one step tells about itself."""
+"""What a step returns: loss, counts, gradient norm, noise scale."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Report", "mean_losses", "report_of", "total_loss"]
 
 @dataclass(frozen=True)
 class Report:
-    """What all workers know alike after a step. Figures are computed when they are read.
+    """What a step returns, alike on all workers. Losses, count and norm are computed when they are read.
 
     Attributes:
         step: number of the step, from 0.
@@ -36,6 +36,17 @@ class Report:
             measured it, this one included; infinite where the noise hides the gradient; None before the
             first, and where there are not two towers that count.
         flags: the bits that any worker has set (see `Towers.__call__`).
+
+    Example:
+        >>> from samestep import Towers
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> _ = torch.nn.init.ones_(model.weight)
+        >>> towers = Towers(model, 2)
+        >>> for tower in towers(torch.tensor([[1.0], [2.0], [3.0]])):
+        ...     tower.backward(model(tower.batch).mean())
+        >>> report = towers.average()
+        >>> report.loss, report.tower_losses, report.rows, report.grad_norm
+        (2.0, [1.5, 3.0], 3, 2.0)
     """
 
     step: int

@@ -33,12 +33,22 @@ class LossScale(Protocol):
 
 
 class Tower:
-    """One logical slice of the batch, while it is its turn.
+    """One logical slice of the batch: what the loop over `towers(batch)` yields.
 
     Attributes:
         index: 0 <= index < T.
-        batch: the tower's own rows of the batch, in the same nest.
-        rows: how many.
+        batch: the tower's own rows of the batch, nested as the batch is.
+        rows: how many, at least 1.
+
+    Example:
+        >>> from samestep import Towers
+        >>> model = torch.nn.Linear(2, 1)
+        >>> towers = Towers(model, 2)
+        >>> for tower in towers(torch.randn(5, 2)):
+        ...     print(tower, tuple(tower.batch.shape))
+        ...     tower.backward(model(tower.batch).square().mean())
+        Tower(index=0, rows=3) (3, 2)
+        Tower(index=1, rows=2) (2, 2)
     """
 
     def __init__(self, index: int, batch: Any, rows: int, run: StepRun) -> None:
@@ -56,20 +66,19 @@ class Tower:
 
         Raises:
             UsageError: the tower has handed in already, its turn is over, `loss` is not what the step
-                expects, or gradients came from a `loss.backward()` past the tower.
+                expects, or gradients came from `loss.backward()`.
             DisagreementError: workers turn out to have different batches.
         """
         self._run.take_mean(self, loss)
 
     def backward_sum(self, total: Tensor, count: float | Tensor) -> None:
-        """Hand in a loss that is a sum over something else than rows, such as valid tokens or pixels.
+        """Hand in a loss that is a sum over something other than rows, such as valid tokens or pixels.
 
         The step's loss is the sum of all towers' totals, divided once by the sum of all their counts.
 
         Args:
-            total: the sum, a scalar that requires grad; where the tower counts 0, a sum over nothing, which
-                need not require grad.
-            count: what it is a sum over, at least 0: a number or 0-dim tensor.
+            total: the sum, a scalar that requires grad; where the count is 0 it need not require grad.
+            count: how many things it is a sum over, at least 0: a number or 0-dim tensor.
 
         Raises:
             UsageError: as for `backward`, or `count` is not one number.
@@ -185,9 +194,9 @@ class StepRun:
 
     def _check_done(self, tower: Tower) -> None:
         if tower.index not in self._done:
-            called = "its turn ended without a backward"
+            called = "the loop went on before backward was called"
             if self._has_gradients():
-                called = "loss.backward() was called past it"
+                called = "loss.backward() was called instead of tower.backward(loss)"
             raise UsageError(f"{tower!r}: {called}; call tower.backward(loss) once for every tower")
 
     def _has_gradients(self) -> bool:
@@ -204,7 +213,7 @@ class StepRun:
             self._take(tower, named)
         elif isinstance(loss, Mapping):
             raise UsageError(
-                f"{who}: loss is a mapping, and what its sums count is not known: start the step with "
+                f"{who}: loss is a mapping, but the step was started without counts: start it with "
                 "towers(batch, counts={name: count, ...}), or Step(..., counts=...)"
             )
         else:
@@ -215,19 +224,21 @@ class StepRun:
         self._check_turn(tower)
         if self.inputs.counts is not None:
             raise UsageError(
-                f"{tower!r}: backward_sum has no place in a step that began with counts; call "
+                f"{tower!r}: backward_sum cannot be used in a step that was started with counts; call "
                 "tower.backward({name: sum})"
             )
         self._take(tower, loss_sum(repr(tower), total, count, self.inputs.unit))
 
     def _check_turn(self, tower: Tower) -> None:
         if tower.index in self._done or tower is not self._turn:
-            why = "has run backward already" if tower.index in self._done else "has no turn any more"
-            raise UsageError(f"{tower!r} {why}: call backward once, inside the loop over towers(batch)")
+            why = "has run backward already" if tower.index in self._done else "is not the current tower"
+            raise UsageError(
+                f"{tower!r} {why}: call backward once for each tower, inside the loop over towers(batch)"
+            )
         if self._has_gradients():
             raise UsageError(
-                f"{tower!r}: parameters have gradients already; call tower.backward(loss) once instead of "
-                "loss.backward(), which goes past the tower"
+                f"{tower!r}: parameters have gradients already; call tower.backward(loss) instead of "
+                "loss.backward(), whose gradients are not averaged"
             )
 
     def _take(self, tower: Tower, loss: LossSum) -> None:
@@ -239,7 +250,7 @@ class StepRun:
         """Note a tower's scalars, then run its backward and take the gradients.
 
         Args:
-            tower: whose turn it is.
+            tower: the current one.
             loss: what it adds to the loss.
             backward: leaves its gradients on the parameters; None where there are none.
         """
@@ -282,7 +293,7 @@ class StepRun:
         """Return (parameter index, averaged gradient) for each parameter."""
         assert self._gradients is not None
         if not self.inputs.local.slices:
-            self._buffers.start_step()  # nobody need have looped over no towers
+            self._buffers.start_step()  # without towers there may have been no loop
             self._buffers.end_passes()
             self._start_exchange()
         return self._gradients.finish()

@@ -62,18 +62,19 @@ class Towers:
         num_towers: T, part of the experiment like the batch size.
         job: from `samestep.init`; by default a job of this process alone.
         seed: of all towers' random streams.
-        statistics: what becomes of batch-norm statistics; see `samestep.buffers.statistics`.
-        buffers: what becomes of other buffers that a forward changes: "mean", "first" or "ignore", by
-            patterns over their names; see `samestep.buffers.policies`.
-        bucket_bytes: gradients travel in flat pieces of about this size.
+        statistics: how batch-norm statistics are combined: "mean", "pooled" or "first"; see
+            `samestep.buffers.statistics`.
+        buffers: how other buffers that a forward changes are combined: from name pattern to "mean", "first"
+            or "ignore"; see `samestep.buffers.policies`.
+        bucket_bytes: gradients are sent in buckets of about this many bytes.
         accumulate_dtype: sum gradients in this dtype; by default in each parameter's `grad_dtype`, which is
             torch's attribute for the dtype of `p.grad`, and by default that of the parameter.
-        sparse_parameters: whose gradients may be sparse, beside the weights of `nn.Embedding` and
-            `nn.EmbeddingBag` with `sparse=True`, which are found. The average is sparse, and coalesced,
+        sparse_parameters: parameters that may get sparse gradients. The weights of `nn.Embedding` and
+            `nn.EmbeddingBag` with `sparse=True` are found without it. The average is sparse, and coalesced,
             where the gradients of all towers that used the parameter are sparse; otherwise it is dense.
-        on_zero_count: what a batch does in which all towers' counts are 0: "raise" a `BatchError`, or
-            "skip" it, which leaves every `p.grad` None and says so in the report. On a GPU, "skip" and
-            counts that are tensors there make `average` wait for it.
+        on_zero_count: what happens where the counts of all towers are 0: "raise" a `BatchError`, or "skip"
+            the step, which leaves every `p.grad` None and sets `Report.skipped`. With "skip" and counts
+            that are tensors on a GPU, `average` waits for the GPU.
         noise_every: measure the gradient noise scale at every n-th step; 1 is always, 0 never.
 
     Attributes:
@@ -214,8 +215,8 @@ class Towers:
                 travel in one small message before the first pass.
             scaler: a `torch.amp.GradScaler` whose scale each loss is multiplied by before backward; the
                 average is scaled, the report is not.
-            flags: asked once, as late as the answer can still travel with the step, for bits that this
-                worker sets; `Report.flags` has those of all workers.
+            flags: called once a step, just before this worker sends its first message: returns an int
+                whose bits are OR-ed over all workers into `Report.flags`, such as a request to stop.
 
         Raises:
             BatchError: the tensors' rows disagree, there are none, or nothing counts (see `on_zero_count`).
@@ -258,7 +259,7 @@ class Towers:
         scaler: LossScale | None = None,
         flags: Callable[[], int] = int,
     ) -> None:
-        """Take the place of the loop over towers, for a loss that is no sum over rows; then call `average`.
+        """Run a step whose loss is no sum over rows, instead of the loop over towers; then call `average`.
 
         Every tower runs forward without grad; the loss is computed on all outputs, alike on every worker;
         then every tower runs forward again, under the same random streams, and the gradient of its outputs
@@ -267,10 +268,10 @@ class Towers:
 
         Args:
             batch: as for `__call__`.
-            forward: `forward(tower_batch) -> outputs`, a tensor or any nest of dense tensors, rows first.
+            forward: `forward(tower_batch) -> outputs`, a dense tensor or nested dense tensors, rows first.
                 Towers' outputs may differ in their numbers of rows, and in nothing else. It is called twice,
                 and must do the same both times.
-            loss: `loss(all_outputs, batch) -> scalar`. It gets the nest with the rows of all towers, in
+            loss: `loss(all_outputs, batch) -> scalar`. It gets the outputs with the rows of all towers, in
                 tower order: contiguous, in the dtypes that `forward` gave, floating ones requiring grad; and
                 a copy of the global batch on the worker's device, or, where the batch is a `LocalBatch`,
                 something that raises as soon as it is used. It may use parameters of the model, and draw
@@ -280,9 +281,9 @@ class Towers:
 
         Raises:
             BatchError, DisagreementError: as for `__call__`.
-            UsageError: the last step has not been averaged, outputs that are no such nest or that differ
-                between towers or passes, a loss that is no scalar that requires grad, or one that uses the
-                batch where that is a `LocalBatch`.
+            UsageError: the last step has not been averaged; outputs are not nested dense tensors, or differ
+                between towers or passes; the loss is not a scalar that requires grad, or uses the batch
+                where that is a `LocalBatch`.
 
         Example:
             >>> model = torch.nn.Linear(2, 3)
@@ -315,6 +316,9 @@ class Towers:
         """Finish the step: every worker's `p.grad` becomes the average over all towers.
 
         A parameter that no tower used keeps `grad = None`.
+
+        Returns:
+            The step's report, the same on every worker.
 
         Raises:
             UsageError: some of this worker's towers have not run.
@@ -448,7 +452,7 @@ class Towers:
             UsageError: there is no step to look at.
         """
         if self._last is None or self._run is not None:
-            raise UsageError("replay() without a step that is over: call average() first")
+            raise UsageError("replay() needs a step that has been averaged: call average() first")
         inputs = replace(self._last.inputs, scaler=None)
         self._again = StepRun(inputs, self.job, self._replica.buffers, self.parameters, None, None)
         self.put_back_buffers()

@@ -35,7 +35,7 @@ from samestep.workers.job import Job
 __all__ = ["Forward", "WholeBatch", "WholeLoss"]
 
 Forward = Callable[[Any], Any]
-"""forward(tower_batch) -> outputs: a tensor or a nest of tensors, rows first."""
+"""forward(tower_batch) -> outputs: a tensor or nested tensors, rows first."""
 
 WholeLoss = Callable[[Any, Any], Tensor]
 """loss(all_outputs, batch) -> a scalar, from the outputs of all towers and the global batch."""
@@ -45,7 +45,7 @@ class WholeBatch:
     """One step's loss of the whole batch, on one worker: `run_ahead`, `differentiate`, `run_again`.
 
     Args:
-        model: whose buffers and parameters `forward` and `loss` use.
+        model: `forward` and `loss` use its parameters and buffers.
         job: this process's view of the job.
         forward: see `Forward`.
         loss: see `WholeLoss`.
@@ -105,7 +105,7 @@ class WholeBatch:
                 their rows.
         """
         self._all = gather(self._job, self._own, f"step {self._step}")
-        for tensor in (tensor for part in self._all.parts for tensor in part):
+        for tensor in (tensor for outputs in self._all.tensors for tensor in outputs):
             tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
         with keep_globals(self._job.device):
             seed_globals(stream_seed(self._seed, "whole batch", self._step), self._job.device)
@@ -125,8 +125,8 @@ class WholeBatch:
         before = self._own.pop(tower)
         if not outputs.shape.is_like(before.shape):
             raise UsageError(
-                f"step {self._step}: forward gave tensors of {_sizes(before)} for tower {tower} at first, of "
-                f"{_sizes(outputs)} when it ran again: both passes must do the same"
+                f"step {self._step}, tower {tower}: forward returned {_sizes(before)} in the first pass and "
+                f"{_sizes(outputs)} in the second: both passes must compute the same"
             )
         return partial(self._push, tower, outputs.tensors)
 
@@ -134,9 +134,9 @@ class WholeBatch:
         """Differentiate with respect to all outputs and the parameters; keep what this worker needs."""
         assert self._all is not None
         wanted = [
-            (n, i) for n, part in enumerate(self._all.parts) for i, t in enumerate(part) if t.requires_grad
+            (n, i) for n, each in enumerate(self._all.tensors) for i, t in enumerate(each) if t.requires_grad
         ]
-        sources = [self._all.parts[tower][index] for tower, index in wanted]
+        sources = [self._all.tensors[tower][index] for tower, index in wanted]
         with self._no_autocast():
             found = torch.autograd.grad(loss, [*sources, *parameters], allow_unused=True)
         of_outputs = dict(zip(wanted, found, strict=False))
@@ -194,18 +194,18 @@ class _KeptBuffers:
     """All buffers of a model as they were, tensors and values."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._slots = [(module._buffers, dict(module._buffers)) for module in model.modules()]
-        found = {id(b): b for _, held in self._slots for b in held.values() if b is not None}
+        self._registries = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+        found = {id(b): b for _, held in self._registries for b in held.values() if b is not None}
         self._buffers = [buffer for buffer in found.values() if not buffer.is_inference()]
         self._values = [buffer.detach().clone() for buffer in self._buffers]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put them back. Versions do not tell which to write: batch norm changes its own without counting."""
-        for slots, held in self._slots:
-            if [*map(id, slots.values())] != [*map(id, held.values())]:
-                slots.clear()
-                slots.update(held)
+        """Put them back: all of them, because batch norm writes to its buffers without a new version."""
+        for registry, held in self._registries:
+            if [*map(id, registry.values())] != [*map(id, held.values())]:
+                registry.clear()
+                registry.update(held)
         if self._buffers:
             torch._foreach_copy_(self._buffers, self._values)
 
@@ -215,8 +215,8 @@ class _AbsentBatch:
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise UsageError(
-            "the loss asks for the global batch, but the batch is a LocalBatch, of which a worker has only "
-            "its own rows: let forward return what the loss needs beside the model's outputs, labels too"
+            "the loss uses its batch, but the batch is a LocalBatch, of which each worker has only its own "
+            "rows: return what the loss needs, such as labels, from forward"
         )
 
     __getattr__ = __getitem__ = __iter__ = __len__ = __contains__ = _refuse

@@ -1,1 +1,1 @@
-"""Processes and messages; knows no tower."""
+"""Processes and messages, independent of towers."""

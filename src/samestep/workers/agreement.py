@@ -1,4 +1,4 @@
-"""Workers agree: on values that must be the same everywhere, and on what worker 0 alone finds out."""
+"""Workers agree: on values that must be the same on all, and on what worker 0 reads or decides alone."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ def agree(
     error: BaseException | None = None,
     message: Any = None,
 ) -> list[Any]:
-    """Raise on every worker unless all come with the same values and none with an error.
+    """Raise on every worker unless all have the same values and none has an error.
 
     Args:
         job: all its workers must call this.
         must_match: what must be the same everywhere; values that can be pickled and compared.
-        where: what is being agreed on, for the error.
-        error: what went wrong on this worker before it came here, if anything did.
+        where: begins the error message, such as "step 3".
+        error: what went wrong on this worker before, if anything did.
         message: anything else for the other workers; it may differ from theirs.
 
     Returns:
         The messages of all workers.
 
     Raises:
-        DisagreementError: values differ, or another worker came with an error.
+        DisagreementError: values differ, or another worker has an error.
         LostWorkerError: another worker is gone.
         BaseException: this worker's own `error`.
     """
     own = (dict(must_match), None if error is None else _in_words(error), message)
-    everyone = gather_objects(job.transport, own, where)
+    all_values = gather_objects(job.transport, own, where)
     if error is not None:
         raise error
-    failed = [f"worker {worker} failed: {text}" for worker, (_, text, _) in enumerate(everyone) if text]
+    failed = [f"worker {worker} failed: {text}" for worker, (_, text, _) in enumerate(all_values) if text]
     if failed:
         raise DisagreementError(f"{where}: {'; '.join(failed)}")
-    sentence = difference([values for values, _, _ in everyone])
+    sentence = difference([values for values, _, _ in all_values])
     if sentence:
         raise DisagreementError(f"{where}: {sentence}")
-    return [each for _, _, each in everyone]
+    return [each for _, _, each in all_values]
 
 
 def _in_words(error: BaseException) -> str:
@@ -65,14 +65,14 @@ def _in_words(error: BaseException) -> str:
 # ---- differences -------------------------------------------------------------------------------------
 
 
-def difference(everyone: Sequence[Values]) -> str | None:
+def difference(all_values: Sequence[Values]) -> str | None:
     """Say which workers differ from the others in the first value that differs.
 
     >>> difference([{"towers": 8}, {"towers": 7}, {"towers": 8}])
     'worker 1 has towers = 7, the others have 8'
     """
-    for name in everyone[0]:
-        values = [seen.get(name) for seen in everyone]
+    for name in all_values[0]:
+        values = [seen.get(name) for seen in all_values]
         if all(value == values[0] for value in values):
             continue
         if isinstance(values[0], (list, tuple)):
@@ -103,7 +103,7 @@ def _in_a_sentence(name: str, values: Sequence[Any]) -> str:
 
 
 def from_first_worker(job: Job, work: Callable[[], T]) -> T:
-    """Do something on worker 0, and return what it returns on all workers: no two see different things.
+    """Do something on worker 0 alone, and return its result on all workers.
 
     Args:
         job: all its workers must call this.
@@ -138,7 +138,7 @@ def _share(nest: Any, job: Job) -> Any:
     outline = broadcast_object(job.transport, outline, what)
     if not job.is_first:
         nest = pytree.tree_map_only(Tensor, lambda meta: torch.empty_like(meta, device="cpu"), outline)
-    tensors = [leaf for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor) and leaf.numel()]
+    tensors = [t for t in pytree.tree_leaves(nest) if isinstance(t, Tensor) and t.numel()]
     values = [tensor.contiguous() for tensor in tensors]
     broadcast(job.transport, values, what)
     for tensor, value in zip(tensors, values, strict=True):

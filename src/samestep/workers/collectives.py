@@ -1,4 +1,4 @@
-"""What workers say to each other besides gradients, made of `Transport.post`; all call these alike."""
+"""Collectives for all that is not gradients, made of `Transport.post`; all workers must call them."""
 
 from __future__ import annotations
 

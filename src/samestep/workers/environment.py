@@ -1,4 +1,4 @@
-"""What the launcher tells a worker, and what a worker inherits: the only place that reads its environment."""
+"""The environment variables that a launcher sets for its workers: read and set here only."""
 
 from __future__ import annotations
 

@@ -26,7 +26,12 @@ class Job:
     Attributes:
         device: what this worker computes on.
         threads: CPU threads of this worker; part of what the bits depend on.
-        transport: how it talks to the other workers.
+        transport: sends messages to the other workers and receives theirs.
+
+    Example:
+        >>> job = Job(torch.device("cpu"))
+        >>> job.rank, job.world_size, job.is_first
+        (0, 1, True)
     """
 
     device: torch.device
@@ -52,7 +57,7 @@ class Job:
         """Wait for all workers.
 
         Raises:
-            LostWorkerError: one of them is gone, or has not come within the timeout.
+            LostWorkerError: one of them is gone, or has not answered within the timeout.
         """
         barrier(self.transport, what)
 
@@ -70,7 +75,7 @@ def init(device: str = "auto", *, threads: int = 1, timeout_s: float = DEFAULT_T
     Args:
         device: "cpu", "cuda" (the GPU of this worker's local rank, shared where there are fewer GPUs
             than workers), or "auto": CUDA where there is a GPU.
-        threads: CPU threads. The bits of CPU kernels depend on it, so it is a setting, never a guess.
+        threads: CPU threads. The bits of CPU kernels depend on it, so it is never chosen for you.
         timeout_s: seconds to wait for another worker before it counts as lost.
 
     Returns:
@@ -79,6 +84,10 @@ def init(device: str = "auto", *, threads: int = 1, timeout_s: float = DEFAULT_T
     Raises:
         ConfigError: an unknown device, no GPU for "cuda", or threads below 1.
         LostWorkerError: the workers have not found each other within the timeout.
+
+    Example:
+        >>> init("cpu").world_size
+        1
     """
     check_threads(threads)
     chosen = device_named(device, environment.local_rank())

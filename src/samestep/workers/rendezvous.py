@@ -33,18 +33,18 @@ def open_store() -> dist.TCPStore:  # type: ignore[name-defined]
 
 
 def join(device: torch.device, timeout_s: float) -> Transport:
-    """Join the workers that torch's environment variables speak of, and return the way to talk to them.
+    """Join the workers that torch's environment variables name, and return the transport to them.
 
     torch's elastic agent keeps its store when it restarts workers, and with it the addresses of those
-    before; see pytorch#135712. So the workers first agree on a prefix that nobody has used: worker 0's
-    own name, which it tells to every process that it sees, until one for each rank has heard it.
+    before; see pytorch#135712. So the workers first agree on an unused prefix: worker 0's own name, which
+    it sends to every process that it sees, until one for each rank has received it.
 
     Args:
         device: what this worker computes on.
         timeout_s: seconds to wait for the others, and later for any message.
 
     Raises:
-        LostWorkerError: some of the others are gone, or worker 0 has waited for them in vain.
+        LostWorkerError: some of the others are gone, or have not joined within the timeout.
     """
     if world_size() == 1:
         return Alone()
@@ -82,7 +82,7 @@ def _make_group(backend: str, timeout_s: float) -> None:
 
 
 def _gather(store: Store, name: str, world_size: int, timeout_s: float) -> str:
-    """Tell worker 0's name to the others, until all have heard it; return it."""
+    """Send worker 0's name to the others, until all have received it; return it."""
     deadline_s = time.monotonic() + timeout_s
     missing = list(range(1, world_size))
     while missing:
@@ -93,7 +93,7 @@ def _gather(store: Store, name: str, world_size: int, timeout_s: float) -> str:
         missing = [rank for rank in missing if not store.check([f"samestep/heard/{name}/{rank}"])]
         if missing and time.monotonic() > deadline_s:
             raise LostWorkerError(
-                f"start of {world_size} workers: {_names(missing)} did not come for {timeout_s:g} s"
+                f"start of {world_size} workers: {_names(missing)} did not join within {timeout_s:g} s"
             )
         time.sleep(_POLL_S if missing else 0)
     return name

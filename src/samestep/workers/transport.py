@@ -38,7 +38,7 @@ class Transport(Protocol):
     """Sends tensors to the other workers and receives theirs.
 
     Between two workers, messages arrive in the order in which they were posted; each must be received with
-    the sizes with which it was sent. All that workers say to each other goes through `post`.
+    the sizes with which it was sent. All messages between workers go through `post`.
 
     Attributes:
         rank: this worker's number, 0 <= rank < world_size.
@@ -74,7 +74,7 @@ class Transport(Protocol):
 
 @dataclass(frozen=True)
 class Alone:
-    """The transport of a job of one worker: there is nobody to talk to."""
+    """The transport of a job of one worker: nothing is sent."""
 
     rank: int = 0
     world_size: int = 1
@@ -174,7 +174,7 @@ class _Posted:
             try:
                 work.wait()
             except RuntimeError as error:
-                # NCCL hands out one work for all of a batch, which names nobody.
+                # NCCL returns one work for a whole batch, which does not say which worker is lost.
                 peer = self.peers[position] if len(self.works) == len(self.peers) else None
                 raise self._lost(error, peer) from error
         for message in self.incoming:
@@ -188,7 +188,7 @@ class _Posted:
 
 
 class _Message:
-    """Tensors that travel together, through host memory where the backend knows no other."""
+    """Tensors that travel together, through host memory where the backend cannot send from the GPU."""
 
     def __init__(self, tensors: list[Tensor], through_host: bool) -> None:
         self._tensors = tensors
@@ -222,7 +222,7 @@ class _Message:
 
 
 def lost_worker(what: str, who: str, timeout_s: float, error: BaseException) -> LostWorkerError:
-    """Return the error that says who did not take part in what, and whether it is gone or silent."""
+    """Return the error that names the lost worker and the exchange, and says whether it is gone or silent."""
     # without gloo's source line
     why = re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]
     is_silent = ("timed out" in why.lower() or "timeout" in why.lower()) and "refused" not in why

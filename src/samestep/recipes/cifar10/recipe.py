@@ -186,7 +186,7 @@ def staircase(optimizer: torch.optim.Optimizer, batch_size: int) -> StepLR:
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
-    """Return the mean cross-entropy over the rows, plus the weight decay, whose gradient is left out here.
+    """Return the mean cross-entropy over the rows, plus the weight decay, without the latter's gradient.
 
     The optimizer adds it, once a step; here it would take a twentieth of the time of every tower.
     """
@@ -209,6 +209,6 @@ def count_right(model: nn.Module, batch: Any) -> Tensor:
 
 
 def precision(counts: Tensor) -> Mapping[str, float]:
-    """Return the share of the pictures whose likeliest class is the right one."""
+    """Return the share of pictures with the right class as the likeliest."""
     right, num_rows = counts.tolist()
     return {"precision @ 1": right / num_rows}

@@ -36,7 +36,7 @@ class LabelMaps:
     """Pictures and label maps in the folders `pictures` and `labels`, paired by the names before the suffix.
 
     A picture is a PNG or JPEG of 8 bits a channel, in colour or grey. A label map is a PNG with one channel,
-    of 8 bits or a palette, whose values (not colours) are the labels. Hidden files and those with other
+    of 8 bits or a palette; the values (not colours) are the labels. Hidden files and those with other
     suffixes are left alone. Pairs are in the order of their names.
 
     Args:

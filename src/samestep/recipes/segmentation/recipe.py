@@ -1,8 +1,8 @@
 """Semantic segmentation: a class for every pixel, on a folder of pictures or on shapes that it draws itself.
 
 An encoder and a decoder with batch norm and skip connections, Adam, the poly schedule, weight decay on
-convolution weights only, and a loss whose gradient is that of the mean over all valid pixels of the batch,
-whichever towers they are in. About 0.95 mean intersection over union on the drawn shapes.
+convolution weights only, and a loss that is the mean over all valid pixels of the batch, whichever towers
+they are in. About 0.95 mean intersection over union on the drawn shapes.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class SegmentationSettings(Settings):
 def loss_of(model: nn.Module, batch: Any, *, ignore_label: int, weight_decay: float) -> tuple[Tensor, Tensor]:
     """Return the loss summed over the valid pixels, and how many they are.
 
-    It is cross-entropy plus the weight decay, whose gradient is left out here: the optimizer adds it.
+    It is cross-entropy plus the weight decay, without the latter's gradient, which the optimizer adds.
     """
     pictures, labels = batch
     # One row for each pixel: on a GPU, that sum has a kernel that always adds in the same order.
