@@ -90,12 +90,15 @@ class Receive:
     """What one post expects from one worker."""
 
     tensors: list[Tensor]
-    what: str
     has_arrived: bool = False
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def not_empty(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor.numel()]
 
 
 class World:
@@ -185,10 +188,13 @@ class World:
         for worker in self.workers:
             worker.has_timed_out = not worker.has_stopped
 
-    def end(self, rank: int) -> None:
-        """Drop what a worker that is gone has not delivered, and what it will never take."""
+    def end(self, rank: int, *, is_killed: bool) -> None:
+        """Let a worker that is gone take nothing more; if killed, drop what it has not delivered."""
+        for pair, receives in self.expected.items():
+            if pair[1] == rank:
+                receives.clear()
         for pair, messages in self.sent.items():
-            if rank in pair:
+            if pair[1] == rank or (is_killed and pair[0] == rank):
                 messages.clear()
 
 
@@ -225,8 +231,7 @@ class Worker:
         except BaseException as error:
             self.outcome.error = error
         self.is_running = False
-        if isinstance(self.outcome.error, Killed):
-            self.world.end(self.rank)
+        self.world.end(self.rank, is_killed=isinstance(self.outcome.error, Killed))
         if not self.world.is_over:
             self.world.choose()
             self.world.turn_is_back.release()
@@ -289,22 +294,18 @@ class Worker:
         self, outgoing: Mapping[int, Sequence[Tensor]], incoming: Mapping[int, Sequence[Tensor]], what: str
     ) -> Posted:
         self.note_event("post", what)
-        received, sent = {}, {}
-        lost = [*self.lost_sources(incoming), *self.lost_targets(outgoing)]
+        to_fill = {source: filled for source, tensors in incoming.items() if (filled := not_empty(tensors))}
+        to_send = {target: content for target, tensors in outgoing.items() if (content := not_empty(tensors))}
+        lost = [*self.lost_sources(to_fill), *self.lost_targets(to_send)]
         if lost and self.world.random.random() < 0.5:
             raise LostWorkerError(f"{what}: worker {lost[0]} is gone at {self.world.time}")
-        for source, tensors in incoming.items():
-            filled = [tensor for tensor in tensors if tensor.numel()]
-            if filled:
-                for tensor in filled:
-                    assert tensor.is_contiguous()
-                    as_bytes(tensor).fill_(GARBAGE)
-                received[source] = Receive(filled, what)
-                self.world.expected[source, self.rank].append(received[source])
-        for target, tensors in outgoing.items():
-            content = [tensor for tensor in tensors if tensor.numel()]
-            if content:
-                sent[target] = self.world.send(self.rank, target, content)
+        received = {source: Receive(tensors) for source, tensors in to_fill.items()}
+        for source, receive in received.items():
+            for tensor in receive.tensors:
+                assert tensor.is_contiguous()
+                as_bytes(tensor).fill_(GARBAGE)
+            self.world.expected[source, self.rank].append(receive)
+        sent = {target: self.world.send(self.rank, target, tensors) for target, tensors in to_send.items()}
         return Posted(self, what, received, sent)
 
     def close(self) -> None:
