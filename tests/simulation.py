@@ -142,6 +142,7 @@ class World:
         self.chosen = None
         try:
             while any(worker.is_running and not worker.has_stopped for worker in self.workers):
+                self.deliver()
                 ready = [worker for worker in self.workers if worker.is_ready]
                 if ready:
                     self.chosen = self.random.choice(ready)
@@ -180,7 +181,6 @@ class World:
         if not times:
             return False
         self.time = max(self.time, min(times))
-        self.deliver()
         return True
 
     def give_up(self) -> None:
@@ -334,7 +334,6 @@ class Posted:
 
     @property
     def _is_done(self) -> bool:
-        self.worker.world.deliver()
         return all(each.has_arrived for each in (*self.received.values(), *self.sent.values()))
 
     @property
