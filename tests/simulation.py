@@ -6,15 +6,18 @@ is killed or stops, and when, all come from the seed, so a seed that fails is a 
 
 Messages between two workers arrive in order, as over gloo. What would abort a process there (a message of
 another size than its receiver expects) is an `AssertionError` here. Memory that a message should fill holds
-garbage until then, and one that a sender still owns is read as late as possible.
+garbage until then, and one that a sender still owns is read as late as possible. Posting to a worker that
+is gone fails at once, or when the post is waited for. What a process has for itself, its generators, is put
+away and back where the turn goes to another worker.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,7 +61,7 @@ def simulate(
     work: Callable[[Job], Any], world_size: int, seed: int = 0, faults: Faults | None = None
 ) -> list[Outcome]:
     """Run `work` on each worker of a job, and return how each ended."""
-    return World(world_size, seed, faults or Faults()).run(work)
+    return World(world_size, seed, faults).run(work)
 
 
 def values(work: Callable[[Job], Any], world_size: int, seed: int = 0) -> list[Any]:
@@ -80,7 +83,6 @@ class Message:
     tensors: list[Tensor]
     arrives: int
     has_arrived: bool = False
-    is_dropped: bool = False
 
 
 @dataclass
@@ -88,7 +90,6 @@ class Receive:
     """What one post expects from one worker."""
 
     tensors: list[Tensor]
-    what: str
     has_arrived: bool = False
 
 
@@ -96,17 +97,27 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-class World:
-    """All workers, the messages between them, and the clock."""
+def not_empty(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor.numel()]
 
-    def __init__(self, world_size: int, seed: int, faults: Faults) -> None:
+
+class World:
+    """All workers, the messages between them, and the clock.
+
+    Attributes:
+        events: what happened, in order: which worker posted or waited, for what, and when.
+    """
+
+    def __init__(self, world_size: int, seed: int, faults: Faults | None = None) -> None:
         self.random = random.Random(seed)
-        self.faults = faults
+        self.faults = faults or Faults()
         self.time = 0
+        self.events: list[tuple[int, str, str, int]] = []
         self.workers = [Worker(rank, self) for rank in range(world_size)]
         self.sent: dict[tuple[int, int], deque[Message]] = defaultdict(deque)
         self.expected: dict[tuple[int, int], deque[Receive]] = defaultdict(deque)
         self.newest: dict[tuple[int, int], int] = defaultdict(int)
+        self.defect: AssertionError | None = None
         self.is_over = False
         self.turn_is_back = threading.Semaphore(0)
 
@@ -115,17 +126,31 @@ class World:
         for worker in self.workers:
             worker.streams = outside
             worker.start(work)
-        while any(worker.is_running and not worker.has_stopped for worker in self.workers):
-            ready = [worker for worker in self.workers if worker.is_ready]
-            if ready:
-                self.random.choice(ready).take_turn()
-            elif not self.let_time_pass():
-                self.give_up()
+        self.choose()
+        while self.chosen is not None:
+            self.chosen.take_turn()
         self.is_over = True
         for worker in self.workers:
             worker.release()
         outside.restore()
+        if self.defect is not None:
+            raise self.defect
         return [worker.outcome for worker in self.workers]
+
+    def choose(self) -> None:
+        """Choose the worker whose turn is next: `chosen`, None where nothing can go on."""
+        self.chosen = None
+        try:
+            while any(worker.is_running and not worker.has_stopped for worker in self.workers):
+                self.deliver()
+                ready = [worker for worker in self.workers if worker.is_ready]
+                if ready:
+                    self.chosen = self.random.choice(ready)
+                    return
+                if not self.let_time_pass():
+                    self.give_up()
+        except AssertionError as defect:  # no worker may take it for an error of its own
+            self.defect = defect
 
     def send(self, source: int, target: int, tensors: Sequence[Tensor]) -> Message:
         # In order between two workers, as late as chance has it; sometimes the sender may go on at once.
@@ -156,7 +181,6 @@ class World:
         if not times:
             return False
         self.time = max(self.time, min(times))
-        self.deliver()
         return True
 
     def give_up(self) -> None:
@@ -164,12 +188,13 @@ class World:
         for worker in self.workers:
             worker.has_timed_out = not worker.has_stopped
 
-    def end(self, rank: int) -> None:
-        """Drop what a worker that is gone has not delivered, and what it will never take."""
-        for (source, target), messages in self.sent.items():
-            if rank in (source, target):
-                for message in messages:
-                    message.is_dropped = True
+    def end(self, rank: int, *, is_killed: bool) -> None:
+        """Let a worker that is gone take nothing more; if killed, drop what it has not delivered."""
+        for pair, receives in self.expected.items():
+            if pair[1] == rank:
+                receives.clear()
+        for pair, messages in self.sent.items():
+            if pair[1] == rank or (is_killed and pair[0] == rank):
                 messages.clear()
 
 
@@ -200,72 +225,87 @@ class Worker:
         self.thread.start()
 
     def _run(self, work: Callable[[Job], Any]) -> None:
-        self.turn.acquire()
         try:
-            self.streams.restore()
+            self._take_over()
             self.outcome.value = work(Job(CPU, transport=self))
         except BaseException as error:
             self.outcome.error = error
         self.is_running = False
-        if isinstance(self.outcome.error, Killed):
-            self.world.end(self.rank)
-        self.world.turn_is_back.release()
+        self.world.end(self.rank, is_killed=isinstance(self.outcome.error, Killed))
+        if not self.world.is_over:
+            self.world.choose()
+            self.world.turn_is_back.release()
 
     @property
     def is_ready(self) -> bool:
         return self.is_running and not self.has_stopped and (self.has_timed_out or self.condition())
 
     def take_turn(self) -> None:
-        """Run until the worker waits for something, or ends."""
+        """Run until another worker is chosen."""
         self.turn.release()
         assert self.world.turn_is_back.acquire(timeout=_LONGEST_S), f"worker {self.rank} hangs outside waits"
 
-    def wait_until(self, condition: Callable[[], bool]) -> bool:
-        """Pass the turn on until the condition holds; say whether it does, and not the timeout came first."""
-        self.streams = GlobalStreams.capture(CPU)
-        self.condition = condition
-        self.world.turn_is_back.release()
+    def _take_over(self) -> None:
+        """Wait for the turn, and take up the generators as this worker left them."""
         self.turn.acquire()
         if self.world.is_over:
             raise Killed
         self.streams.restore()
+
+    def wait_until(self, condition: Callable[[], bool]) -> bool:
+        """Pass the turn on until the condition holds; say whether it does, and not the timeout came first."""
+        self.condition = condition
+        self.world.choose()
+        if self.world.chosen is not self:
+            self.streams = GlobalStreams.capture(CPU)
+            self.world.turn_is_back.release()
+            self._take_over()
         self.condition = lambda: True
         timed_out, self.has_timed_out = self.has_timed_out, False
         return condition() or not timed_out
 
     def release(self) -> None:
-        """End a thread that has stopped for good."""
+        """End a thread that waits for a turn that never comes."""
         if self.thread.is_alive():
             self.turn.release()
             self.thread.join(_LONGEST_S)
 
-    def note_event(self) -> None:
+    def note_event(self, kind: str, what: str) -> None:
         self.num_events += 1
-        if self.world.faults.killed.get(self.rank) == self.num_events:
+        self.world.events.append((self.rank, kind, what, self.world.time))
+        # From then on: what runs while the exception passes sends nothing either.
+        if self.world.is_over or self.num_events >= self.world.faults.killed.get(self.rank, math.inf):
             raise Killed
         if self.world.faults.stopped.get(self.rank) == self.num_events:
             self.has_stopped = True
             self.wait_until(lambda: False)
+
+    def lost_sources(self, peers: Iterable[int]) -> list[int]:
+        """Return those of whom nothing can arrive any more."""
+        return [peer for peer in self.lost_targets(peers) if not self.world.sent[peer, self.rank]]
+
+    def lost_targets(self, peers: Iterable[int]) -> list[int]:
+        """Return those who will take nothing any more."""
+        return [peer for peer in peers if not self.world.workers[peer].is_running]
 
     # ---- what `Transport` asks for ---------------------------------------------------------------------
 
     def post(
         self, outgoing: Mapping[int, Sequence[Tensor]], incoming: Mapping[int, Sequence[Tensor]], what: str
     ) -> Posted:
-        self.note_event()
-        received, sent = {}, {}
-        for source, tensors in incoming.items():
-            filled = [tensor for tensor in tensors if tensor.numel()]
-            if filled:
-                for tensor in filled:
-                    assert tensor.is_contiguous()
-                    as_bytes(tensor).fill_(GARBAGE)
-                received[source] = Receive(filled, what)
-                self.world.expected[source, self.rank].append(received[source])
-        for target, tensors in outgoing.items():
-            content = [tensor for tensor in tensors if tensor.numel()]
-            if content:
-                sent[target] = self.world.send(self.rank, target, content)
+        self.note_event("post", what)
+        to_fill = {source: filled for source, tensors in incoming.items() if (filled := not_empty(tensors))}
+        to_send = {target: content for target, tensors in outgoing.items() if (content := not_empty(tensors))}
+        lost = [*self.lost_sources(to_fill), *self.lost_targets(to_send)]
+        if lost and self.world.random.random() < 0.5:
+            raise LostWorkerError(f"{what}: worker {lost[0]} is gone at {self.world.time}")
+        received = {source: Receive(tensors) for source, tensors in to_fill.items()}
+        for source, receive in received.items():
+            for tensor in receive.tensors:
+                assert tensor.is_contiguous()
+                as_bytes(tensor).fill_(GARBAGE)
+            self.world.expected[source, self.rank].append(receive)
+        sent = {target: self.world.send(self.rank, target, tensors) for target, tensors in to_send.items()}
         return Posted(self, what, received, sent)
 
     def close(self) -> None:
@@ -282,29 +322,22 @@ class Posted:
     sent: dict[int, Message]
 
     def wait(self) -> None:
-        self.worker.note_event()
-        world = self.worker.world
-        has_all = self.worker.wait_until(lambda: self._is_done or self._lost() is not None)
+        self.worker.note_event("wait", self.what)
+        has_all = self.worker.wait_until(lambda: self._is_done or bool(self._lost))
         if not self._is_done:
-            lost = self._lost()
-            who, how = ("another worker", "did not answer") if lost is None else (f"worker {lost}", "is gone")
-            assert lost is not None or not has_all
-            raise LostWorkerError(f"{self.what}: {who} {how} at {world.time}")
+            lost = self._lost
+            who, how = (f"worker {lost[0]}", "is gone") if lost else ("another worker", "did not answer")
+            assert lost or not has_all
+            raise LostWorkerError(f"{self.what}: {who} {how} at {self.worker.world.time}")
         self.received.clear()
         self.sent.clear()
 
     @property
     def _is_done(self) -> bool:
-        self.worker.world.deliver()
         return all(each.has_arrived for each in (*self.received.values(), *self.sent.values()))
 
-    def _lost(self) -> int | None:
-        """Return a worker that has gone and is still needed."""
-        for rank, each in (*self.received.items(), *self.sent.items()):
-            peer = self.worker.world.workers[rank]
-            if not each.has_arrived and not peer.is_running and not self._may_still_arrive(rank):
-                return rank
-        return None
-
-    def _may_still_arrive(self, rank: int) -> bool:
-        return bool(self.worker.world.sent[rank, self.worker.rank])
+    @property
+    def _lost(self) -> list[int]:
+        sources = [rank for rank, receive in self.received.items() if not receive.has_arrived]
+        targets = [rank for rank, message in self.sent.items() if not message.has_arrived]
+        return [*self.worker.lost_sources(sources), *self.worker.lost_targets(targets)]

@@ -111,7 +111,7 @@ class Plan:
     @cached_property
     def description(self) -> dict[str, list[str]]:
         """The ingredients in words, for the error where workers differ."""
-        kind = "of the whole batch" if self.is_whole_batch else ", ".join(self.sums) or "one sum"
+        kind = "of the whole batch" if self.is_whole_batch else ", ".join(map(repr, self.sums)) or "one sum"
         sizes = f"{[bucket.num_elements for bucket in self.buckets]} elements in buckets"
         return {
             "placement": [str(self.placement.cuts)],

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from samestep.buffers.model_buffers import ModelBuffers
 from samestep.errors import UsageError
-from samestep.streams import keep_globals, seed_globals, tower_seed
+from samestep.streams import GlobalStreams, seed_globals, tower_seed
 from samestep.summation.exchange import Exchange
 from samestep.summation.gradient_sum import GradientSum
 from samestep.summation.scalars import TowerScalars
@@ -169,6 +169,8 @@ class StepRun:
         self._scalars: dict[int, TowerScalars] = {}
         self._done: set[int] = set()
         self._turn: Tower | None = None
+        self._outside: GlobalStreams | None = None
+        self._has_begun = False
 
     # ---- turns ---------------------------------------------------------------------------------------
 
@@ -179,18 +181,36 @@ class StepRun:
             UsageError: a turn ended, and the tower had not handed in.
         """
         inputs = self.inputs
-        with keep_globals(self._job.device):
-            self._buffers.start_step()
-            try:
-                for index, batch in inputs.local.slices.items():
-                    self._buffers.start_tower()
-                    seed_globals(tower_seed(inputs.seed, inputs.step, index), self._job.device)
-                    self._turn = tower = Tower(index, batch, inputs.rows[index], self)
-                    yield tower
-                    self._turn = None
-                    self._check_done(tower)
-            finally:
+        self._outside = GlobalStreams.capture(self._job.device)
+        try:
+            self._begin_passes()
+            for index, batch in inputs.local.slices.items():
+                self._buffers.start_tower()
+                seed_globals(tower_seed(inputs.seed, inputs.step, index), self._job.device)
+                self._turn = tower = Tower(index, batch, inputs.rows[index], self)
+                yield tower
+                self._turn = None
+                self._check_done(tower)
+        finally:
+            self._end_passes()
+
+    def _begin_passes(self) -> None:
+        self._buffers.start_step()
+        self._has_begun = True
+
+    def _end_passes(self) -> None:
+        """Put the streams back, unless that is done: who calls `next` on turns may hold on to them."""
+        outside, self._outside = self._outside, None
+        if outside is not None:
+            outside.restore()
+            if self._has_begun:
                 self._buffers.end_passes()
+
+    def put_back(self) -> None:
+        """Leave the streams and the model's buffers as they were before the step."""
+        self._end_passes()
+        if self._has_begun:
+            self._buffers.put_back()
 
     def _check_done(self, tower: Tower) -> None:
         if tower.index not in self._done:
@@ -292,8 +312,9 @@ class StepRun:
     def finish(self) -> list[tuple[int, Tensor | None]]:
         """Return (parameter index, averaged gradient) for each parameter."""
         assert self._gradients is not None
+        self._end_passes()
         if not self.inputs.local.slices:
-            self._buffers.start_step()  # without towers there may have been no loop
+            self._begin_passes()  # without towers there may have been no loop
             self._buffers.end_passes()
             self._start_exchange()
         return self._gradients.finish()

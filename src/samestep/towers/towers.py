@@ -298,6 +298,7 @@ class Towers:
         inputs = StepInputs(
             self._step, self.seed, local, self._rows(local), scaler=scaler, is_whole_batch=True
         )
+        run: StepRun | None = None
         try:
             whole.run_ahead(local.slices)
             exchange.compare(torch.zeros(len(self._own_towers), 0, dtype=torch.float64))
@@ -309,6 +310,8 @@ class Towers:
                 total = LossSum(value, (value * count).reshape(1), count)
                 run.add(tower, total, whole.run_again(tower.index, tower.batch))
         except Exception as error:
+            if run is not None:
+                run.put_back()
             exchange.fail(error)
         self._run = run
 
@@ -330,7 +333,11 @@ class Towers:
             raise UsageError("average() without a batch: loop over towers(batch) first")
         run.check_complete()
         self._run, self._last = None, run
-        found = run.finish()
+        try:
+            found = run.finish()
+        except BaseException:
+            run.put_back()
+            raise
         scalars = run.exchange.scalars
         error = wrong_counts(self._step, run.inputs.names, scalars.counts * run.inputs.unit, run.has_count)
         if error is not None:
@@ -394,8 +401,8 @@ class Towers:
 
     def _check_averaged(self) -> None:
         if self._run is not None and self._run.exchange.is_over:  # all workers have raised, and none stepped
+            self._run.put_back()
             self._run = None
-            self.put_back_buffers()
         if self._run is not None:
             raise UsageError(f"step {self._step} has not been averaged: call average() before the next batch")
 

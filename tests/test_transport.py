@@ -1,0 +1,234 @@
+"""Moving tensors between real processes over gloo, and what is said of those that are gone."""
+
+import datetime
+import multiprocessing
+import os
+import time
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from samestep.errors import LostWorkerError
+from samestep.workers.transport import Alone, ProcessGroup, is_lost_connection, lost_worker
+
+SMALL = 2**18 // 4  # float32 numbers up to which a tensor shares a message
+NUM_WORKERS = 3
+TIMEOUT_S = 2
+
+
+def everything(rank):
+    """Tensors of many dtypes and sizes, whose values say whose they are."""
+    generator = torch.Generator().manual_seed(rank)
+    bits = torch.randint(0, 2, (3, 5), generator=generator)
+    real = torch.randn(3, 5, generator=generator)
+    dtypes = (torch.uint8, torch.int64, torch.float64, torch.bfloat16, torch.float16, torch.float32)
+    return [
+        bits.bool(),
+        *(bits.to(dtype) for dtype in dtypes),
+        torch.complex(real, -real),
+        torch.tensor(rank + 0.5),
+        torch.tensor(rank % 2 == 0),
+        torch.empty(0, 4),
+        torch.randn(SMALL + 1, generator=generator),
+        torch.full((7,), -0.0),
+    ]
+
+
+def same(left, right):
+    return left.dtype == right.dtype and left.shape == right.shape and repr(left) == repr(right)
+
+
+def post_to_all(transport, own, shapes_of, what="it"):
+    """Send `own` to all others, and return what comes from each of them."""
+    others = [rank for rank in range(transport.world_size) if rank != transport.rank]
+    incoming = {rank: [torch.zeros_like(tensor) for tensor in shapes_of(rank)] for rank in others}
+    transport.post(dict.fromkeys(others, own), incoming, what).wait()
+    return incoming
+
+
+# ---- what runs in each of the processes --------------------------------------------------------------
+
+
+def moves_any_dtype(transport):
+    for rank, tensors in post_to_all(transport, everything(transport.rank), everything).items():
+        expected = everything(rank)
+        assert all(same(ours, theirs) for ours, theirs in zip(tensors, expected, strict=True))
+
+
+def keeps_the_order_between_two(transport):
+    """Posts may be waited for in another order than they were made."""
+    peer = {0: 1, 1: 0}.get(transport.rank)
+    if peer is None:
+        return
+    tensors = [torch.zeros(size) for size in (1, SMALL + 1, 1, 3)]
+    posts = []
+    for number, tensor in enumerate(tensors):
+        own = torch.full_like(tensor, 10 * transport.rank + number)
+        posts.append(transport.post({peer: [own]}, {peer: [tensor]}, "it"))
+    for pending in reversed(posts):
+        pending.wait()
+    assert [float(tensor[-1]) for tensor in tensors] == [10 * peer + number for number in range(4)]
+
+
+def groups_small_tensors_into_one_message(transport):
+    messages = []
+
+    class Noted(dist.P2POp):
+        def __new__(cls, op, tensor, peer):
+            messages.append((op.__name__, peer, tensor.nbytes))
+            return P2POp(op, tensor, peer)
+
+    P2POp, dist.P2POp = dist.P2POp, Noted
+    try:
+        own = [torch.ones(SMALL), torch.empty(0), torch.ones(SMALL + 1), torch.ones(3).bool()]
+        post_to_all(transport, own, lambda rank: own)
+        post_to_all(transport, [torch.empty(0)], lambda rank: [torch.empty(0)])
+    finally:
+        dist.P2POp = P2POp
+    others = sorted({0, 1, 2} - {transport.rank})
+    sizes = (4 * SMALL + 3, 4 * SMALL + 4)
+    expected = [(op, peer, size) for op in ("irecv", "isend") for peer in others for size in sizes]
+    assert sorted(messages) == sorted(expected)
+
+
+def sends_to_some_only(transport):
+    """Around the circle: each to the next."""
+    tensor = torch.zeros(2)
+    source, target = (transport.rank - 1) % 3, (transport.rank + 1) % 3
+    own = torch.full((2,), float(transport.rank))
+    transport.post({target: [own]}, {source: [tensor]}, "it").wait()
+    assert tensor.tolist() == [source, source]
+
+
+def fills_strided_places_of_a_flat_tensor(transport):
+    flat = torch.zeros(12)
+    places = {rank: [flat[4 * rank : 4 * rank + 4]] for rank in range(3)}
+    own = places.pop(transport.rank)
+    own[0].fill_(transport.rank + 1)
+    transport.post(dict.fromkeys(places, own), places, "it").wait()
+    assert flat.tolist() == [1] * 4 + [2] * 4 + [3] * 4
+
+
+def names_a_worker_that_is_gone(transport):
+    """Worker 2 leaves without a word."""
+    if transport.rank == 2:
+        os._exit(0)
+    start_s = time.monotonic()
+    with pytest.raises(LostWorkerError, match=r"^step 4, gradients: worker 2 is gone \(.*\)$"):
+        transport.post({}, {2: [torch.zeros(1)]}, "step 4, gradients").wait()
+    with pytest.raises(LostWorkerError, match=r"^step 4, averages: worker 2 is gone \(.*\)$"):
+        transport.post({2: [torch.zeros(1)]}, {}, "step 4, averages").wait()
+    assert time.monotonic() - start_s < 20  # not after the timeout
+    sends_and_is_fine = torch.full((1,), float(transport.rank))
+    found = torch.zeros(1)
+    transport.post({1 - transport.rank: [sends_and_is_fine]}, {1 - transport.rank: [found]}, "it").wait()
+    assert float(found) == 1 - transport.rank
+
+
+def names_a_worker_that_is_silent(transport):
+    if transport.rank == 0:
+        with pytest.raises(LostWorkerError, match=rf"^it: worker 1 did not answer for {TIMEOUT_S} s \(.*\)$"):
+            transport.post({}, {1: [torch.zeros(1)]}, "it").wait()
+    else:
+        time.sleep(TIMEOUT_S + 1)
+
+
+OF_THREE = [
+    moves_any_dtype,
+    keeps_the_order_between_two,
+    groups_small_tensors_into_one_message,
+    sends_to_some_only,
+    fills_strided_places_of_a_flat_tensor,
+    names_a_worker_that_is_gone,
+]
+OF_TWO = [names_a_worker_that_is_silent]
+
+
+def serve(rank, folder, results):
+    """Be one worker, and tell how each check went."""
+    torch.set_num_threads(1)
+    for world_size, timeout_s, checks in ((NUM_WORKERS, 30, OF_THREE), (2, TIMEOUT_S, OF_TWO)):
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(f"{folder}/{world_size}", world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+        transport = ProcessGroup(torch.device("cpu"), timeout_s)
+        assert (transport.rank, transport.world_size) == (rank, world_size)
+        for check in checks:
+            try:
+                check(transport)
+                results.put((rank, check.__name__, "fine"))
+            except BaseException:
+                results.put((rank, check.__name__, traceback.format_exc()[-2000:]))
+        transport.close()
+        assert not dist.is_initialized()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """How each check went on each worker; they are forked from a process that has imported all this."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    results = context.SimpleQueue()
+    folder = str(tmp_path_factory.mktemp("store"))
+    workers = [context.Process(target=serve, args=(rank, folder, results)) for rank in range(NUM_WORKERS)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+        worker.kill()
+    answers = {}
+    while not results.empty():
+        rank, name, text = results.get()
+        answers[name, rank] = text
+    return answers
+
+
+@pytest.mark.parametrize("check", [*OF_THREE, *OF_TWO], ids=lambda check: check.__name__)
+def test_between_processes(found, check):
+    num_told = 2 if check in (names_a_worker_that_is_gone, *OF_TWO) else 3
+    assert [found.get((check.__name__, rank)) for rank in range(num_told)] == ["fine"] * num_told
+
+
+# ---- without processes -------------------------------------------------------------------------------
+
+
+def test_a_worker_alone_has_nobody_to_wait_for():
+    transport = Alone()
+    assert (transport.rank, transport.world_size) == (0, 1)
+    transport.post({}, {}, "it").wait()
+    transport.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [
+        (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed"), True),
+        (dist.DistNetworkError("the client socket has timed out after 2 s"), True),
+        (dist.DistStoreError("wait timeout"), True),
+        (RuntimeError("shape mismatch"), False),
+        (ValueError("no"), False),
+        (LostWorkerError("step 3: worker 1 is gone (/gloo/)"), False),
+    ],
+)
+def test_errors_about_a_lost_connection(error, is_lost):
+    assert is_lost_connection(error) == is_lost
+
+
+@pytest.mark.parametrize(
+    ("text", "why", "how"),
+    [
+        ("[/gloo/a.cc:1] Connection closed [::1]:80. More", "Connection closed [::1]:80", "is gone"),
+        ("[/gloo/b.cc:2] Timed out waiting 2 s", "Timed out waiting 2 s", "did not answer for 2 s"),
+        ("wait timeout\nException raised from", "wait timeout", "did not answer for 2 s"),
+        ("timed out: Connection refused", "timed out: Connection refused", "is gone"),
+    ],
+)
+def test_lost_workers_are_gone_or_silent(text, why, how):
+    found = lost_worker("step 3", "worker 1", 2, RuntimeError(text))
+    assert str(found) == f"step 3: worker 1 {how} ({why})"
