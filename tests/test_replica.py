@@ -94,6 +94,19 @@ def add(model, job, towers, step):
         del model[-1]
 
 
+def put_others_in_the_same_places(model, job, towers, step):
+    torch.manual_seed(10 * step + job.rank)
+    if step == 1:
+        model[5] = nn.Linear(6, 3)
+    if step == 2:
+        model.insert(3, nn.Linear(9, 9))
+        model[4] = nn.Linear(9, 6).requires_grad_(False)
+    if step == 3:
+        model[4] = nn.Linear(9, 6)
+        model[6].register_buffer("scale", torch.rand(3) + 1)
+        model[6].register_forward_hook(lambda module, args, output: output * module.scale.to(output.dtype))
+
+
 def cast(model, job, towers, step):
     {0: model.float, 1: model.double, 2: model.double, 3: model.float}[step]()
 
@@ -116,7 +129,17 @@ def everything(model, job, towers, step):
 
 
 CHANGES = {
-    change.__name__: change for change in (other_cuts, thaw, add, cast, replace, freeze_norms, everything)
+    change.__name__: change
+    for change in (
+        other_cuts,
+        thaw,
+        add,
+        put_others_in_the_same_places,
+        cast,
+        replace,
+        freeze_norms,
+        everything,
+    )
 }
 
 

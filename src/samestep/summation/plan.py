@@ -71,6 +71,9 @@ class Plan:
         buffers: what is handed in of the model's buffers.
         sums: names of the sums that the loss consists of; none where it is one sum.
         is_whole_batch: whether the loss is one of the whole batch.
+        new_tensors: parameters and buffers that have been put into the model since its values were last
+            shared, in words; all workers take over the first worker's.
+        version: how often tensors have been put in.
     """
 
     placement: Placement
@@ -79,6 +82,8 @@ class Plan:
     buffers: BufferLayout = BufferLayout()
     sums: tuple[str, ...] = ()
     is_whole_batch: bool = False
+    new_tensors: tuple[str, ...] = ()
+    version: int = 0
 
     @classmethod
     def of(
@@ -118,6 +123,7 @@ class Plan:
             "loss": [kind],
             "model": [*map(str, self.parameters)],
             "buffers": [*self.buffers.names],
+            "new tensors": [*self.new_tensors, f"version {self.version}"],
             "sizes": [sizes, f"{self.buffers.num_counters} counters, {self.buffers.num_moments} moments"],
         }
 

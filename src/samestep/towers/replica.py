@@ -101,6 +101,9 @@ class Replica:
         self._settings = settings
         self._listed_sparse: list[str] = find_sparse(model, sparse_parameters)
         self._sum: GradientSum | None = None
+        self._known: set[object] = set()
+        self._new: dict[str, str] = {}
+        self._version = 0
         self._plans: dict[tuple[Placement, tuple[str, ...], bool], Plan] = {}
         check_norms(model, settings.statistics)
         check_policies(find_named_buffers(model), settings.buffers)
@@ -122,7 +125,8 @@ class Replica:
         plain, key = (placement, (), False), (placement, sums, is_whole_batch)
         if plain not in self._plans:
             bucket_bytes = self._settings.bucket_bytes
-            self._plans[plain] = Plan.of(placement, self._layouts, self.buffers.layout, bucket_bytes)
+            plan = Plan.of(placement, self._layouts, self.buffers.layout, bucket_bytes)
+            self._plans[plain] = replace(plan, new_tensors=tuple(self._new.values()), version=self._version)
         if key not in self._plans:
             self._plans[key] = replace(self._plans[plain], sums=sums, is_whole_batch=is_whole_batch)
         return self._plans[key]
@@ -139,6 +143,7 @@ class Replica:
         """Note the parameters and buffers that there are."""
         _check_model(self.model, self._job)
         modules = list(self.model.modules())
+        self._note_new_tensors(modules)
         self._registries = [each for m in modules for each in (m._parameters, m._modules)]
         # Kept, so that no other object can come to have the same id.
         self._held = [value for each in self._registries for value in each.values()]
@@ -150,6 +155,27 @@ class Replica:
         self.buffers = ModelBuffers(self.model, self._settings.statistics, self._settings.buffers, self._job)
         self._plans = {}
         self._seen = self._signature()
+
+    def _note_new_tensors(self, modules: Sequence[nn.Module]) -> None:
+        """Note the parameters and buffers that were not there before.
+
+        Objects are compared, because another layer may have taken the name and the shape of one before. A
+        forward may put another tensor in a buffer's place: there the module's entry counts.
+        """
+        known, new = self._known, set[int]()
+        self._known = set[object]()
+        for module in modules:
+            for name, buffer in module._buffers.items():
+                self._known.add((id(module), name))
+                if (id(module), name) not in known:
+                    new.add(id(buffer))
+            parameters = set(map(id, module._parameters.values()))
+            self._known |= parameters
+            new |= parameters - known
+        named = [*self.model.named_parameters(), *self.model.named_buffers()]
+        found = {name: f"{name} {tuple(t.shape)} {t.dtype}" for name, t in named if id(t) in new}
+        self._new |= found
+        self._version += bool(found)
 
     def _lay_out(self, name: str, parameter: Tensor, is_sparse: bool) -> ParameterLayout:
         dtype = self._settings.accumulate_dtype or grad_dtype(parameter)
@@ -163,28 +189,17 @@ class Replica:
 
     # ---- values --------------------------------------------------------------------------------------
 
-    @property
-    def must_match(self) -> dict[str, Any]:
-        """What is not in the plan, in a form that workers can compare."""
-        frozen = [(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
-        return {"frozen parameters": [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in frozen]}
-
-    def start_from_first_worker(self, before: Plan | None = None) -> None:
-        """Give every worker the values of worker 0: of all tensors, or of those that are new since a plan."""
-        known = set() if before is None else _names_in(before)
+    def start_from_first_worker(self) -> None:
+        """Give every worker the first worker's values of all tensors that have not been shared before."""
         named = [*self.model.named_parameters(), *self.model.named_buffers()]
-        tensors = [tensor.detach() for name, tensor in named if before is None or name not in known]
+        tensors = [tensor.detach() for name, tensor in named if name in self._new]
+        self._new = {}
         values = [tensor.contiguous() for tensor in tensors]
         flat = [value.reshape(-1).view(torch.uint8) for value in values]  # no backend knows all dtypes
         broadcast(self._job.transport, flat, "the first worker's weights")
         for tensor, value in zip(tensors, values, strict=True):
             if value is not tensor:
                 tensor.copy_(value)
-
-
-def _names_in(plan: Plan) -> set[str]:
-    buffers = {entry.partition(" ")[0] for entry in plan.buffers.names}
-    return {each.name for each in plan.parameters} | buffers
 
 
 def _check_model(model: nn.Module, job: Job) -> None:

@@ -134,7 +134,7 @@ class Towers:
             self._placement = Placement.even(num_towers, self.job.world_size)
             self._replica = Replica(self.model, self.job, self._settings, sparse_parameters)
             self._plan = self._replica.plan(self._placement)
-            must_match |= {**self._replica.must_match, **self._plan.description}
+            must_match |= self._plan.description
         except Exception as found:
             error = found
         agree(self.job, must_match, where="Towers", error=error)
@@ -373,7 +373,7 @@ class Towers:
             exchange.fail(error)
         if plan.fingerprint != self._plan.fingerprint:
             exchange.change_to(plan)
-            self._replica.start_from_first_worker(before=self._plan)
+            self._replica.start_from_first_worker()
         if plan is not self._plan:
             self._plan, exchange = plan, Exchange(self.job, plan, must_match, flags=flags)
         return local, exchange
