@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from samestep.errors import ConfigError, DataError, DisagreementError, LostWorkerError
 from samestep.workers.agreement import agree, difference, from_first_worker

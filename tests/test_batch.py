@@ -2,8 +2,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from samestep.errors import BatchError
 from samestep.summation.placement import even_ranges

@@ -4,8 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from samestep.summation.buckets import lay_out_buckets, pack, unpack, views
 from samestep.summation.layout import Layout

@@ -6,8 +6,7 @@ import shutil
 import struct
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from samestep.errors import DataError, Error
 

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from samestep.errors import LostWorkerError
 from samestep.workers.collectives import barrier, broadcast, broadcast_object, gather_objects, gather_rows

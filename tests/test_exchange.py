@@ -5,8 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from samestep.errors import DisagreementError, LostWorkerError, UsageError
 from samestep.summation.exchange import Exchange

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from samestep.errors import UsageError

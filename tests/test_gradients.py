@@ -3,8 +3,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from samestep.errors import ConfigError
 from samestep.summation.gradients import add_gradients, average_gradients, divide

@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from samestep.errors import ConfigError
 from samestep.recipes.cifar10.pictures import central_pictures, distort_pictures

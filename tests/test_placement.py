@@ -1,6 +1,5 @@
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from samestep.errors import ConfigError
 from samestep.summation.placement import Placement, even_ranges

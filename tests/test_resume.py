@@ -12,8 +12,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel

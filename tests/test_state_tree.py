@@ -4,8 +4,7 @@ from collections import Counter, OrderedDict
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from samestep.checkpoint.durable import parse_json
 from samestep.checkpoint.state_tree import from_outline, to_outline

@@ -3,8 +3,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from samestep.streams import GlobalStreams, generator, seed_globals, stream_seed, uniforms
 

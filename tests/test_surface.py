@@ -12,7 +12,7 @@ import samestep
 from samestep import errors, recipes
 
 PUBLIC = {
-    "BatchedDataset", "CheckResult", "Job", "LocalBatch", "Manifest", "Report", "Step", "Tower",
+    "BatchedDataset", "CheckResult", "Job", "LocalBatch", "Manifest", "Placement", "Report", "Step", "Tower",
     "TowerLoader", "Towers",
     "BatchError", "BufferPolicyError", "ConfigError", "DamagedError", "DataError", "DisagreementError",
     "Error", "LockedError", "LostWorkerError", "MissingFileError", "NonFiniteError", "StorageError",

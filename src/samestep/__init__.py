@@ -6,104 +6,76 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from samestep.checking.result import CheckResult, check
-    from samestep.checkpoint.manifest import Manifest
-    from samestep.checkpoint.saving import load, save
-    from samestep.data.loader import TowerLoader
-    from samestep.data.readers import BatchedDataset
+    from samestep.checking.result import CheckResult as CheckResult, check as check
+    from samestep.checkpoint.manifest import Manifest as Manifest
+    from samestep.checkpoint.saving import load as load, save as save
+    from samestep.data.loader import TowerLoader as TowerLoader
+    from samestep.data.readers import BatchedDataset as BatchedDataset
     from samestep.errors import (
-        BatchError,
-        BufferPolicyError,
-        ConfigError,
-        DamagedError,
-        DataError,
-        DisagreementError,
-        Error,
-        LockedError,
-        LostWorkerError,
-        MissingFileError,
-        NonFiniteError,
-        StorageError,
-        UsageError,
+        BatchError as BatchError,
+        BufferPolicyError as BufferPolicyError,
+        ConfigError as ConfigError,
+        DamagedError as DamagedError,
+        DataError as DataError,
+        DisagreementError as DisagreementError,
+        Error as Error,
+        LockedError as LockedError,
+        LostWorkerError as LostWorkerError,
+        MissingFileError as MissingFileError,
+        NonFiniteError as NonFiniteError,
+        StorageError as StorageError,
+        UsageError as UsageError,
     )
-    from samestep.identity import digest
-    from samestep.summation.gradients import average_gradients
-    from samestep.towers.batch import LocalBatch
-    from samestep.towers.report import Report
-    from samestep.towers.run import Tower
-    from samestep.towers.step import Step
-    from samestep.towers.towers import Towers
-    from samestep.workers.job import Job, init
-
-__all__ = [
-    "BatchError",
-    "BatchedDataset",
-    "BufferPolicyError",
-    "CheckResult",
-    "ConfigError",
-    "DamagedError",
-    "DataError",
-    "DisagreementError",
-    "Error",
-    "Job",
-    "LocalBatch",
-    "LockedError",
-    "LostWorkerError",
-    "Manifest",
-    "MissingFileError",
-    "NonFiniteError",
-    "Report",
-    "Step",
-    "StorageError",
-    "Tower",
-    "TowerLoader",
-    "Towers",
-    "UsageError",
-    "average_gradients",
-    "check",
-    "digest",
-    "init",
-    "load",
-    "save",
-]
+    from samestep.identity import digest as digest
+    from samestep.summation.gradients import average_gradients as average_gradients
+    from samestep.summation.placement import Placement as Placement
+    from samestep.towers.batch import LocalBatch as LocalBatch
+    from samestep.towers.report import Report as Report
+    from samestep.towers.run import Tower as Tower
+    from samestep.towers.step import Step as Step
+    from samestep.towers.towers import Towers as Towers
+    from samestep.workers.job import Job as Job, init as init
 
 _HOMES = {
-    "BatchError": "errors",
-    "BatchedDataset": "data.readers",
-    "BufferPolicyError": "errors",
-    "CheckResult": "checking.result",
-    "ConfigError": "errors",
-    "DamagedError": "errors",
-    "DataError": "errors",
-    "DisagreementError": "errors",
-    "Error": "errors",
-    "Job": "workers.job",
-    "LocalBatch": "towers.batch",
-    "LockedError": "errors",
-    "LostWorkerError": "errors",
-    "Manifest": "checkpoint.manifest",
-    "MissingFileError": "errors",
-    "NonFiniteError": "errors",
-    "Report": "towers.report",
-    "Step": "towers.step",
-    "StorageError": "errors",
-    "Tower": "towers.run",
-    "TowerLoader": "data.loader",
-    "Towers": "towers.towers",
-    "UsageError": "errors",
-    "average_gradients": "summation.gradients",
-    "check": "checking.result",
-    "digest": "identity",
-    "init": "workers.job",
-    "load": "checkpoint.saving",
-    "save": "checkpoint.saving",
+    "checking.result": ("CheckResult", "check"),
+    "checkpoint.manifest": ("Manifest",),
+    "checkpoint.saving": ("load", "save"),
+    "data.loader": ("TowerLoader",),
+    "data.readers": ("BatchedDataset",),
+    "errors": (
+        "BatchError",
+        "BufferPolicyError",
+        "ConfigError",
+        "DamagedError",
+        "DataError",
+        "DisagreementError",
+        "Error",
+        "LockedError",
+        "LostWorkerError",
+        "MissingFileError",
+        "NonFiniteError",
+        "StorageError",
+        "UsageError",
+    ),
+    "identity": ("digest",),
+    "summation.gradients": ("average_gradients",),
+    "summation.placement": ("Placement",),
+    "towers.batch": ("LocalBatch",),
+    "towers.report": ("Report",),
+    "towers.run": ("Tower",),
+    "towers.step": ("Step",),
+    "towers.towers": ("Towers",),
+    "workers.job": ("Job", "init"),
 }
+_MODULES = {name: f"samestep.{home}" for home, names in _HOMES.items() for name in names}
+
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'samestep' has no attribute {name!r}")
-    value = getattr(import_module(f"samestep.{_HOMES[name]}"), name)
+    value = getattr(import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
 

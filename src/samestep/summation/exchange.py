@@ -20,7 +20,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from samestep.errors import LostWorkerError
+from samestep.errors import DisagreementError, LostWorkerError
 from samestep.summation.bucket_exchange import BucketExchange, Node, exchange_bucket
 from samestep.summation.gradients import Gradients
 from samestep.summation.plan import Plan
@@ -224,6 +224,8 @@ class Exchange:
         """Exchange errors and descriptions, and raise unless all workers have the same and none failed."""
         self.is_over = True
         agree(self._job, self._described, where=self.where, error=self._error)
+        if self._status != _CHANGED:
+            raise DisagreementError(f"{self.where}: workers differ, and none of them can say in what")
 
     def _post(self, rows: Mapping[int, Sequence[Tensor]], what: str) -> Pending:
         """Send this worker's tensors to all others, and fill theirs."""
