@@ -93,7 +93,7 @@ def test_another_module_may_hold_the_averages(tmp_path):
     assert samestep.digest(again[1].module) == samestep.digest(averaged.module)
     before = digests(*again)
     with pytest.raises(
-        DataError, match="saved without a count of updates: averaged_model was a plain module; pass"
+        DataError, match="saved without the number of updates, as averaged_model was a plain module; pass"
     ):
         samestep.load(path, model=again[0], averaged_model=again[1])
     assert digests(*again) == before

@@ -104,7 +104,7 @@ def a_break(towers, batch):
 
 
 def a_tower_that_hands_nothing_in(towers, batch):
-    with pytest.raises(UsageError, match="its turn ended without a backward"):
+    with pytest.raises(UsageError, match="the loop went on before backward was called"):
         for _ in towers(batch):
             pass
 
