@@ -74,9 +74,6 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
-# ---- commands ------------------------------------------------------------------------------------------
-
-
 def _choose(program: str, command: Command, words: Sequence[str]) -> str:
     """Return the first of the words, which has to name one of the command's choices."""
     if not words or words[0] not in command.choices:
@@ -99,9 +96,6 @@ def _explain(parser: _Parser, command: Command, words: Sequence[str]) -> NoRetur
 def _summary(choice: type | Command) -> str:
     text = choice.help if isinstance(choice, Command) else inspect.getdoc(choice) or ""
     return text.partition("\n\n")[0]
-
-
-# ---- options -------------------------------------------------------------------------------------------
 
 
 def _options(program: str, settings: type) -> _Parser:
@@ -154,9 +148,6 @@ def _field_docs(settings: type) -> Iterator[tuple[str, str]]:
             match above, below:
                 case ast.AnnAssign(target=ast.Name(name)), ast.Expr(value=ast.Constant(value=str(text))):
                     yield name, inspect.cleandoc(text)
-
-
-# ---- values --------------------------------------------------------------------------------------------
 
 
 def _convert(kind: Any, word: str) -> object:

@@ -143,9 +143,6 @@ def print_damaged(result: Search) -> None:
     _print(f"{reason}; not used" for _, reason in result.damaged)
 
 
-# ---- for the holder of the lock ------------------------------------------------------------------------
-
-
 def set_aside(result: Search) -> None:
     """Name the damaged checkpoints that were passed over, and rename them."""
     for path, reason in result.damaged:

@@ -202,9 +202,6 @@ def _open(folder: Path, purge_step: int | None = None) -> SummaryWriter:
     return SummaryWriter(folder, purge_step=purge_step, max_queue=_QUEUE)
 
 
-# ---- values ----------------------------------------------------------------------------------------
-
-
 @dataclass
 class _Smoothed:
     """An exponential average without a bias at the start: the sum of decayed values over that of decays.

@@ -89,9 +89,6 @@ def outside_tensors(model: nn.Module, loss_fn: Callable[..., Any]) -> Iterator[t
             yield str(place), tensor
 
 
-# ---- where to look ---------------------------------------------------------------------------------
-
-
 def _all_held(model: nn.Module, loss_fn: Callable[..., Any]) -> Iterator[tuple[Place, Any]]:
     for owner, variables in _attributes_of(model):
         yield from ((Place(owner, name), value) for name, value in variables.items())
@@ -163,9 +160,6 @@ def _watched_buffers(model: nn.Module) -> Iterator[tuple[Place, Tensor]]:
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.numel() != 1 or buffer.is_floating_point():
                     yield Place(owner, name), buffer
-
-
-# ---- how to tell apart -----------------------------------------------------------------------------
 
 
 def _describe(value: Any, depth: int = 0) -> Held | None:

@@ -125,8 +125,6 @@ class Examination:
             return findings.explain_vanished(difference, placement.num_workers)
         return findings.explain(closer, placement.num_workers)
 
-    # ---- recording ---------------------------------------------------------------------------------
-
     def _check_pickling(self) -> None:
         why = why_not_elsewhere(self._subject) if self._plan.processes else None
         if why is not None:

@@ -65,8 +65,6 @@ class OperatorWatch(TorchDispatchMode):
         self._names: dict[int, str] = {}
         self._known: dict[int, StorageWeakRef] = {}
 
-    # ---- where the step is -------------------------------------------------------------------------
-
     def follow(self, model: nn.Module) -> None:
         """Note from now on which of the model's modules runs."""
         for module, name in module_names(model).items():
@@ -128,8 +126,6 @@ class OperatorWatch(TorchDispatchMode):
         for number in range(self._last_node + 1, newest + 1):
             self._made_in[number] = module
         self._last_node = newest
-
-    # ---- one operator ------------------------------------------------------------------------------
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

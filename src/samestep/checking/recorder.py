@@ -183,8 +183,6 @@ class _Recorder:
             self._open(When(number, "update"))
         self._close_with_weights()
 
-    # ---- turns -------------------------------------------------------------------------------------
-
     def open_tower(self, step: int, tower: Tower) -> None:
         """Start a tower's turn, on the worker that runs it."""
         self._worker = self._workers[self._owner(tower.index)]
@@ -234,8 +232,6 @@ class _Recorder:
             if isinstance(value, Tensor):
                 self._write_tensor("weight", name, value)
         self.close()
-
-    # ---- events ------------------------------------------------------------------------------------
 
     def _loss(self, model: nn.Module, *batch: Any) -> Any:
         """Stand in for the step's loss function: call that of the worker on turn."""

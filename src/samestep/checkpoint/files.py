@@ -44,9 +44,6 @@ _MAX_OUTLINE_BYTES = 2**28
 _DAMAGE = (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EIO)
 
 
-# ---- writing ---------------------------------------------------------------------------------------
-
-
 def write(snapshot: Snapshot, path: Path) -> Path:
     """Write a snapshot as a checkpoint; any thread may do it, while training continues.
 
@@ -111,9 +108,6 @@ def _rename(unfinished: Path, path: Path) -> None:
         raise
     flush(path.parent)
     remove(replaced)
-
-
-# ---- reading ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -73,8 +73,6 @@ class Exchange:
         self._headers: dict[int, Tensor] = {}
         self._buckets: list[BucketExchange] = []
 
-    # ---- before the passes ---------------------------------------------------------------------------
-
     def compare(self, counts: Tensor) -> Tensor:
         """Return what all towers count, float64 [T, K], given this worker's, once all workers agree.
 
@@ -105,8 +103,6 @@ class Exchange:
         if self._job.world_size > 1:
             self._send_unfilled()
 
-    # ---- errors --------------------------------------------------------------------------------------
-
     def fail(self, error: BaseException) -> NoReturn:
         """Send the other workers an error, instead of what they wait for, and raise it.
 
@@ -131,8 +127,6 @@ class Exchange:
         else:
             self.send(None)
             self._wait_for_first()
-
-    # ---- the passes ----------------------------------------------------------------------------------
 
     def start(self, towers: Sequence[TowerScalars]) -> None:
         """Note the scalars of all this worker's towers, which travel with the first bucket."""
@@ -204,8 +198,6 @@ class Exchange:
     def _wait_for_first(self) -> None:
         self._buckets[0].wait()
         self._check(self._headers)
-
-    # ---- headers -------------------------------------------------------------------------------------
 
     def _new_headers(self, flags: int = 0) -> dict[int, Tensor]:
         """Return this worker's header, int64 [n], and one for each other worker to be filled."""

@@ -55,8 +55,6 @@ class GradientSum:
         self._missing: list[set[int]] = []
         self._num_sent = 0
 
-    # ---- a step --------------------------------------------------------------------------------------
-
     def start(self, exchange: Exchange, *, measures: bool) -> None:
         """Begin a step.
 
@@ -120,8 +118,6 @@ class GradientSum:
         for hook in self._hooks:
             hook.remove()
 
-    # ---- hooks ---------------------------------------------------------------------------------------
-
     def _add_hooks(self) -> list[RemovableHandle]:
         def hook(index: int) -> Callable[[Tensor], None]:
             return lambda _: self._gradient_is_ready(index)
@@ -147,8 +143,6 @@ class GradientSum:
         while self._num_sent < len(self._missing) and not self._missing[self._num_sent]:
             self._send_next()
 
-    # ---- sending -------------------------------------------------------------------------------------
-
     def _send_rest(self) -> None:
         while self._num_sent < len(self.plan.buckets):
             self._send_next()
@@ -169,8 +163,6 @@ class GradientSum:
         for tower in range(self._live.stop, self._towers.stop):  # those without rows come last
             folded.push(range(tower, tower + 1), [None] * len(parameters))
         self._exchange.send(folded.nodes)
-
-    # ---- taking gradients off the parameters ---------------------------------------------------------
 
     def _put_sibling_back(self) -> None:
         """Let autograd add to the sum of the tower's left sibling, where there is one of the right dtype."""

@@ -109,9 +109,6 @@ def wrong_counts(
     )
 
 
-# ---- several sums ----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class NamedCounts:
     r"""What each of several sums of a loss counts, in every tower, known before the first pass.
@@ -213,9 +210,6 @@ def count_slices(
             "expected a finite number of at least 0"
         )
     return table
-
-
-# ---- checks ----------------------------------------------------------------------------------------
 
 
 def _check_scalar(what: str, value: Tensor) -> None:

@@ -109,8 +109,6 @@ class Replica:
         check_policies(find_named_buffers(model), settings.buffers)
         self._look_at_model()
 
-    # ---- the plan ------------------------------------------------------------------------------------
-
     def plan(self, placement: Placement, sums: tuple[str, ...] = (), *, is_whole_batch: bool = False) -> Plan:
         """Return the plan of a step with the model as it is now.
 
@@ -186,8 +184,6 @@ class Replica:
         ids = [id(value) for each in self._registries for value in each.values()]
         kinds = [(p.requires_grad, p.dtype, p.shape, p.stride(), p.device, p.grad_dtype) for p in self._all]
         return ids, kinds
-
-    # ---- values --------------------------------------------------------------------------------------
 
     def start_from_first_worker(self) -> None:
         """Give every worker the first worker's values of all tensors that have not been shared before."""

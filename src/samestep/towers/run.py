@@ -172,8 +172,6 @@ class StepRun:
         self._outside: GlobalStreams | None = None
         self._has_begun = False
 
-    # ---- turns ---------------------------------------------------------------------------------------
-
     def turns(self) -> Iterator[Tower]:
         """Yield the towers that have rows, in order, each under its own streams, from the shared buffers.
 
@@ -221,8 +219,6 @@ class StepRun:
 
     def _has_gradients(self) -> bool:
         return any(parameter.grad is not None for parameter in self._parameters)
-
-    # ---- what a tower hands in -----------------------------------------------------------------------
 
     def take_mean(self, tower: Tower, loss: Tensor | Mapping[str, Tensor]) -> None:
         """Take a tower's mean loss, or its sums by name; see `Tower.backward`."""
@@ -286,8 +282,6 @@ class StepRun:
         if is_last:
             self._start_exchange()
         self._gradients.backward(tower.index, backward, is_last=is_last)
-
-    # ---- the end -------------------------------------------------------------------------------------
 
     @property
     def exchange(self) -> Exchange:

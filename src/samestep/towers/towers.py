@@ -140,8 +140,6 @@ class Towers:
         agree(self.job, must_match, where="Towers", error=error)
         self._replica.start_from_first_worker()
 
-    # ---- between two steps ---------------------------------------------------------------------------
-
     @property
     def step(self) -> int:
         """Steps taken so far; while the last one is run once more, those taken before it."""
@@ -189,8 +187,6 @@ class Towers:
         check_same(state, {"towers": self._placement.num_towers, "seed": self.seed}, "towers")
         self._step = int(state["step"])
         self.noise.load_state_dict(state["noise"])
-
-    # ---- a step --------------------------------------------------------------------------------------
 
     def __call__(
         self,
@@ -354,8 +350,6 @@ class Towers:
         )
         return self._report(run, scalars, gradients, tower_grad_norms=tower_norms)
 
-    # ---- the beginning of a step ---------------------------------------------------------------------
-
     def _begin(
         self, batch: Any, sums: tuple[str, ...], flags: Callable[[], int], *, is_whole_batch: bool = False
     ) -> tuple[LocalBatch, Exchange]:
@@ -406,8 +400,6 @@ class Towers:
         if self._run is not None:
             raise UsageError(f"step {self._step} has not been averaged: call average() before the next batch")
 
-    # ---- the end of a step ---------------------------------------------------------------------------
-
     def _leave_out(self, run: StepRun, scalars: Scalars, error: BatchError) -> Report:
         self.put_back_buffers()
         if self._settings.on_zero_count == "skip" and not (scalars.counts != 0).any():
@@ -441,8 +433,6 @@ class Towers:
     def _gather(self, values: Tensor, what: str) -> Tensor:
         sizes = [len(towers) for towers in self._placement.ranges]
         return gather_rows(self.job.transport, values, sizes, f"step {self._step}, {what}")
-
-    # ---- a closer look -------------------------------------------------------------------------------
 
     def put_back_buffers(self) -> None:
         """Give the model's buffers, such as batch-norm statistics, the values from before the last step."""

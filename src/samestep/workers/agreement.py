@@ -62,9 +62,6 @@ def _in_words(error: BaseException) -> str:
     return str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
 
 
-# ---- differences -------------------------------------------------------------------------------------
-
-
 def difference(all_values: Sequence[Values]) -> str | None:
     """Say which workers differ from the others in the first value that differs.
 
@@ -97,9 +94,6 @@ def _in_a_sentence(name: str, values: Sequence[Any]) -> str:
         return ", ".join(f"worker {worker} has {name} = {text}" for worker, text in enumerate(texts))
     odd = [f"worker {worker} has {name} = {text}" for worker, text in enumerate(texts) if text != usual]
     return f"{', '.join(odd)}, the others have {usual}"
-
-
-# ---- worker 0 ----------------------------------------------------------------------------------------
 
 
 def from_first_worker(job: Job, work: Callable[[], T]) -> T:

@@ -69,9 +69,6 @@ class Transport(Protocol):
         """Leave the job; nothing may be posted afterwards."""
 
 
-# ---- one worker --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Alone:
     """The transport of a job of one worker: nothing is sent."""
@@ -90,9 +87,6 @@ class Alone:
 class _Arrived:
     def wait(self) -> None:
         pass
-
-
-# ---- torch.distributed -------------------------------------------------------------------------------
 
 
 class ProcessGroup:
@@ -216,9 +210,6 @@ class _Message:
         parts = self._buffer.split([tensor.nbytes for tensor in self._tensors])
         for tensor, part in zip(self._tensors, parts, strict=True):
             tensor.reshape(-1).view(torch.uint8).copy_(part)
-
-
-# ---- lost workers ------------------------------------------------------------------------------------
 
 
 def lost_worker(what: str, who: str, timeout_s: float, error: BaseException) -> LostWorkerError:

@@ -104,9 +104,6 @@ class LabelMaps:
             )
 
 
-# ---- names -----------------------------------------------------------------------------------------
-
-
 def _pairs(pictures: Path, labels: Path) -> list[tuple[Path, Path]]:
     """Return (picture, label map), by name."""
     found = _by_stem(pictures, _PICTURES)
@@ -145,9 +142,6 @@ def _by_stem(folder: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
 
 def _named(suffixes: tuple[str, ...]) -> str:
     return " or ".join(suffixes)
-
-
-# ---- files -----------------------------------------------------------------------------------------
 
 
 def _check_kinds(picture: Path, labels: Path) -> None:

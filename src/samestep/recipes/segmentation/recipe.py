@@ -188,9 +188,6 @@ class SegmentationSettings(Settings):
         )
 
 
-# ---- the loss --------------------------------------------------------------------------------------
-
-
 def loss_of(model: nn.Module, batch: Any, *, ignore_label: int, weight_decay: float) -> tuple[Tensor, Tensor]:
     """Return the loss summed over the valid pixels, and how many they are.
 
@@ -222,9 +219,6 @@ def decayed(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 def decayed_weights(model: nn.Module) -> list[Tensor]:
     """Return the weights of convolutions and linear layers: no biases, and nothing of batch norm."""
     return [layer.weight for layer in model.modules() if isinstance(layer, (nn.Conv2d, nn.Linear))]
-
-
-# ---- what is counted and shown ---------------------------------------------------------------------
 
 
 def count_pixels(model: nn.Module, batch: Any, *, ignore_label: int) -> Tensor:
