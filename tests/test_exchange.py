@@ -15,6 +15,7 @@ from samestep.summation.placement import Placement
 from samestep.summation.plan import BufferLayout, ParameterLayout, Plan
 from samestep.summation.scalars import TowerScalars
 
+from .oracle import add, tree
 from .simulation import Faults, simulate, values
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -54,20 +55,6 @@ def gradient_of(parameter, tower, seed):
     exponents = torch.randint(-3, 4, parameter.gradient.shape, generator=generator).double()
     values = torch.randn(parameter.gradient.shape, generator=generator, dtype=torch.float64) * 2**exponents
     return values.to(parameter.gradient.dtype)
-
-
-def tree(leaves, add):
-    """The canonical tree as RFC 6962 defines it: split at the largest power of two below n."""
-    if len(leaves) == 1:
-        return leaves[0]
-    middle = 1 << (len(leaves) - 1).bit_length() - 1
-    return add(tree(leaves[:middle], add), tree(leaves[middle:], add))
-
-
-def add(left, right):
-    if left is None or right is None:
-        return right if left is None else left
-    return left + right
 
 
 def quotient(total, count):

@@ -15,8 +15,9 @@ from samestep.summation.placement import Placement
 from samestep.summation.plan import ParameterLayout, Plan
 from samestep.summation.scalars import TowerScalars
 
+from .oracle import add, tree
 from .simulation import simulate, values
-from .test_exchange import add, quotient, tree
+from .test_exchange import quotient
 
 CUTS = [(0, 7), (0, 3, 7), (0, 1, 7), (0, 2, 6, 7), (0, 1, 2, 7), (0, 2, 3, 5, 7)]
 COUNT = 5.0

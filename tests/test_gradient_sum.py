@@ -15,6 +15,8 @@ from samestep.summation.placement import Placement
 from samestep.summation.plan import ParameterLayout, Plan
 from samestep.summation.tree import subtrees
 
+from .oracle import add, tree
+
 
 class Recorder:
     """An exchange that notes what is sent, and when."""
@@ -61,19 +63,6 @@ def run(parameters, plan, worker, loss_of, *, measures=False, with_rows=None):
         sums.backward(tower, None if loss is None else loss.backward, is_last=tower == with_rows[-1])
     assert sums.finish() == "finished"
     return sums, exchange
-
-
-def tree(leaves, add):
-    if len(leaves) == 1:
-        return leaves[0]
-    middle = 1 << (len(leaves) - 1).bit_length() - 1
-    return add(tree(leaves[:middle], add), tree(leaves[middle:], add))
-
-
-def add(left, right):
-    if left is None or right is None:
-        return right if left is None else left
-    return left + right
 
 
 def leaf(tower, index):

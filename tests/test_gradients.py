@@ -9,13 +9,7 @@ from samestep.errors import ConfigError
 from samestep.summation.gradients import add_gradients, average_gradients, divide
 from samestep.summation.tree import TreeSum, subtrees
 
-
-def twin(leaves, add):
-    """The canonical tree as RFC 6962 defines it: split at the largest power of two below n."""
-    if len(leaves) == 1:
-        return leaves[0]
-    middle = 1 << (len(leaves) - 1).bit_length() - 1
-    return add(twin(leaves[:middle], add), twin(leaves[middle:], add))
+from .oracle import tree as twin
 
 
 def nodes_of(leaves):

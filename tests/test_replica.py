@@ -355,6 +355,8 @@ def test_placements_that_do_not_fit():
     towers = Towers(make(), NUM_TOWERS)
     with pytest.raises(ConfigError, match="placement has 8 towers on 1 workers: expected 7 on 1"):
         towers.placement = Placement.even(8, 1)
+    with pytest.raises(ConfigError, match=r"placement = \(0, 7\): expected a samestep.Placement, such as"):
+        towers.placement = (0, 7)
     next(towers(batch_of(0)))
     with pytest.raises(UsageError, match="step 0 has not been averaged"):
         towers.placement = Placement.even(7, 1)

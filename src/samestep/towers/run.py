@@ -145,9 +145,10 @@ class StepRun:
         inputs: what the step begins with.
         job: of this worker.
         buffers: the model's.
-        gradients: where gradients go; they are the parameters that it was made for.
-        exchange: where sums go. None where the towers of a step run once more, for a closer look: then
-            gradients stay on the parameters.
+        parameters: those that get gradients.
+        gradients: adds them up; None, as `exchange`, where the towers of a step run once more, for a closer
+            look: then they stay on the parameters.
+        exchange: what the sums are sent through.
     """
 
     def __init__(

@@ -163,6 +163,11 @@ class Towers:
     @placement.setter
     def placement(self, placement: Placement) -> None:
         self._check_averaged()
+        if not isinstance(placement, Placement):
+            raise ConfigError(
+                f"placement = {placement!r}: expected a samestep.Placement, such as Placement.even(8, 2) or "
+                "Placement((0, 3, 8))"
+            )
         expected = (self._placement.num_towers, self.job.world_size)
         if (placement.num_towers, placement.num_workers) != expected:
             raise ConfigError(
