@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.workers.transport import Transport
+from samestep.workers.transport import Pending, Transport
 
-__all__ = ["barrier", "broadcast", "broadcast_object", "gather_objects", "gather_rows"]
+__all__ = ["barrier", "broadcast", "broadcast_object", "gather_objects", "gather_rows", "post_to_all"]
 
 
 def barrier(transport: Transport, what: str) -> None:
@@ -33,10 +33,15 @@ def gather_rows(transport: Transport, values: Tensor, sizes: Sequence[int], what
     """
     parts = [values.new_empty(size, *values.shape[1:]) for size in sizes]
     parts[transport.rank] = values.contiguous()
-    others = [worker for worker in range(transport.world_size) if worker != transport.rank]
-    outgoing = {worker: [parts[transport.rank]] for worker in others}
-    transport.post(outgoing, {worker: [parts[worker]] for worker in others}, what).wait()
+    post_to_all(transport, [[part] for part in parts], what).wait()
     return torch.cat(parts)
+
+
+def post_to_all(transport: Transport, tensors: Sequence[Sequence[Tensor]], what: str) -> Pending:
+    """Start to send this worker's of all workers' tensors to the others, and to fill theirs."""
+    others = [worker for worker in range(transport.world_size) if worker != transport.rank]
+    outgoing = dict.fromkeys(others, tensors[transport.rank])
+    return transport.post(outgoing, {worker: tensors[worker] for worker in others}, what)
 
 
 def gather_objects(transport: Transport, value: Any, what: str) -> list[Any]:
