@@ -350,9 +350,7 @@ class Towers:
                 gradients.append(stored(own))
         tower_norms = self._measure(run, scalars, [gradient for _, gradient in found])
         num_ran = min(run.inputs.local.rows, self._placement.num_towers)  # those without rows come last
-        self._replica.buffers.finish(
-            scalars.moments, run.inputs.local.rows, range(num_ran), scalars.counters[:num_ran]
-        )
+        self._replica.buffers.finish(scalars.moments, run.inputs.local.rows, scalars.counters[:num_ran])
         return self._report(run, scalars, gradients, tower_grad_norms=tower_norms)
 
     def _begin(
