@@ -38,13 +38,6 @@ def join(device: torch.device, timeout_s: float) -> Transport:
     torch's elastic agent keeps its store when it restarts workers, and with it the addresses of those
     before; see pytorch#135712. So the workers first agree on an unused prefix: worker 0's own name, which
     it sends to every process that it sees, until one for each rank has received it.
-
-    Args:
-        device: what this worker computes on.
-        timeout_s: seconds to wait for the others, and later for any message.
-
-    Raises:
-        LostWorkerError: some of the others are gone, or have not joined within the timeout.
     """
     if world_size() == 1:
         return Alone()
