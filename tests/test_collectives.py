@@ -4,8 +4,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from samestep import Job
 from samestep.errors import LostWorkerError
-from samestep.workers.collectives import barrier, broadcast, gather_objects, gather_rows
+from samestep.workers.collectives import broadcast, gather_objects, gather_rows
 
 from .simulation import Faults, Killed, World, simulate, values
 
@@ -112,7 +113,7 @@ def test_nobody_leaves_a_barrier_before_all_have_come(num_workers, seed):
 
     def work(job):
         came.append(job.rank)
-        barrier(job.transport, "barrier")
+        job.barrier()
         return len(came)
 
     assert values(work, num_workers, seed) == [num_workers] * num_workers
@@ -122,7 +123,7 @@ CALLS = {
     "rows": lambda transport: gather_rows(transport, torch.ones(2), [2] * transport.world_size, "it"),
     "objects": lambda transport: gather_objects(transport, "x" * transport.rank, "it"),
     "tensors": lambda transport: broadcast(transport, [torch.ones(2)], "it"),
-    "barrier": lambda transport: barrier(transport, "it"),
+    "barrier": lambda transport: Job(torch.device("cpu"), transport=transport).barrier("it"),
 }
 
 

@@ -29,17 +29,10 @@ def agree(
     error: BaseException | None = None,
     message: Any = None,
 ) -> list[Any]:
-    """Raise on every worker unless all have the same values and none has an error.
+    """Raise on every worker unless all have the same values and none has an error; return all messages.
 
-    Args:
-        job: all its workers must call this.
-        must_match: what must be the same everywhere; values that can be pickled and compared.
-        where: begins the error message, such as "step 3".
-        error: what went wrong on this worker before; raised here, and as a `DisagreementError` elsewhere.
-        message: anything else for the other workers; it may differ from theirs.
-
-    Returns:
-        The messages of all workers.
+    All workers must call this. `error` is what went wrong on this worker before: it is raised here, and as a
+    `DisagreementError` elsewhere. Messages may differ. `where` begins the error, such as "step 3".
     """
     own = (dict(must_match), None if error is None else _in_words(error), message)
     all_values = gather_objects(job.transport, own, where)
@@ -86,12 +79,10 @@ def _in_a_sentence(name: str, values: Sequence[Any]) -> str:
 
 
 def from_first_worker(job: Job, work: Callable[[], T]) -> T:
-    """Do something on worker 0 alone, and return its result on all workers, all of which must call this.
+    """Do something on worker 0 alone, and return its result on all workers, which must all call this.
 
-    Args:
-        job: of this worker.
-        work: returns a nest of tensors in host memory and values that can be pickled. An `Error` that it
-            raises is raised on all workers; after anything else, the others raise a `LostWorkerError`.
+    The result is a nest of tensors in host memory and values that can be pickled. An `Error` is raised on all
+    workers; after any other exception of worker 0 the others raise a `LostWorkerError`.
     """
     if job.world_size == 1:
         return work()

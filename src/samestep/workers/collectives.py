@@ -11,12 +11,7 @@ from torch import Tensor
 
 from samestep.workers.transport import Pending, Transport
 
-__all__ = ["barrier", "broadcast", "gather_objects", "gather_rows", "post_to_all"]
-
-
-def barrier(transport: Transport, what: str) -> None:
-    """Wait for all workers."""
-    gather_rows(transport, torch.zeros(1, dtype=torch.uint8), [1] * transport.world_size, what)
+__all__ = ["broadcast", "gather_objects", "gather_rows", "post_to_all"]
 
 
 def gather_rows(transport: Transport, values: Tensor, sizes: Sequence[int], what: str) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 __all__ = [
@@ -56,17 +56,16 @@ def error_file() -> Path | None:
     return Path(name) if name else None
 
 
-@contextmanager
-def worker_environment(threads: int, signals: list[str]) -> Iterator[None]:
+def worker_environment(threads: int, signals: list[str]) -> AbstractContextManager[None]:
     """Set, for a while, what workers inherit; `signals` names those that are passed on to them."""
-    wanted = {
-        "SAMESTEP_LAUNCHED": "1",
-        "OMP_NUM_THREADS": str(threads),  # for libraries that size their pools at start
-        "MKL_NUM_THREADS": str(threads),
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signals),
-    }
-    with environment(wanted):
-        yield
+    return environment(
+        {
+            "SAMESTEP_LAUNCHED": "1",
+            "OMP_NUM_THREADS": str(threads),  # for libraries that size their pools at start
+            "MKL_NUM_THREADS": str(threads),
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signals),
+        }
+    )
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from samestep.workers.collectives import barrier
+from samestep.workers.collectives import gather_rows
 from samestep.workers.device import check_threads, device_named, make_cuda_deterministic
 from samestep.workers.environment import under_launcher
 from samestep.workers.process import end_with_parent, keep_freed_memory
@@ -55,12 +55,8 @@ class Job:
         return self.rank == 0
 
     def barrier(self, what: str = "barrier") -> None:
-        """Wait for all workers.
-
-        Raises:
-            LostWorkerError: one of them is gone, or has not answered within the timeout.
-        """
-        barrier(self.transport, what)
+        """Wait for all workers; raise a `LostWorkerError` if one is gone or silent."""
+        gather_rows(self.transport, torch.zeros(1, dtype=torch.uint8), [1] * self.world_size, what)
 
     def close(self) -> None:
         """Leave the job, once all workers do."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -85,9 +84,8 @@ def _gather(store: Store, name: str, world_size: int, timeout_s: float) -> str:
                 store.set(f"samestep/follow/{seen}", name)
         missing = [rank for rank in missing if not store.check([f"samestep/heard/{name}/{rank}"])]
         if missing and time.monotonic() > deadline_s:
-            raise LostWorkerError(
-                f"start of {world_size} workers: {_names(missing)} did not join within {timeout_s:g} s"
-            )
+            who = f"worker{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+            raise LostWorkerError(f"start of {world_size} workers: {who} did not join within {timeout_s:g} s")
         time.sleep(_POLL_S if missing else 0)
     return name
 
@@ -98,7 +96,3 @@ def _follow(store: Store, name: str, rank: int) -> str:
     first: str = store.get(f"samestep/follow/{name}").decode()
     store.set(f"samestep/heard/{first}/{rank}", "")
     return first
-
-
-def _names(ranks: Sequence[int]) -> str:
-    return f"worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
