@@ -87,13 +87,6 @@ class ModelBuffers:
 
     def moments(self, tower: int, rows: int) -> Tensor:
         """Return what the tower that just ran hands in, float64 [S], if it changed no other buffer."""
-        if [norm.training for _, norm in self._norms] != self._modes:
-            self._check_modes(tower)
-        self._watch.check(f"tower {tower}")
-        parts = [collector.contribution(tower, rows) for collector in self._collectors]
-        return parts[0] if len(parts) == 1 else torch.cat([*parts, self._nothing])
-
-    def _check_modes(self, tower: int) -> None:
         thawed = [
             name or "the model"
             for (name, norm), was_training in zip(self._norms, self._modes, strict=True)
@@ -104,6 +97,9 @@ class ModelBuffers:
                 f"tower {tower} ran {', '.join(thawed)} in training mode, but the step began in eval mode: "
                 "switch modes between steps"
             )
+        self._watch.check(f"tower {tower}")
+        parts = [collector.contribution(tower, rows) for collector in self._collectors]
+        return parts[0] if len(parts) == 1 else torch.cat([*parts, self._nothing])
 
     def counters(self) -> Tensor:
         """Return by how much the integer buffers of one element have counted on in this pass."""

@@ -21,10 +21,6 @@ class NamedBuffer:
         """Return the tensor that is there now."""
         return self.module._buffers.get(self.attribute)
 
-    def put(self, tensor: Tensor) -> None:
-        """Put a tensor there."""
-        self.module._buffers[self.attribute] = tensor
-
 
 def find_named_buffers(model: nn.Module) -> list[NamedBuffer]:
     """Return the buffers of `model.named_buffers()`, and those that a forward has yet to fill.

@@ -82,7 +82,7 @@ class SharedBuffers:
         """Give the buffers new values, in their own tensors."""
         if not all(map(operator.is_, self._current(), self._homes)):
             for buffer, home in zip(self._buffers, self._homes, strict=True):
-                buffer.put(home)
+                buffer.module._buffers[buffer.attribute] = home
         if self._homes:
             torch._foreach_copy_(self._homes, list(values))
 

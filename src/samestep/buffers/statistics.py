@@ -49,7 +49,7 @@ def check_norms(model: nn.Module, mode: Mode) -> None:
 
 def find_statistics(model: nn.Module, mode: Mode) -> list[AveragedBuffers | PooledNorm]:
     """Return what carries the statistics of layers that keep some and are in training mode."""
-    pooled: list[AveragedBuffers | PooledNorm] = []
+    collectors: list[AveragedBuffers | PooledNorm] = []
     averaged: list[NamedBuffer] = []
     for name, norm in model.named_modules():
         if not (isinstance(norm, _NormBase) and norm.training and norm.running_mean is not None):
@@ -57,10 +57,12 @@ def find_statistics(model: nn.Module, mode: Mode) -> list[AveragedBuffers | Pool
         moments = [NamedBuffer(f"{name}.{each}".removeprefix("."), norm, each) for each in _STATISTICS[:2]]
         # An InstanceNorm's statistics are means over instances: averaging by rows is pooling them.
         if mode == "pooled" and isinstance(norm, _BatchNorm):
-            pooled.append(PooledNorm(name, norm, moments))
+            collectors.append(PooledNorm(name, norm, moments))
         else:
             averaged += moments
-    return [AveragedBuffers(averaged, first_only=mode == "first"), *pooled] if averaged else pooled
+    if averaged:
+        collectors.append(AveragedBuffers(averaged, first_only=mode == "first"))
+    return collectors
 
 
 class PooledNorm(SharedBuffers):
