@@ -22,12 +22,7 @@ Values = Mapping[str, Any]
 
 
 def agree(
-    job: Job,
-    must_match: Values,
-    *,
-    where: str,
-    error: BaseException | None = None,
-    message: Any = None,
+    job: Job, must_match: Values, *, where: str, error: BaseException | None = None, message: Any = None
 ) -> list[Any]:
     """Raise on every worker unless all have the same values and none has an error; return all messages.
 

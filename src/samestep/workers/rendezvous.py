@@ -64,13 +64,8 @@ def _make_group(backend: str, timeout_s: float) -> None:
     store.set_timeout(timeout)
     name = f"{socket.gethostname()}/{os.getpid()}/{time.time_ns()}"
     prefix = _gather(store, name, world_size, timeout_s) if rank == 0 else _follow(store, name, rank)
-    dist.init_process_group(
-        backend,
-        store=PrefixStore(f"samestep/{prefix}", store),
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-    )
+    store = PrefixStore(f"samestep/{prefix}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def _gather(store: Store, name: str, world_size: int, timeout_s: float) -> str:

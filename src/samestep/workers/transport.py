@@ -27,10 +27,7 @@ class Pending(Protocol):
     """Messages on their way; nothing may touch their tensors before `wait` returns."""
 
     def wait(self) -> None:
-        """Wait until everything has been sent and has arrived; on NCCL, until the GPU's stream has.
-
-        Raises `LostWorkerError` if a worker is gone, or did not answer within the timeout.
-        """
+        """Wait until everything has been sent and has arrived; on NCCL, until the GPU's stream has."""
 
 
 class Transport(Protocol):
