@@ -11,7 +11,7 @@ from torch import nn
 
 import samestep
 from samestep import Step, Towers
-from samestep.errors import NonFiniteError, UsageError
+from samestep.errors import NonFiniteError
 from samestep.towers.diagnosis import first_nonfinite
 
 
@@ -163,15 +163,6 @@ def test_towers_without_rows_and_sums_with_names():
     assert first_nonfinite(towers, hand_in) == [None, None, "scale", None, None, None, None]
 
 
-def test_nothing_to_look_at():
-    towers = Towers(Net(), 4)
-    with pytest.raises(UsageError, match="replay\\(\\) needs a step that has been averaged"):
-        next(towers.replay())
-    towers(batch_of())
-    with pytest.raises(UsageError, match="replay\\(\\) needs a step that has been averaged"):
-        next(towers.replay())
-
-
 def test_buffers_can_be_put_back():
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
     for statistics in ("mean", "pooled", "first"):
@@ -181,5 +172,5 @@ def test_buffers_can_be_put_back():
             tower.backward(loss_of(towers.model, tower.batch))
         towers.average()
         assert samestep.digest(towers.model) != before
-        towers.put_back_buffers()
+        towers._last.put_back()
         assert samestep.digest(towers.model) == before

@@ -81,19 +81,12 @@ class NoiseScale:
 
 @dataclass(frozen=True)
 class GradientNorms:
-    """The norms of the gradients of one step.
+    """The norms of the gradients of one step."""
 
-    Attributes:
-        squares: the squared 2-norm of each tower's own mean gradient; NaN where it counts 0.
-        counts: each tower's, at least 0.
-        rows: each tower's.
-        average: the squared 2-norm of the average over all towers.
-    """
-
-    squares: Sequence[float]
+    squares: Sequence[float]  # the squared 2-norm of each tower's own mean gradient; NaN where it counts 0
     counts: Sequence[float]
     rows: Sequence[int]
-    average: float
+    average: float  # the squared 2-norm of the average over all towers
 
     @classmethod
     def of(
@@ -104,14 +97,9 @@ class GradientNorms:
         gradients: Sequence[Tensor | None],
         scale: float = 1.0,
     ) -> GradientNorms:
-        """Measure them.
+        """Measure the averages; `squares` are of each tower's *summed* gradient, float64 [T] as `counts`.
 
-        Args:
-            squares: the squared norm of each tower's *summed* gradient, float64 [T].
-            counts: float64 [T].
-            rows: each tower's.
-            gradients: the averages.
-            scale: that all gradients were multiplied by.
+        All gradients were multiplied by `scale`.
         """
         means = torch.where(counts > 0, squares / scale**2 / counts.square(), torch.nan)
         norms = [norm for gradient in gradients if gradient is not None for norm in norms_of(gradient)]
@@ -134,11 +122,8 @@ class GradientNorms:
             = v \Big(\sum_t \frac{b_t}{B \omega_t} - 1\Big), \quad
             \mathrm{E} |g|^2 = |G|^2 + v, \quad \operatorname{tr} \Sigma = B v.
 
-        With T towers of b rows each, counted by rows, the factor is T − 1, and these are the estimators
-        that the paper makes of batches of b and of T·b rows.
-
-        References:
-            McCandlish et al., 2018, appendix A.1. https://arxiv.org/abs/1812.06162
+        With T towers of b rows each, counted by rows, the factor is T − 1, and these are the estimators that
+        McCandlish et al. make of batches of b and of T·b rows (appendix A.1).
         """
         towers = [each for each in zip(self.squares, self.counts, self.rows, strict=True) if each[1] > 0]
         if len(towers) < 2:

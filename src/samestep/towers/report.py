@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from samestep.summation.scalars import Scalars
-from samestep.towers.run import StepInputs
-
-__all__ = ["Report", "mean_losses", "report_of", "total_loss"]
+__all__ = ["Report", "mean_losses", "total_loss"]
 
 
 @dataclass(frozen=True)
@@ -99,15 +95,3 @@ def total_loss(sums: Tensor, counts: Tensor) -> Tensor:
     has_any = counts.sum(-2) > 0
     means = torch.where(has_any, mean_losses(sums, counts), 0).sum(-1)
     return torch.where(has_any.any(-1), means, torch.nan)
-
-
-def report_of(inputs: StepInputs, scalars: Scalars, gradients: Sequence[Tensor], **more: Any) -> Report:
-    """Return the report of a step; `more` are attributes that neither inputs nor scalars know."""
-    # The loss of a whole batch is tower 0's.
-    num_counted = 1 if inputs.is_whole_batch else len(scalars.counts)
-    counts = scalars.counts[:num_counted, None] * inputs.unit
-    if inputs.counts is not None:
-        counts = inputs.counts.counts.to(counts.device)
-    loss_sums = scalars.loss_sums[:num_counted] * inputs.unit
-    rows = inputs.local.rows
-    return Report(inputs.step, rows, loss_sums, counts, gradients, names=inputs.names, **more)

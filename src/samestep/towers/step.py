@@ -17,7 +17,7 @@ from samestep.errors import ConfigError, NonFiniteError
 from samestep.towers.counts import Count, check_counts
 from samestep.towers.diagnosis import explain, explain_whole, first_nonfinite
 from samestep.towers.report import Report
-from samestep.towers.run import Tower
+from samestep.towers.run import StepRun, Tower
 from samestep.towers.towers import Towers
 
 __all__ = ["LossFunction", "Schedule", "Step"]
@@ -33,8 +33,7 @@ With `forward`: loss_fn(model, all_outputs, batch) -> the loss of the whole batc
 class Schedule(Protocol):
     """Anything with `step()`, such as torch's learning rate schedulers."""
 
-    def step(self) -> Any:
-        """Move on by one update."""
+    def step(self) -> Any: ...  # noqa: D102
 
 
 class Step:
@@ -146,6 +145,11 @@ class Step:
             return contextlib.nullcontext()
         return torch.autocast(self.towers.job.device.type, self.autocast)
 
+    @property
+    def _last_run(self) -> StepRun:
+        assert self.towers._last is not None
+        return self.towers._last
+
     def _prepare_gradients(self, report: Report) -> bool:
         """Unscale, check and clip the average; say whether it is finite."""
         if self.scaler is not None:
@@ -156,7 +160,7 @@ class Step:
             is_double = any(gradient.dtype == torch.float64 for gradient in report.gradients)
             dtype = torch.float64 if is_double else torch.float32
             norm = torch.tensor(report.grad_norm, dtype=dtype, device=self.towers.job.device)
-            torch.nn.utils.clip_grads_with_norm_(self.towers.parameters, self.clip_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(self._last_run.parameters, self.clip_norm, norm)
         return True
 
     def _update(self) -> None:
@@ -178,5 +182,5 @@ class Step:
             if self.forward is not None:
                 raise NonFiniteError(explain_whole(report))
             raise NonFiniteError(explain(report, first_nonfinite(self.towers, self._run)))
-        self.towers.put_back_buffers()
+        self._last_run.put_back()
         return dataclasses.replace(report, skipped=True)
