@@ -16,7 +16,6 @@ __all__ = [
     "Count",
     "LossSum",
     "NamedCounts",
-    "at_least_float32",
     "check_counts",
     "count_slices",
     "is_known_to_count",
@@ -44,7 +43,7 @@ def loss_sum(what: str, loss: Tensor, factor: float, count: float | Tensor) -> L
     # A sum over nothing may be a constant; then there is nothing to run backward through.
     if not loss.requires_grad and float(count) != 0:
         raise UsageError(f"{what} does not require grad, so it has no gradient")
-    total = at_least_float32(loss) * factor
+    total = _at_least_float32(loss) * factor
     return LossSum(total, total.detach().reshape(1), count)
 
 
@@ -53,12 +52,10 @@ def is_known_to_count(count: float | Tensor) -> bool:
     return (not isinstance(count, Tensor) or count.device.type == "cpu") and float(count) > 0
 
 
-def wrong_counts(
-    step: int, names: Sequence[str], counts: Tensor, is_known_to_count: bool
-) -> BatchError | None:
+def wrong_counts(step: int, names: Sequence[str], counts: Tensor, has_count: bool) -> BatchError | None:
     """Return what is wrong with the towers' counts, float64 [T], alike on every worker.
 
-    `is_known_to_count` says whether some tower of this worker counts something.
+    `has_count` says whether some tower of this worker is known to count something.
     """
     if counts.device.type == "cpu":  # a GPU would be waited for; there the average is not finite
         wrong = _first_wrong(counts)
@@ -69,7 +66,7 @@ def wrong_counts(
             )
     # Nor is one waited for where a count here is known to be above 0. If all are 0, none is, and all workers
     # look; if not, it does not matter who looks.
-    if is_known_to_count or float(counts.sum()) != 0:
+    if has_count or float(counts.sum()) != 0:
         return None
     what = f"the towers' counts of {', '.join(names)}" if names else "the towers' counts"
     return BatchError(
@@ -124,7 +121,7 @@ class NamedCounts:
             )
         for name in self.names:
             _check_scalar(f"{who}: loss[{name!r}]", losses[name])
-        return [at_least_float32(losses[name]).reshape(()) for name in self.names]
+        return [_at_least_float32(losses[name]).reshape(()) for name in self.names]
 
 
 def check_counts(counts: Mapping[str, Count] | None) -> tuple[str, ...]:
@@ -175,6 +172,5 @@ def _check_scalar(what: str, value: Tensor) -> None:
         raise UsageError(f"{what} has shape {tuple(value.shape)}, expected a scalar")
 
 
-def at_least_float32(loss: Tensor) -> Tensor:
-    """Return a loss wide enough to be scaled and summed."""
+def _at_least_float32(loss: Tensor) -> Tensor:
     return loss if loss.dtype in (torch.float32, torch.float64) else loss.float()

@@ -28,7 +28,6 @@ def first_nonfinite(towers: Towers, run_tower: Callable[[Tower], None]) -> list[
     and `p.grad` stay as they are; the buffers get their values from before the step.
     """
     run = towers._last
-    assert run is not None
     found = torch.full((len(run.own_towers), 1), _NONE)
     averaged = [parameter.grad for parameter in run.parameters]
     try:

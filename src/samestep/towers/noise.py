@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch import Tensor
-
-from samestep.summation.gradients import norms_of, squared_sum
 
 __all__ = ["GradientNorms", "NoiseScale"]
 
@@ -87,24 +82,6 @@ class GradientNorms:
     counts: Sequence[float]
     rows: Sequence[int]
     average: float  # the squared 2-norm of the average over all towers
-
-    @classmethod
-    def of(
-        cls,
-        squares: Tensor,
-        counts: Tensor,
-        rows: Sequence[Sized],
-        gradients: Sequence[Tensor | None],
-        scale: float = 1.0,
-    ) -> GradientNorms:
-        """Measure the averages; `squares` are of each tower's *summed* gradient, float64 [T] as `counts`.
-
-        All gradients were multiplied by `scale`.
-        """
-        means = torch.where(counts > 0, squares / scale**2 / counts.square(), torch.nan)
-        norms = [norm for gradient in gradients if gradient is not None for norm in norms_of(gradient)]
-        average = squared_sum(norms, counts.device) / scale**2
-        return cls(means.tolist(), counts.tolist(), [len(part) for part in rows], float(average))
 
     @property
     def of_towers(self) -> list[float]:

@@ -51,9 +51,8 @@ class Settings:
     @property
     def must_match(self) -> dict[str, Any]:
         """The settings, in a form that workers can compare."""
-        policies = list(self.buffers.items())  # because their order counts
-        settings = asdict(self) | {"accumulate_dtype": str(self.accumulate_dtype)}
-        del settings["buffers"]
+        settings = asdict(self)
+        policies = list(settings.pop("buffers").items())  # because their order counts
         return settings | {"buffer policies": policies}
 
 

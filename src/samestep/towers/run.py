@@ -14,6 +14,7 @@ from samestep.errors import BatchError, UsageError
 from samestep.streams import keep_globals, seed_globals, tower_seed
 from samestep.summation.exchange import Exchange
 from samestep.summation.gradient_sum import GradientSum
+from samestep.summation.gradients import norms_of, squared_sum
 from samestep.summation.placement import even_ranges
 from samestep.summation.scalars import TowerScalars
 from samestep.towers.batch import LocalBatch
@@ -305,10 +306,13 @@ class StepRun:
         own = None if self._gradients is None else self._gradients.squares()
         if own is None:
             return None
-        squares = self.gather(own, "norms")
-        rows = even_ranges(self.local.rows, len(squares))
         scale = 1.0 if self.scaler is None else self.scaler.get_scale()
-        return GradientNorms.of(squares, self.exchange.scalars.counts, rows, gradients, scale)
+        counts, sums = self.exchange.scalars.counts, self.gather(own, "norms")
+        squares = torch.where(counts > 0, sums / scale**2 / counts.square(), torch.nan).tolist()
+        rows = [len(part) for part in even_ranges(self.local.rows, len(squares))]
+        norms = [norm for gradient in gradients if gradient is not None for norm in norms_of(gradient)]
+        average = float(squared_sum(norms, counts.device) / scale**2)
+        return GradientNorms(squares, counts.tolist(), rows, average)
 
     def gather(self, values: Tensor, what: str) -> Tensor:
         """Return a tensor with a row for each tower, [T, ...], from those of every worker's towers."""

@@ -52,19 +52,17 @@ class Towers:
         num_towers: T, part of the experiment like the batch size.
         job: from `samestep.init`; by default a job of this process alone.
         seed: of all towers' random streams.
-        statistics: how batch-norm statistics are combined: "mean", "pooled" or "first"; see
-            `samestep.buffers.statistics`.
-        buffers: how other buffers that a forward changes are combined: from name pattern to "mean", "first"
-            or "ignore"; see `samestep.buffers.policies`.
+        statistics: how batch-norm statistics are combined; see `samestep.buffers.statistics`.
+        buffers: how other buffers that a forward changes are combined, by name pattern; see
+            `samestep.buffers.policies`.
         bucket_bytes: gradients are sent in buckets of about this many bytes.
         accumulate_dtype: sum gradients in this dtype; by default in each parameter's `grad_dtype`, torch's
             attribute for the dtype of `p.grad`.
-        sparse_parameters: parameters that may get sparse gradients. The weights of `nn.Embedding` and
-            `nn.EmbeddingBag` with `sparse=True` are found without it. The average is sparse, and coalesced,
-            where the gradients of all towers that used the parameter are sparse; otherwise it is dense.
-        on_zero_count: what happens where the counts of all towers are 0: "raise" a `BatchError`, or "skip"
-            the step, which leaves every `p.grad` None and sets `Report.skipped`. With "skip" and counts
-            that are tensors on a GPU, `average` waits for the GPU.
+        sparse_parameters: that may get sparse gradients; weights of `nn.Embedding` and `nn.EmbeddingBag` with
+            `sparse=True` are found without it. The average is sparse, and coalesced, where the gradients of
+            all towers that used the parameter are.
+        on_zero_count: where the counts of all towers are 0, "raise" a `BatchError`, or "skip" the step, which
+            leaves every `p.grad` None; then `average` waits for counts that are tensors on a GPU.
         noise_every: measure the gradient noise scale at every n-th step; 1 is always, 0 never.
 
     Attributes:
@@ -85,6 +83,8 @@ class Towers:
         >>> report.count, model.weight.grad.shape
         (10.0, torch.Size([1, 2]))
     """
+
+    _last: StepRun  # that has been averaged
 
     def __init__(  # noqa: PLR0913 - the settings of the arithmetic, each with a default
         self,
@@ -110,7 +110,6 @@ class Towers:
         self.noise = NoiseScale()
         self._step = 0
         self._run: StepRun | None = None
-        self._last: StepRun | None = None
         # Every worker checks its own before the first message, so that none waits for one that has raised.
         must_match: dict[str, Any] = {"towers": num_towers, **self._settings.must_match}
         error: Exception | None = None
@@ -190,9 +189,8 @@ class Towers:
                 `LocalBatch` from a `TowerLoader`. Tensors are moved to the worker's device.
             counts: for a loss that is a sum of several means, each over something else: what each of them
                 counts, by name, as `count(tower_batch)` -> a number or 0-dim tensor. Each tower then hands
-                in a mapping with a sum for each name. The gradient is that of the sum over names of all
-                towers' sums over all towers' counts; a name that counts 0 adds nothing. The counts
-                travel in one small message before the first pass.
+                in a mapping with a sum for each name. The loss is the sum over names of all towers' sums
+                over all towers' counts; a name that counts 0 adds nothing.
             scaler: its scale multiplies each loss before backward; the average is scaled, the report is not.
             flags: called once a step, just before this worker sends its first message: returns an int
                 whose bits are OR-ed over all workers into `Report.flags`, such as a request to stop.
@@ -207,15 +205,13 @@ class Towers:
         Example:
             >>> model = torch.nn.Linear(2, 1)
             >>> towers = Towers(model, 4)
-            >>> batch = {"x": torch.randn(10, 2), "y": torch.tensor([-1.0, 0, 1, 2, 3, 4, 5, 6, 7, 8])}
-            >>> counts = {"labels": lambda part: (part["y"] >= 0).sum(), "rows": lambda part: len(part["y"])}
-            >>> for tower in towers(batch, counts=counts):
-            ...     found = model(tower.batch["x"])[:, 0]
-            ...     error = (found - tower.batch["y"]).square() * (tower.batch["y"] >= 0)
-            ...     tower.backward({"labels": error.sum(), "rows": 0.01 * found.square().sum()})
+            >>> counts = {"positive": lambda part: (part > 0).any(1).sum(), "rows": len}
+            >>> for tower in towers(torch.tensor([[1.0, 2.0], [-1.0, 1.0], [-1.0, -2.0]]), counts=counts):
+            ...     found, has_positive = model(tower.batch)[:, 0], (tower.batch > 0).any(1)
+            ...     tower.backward({"positive": found[has_positive].sum(), "rows": found.square().sum()})
             >>> report = towers.average()
             >>> report.loss == sum(report.losses.values()), report.count
-            (True, 19.0)
+            (True, 5.0)
         """
         run = self._begin(batch, scaler, flags, sums=check_counts(counts))
         if counts is not None:
@@ -235,9 +231,8 @@ class Towers:
         """Run a step whose loss is no sum over rows, instead of the loop over towers; then call `average`.
 
         Every tower runs forward without grad; the loss is computed on all outputs, alike on every worker;
-        then every tower runs forward again, under the same random streams, and the gradient of its outputs
-        is pushed through. So the average is the gradient of the whole batch's loss, for the memory of one
-        tower's activations and the time of a second forward.
+        then every tower runs forward again, under the same random streams, and the gradient of its outputs is
+        pushed through: the gradient of the whole batch's loss, for the memory of one tower's activations.
 
         Args:
             batch: as for `__call__`.
@@ -254,9 +249,7 @@ class Towers:
 
         Raises:
             BatchError, DisagreementError: as for `__call__`.
-            UsageError: the last step has not been averaged; outputs are not nested dense tensors, or differ
-                between towers or passes; the loss is not a scalar that requires grad, or uses the batch
-                where that is a `LocalBatch`.
+            UsageError: as for `__call__`, or outputs or loss are not as above.
 
         Example:
             >>> model = torch.nn.Linear(2, 3)
@@ -278,9 +271,6 @@ class Towers:
         """Finish the step: every worker's `p.grad` becomes the average over all towers.
 
         A parameter that no tower used keeps `grad = None`.
-
-        Returns:
-            The step's report, the same on every worker.
 
         Raises:
             UsageError: some of this worker's towers have not run.
@@ -352,7 +342,6 @@ class Towers:
 
     def _replay(self) -> Generator[Tower]:
         """Run this worker's towers of the last step once more; see `StepRun.replay`."""
-        assert self._last is not None
         self._step -= 1  # what the loss may ask for
         try:
             yield from self._last.replay()

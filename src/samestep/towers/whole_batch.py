@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 from samestep.errors import UsageError
 from samestep.streams import keep_globals, seed_globals, stream_seed, tower_seed
 from samestep.towers.batch import GlobalBatch, LocalBatch
-from samestep.towers.counts import LossSum, at_least_float32
+from samestep.towers.counts import LossSum, loss_sum
 from samestep.towers.outputs import Outline, gather, take_apart
 from samestep.towers.run import StepRun, Tower
 
@@ -107,7 +107,11 @@ def _differentiate(run: StepRun, own: dict[int, _Pass], batch: Any, loss: WholeL
     with keep_globals(run.job.device):
         seed_globals(stream_seed(run.seed, "whole batch", run.step), run.job.device)
         columns = [torch.cat(column) for column in zip(*everyone, strict=True)]
-        value = _checked(loss(pytree.tree_unflatten(columns, spec), _batch_for_loss(run, batch)))
+        whole = _AbsentBatch()
+        if not isinstance(batch, LocalBatch):
+            whole = GlobalBatch.open(batch).take(range(run.local.rows), run.job.device)
+        result = loss(pytree.tree_unflatten(columns, spec), whole)
+        value = loss_sum("the loss of the whole batch", result, 1.0, 1.0).total
         scaled = value if run.scaler is None else run.scaler.scale(value)
         with torch.autocast(run.job.device.type, enabled=False):
             found = torch.autograd.grad(scaled, [*wanted, *run.parameters], allow_unused=True)
@@ -136,22 +140,6 @@ def _run_again(run: StepRun, tower: Tower, ahead: _Pass, forward: Forward) -> Ca
 
 def _contiguous_copy(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _batch_for_loss(run: StepRun, batch: Any) -> Any:
-    if isinstance(batch, LocalBatch):
-        return _AbsentBatch()
-    whole = GlobalBatch.open(batch)
-    return whole.take(range(whole.rows), run.job.device)
-
-
-def _checked(loss: Any) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        found = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise UsageError(f"the loss of the whole batch is {found}, expected a scalar tensor")
-    if not loss.requires_grad:
-        raise UsageError("the loss of the whole batch does not require grad: it depends on no output")
-    return at_least_float32(loss)
 
 
 def _as_grad(parameter: Tensor, gradient: Tensor) -> Tensor:
