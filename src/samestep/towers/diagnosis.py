@@ -15,7 +15,7 @@ from samestep.towers.report import Report
 from samestep.towers.run import Tower
 from samestep.towers.towers import Towers
 
-__all__ = ["explain", "explain_whole", "first_nonfinite"]
+__all__ = ["explain", "first_nonfinite"]
 
 _NONE = -1
 _MAX_TOWERS = 4
@@ -29,41 +29,38 @@ def first_nonfinite(towers: Towers, run_tower: Callable[[Tower], None]) -> list[
     """
     run = towers._last
     found = torch.full((len(run.own_towers), 1), _NONE)
-    averaged = [parameter.grad for parameter in run.parameters]
-    try:
-        _clear(run.parameters)
-        # Whatever goes wrong in here must not hide what is being explained.
-        with contextlib.suppress(Exception), contextlib.closing(towers._replay()) as turns:
-            for tower in turns:
-                run_tower(tower)
-                found[tower.index - run.own_towers.start] = _first(run.parameters)
-                _clear(run.parameters)
-    finally:
-        for parameter, gradient in zip(run.parameters, averaged, strict=True):
-            parameter.grad = gradient
+    # Whatever goes wrong in here must not hide what is being explained.
+    with contextlib.suppress(Exception), contextlib.closing(towers._replay()) as turns:
+        for tower in turns:
+            run_tower(tower)
+            found[tower.index - run.own_towers.start] = _first(run.parameters)
     indices = run.gather(found, "towers")[:, 0].tolist()
     return [None if index == _NONE else run.plan.parameters[index].name for index in indices]
 
 
-def explain(report: Report, parameters: Sequence[str | None]) -> str:
-    """Say where an averaged gradient that is not finite came from, given what `first_nonfinite` returned."""
+def explain(report: Report, parameters: Sequence[str | None] | None) -> str:
+    """Say where an averaged gradient that is not finite came from.
+
+    `parameters` is what `first_nonfinite` returned; None after a loss of the whole batch.
+    """
+    if parameters is None:
+        where = f"the loss of the whole batch, {report.rows} rows, is {report.loss:g}"
+    else:
+        bad = _bad_towers(report, parameters)
+        where = "; ".join(bad[:_MAX_TOWERS]) or "the loss and the gradient of each tower are finite"
+        if len(bad) > _MAX_TOWERS:
+            where += f"; and {len(bad) - _MAX_TOWERS} more"
+    return f"step {report.step}: the averaged gradient is not finite ({where}); nothing was updated"
+
+
+def _bad_towers(report: Report, parameters: Sequence[str | None]) -> list[str]:
     bad = []
     ranges = even_ranges(report.rows, len(parameters))
     for tower, (rows, loss, name) in enumerate(zip(ranges, report.tower_losses, parameters, strict=True)):
         if name is not None or (rows and not math.isfinite(loss)):
             text = f"tower {tower}, rows {rows.start} to {rows.stop - 1}, loss {loss:g}"
             bad.append(text if name is None else f"{text}, first in the gradient of {name}")
-    where = "; ".join(bad[:_MAX_TOWERS]) + f"; and {len(bad) - _MAX_TOWERS} more" * (len(bad) > _MAX_TOWERS)
-    return _sentence(report, where or "the loss and the gradient of each tower are finite")
-
-
-def explain_whole(report: Report) -> str:
-    """Say that the averaged gradient of a loss of the whole batch is not finite."""
-    return _sentence(report, f"the loss of the whole batch, {report.rows} rows, is {report.loss:g}")
-
-
-def _sentence(report: Report, where: str) -> str:
-    return f"step {report.step}: the averaged gradient is not finite ({where}); nothing was updated"
+    return bad
 
 
 def _first(parameters: Sequence[Tensor]) -> int:
@@ -73,8 +70,3 @@ def _first(parameters: Sequence[Tensor]) -> int:
         if gradient is not None and not bool(stored(coalesced(gradient)).isfinite().all()):
             return index
     return _NONE
-
-
-def _clear(parameters: Sequence[Tensor]) -> None:
-    for parameter in parameters:
-        parameter.grad = None

@@ -20,17 +20,15 @@ class Report:
         step: number of the step, from 0.
         rows: rows of the global batch.
         loss_sums: each tower's summed losses, float64 [T, K]: one column for each of `names`, or one; 0 where
-            the tower had no rows. [1, 1] after a loss of the whole batch, which is one.
-        counts: what the sums count in each tower, float64 [T, K]; the number 1 after a loss of the whole
-            batch.
+            the tower had no rows. [1, 1] after a loss of the whole batch.
+        counts: what these sums count, of the same shape; 1 after a loss of the whole batch.
         gradients: the averaged gradients, for `grad_norm`.
         names: of the K sums that the loss consists of; empty where it is one sum without a name.
         skipped: whether the update was left out, because the average was not finite or nothing counted.
         tower_grad_norms: the 2-norm of each tower's own mean gradient, before any loss scale, on the steps
             that measure it, otherwise None; NaN for a tower that counts 0.
-        noise_scale: the gradient noise scale in rows (see `samestep.towers.noise`), smoothed over steps that
-            measured it, this one included; infinite where the noise hides the gradient; None before the
-            first, and where there are not two towers that count.
+        noise_scale: the gradient noise scale in rows, smoothed over the steps that measured it, this one
+            included; infinite where the noise hides the gradient; None before the first measurement.
         flags: the bits that any worker has set (see `Towers.__call__`).
 
     Example:

@@ -160,7 +160,11 @@ class StepRun:
         """Yield the towers that have rows, in order, each under its own streams, from the shared buffers."""
         rows = self.plan.placement.rows(self.job.rank, self.local.rows)
         with self._passes:
-            self._begin_passes()
+            # `finish` closes this too: whoever calls `next` on the generator may never reach its end.
+            self._passes.enter_context(keep_globals(self.job.device))
+            self._buffers.start_step()
+            self._passes.callback(self._buffers.end_passes)
+            self._has_begun = True
             for index, batch in self.local.slices.items():
                 self._buffers.start_tower()
                 seed_globals(tower_seed(self.seed, self.step, index), self.job.device)
@@ -168,13 +172,6 @@ class StepRun:
                 yield tower
                 self._turn = None
                 self._check_done(tower)
-
-    def _begin_passes(self) -> None:
-        """Note what `_passes.close()` puts back; whoever calls `next` on turns may hold on to them."""
-        self._passes.enter_context(keep_globals(self.job.device))
-        self._buffers.start_step()
-        self._passes.callback(self._buffers.end_passes)
-        self._has_begun = True
 
     def put_back(self) -> None:
         """Leave the streams and the model's buffers as they were before the step."""
@@ -185,16 +182,22 @@ class StepRun:
     def replay(self) -> Generator[Tower]:
         """Run the towers of a finished step once more, with the weights as they are now.
 
-        `backward` leaves the gradient of a tower's sum on the parameters. Afterwards the buffers are those of
-        before the step.
+        In its turn, a tower leaves the gradient of its sum on the parameters. Afterwards they have those of
+        before, and the buffers their values from before the step.
         """
+        averaged = [parameter.grad for parameter in self.parameters]
         self._gradients = self.scaler = None
         self._done.clear()
         self.put_back()
         try:
-            yield from self.turns()
+            for tower in self.turns():
+                for parameter in self.parameters:
+                    parameter.grad = None
+                yield tower
         finally:
             self.put_back()
+            for parameter, gradient in zip(self.parameters, averaged, strict=True):
+                parameter.grad = gradient
 
     def _check_done(self, tower: Tower) -> None:
         if tower.index not in self._done:
@@ -288,8 +291,7 @@ class StepRun:
         try:
             self._passes.close()
             if not self.local.slices:
-                self._begin_passes()  # without towers there may have been no loop
-                self._passes.close()
+                next(self.turns(), None)  # there may have been no loop
                 self._start_exchange()
             return self._gradients.finish()
         except BaseException:

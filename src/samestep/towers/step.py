@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from samestep.errors import ConfigError, NonFiniteError
 from samestep.towers.counts import Count, check_counts
-from samestep.towers.diagnosis import explain, explain_whole, first_nonfinite
+from samestep.towers.diagnosis import explain, first_nonfinite
 from samestep.towers.report import Report
 from samestep.towers.run import Tower
 from samestep.towers.towers import Towers
@@ -161,8 +161,7 @@ class Step:
             self.scaler.step(self.optimizer)  # does nothing but note that it was asked
             self.scaler.update()
         elif self.on_nonfinite == "raise":
-            if self.forward is not None:
-                raise NonFiniteError(explain_whole(report))
-            raise NonFiniteError(explain(report, first_nonfinite(self.towers, self._run)))
+            parameters = None if self.forward is not None else first_nonfinite(self.towers, self._run)
+            raise NonFiniteError(explain(report, parameters))
         self.towers._last.put_back()
         return replace(report, skipped=True)

@@ -130,12 +130,7 @@ class Towers:
 
     @property
     def placement(self) -> Placement:
-        """Which towers each worker runs; others may be set between two steps, on all workers alike.
-
-        Raises:
-            ConfigError: on setting, it has another number of towers or workers.
-            UsageError: on setting, the last step has not been averaged.
-        """
+        """Which towers each worker runs; others may be set between two steps, on all workers alike."""
         return self._placement
 
     @placement.setter
@@ -164,7 +159,6 @@ class Towers:
 
         Raises:
             ConfigError: it is of another number of towers, or of another seed.
-            UsageError: a step has begun and has not been averaged.
         """
         self._check_averaged()
         check_same(state, {"towers": self._placement.num_towers, "seed": self.seed}, "towers")
@@ -196,10 +190,10 @@ class Towers:
                 whose bits are OR-ed over all workers into `Report.flags`, such as a request to stop.
 
         Raises:
-            BatchError: the tensors' rows disagree, there are none, or nothing counts (see `on_zero_count`).
+            BatchError: the tensors' rows disagree, there are none, or a count is negative or not finite.
             ConfigError: `counts` is not a mapping of functions, or the model cannot be trained any more.
-            DisagreementError: workers came with different batches or models. On a worker that finds out
-                while the passes run, the error comes from `Tower.backward` or `average`.
+            DisagreementError: workers came with different batches or models; where the passes are running
+                already, `Tower.backward` or `average` raises it.
             UsageError: the last step has not been averaged.
 
         Example:
