@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 __all__ = ["GradientNorms", "NoiseScale"]
@@ -15,6 +15,7 @@ _DECAY = 0.9
 _SETTLED = 10
 
 
+@dataclass
 class NoiseScale:
     r"""The gradient noise scale, smoothed over the steps at which it is measured.
 
@@ -25,20 +26,14 @@ class NoiseScale:
     it they save few. Both estimates are averaged before they are divided, because a ratio of noisy numbers
     is biased.
 
-    Attributes:
-        signal: the smoothed estimate of |G|².
-        noise: the smoothed estimate of tr Σ.
-        num_measured: measurements so far.
-
     References:
         McCandlish, Kaplan, Amodei & OpenAI Dota Team, "An Empirical Model of Large-Batch Training", 2018,
         section 2.2 and appendix A.1. https://arxiv.org/abs/1812.06162
     """
 
-    def __init__(self) -> None:
-        self.signal = 0.0
-        self.noise = 0.0
-        self.num_measured = 0
+    signal: float = 0.0  # the smoothed estimate of |G|²
+    noise: float = 0.0  # the smoothed estimate of tr Σ
+    num_measured: int = 0
 
     @property
     def value(self) -> float | None:
@@ -65,7 +60,7 @@ class NoiseScale:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs."""
-        return {"signal": self.signal, "noise": self.noise, "num_measured": self.num_measured}
+        return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import InitVar, dataclass, replace
 from typing import Any
 
 import torch
@@ -102,34 +102,29 @@ class Tower:
         return f"Tower(index={self.index}, rows={self.rows})"
 
 
+@dataclass(eq=False, repr=False)
 class StepRun:
     """A step of this worker, from its batch to its average."""
 
-    def __init__(
-        self,
-        step: int,
-        seed: int,
-        local: LocalBatch,
-        replica: Replica,
-        exchange: Exchange,
-        scaler: torch.amp.GradScaler | None,
-    ) -> None:
-        self.step = step
-        self.seed = seed
-        self.local = local
-        self.exchange = exchange
-        self.scaler = scaler
+    step: int
+    seed: int
+    local: LocalBatch
+    replica: InitVar[Replica]
+    exchange: Exchange
+    scaler: torch.amp.GradScaler | None
+
+    def __post_init__(self, replica: Replica) -> None:
         self.job = replica.job
         self.parameters = replica.parameters
-        self.plan = exchange.plan
+        self.plan = self.exchange.plan
         self.own_towers = self.plan.placement.towers(self.job.rank)
         self._counts: NamedCounts | None = None
         self._has_count = False  # whether a tower of this worker is known to count something
         self._buffers = replica.buffers
         self._gradients: GradientSum | None = replica.gradient_sum(self.plan)
         every, num_towers = replica.settings.noise_every, self.plan.placement.num_towers
-        is_noise_due = every > 0 and step % every == 0 and num_towers > 1
-        self._gradients.start(exchange, measures=is_noise_due and not self.plan.is_whole_batch)
+        is_noise_due = every > 0 and self.step % every == 0 and num_towers > 1
+        self._gradients.start(self.exchange, measures=is_noise_due and not self.plan.is_whole_batch)
         self._scalars: dict[int, TowerScalars] = {}
         self._done: set[int] = set()
         self._turn: Tower | None = None

@@ -287,7 +287,7 @@ class Towers:
         for index, gradient in averages:
             if gradient is not None:
                 parameter = run.parameters[index]
-                parameter.grad = _as_grad_of(parameter, gradient)
+                parameter.grad = gradient.to(parameter.grad_dtype or gradient.dtype)  # None allows any
                 gradients.append(stored(parameter.grad))
         norms = run.norms([gradient for _, gradient in averages])
         if norms is not None:
@@ -341,8 +341,3 @@ class Towers:
             yield from self._last.replay()
         finally:
             self._step += 1
-
-
-def _as_grad_of(parameter: Tensor, gradient: Tensor) -> Tensor:
-    wanted = parameter.grad_dtype  # None allows any
-    return gradient if wanted is None else gradient.to(wanted)
