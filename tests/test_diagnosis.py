@@ -163,6 +163,16 @@ def test_towers_without_rows_and_sums_with_names():
     assert first_nonfinite(towers, hand_in) == [None, None, "scale", None, None, None, None]
 
 
+def test_a_loss_of_the_whole_batch_that_is_not_finite_leaves_weights_and_buffers():
+    def loss_fn(model, outputs, batch):
+        return F.cross_entropy(outputs, batch[1]) * math.nan
+
+    step = make(loss_fn, forward=lambda model, batch: model(batch[0]))
+    before = samestep.digest(step.towers.model)
+    assert "(the loss of the whole batch, 11 rows, is nan); nothing" in message_of(step, batch_of())
+    assert samestep.digest(step.towers.model) == before
+
+
 def test_buffers_can_be_put_back():
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
     for statistics in ("mean", "pooled", "first"):

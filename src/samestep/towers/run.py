@@ -320,7 +320,7 @@ class StepRun:
         """Give the model's buffers the values that all towers' passes make together."""
         scalars, rows = self.exchange.scalars, self.local.rows
         num_ran = min(rows, self.plan.placement.num_towers)  # those without rows come last
-        self._buffers.finish(scalars.moments, rows, range(num_ran), scalars.counters[:num_ran])
+        self._buffers.finish(scalars.moments, rows, scalars.counters[:num_ran])
 
     def report(self, gradients: Sequence[Tensor], **more: Any) -> Report:
         """Return the step's report; `more` are the attributes that only `Towers` knows."""

@@ -157,11 +157,11 @@ class Step:
             self.averaged_model.update_parameters(self.towers.model)
 
     def _leave_out(self, report: Report) -> Report:
+        self.towers._last.put_back()
         if self.scaler is not None:
             self.scaler.step(self.optimizer)  # does nothing but note that it was asked
             self.scaler.update()
         elif self.on_nonfinite == "raise":
             parameters = None if self.forward is not None else first_nonfinite(self.towers, self._run)
             raise NonFiniteError(explain(report, parameters))
-        self.towers._last.put_back()
         return replace(report, skipped=True)
