@@ -358,7 +358,7 @@ def test_placements_that_do_not_fit():
     with pytest.raises(ConfigError, match=r"placement = \(0, 7\): expected a samestep.Placement, such as"):
         towers.placement = (0, 7)
     next(towers(batch_of(0)))
-    with pytest.raises(UsageError, match="step 0 has not been averaged"):
+    with pytest.raises(UsageError, match="cannot set placement in step 0: call average"):
         towers.placement = Placement.even(7, 1)
 
 

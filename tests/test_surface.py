@@ -14,7 +14,8 @@ from samestep import errors, recipes
 PUBLIC = {
     "BatchedDataset", "CheckResult", "Job", "LocalBatch", "Manifest", "Placement", "Report", "Step", "Tower",
     "TowerLoader", "Towers",
-    "BatchError", "BufferPolicyError", "ConfigError", "DamagedError", "DataError", "DisagreementError",
+    "AbandonedError", "BatchError", "BufferPolicyError", "ConfigError", "DamagedError", "DataError",
+    "DisagreementError",
     "Error", "LockedError", "LostWorkerError", "MissingFileError", "NonFiniteError", "StorageError",
     "UsageError", "average_gradients", "check", "digest", "init", "load", "save",
 }  # fmt: skip

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from samestep.data.loader import TowerLoader as TowerLoader
     from samestep.data.readers import BatchedDataset as BatchedDataset
     from samestep.errors import (
+        AbandonedError as AbandonedError,
         BatchError as BatchError,
         BufferPolicyError as BufferPolicyError,
         ConfigError as ConfigError,
@@ -43,6 +44,7 @@ _HOMES = {
     "data.loader": ("TowerLoader",),
     "data.readers": ("BatchedDataset",),
     "errors": (
+        "AbandonedError",
         "BatchError",
         "BufferPolicyError",
         "ConfigError",

@@ -3,6 +3,7 @@
     Error                    the base class of all of them
     ├── ConfigError          an argument or setting has a wrong value        (also a ValueError)
     ├── UsageError           a method was called in a wrong way or order     (also a RuntimeError)
+    ├── AbandonedError       another worker abandoned the step               (also a RuntimeError)
     ├── BatchError           a batch that has no rows, or counts nothing, …  (also a ValueError)
     ├── BufferPolicyError    a buffer changed that has no policy             (also a RuntimeError)
     ├── DataError            a file does not hold what it should             (also a ValueError)
@@ -22,6 +23,7 @@ from __future__ import annotations
 import reprlib
 
 __all__ = [
+    "AbandonedError",
     "BatchError",
     "BufferPolicyError",
     "ConfigError",
@@ -52,6 +54,12 @@ class ConfigError(Error, ValueError):
 
 class UsageError(Error, RuntimeError):
     """A method was called in a wrong way, or in a wrong order."""
+
+    exit_status = 1
+
+
+class AbandonedError(Error, RuntimeError):
+    """Another worker abandoned the step, so nobody takes it; see `Towers.abandon`."""
 
     exit_status = 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +14,14 @@ from samestep.buffers.named_buffers import NamedBuffer, find_named_buffers
 from samestep.buffers.policies import Policy, assign_policies
 from samestep.buffers.shared import AveragedBuffers, FirstBuffers, SharedBuffers
 from samestep.buffers.statistics import Mode, PooledNorm, find_statistics, is_statistic
-from samestep.buffers.watch import BufferWatch
 from samestep.errors import BufferPolicyError
 from samestep.summation.plan import BufferLayout
 from samestep.workers.job import Job
 
 __all__ = ["ModelBuffers"]
+
+
+_KIND = attrgetter("shape", "dtype")
 
 
 class ModelBuffers:
@@ -30,6 +33,8 @@ class ModelBuffers:
     """
 
     layout: BufferLayout  # what towers hand in
+    fixed: list[NamedBuffer]  # those that no pass may change
+    shared: list[NamedBuffer]  # those that all workers have alike between steps, and passes may change
 
     def __init__(self, model: nn.Module, mode: Mode, policies: Mapping[str, Policy], job: Job) -> None:
         self._nothing = torch.zeros(0, dtype=torch.float64, device=job.device)
@@ -47,7 +52,9 @@ class ModelBuffers:
         others = [buffer for buffer in buffers if buffer.name not in assigned]
         self._counters = Counters([buffer for buffer in others if is_counter(buffer)], mode, job)
         self._shared: list[SharedBuffers] = [*self._collectors, self._counters]
-        self._watch = BufferWatch([b for b in others if not is_counter(b) and not _is_in_training(b)])
+        self.fixed = [b for b in others if not is_counter(b) and not _is_in_training(b)]
+        fixed = {buffer.name for buffer in self.fixed}
+        self.shared = [buffer for buffer in self._handed_in if buffer.name not in fixed]
         self.layout = BufferLayout(
             tuple(f"{buffer.name} {_describe(buffer, assigned.get(buffer.name))}" for buffer in buffers),
             len(self._counters.shared),
@@ -62,13 +69,12 @@ class ModelBuffers:
 
     def _current_kinds(self) -> list[tuple[object, object] | None]:
         tensors = [buffer.get() for buffer in self._handed_in]
-        return [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in tensors]
+        return [None if tensor is None else _KIND(tensor) for tensor in tensors]
 
     def start_step(self) -> None:
         """Note the shared values, before the first pass."""
         for buffers in self._shared:
             buffers.start_step()
-        self._watch.start_step()
 
     def start_tower(self) -> None:
         """Put the shared values back, before each pass."""
@@ -86,7 +92,7 @@ class ModelBuffers:
             buffers.put_back()
 
     def moments(self, tower: int, rows: int) -> Tensor:
-        """Return what the tower that just ran hands in, float64 [S], if it changed no other buffer."""
+        """Return what the tower that just ran hands in, float64 [S]."""
         thawed = [
             name or "the model"
             for (name, norm), was_training in zip(self._norms, self._modes, strict=True)
@@ -97,7 +103,6 @@ class ModelBuffers:
                 f"tower {tower} ran {', '.join(thawed)} in training mode, but the step began in eval mode: "
                 "switch modes between steps"
             )
-        self._watch.check(f"tower {tower}")
         parts = [collector.contribution(tower, rows) for collector in self._collectors]
         return parts[0] if len(parts) == 1 else torch.cat([*parts, self._nothing])
 
@@ -106,14 +111,13 @@ class ModelBuffers:
         return self._counters.counted()
 
     def finish(self, totals: Tensor, rows: int, counters: Tensor) -> None:
-        """Write the new shared values, if all towers counted alike and no other buffer changed.
+        """Write the new shared values, if all towers counted alike.
 
         Args:
             totals: the sum of the towers' moments, float64 [S].
             rows: of the global batch.
             counters: what each tower that had rows counted, float64 [towers, counters].
         """
-        self._watch.end_step()
         self._counters.count_on(counters)
         parts = totals.split([collector.num_values for collector in self._collectors])
         for collector, part in zip(self._collectors, parts, strict=False):

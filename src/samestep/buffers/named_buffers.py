@@ -1,4 +1,4 @@
-"""Where modules keep their buffers."""
+"""Where modules keep their buffers and parameters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-__all__ = ["NamedBuffer", "find_named_buffers"]
+__all__ = ["NamedBuffer", "NamedParameter", "find_named_buffers", "find_named_parameters"]
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,30 @@ class NamedBuffer:
     module: nn.Module
     attribute: str
 
+    @property
+    def registry(self) -> dict[str, Tensor | None]:
+        """The module's own mapping, by attribute."""
+        return self.module._buffers
+
     def get(self) -> Tensor | None:
         """Return the tensor that is there now."""
-        return self.module._buffers.get(self.attribute)
+        return self.registry.get(self.attribute)
+
+
+class NamedParameter(NamedBuffer):
+    """A place where a module keeps a parameter."""
+
+    @property
+    def registry(self) -> dict[str, Tensor | None]:
+        """The module's own mapping, by attribute."""
+        return self.module._parameters  # type: ignore[return-value]
+
+
+def find_named_parameters(model: nn.Module) -> list[NamedParameter]:
+    """Return the parameters of `model.named_parameters()`."""
+    modules = dict(model.named_modules())
+    places = [(name, *name.rpartition(".")) for name, _ in model.named_parameters()]
+    return [NamedParameter(name, modules[path], attribute) for name, path, _, attribute in places]
 
 
 def find_named_buffers(model: nn.Module) -> list[NamedBuffer]:

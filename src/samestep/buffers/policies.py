@@ -7,6 +7,7 @@
 - `"ignore"`: a pass sees what the pass before it on the same worker left. The buffer's bits may depend on the
   placement, and so may those of the weights if they depend on the buffer.
 
+Vectors of torch's spectral norms, and buffers of its observers for quantisation, have "first" by default.
 With the first two, every tower starts the step from the shared value, and ends with what the buffer holds
 when `tower.backward` is called. Patterns are those of `fnmatch` over names of `model.named_buffers()`; the
 first that matches decides.
@@ -14,9 +15,13 @@ first that matches decides.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Literal, get_args
+
+from torch.nn.utils import parametrizations
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from samestep.buffers.named_buffers import NamedBuffer
 from samestep.buffers.statistics import is_statistic
@@ -47,7 +52,21 @@ def assign_policies(buffers: Sequence[NamedBuffer], policies: Mapping[str, Polic
     for buffer in buffers:
         if buffer.name in patterns:
             _check(buffer, patterns[buffer.name], policies[patterns[buffer.name]])
-    return {name: policies[pattern] for name, pattern in patterns.items()}
+    follow: dict[str, Policy] = {buffer.name: "first" for buffer in buffers if _follows_first_tower(buffer)}
+    return follow | {name: policies[pattern] for name, pattern in patterns.items()}
+
+
+def _follows_first_tower(buffer: NamedBuffer) -> bool:
+    """Whether a buffer is one of torch's own that a forward updates from the shared value."""
+    module = buffer.module
+    if isinstance(module, parametrizations._SpectralNorm):
+        return True
+    hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
+    if any(buffer.attribute in (f"{hook.name}_u", f"{hook.name}_v") for hook in hooks):
+        return True
+    quantization = sys.modules.get("torch.ao.quantization")  # only if somebody uses it
+    kinds = () if quantization is None else (quantization.ObserverBase, quantization.FakeQuantizeBase)
+    return isinstance(module, kinds) and buffer.get() is not None
 
 
 def _deciding_patterns(buffers: Sequence[NamedBuffer], policies: Mapping[str, Policy]) -> dict[str, str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from samestep.summation.buckets import FAILED, Bucket, pack, unpack
+from samestep.summation.buckets import Bucket, pack, unpack
 from samestep.summation.gradients import Gradients, add_partial_sums, divide
 from samestep.summation.plan import Plan
 from samestep.workers.collectives import post_to_all
@@ -22,8 +22,6 @@ Node = tuple[range, Gradients]
 
 class LocalBucket:
     """The bucket of a job of one worker: nothing is sent, so nothing is packed."""
-
-    has_failed = False
 
     def __init__(self, bucket: Bucket, nodes: Sequence[Node]) -> None:
         ((_, gradients),) = nodes
@@ -51,7 +49,8 @@ class SharedBucket:
 
     Workers send each other the shards of their subtrees; each finishes the canonical tree on its own shard
     and divides once; then all send each other the finished shards. The averages end in the memory of this
-    worker's first subtree, which is made for the step and given away with the gradients.
+    worker's first subtree, which is made for the step and given away with the gradients. Without nodes, the
+    bucket is sent unfilled.
     """
 
     def __init__(self, job: Job, plan: Plan, bucket: Bucket, nodes: Sequence[Node] | None) -> None:
@@ -61,10 +60,7 @@ class SharedBucket:
         like, size = torch.empty(0, dtype=bucket.dtype, device=job.device), len(bucket.shards[job.rank])
         self._rows = [like.new_empty(bucket.num_elements) for _ in plan.spans[job.rank]]
         self._used_here = [True] * len(bucket.parameters)
-        if nodes is None:
-            for row in self._rows:
-                row.fill_(FAILED)
-        else:
+        if nodes is not None:
             for row, (_, gradients) in zip(self._rows, nodes, strict=True):
                 pack(bucket, row, gradients)
             columns = zip(*(gradients for _, gradients in nodes), strict=True)
@@ -103,11 +99,6 @@ class SharedBucket:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether some worker met an error instead of filling the bucket."""
-        return self._job.device.type == "cpu" and bool(self._bucket.flags_in(self._rows[0])[-1].isnan())
 
     def gradients(self) -> Iterable[tuple[int, Tensor | None]]:
         """Return views of the averages by parameter."""

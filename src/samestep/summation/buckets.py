@@ -22,9 +22,6 @@ ABSENT = -0.0
 USED = float("inf")
 """Flags a parameter that some tower used: stays what it is under addition and division."""
 
-FAILED = float("nan")
-"""Flags a bucket of a worker that met an error: stays what it is, too, whatever is added to it."""
-
 _ALIGNMENT_BYTES = 64
 
 _SMALL_BYTES = 2**19
@@ -36,7 +33,7 @@ class Bucket:
     """A group of parameters: their gradients travel as one flat tensor.
 
     The flat tensor holds the gradients at `offsets`, each aligned to 64 bytes, then at `flags` one flag for
-    each parameter and one for the bucket, then padding up to a multiple of the number of workers.
+    each parameter, then padding up to a multiple of the number of workers.
     """
 
     parameters: tuple[int, ...]  # by index
@@ -53,8 +50,8 @@ class Bucket:
         return len(self.shards[0]) == self.num_elements
 
     def flags_in(self, flat: Tensor) -> Tensor:
-        """Return the flags of the parameters and, last, of the bucket."""
-        return flat[self.flags : self.flags + len(self.parameters) + 1]
+        """Return the flags of the parameters."""
+        return flat[self.flags : self.flags + len(self.parameters)]
 
 
 def lay_out_buckets(
@@ -89,7 +86,7 @@ def _lay_out(group: dict[int, Layout], num_workers: int) -> Bucket:
         offsets.append(end)
         end += -(-layout.num_elements // step) * step
     whole = num_workers * step
-    num_elements = -(-(end + len(group) + 1) // whole) * whole
+    num_elements = max(1, -(-(end + len(group)) // whole)) * whole
     is_small = num_workers * num_elements * dtype.itemsize <= _SMALL_BYTES
     shards = [range(num_elements)] * num_workers if is_small else even_ranges(num_elements, num_workers)
     return Bucket(tuple(group), tuple(offsets), layouts, end, num_elements, dtype, tuple(shards))

@@ -6,13 +6,16 @@ the network, and where W divides T into runs of a power of two the bytes moved a
 
 With the first bucket travel the scalars (`scalars.py`) and a header: numbers that must be the same on every
 worker, and flags. A worker that met an error, or that has a new plan, sends its first message all the same,
-unfilled, and says so in the header. So all workers learn of it, and none waits for a message that never
-comes.
+unfilled, and says so in the header; one that met an error later says so beside its last bucket. So all
+learn of it before anybody has an average, and none waits for a message that never comes.
+
+A worker has committed to the step once it has sent its last bucket: others may then finish without it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import reduce
 from operator import or_
 from typing import NoReturn
@@ -47,25 +50,36 @@ class Exchange:
         job: of this worker.
         plan: that all workers have agreed on.
         must_match: numbers that must be the same on every worker, "step" among them.
+        hash_of_rest: of `rest`, which must be the same, too; it says more where workers differ.
         flags: called once, when the first bucket is sent; its bits are OR-ed over all workers.
     """
 
     def __init__(
-        self, job: Job, plan: Plan, must_match: Mapping[str, int], *, flags: Callable[[], int] = int
+        self,
+        job: Job,
+        plan: Plan,
+        must_match: Mapping[str, int],
+        *,
+        hash_of_rest: int = 0,
+        rest: Callable[[], Mapping[str, object]] = dict,
+        flags: Callable[[], int] = int,
     ) -> None:
         self.plan = plan
         self.where = f"step {must_match['step']}"
         self.is_over = False  # whether the workers found an error or a difference; then all of them raise
+        self.is_committed = False
         self._job = job
         self._must_match = must_match
         self._ask_flags = flags
         self._described: Mapping[str, object] = {**must_match, **plan.description}
+        self._hash_of_rest, self._rest = hash_of_rest, rest
         self._status = _FINE
         self._error: BaseException | None = None
         self._compared = not (plan.sums or plan.is_whole_batch)
         self._scalars = ScalarExchange(job, plan)
         self._known: Scalars | None = None
         self._headers: list[Tensor] = []
+        self._closings: list[Tensor] = []  # each worker's status when it sent its last of several buckets
         self._buckets: list[LocalBucket | SharedBucket] = []
 
     def compare(self, counts: Tensor) -> Tensor:
@@ -73,7 +87,7 @@ class Exchange:
         self._compared = True
         tables = [counts.new_empty(len(own), counts.shape[1]) for own in self.plan.placement.ranges]
         tables[self._job.rank] = counts
-        headers = self._new_headers()
+        headers = self._for_all([0, *self._header])
         rows = list(zip(headers, tables, strict=True))
         post_to_all(self._job.transport, rows, f"{self.where}, counts").wait()
         self._check(headers)
@@ -92,18 +106,19 @@ class Exchange:
     def fail(self, error: BaseException) -> NoReturn:
         """Send the other workers an error, instead of what they wait for, and raise it.
 
-        What has been sent before stays as it was; the last message that is still to come says so.
+        Buckets that are still to be sent are sent unfilled.
         """
-        if self.is_over or isinstance(error, LostWorkerError) or self._job.world_size == 1:
+        if isinstance(error, LostWorkerError):
             self.is_over = True
+        if self._job.world_size == 1 or self.is_over or self.is_committed:
             raise error
         self._status, self._error = _FAILED, error
-        if not self._buckets:
-            self._send_unfilled()
-        else:
+        with suppress(LostWorkerError):  # what went wrong here says more
+            if not self._buckets:
+                self._send_unfilled()
             while len(self._buckets) < len(self.plan.buckets):
                 self.send(None)
-            self.finish(None)
+            self._wait_for_last()
         raise error
 
     def _send_unfilled(self) -> None:
@@ -124,25 +139,30 @@ class Exchange:
         `nodes` are None where it met an error.
         """
         bucket = self.plan.buckets[len(self._buckets)]
+        is_last = len(self._buckets) + 1 == len(self.plan.buckets)
         beside: list[list[Tensor]] = [[] for _ in range(self._job.world_size)]
-        if self._buckets:
-            self._average(self._buckets[-1])
-        else:
-            self._headers = self._new_headers(0 if nodes is None else self._ask_flags())
+        if not self._buckets:
+            self._headers = self._for_all([0 if nodes is None else self._ask_flags(), *self._header])
             beside = [[header, *self._scalars.of(worker)] for worker, header in enumerate(self._headers)]
+        else:
+            self._average(self._buckets[-1])
+            if is_last:
+                self._closings = self._for_all([self._status])
+                beside = [[closing] for closing in self._closings]
+        self.is_committed = is_last and self._status == _FINE and self._job.world_size > 1
         if nodes is not None and self._job.world_size == 1:
             self._buckets.append(LocalBucket(bucket, nodes))
         else:
             self._buckets.append(SharedBucket(self._job, self.plan, bucket, nodes))
         self._buckets[-1].post(beside, f"{self.where}, gradients")
 
-    def finish(self, sparse_sums: Sequence[Gradients] | None) -> list[tuple[int, Tensor | None]]:
+    def finish(self, sparse_sums: Sequence[Gradients]) -> list[tuple[int, Tensor | None]]:
         """Wait for everything; return (parameter index, averaged gradient) for each parameter.
 
-        `sparse_sums` has, for each of this worker's subtrees, the gradients of `plan.sparse`; None where it
-        met an error.
+        `sparse_sums` has, for each of this worker's subtrees, the gradients of `plan.sparse`.
         """
         divisor = self.scalars.divisor
+        self._wait_for_last()
         sparse = SparseExchange(self._job, self.plan, sparse_sums, self.where) if self.plan.sparse else None
         self._average(self._buckets[-1])
         gradients = sparse.finish(divisor) if sparse else []
@@ -150,8 +170,6 @@ class Exchange:
         buckets, self._buckets = self._buckets, []
         for bucket in buckets:
             bucket.wait()
-        if (sparse and sparse.has_failed) or any(bucket.has_failed for bucket in buckets):
-            self._settle()
         return [*(each for bucket in buckets for each in bucket.gradients()), *gradients]
 
     @property
@@ -174,12 +192,21 @@ class Exchange:
         self._buckets[0].wait()
         self._check(self._headers)
 
-    def _new_headers(self, flags: int = 0) -> list[Tensor]:
-        """Return this worker's header, int64 [n], and one for each other worker to be filled."""
-        own = torch.tensor([flags, self._status, self.plan.fingerprint, *self._must_match.values()])
-        headers = [torch.empty_like(own) for _ in range(self._job.world_size)]
-        headers[self._job.rank] = own
-        return headers
+    def _wait_for_last(self) -> None:
+        self._buckets[-1].wait()
+        if any(int(closing) != _FINE for closing in self._closings):
+            self._settle()
+
+    @property
+    def _header(self) -> list[int]:
+        return [self._status, self.plan.fingerprint, *self._must_match.values(), self._hash_of_rest]
+
+    def _for_all(self, own: Sequence[int]) -> list[Tensor]:
+        """Return this worker's numbers, int64 [n], and memory for those of each other worker."""
+        numbers = torch.tensor(own)
+        all_numbers = [torch.empty_like(numbers) for _ in range(self._job.world_size)]
+        all_numbers[self._job.rank] = numbers
+        return all_numbers
 
     def _check(self, headers: Sequence[Tensor]) -> None:
         own = headers[self._job.rank]
@@ -189,6 +216,6 @@ class Exchange:
     def _settle(self) -> None:
         """Exchange errors and descriptions, and raise unless all workers have the same and none failed."""
         self.is_over = True
-        agree(self._job, self._described, where=self.where, error=self._error)
+        agree(self._job, {**self._described, **self._rest()}, where=self.where, error=self._error)
         if self._status != _CHANGED:
             raise DisagreementError(f"{self.where}: workers differ, and none of them can say in what")

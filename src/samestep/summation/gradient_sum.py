@@ -10,8 +10,16 @@ from torch import Tensor
 
 from samestep.errors import UsageError
 from samestep.summation import sparse
+from samestep.summation.bucket_exchange import Node
 from samestep.summation.exchange import Exchange
-from samestep.summation.gradients import Gradients, add_gradients, norms_of, squared_sum
+from samestep.summation.gradients import (
+    Gradients,
+    add_gradients,
+    as_real,
+    like_parameter,
+    norms_of,
+    squared_sum,
+)
 from samestep.summation.plan import Plan, grad_dtype
 from samestep.summation.tree import TreeSum
 
@@ -52,6 +60,7 @@ class GradientSum:
         self._live = range(self._towers.start, self._towers.start)  # towers whose sum is on the parameters
         self._missing: list[set[int]] = []  # of each bucket, what the last backward has not produced yet
         self._num_sent = 0
+        self._last: Sequence[Node] | None = None  # the last bucket's, which commits the worker to the step
 
     def start(self, exchange: Exchange, *, measures: bool) -> None:
         """Begin a step, which may measure the norms of each tower's gradient."""
@@ -61,14 +70,18 @@ class GradientSum:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def backward(self, tower: int, backward: Callable[[], None] | None, *, is_last: bool) -> None:
+    def backward(
+        self, tower: int, backward: Callable[[], None] | None, *, is_last: bool, at_once: bool = True
+    ) -> None:
         """Run a tower's backward, in tower order, and take the gradients that it leaves on the parameters.
 
-        What it produces is sent at once where no other tower of this worker has rows.
+        Where no other tower of this worker has rows, they are sent while backward goes on. Not so where it
+        may not give a parameter its gradient `at_once`: then autograd may not add to a sibling's sum either.
         """
         self._live = range(tower, tower + 1)
-        self._put_sibling_back()
-        if is_last:
+        if at_once:
+            self._put_sibling_back()
+        if is_last and at_once:
             self._missing = [set(bucket.parameters) for bucket in self.plan.buckets]
         if backward is not None:
             backward()
@@ -82,7 +95,11 @@ class GradientSum:
     def finish(self) -> list[tuple[int, Tensor | None]]:
         """Send what is not sent yet, and return (parameter index, averaged gradient) for each parameter."""
         assert self._exchange is not None
+        self._check_clean()
         self._send_rest()
+        last, self._last = self._last, None  # no gradient lives here once the caller has let go of it
+        self._exchange.send(last)
+        del last
         if self.plan.sparse:
             self._push_absent(self._sparse, len(self.plan.sparse))
         exchange, self._exchange = self._exchange, None
@@ -99,6 +116,12 @@ class GradientSum:
             [squared_sum([n for index in sorted(each) for n in each[index]], device) for each in norms]
         )
 
+    def clear(self) -> None:
+        """Let go of what an abandoned step has added, and of the gradients on the parameters."""
+        self._clear()
+        for parameter in self._parameters:
+            parameter.grad = None
+
     def close(self) -> None:
         """Take the hooks off the parameters."""
         for hook in self._hooks:
@@ -109,24 +132,38 @@ class GradientSum:
         if not self._missing:
             return
         missing = self._missing[self._bucket_of[index]]
-        if index not in missing:
+        if index not in missing and self._bucket_of[index] < self._num_sent:
             name = self.plan.parameters[index].name
             self._fail(
                 f"parameter {name} got a gradient twice in one backward (reentrant activation checkpointing "
                 "does that); use torch.utils.checkpoint with use_reentrant=False"
             )
         missing.discard(index)
-        while self._num_sent < len(self._missing) and not self._missing[self._num_sent]:
+        while self._num_sent < len(self._missing) - 1 and not self._missing[self._num_sent]:
             self._send_next()
+
+    def _check_clean(self) -> None:
+        for parameter, layout in zip(self._parameters, self.plan.parameters, strict=True):
+            if parameter.grad is not None:
+                self._fail(
+                    f"{layout.name} has a gradient that did not come from tower.backward(loss), and would "
+                    "not be averaged: call backward() of penalties and the like after average()"
+                )
 
     def _send_rest(self) -> None:
-        while self._num_sent < len(self.plan.buckets):
-            self._send_next()
+        """Send all buckets but the last one, which `finish` sends."""
         self._missing = []
+        while self._num_sent < len(self.plan.buckets) - 1:
+            self._send_next()
+        if self._last is None:
+            self._last = self._fold_next()
 
     def _send_next(self) -> None:
-        """Fold the next bucket's last gradients, in the order that all workers share, and send it."""
         assert self._exchange is not None
+        self._exchange.send(self._fold_next())
+
+    def _fold_next(self) -> Sequence[Node]:
+        """Add the last gradients of the next bucket, in the order that all workers share."""
         parameters = self.plan.buckets[self._num_sent].parameters
         self._num_sent += 1
         folded: TreeSum[Gradients] = TreeSum(self._dense.num_leaves, add=add_gradients)
@@ -137,7 +174,7 @@ class GradientSum:
         if self._live:
             folded.push(self._live, self._take(parameters))
         self._push_absent(folded, len(parameters))
-        self._exchange.send(folded.nodes)
+        return folded.nodes
 
     def _push_absent(self, total: TreeSum[Gradients], num_parameters: int) -> None:
         """Count the towers without rows, which come last."""
@@ -151,12 +188,12 @@ class GradientSum:
             return
         span, gradients = left
         pairs = list(zip(self._parameters, gradients, strict=True))
-        if any(g is not None and g.dtype != grad_dtype(parameter) for parameter, g in pairs):
+        if any(g is not None and g.dtype != grad_dtype(parameter).to_real() for parameter, g in pairs):
             self._dense.push(span, gradients)
             return
         self._live = range(span.start, self._live.stop)
         for parameter, gradient in pairs:
-            parameter.grad = gradient
+            parameter.grad = None if gradient is None else like_parameter(gradient, parameter)
 
     def _take(self, indices: Sequence[int]) -> Gradients:
         """Take gradients off the parameters, in the dtypes in which they are summed, and measure them."""
@@ -165,6 +202,8 @@ class GradientSum:
             parameter, layout = self._parameters[index], self.plan.parameters[index]
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None:
+                if not (layout.is_sparse or gradient.is_sparse):
+                    gradient = as_real(gradient)
                 if gradient.dtype != layout.gradient.dtype:
                     gradient = gradient.to(layout.gradient.dtype)
                 if layout.is_sparse:

@@ -29,6 +29,18 @@ _PIECE = 2**20
 """Norms are taken of pieces of this many elements: float32 sums of many more lose digits."""
 
 
+def as_real(gradient: Tensor) -> Tensor:
+    """Return a dense gradient with the two parts of complex numbers as a last dimension."""
+    return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+
+
+def like_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Return a gradient as the parameter's `grad` wants it: complex again, and in its dtype."""
+    if parameter.is_complex() and not gradient.is_complex():
+        gradient = torch.view_as_complex(gradient)
+    return gradient.to(parameter.grad_dtype or gradient.dtype)  # None allows any
+
+
 def add_gradients(left: Gradients, right: Gradients) -> Gradients:
     """Add two towers' gradients, in place on `left` where dense; sparse ones must be coalesced."""
     sums: Gradients = []

@@ -22,9 +22,6 @@ from samestep.workers.job import Job
 
 __all__ = ["SparseExchange"]
 
-_FAILED = -2
-"""Stands for sizes where a worker met an error."""
-
 
 class SparseExchange:
     """One step's sparse gradients: made, then `finish`, on all workers alike.
@@ -32,26 +29,22 @@ class SparseExchange:
     Making it starts the first round, so that it runs beside the last bucket's averages.
     """
 
-    def __init__(self, job: Job, plan: Plan, sums: Sequence[Gradients] | None, where: str) -> None:
+    def __init__(self, job: Job, plan: Plan, sums: Sequence[Gradients], where: str) -> None:
         self._job = job
         self._plan = plan
-        self._sums = sums  # of `plan.sparse`, for each of this worker's subtrees; None where it met an error
+        self._sums = [*sums]  # of `plan.sparse`, for each of this worker's subtrees
         self._what = f"{where}, sparse gradients"
-        self._sizes = [torch.full((len(spans), len(plan.sparse), 2), _FAILED) for spans in plan.spans]
-        if sums is not None:
-            own = [[sparse.measure(gradient) for gradient in gradients] for gradients in sums]
-            self._sizes[job.rank] = torch.tensor(own)
+        self._sizes = [
+            torch.zeros(len(spans), len(plan.sparse), 2, dtype=torch.int64) for spans in plan.spans
+        ]
+        self._sizes[job.rank] = torch.tensor([[sparse.measure(g) for g in gradients] for gradients in sums])
         self._pending = post_to_all(job.transport, [[table] for table in self._sizes], self._what)
-        self.has_failed = False  # some worker met an error; known once `finish` has returned
 
     def finish(self, divisor: Tensor) -> list[tuple[int, Tensor | None]]:
         """Finish the tree, divide once, and return (parameter index, averaged gradient)."""
         self._pending.wait()
-        self.has_failed = any(bool((table == _FAILED).any()) for table in self._sizes)
-        if self._sums is None or self.has_failed:
-            return []
         sums = [[self._memory(row) for row in table.tolist()] for table in self._sizes]
-        sums[self._job.rank], self._sums = [*self._sums], None
+        sums[self._job.rank], self._sums = self._sums, []
         post_to_all(self._job.transport, [_tensors(each) for each in sums], self._what).wait()
         one_by_one = (sums.pop(0) for _ in self._plan.spans)  # so that memory goes as it has been added
         averages = join(self._plan.spans, one_by_one, self._plan.placement.num_towers, add_gradients)

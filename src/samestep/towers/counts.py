@@ -39,6 +39,8 @@ class LossSum:
 
 def loss_sum(what: str, loss: Tensor, factor: float, count: float | Tensor) -> LossSum:
     """Return `loss * factor` and what it counts."""
+    if not isinstance(loss, Tensor) and isinstance(loss, (int, float)) and float(count) == 0:
+        loss = torch.tensor(float(loss), dtype=torch.float32)
     _check_scalar(what, loss)
     # A sum over nothing may be a constant; then there is nothing to run backward through.
     if not loss.requires_grad and float(count) != 0:
@@ -167,7 +169,12 @@ def _first_wrong(counts: Tensor) -> list[int] | None:
 
 def _check_scalar(what: str, value: Tensor) -> None:
     if not isinstance(value, Tensor):
-        raise UsageError(f"{what} is a {type(value).__name__}, expected a scalar tensor")
+        hint = "; for a sum and what it counts, call tower.backward_sum(total, count)"
+        raise UsageError(
+            f"{what} is a {type(value).__name__}, expected a scalar tensor{hint * isinstance(value, tuple)}"
+        )
+    if value.is_complex():
+        raise UsageError(f"{what} is complex, expected a real number")
     if value.numel() != 1:
         raise UsageError(f"{what} has shape {tuple(value.shape)}, expected a scalar")
 

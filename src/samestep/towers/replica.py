@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -11,22 +13,30 @@ from torch import Tensor, nn
 
 from samestep.buffers.model_buffers import ModelBuffers
 from samestep.buffers.named_buffers import find_named_buffers
+from samestep.buffers.outside import averaged_parameters
 from samestep.buffers.policies import Policy, check_policies
 from samestep.buffers.statistics import Mode, check_norms
-from samestep.errors import ConfigError
+from samestep.buffers.watch import Watch
+from samestep.errors import ConfigError, UsageError
 from samestep.summation.gradient_sum import GradientSum
 from samestep.summation.layout import Layout
 from samestep.summation.placement import Placement
 from samestep.summation.plan import ParameterLayout, Plan, grad_dtype
 from samestep.summation.sparse import find_sparse
 from samestep.workers.collectives import broadcast
+from samestep.workers.environment import under_launcher, world_size
 from samestep.workers.job import Job
 from samestep.workers.rendezvous import has_group
 
-__all__ = ["Replica", "Settings", "job_alone"]
+__all__ = ["Also", "Replica", "Settings", "job_alone", "together"]
+
+Also = nn.Module | nn.Parameter | Iterable[nn.Module | nn.Parameter] | Mapping[str, nn.Module | nn.Parameter]
 
 _MOST_PLANS = 8
 """Kept for a model that stays as it is, for those who change between kinds of steps or placements."""
+
+
+_QUICK = attrgetter("requires_grad", "dtype", "grad_dtype")
 
 
 @dataclass(frozen=True)
@@ -58,10 +68,30 @@ class Settings:
 
 def job_alone(model: nn.Module) -> Job:
     """Return the job of this process alone, on the model's device."""
-    if has_group():
+    if has_group() or (under_launcher() and world_size() > 1):
         raise ConfigError("job is missing: there are several workers, so pass job=samestep.init()")
     parameter = next(model.parameters(), None)
     return Job(torch.device("cpu") if parameter is None else parameter.device)
+
+
+def together(model: nn.Module, also: Also | None) -> nn.Module:
+    """Return a module of the model, whose tensors keep their names, and of what is beside it."""
+    if also is None:
+        return model
+    root = nn.Module()
+    root._modules[""] = model  # an empty name adds nothing to the names below it
+    if isinstance(also, (nn.Module, nn.Parameter)):
+        root.also = also
+        return root
+    beside = dict(also) if isinstance(also, Mapping) else {str(n): each for n, each in enumerate(also)}
+    root.also = nn.Module()
+    for name, each in beside.items():
+        if not isinstance(each, (nn.Module, nn.Parameter)):
+            raise ConfigError(
+                f"also holds a {type(each).__name__}: expected a module, an nn.Parameter, or several of them"
+            )
+        setattr(root.also, name, each)
+    return root
 
 
 class Replica:
@@ -82,15 +112,19 @@ class Replica:
         self._new: dict[str, str] = {}
         self._version = 0
         self._plans: dict[tuple[Placement, tuple[str, ...], bool], Plan] = {}
+        self._known_hooks: object = None
+        self.has_reentrant = False  # whether a backward may come to a parameter twice
+        _check_wrappers(model)
         check_norms(model, settings.statistics)
         check_policies(find_named_buffers(model), settings.buffers)
         self._look_at_model()
 
     def plan(self, placement: Placement, sums: tuple[str, ...] = (), *, is_whole_batch: bool = False) -> Plan:
         """Return the plan of a step with the model as it is now."""
-        if self._signature() != self._seen or not self.buffers.are_current:
+        if self._has_changed() or not self.buffers.are_current:
             self.model.zero_grad()  # a parameter frozen since must not keep the last step's gradient
             self._look_at_model()
+        self._check_hooks()
         if len(self._plans) > _MOST_PLANS:
             self._plans.clear()
         plain, key = (placement, (), False), (placement, sums, is_whole_batch)
@@ -109,22 +143,49 @@ class Replica:
             self._sum = GradientSum(plan, self.parameters, plan.placement.towers(self.job.rank))
         return self._sum
 
+    def _check_hooks(self) -> None:
+        """Refuse hooks that would see sums of towers, and say what those see that run for each tower."""
+        held = [(p._post_accumulate_grad_hooks, p._backward_hooks) for p in self.parameters]
+        sizes = [[hooks and len(hooks) for hooks in each] for each in held]
+        if sizes == self._known_hooks:
+            return
+        names = [layout.name for layout in self._layouts]
+        foreign = [name for name, (hooks, _) in zip(names, held, strict=True) if _is_users(hooks)]
+        if foreign:
+            raise UsageError(
+                f"{', '.join(foreign[:4])}: a post-accumulate-grad hook would see sums of some towers, which "
+                "depend on the number of workers; remove it, and do its work, such as clipping or "
+                "optimizer.step() after average()"
+            )
+        self._known_hooks = sizes
+        hooked = [name for name, (_, hooks) in zip(names, held, strict=True) if _is_users(hooks)]
+        if hooked and self.job.is_first:
+            warnings.warn(
+                f"a hook on {', '.join(hooked[:4])} sees each tower's sum of "
+                "gradients, divided by the largest power of two that is at most the batch's rows, not the "
+                "mean: factors and masks are exact, thresholds are not; use those after average()",
+                stacklevel=5,
+            )
+
     def _look_at_model(self) -> None:
         """Note the parameters and buffers that there are."""
         self._check_model()
         modules = list(self.model.modules())
         self._note_new_tensors(modules)
         self._registries = [each for m in modules for each in (m._parameters, m._modules)]
+        self._buffers = [m._buffers for m in modules]
         # Kept, so that no other object can come to have the same id.
         self._held = [value for each in self._registries for value in each.values()]
         self._all = [p for p in dict.fromkeys(self._held) if isinstance(p, nn.Parameter)]
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        averaged_parameters.update({id(p): p for p in named.values()})
         self.parameters = list(named.values())
         sparse = {*self._listed_sparse, *find_sparse(self.model, ())}
         self._layouts = tuple(self._lay_out(name, p, name in sparse) for name, p in named.items())
         self.buffers = ModelBuffers(self.model, self.settings.statistics, self.settings.buffers, self.job)
+        self.watch = Watch(self.model, self.buffers.fixed, self.buffers.shared)
         self._plans = {}
-        self._seen = self._signature()
+        self._seen, self._seen_quickly = self._signature(), self._quick_signature()
 
     def _check_model(self) -> None:
         for name, tensor in self._named_tensors():
@@ -166,21 +227,70 @@ class Replica:
 
     def _lay_out(self, name: str, parameter: Tensor, is_sparse: bool) -> ParameterLayout:
         dtype = self.settings.accumulate_dtype or grad_dtype(parameter)
+        if not is_sparse:
+            dtype = dtype.to_real()
         return ParameterLayout(name, Layout.of(parameter, dtype), parameter.dtype, is_sparse)
 
-    def _signature(self) -> tuple[object, object]:
-        """Return what changes with the model: a microsecond a parameter, so that every step can look."""
-        ids = [id(value) for each in self._registries for value in each.values()]
+    def _has_changed(self) -> bool:
+        """Whether the model is another one than when it was last looked at; shapes, where memory moved."""
+        if self._quick_signature() == self._seen_quickly:
+            return False
+        self._seen_quickly = self._quick_signature()
+        return self._signature() != self._seen
+
+    def _quick_signature(self) -> tuple[object, ...]:
+        """Return what changes with the model, or with where it lies: 0.2 microseconds a parameter."""
+        return self._ids(), list(map(_QUICK, self._all)), list(map(Tensor.data_ptr, self._all))
+
+    def _signature(self) -> tuple[object, ...]:
         kinds = [(p.requires_grad, p.dtype, p.shape, p.stride(), p.device, p.grad_dtype) for p in self._all]
-        return ids, kinds
+        return self._ids(), kinds
+
+    def _ids(self) -> tuple[object, ...]:
+        ids = [list(map(id, each.values())) for each in self._registries]
+        return ids, list(map(len, self._buffers))
 
     def start_from_first_worker(self) -> None:
         """Give every worker the first worker's values of all tensors that have not been shared before."""
-        tensors = [tensor.detach() for name, tensor in self._named_tensors() if name in self._new]
+        tensors = [_unexpanded(tensor) for name, tensor in self._named_tensors() if name in self._new]
         self._new = {}
         values = [tensor.contiguous() for tensor in tensors]
-        flat = [value.reshape(-1).view(torch.uint8) for value in values]  # no backend knows all dtypes
+        # As bytes, because no backend knows all dtypes; a tensor of one element may have any strides.
+        flat = [value.as_strided((value.numel(),), (1,)).view(torch.uint8) for value in values]
         broadcast(self.job.transport, flat, "the first worker's weights")
         for tensor, value in zip(tensors, values, strict=True):
             if value is not tensor:
                 tensor.copy_(value)
+
+
+def _unexpanded(tensor: Tensor) -> Tensor:
+    """Return a view in which no element of an expanded tensor is there twice, so that it can be written."""
+    tensor = tensor.detach()
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
+def _is_users(hooks: Mapping[int, Any] | None) -> bool:
+    """Whether some hook of a parameter is not one of samestep's own."""
+    functions = [getattr(hook, "func", hook) for hook in (hooks or {}).values()]
+    return any(not (getattr(each, "__module__", "") or "").startswith("samestep.") for each in functions)
+
+
+_WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
+
+
+def _check_wrappers(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if type(module).__name__ in _WRAPPERS and type(module).__module__.startswith("torch."):
+            raise ConfigError(
+                f"{name or 'the model'} is a {type(module).__name__}, which averages gradients itself: pass "
+                "the model that it wraps, model.module"
+            )
+    for name, parameter in model.named_parameters():
+        if type(parameter).__name__ == "DTensor":
+            raise ConfigError(
+                f"parameter {name} is a DTensor, sharded or replicated by fully_shard or the like: pass the "
+                "plain model"
+            )

@@ -9,12 +9,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-__all__ = ["Report", "mean_losses", "total_loss"]
+__all__ = ["Report", "mean_losses", "total_loss", "total_norm"]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a step returns, alike on all workers. Losses, count and norm are computed when they are read.
+    """What a step returns, alike on all workers. Losses and count are computed when they are read.
 
     Attributes:
         step: number of the step, from 0.
@@ -22,7 +22,7 @@ class Report:
         loss_sums: each tower's summed losses, float64 [T, K]: one column for each of `names`, or one; 0 where
             the tower had no rows. [1, 1] after a loss of the whole batch.
         counts: what these sums count, of the same shape; 1 after a loss of the whole batch.
-        gradients: the averaged gradients, for `grad_norm`.
+        norm: the 2-norm of the averaged gradient, 0-dim; see `grad_norm`.
         names: of the K sums that the loss consists of; empty where it is one sum without a name.
         skipped: whether the update was left out, because the average was not finite or nothing counted.
         tower_grad_norms: the 2-norm of each tower's own mean gradient, before any loss scale, on the steps
@@ -47,7 +47,7 @@ class Report:
     rows: int
     loss_sums: Tensor
     counts: Tensor
-    gradients: Sequence[Tensor]
+    norm: Tensor
     names: tuple[str, ...] = ()
     skipped: bool = False
     tower_grad_norms: list[float] | None = None
@@ -77,10 +77,15 @@ class Report:
 
     @cached_property
     def grad_norm(self) -> float:
-        """The 2-norm of the averaged gradient. Read it before something changes the gradients."""
-        # A norm in half precision would have two or three digits.
-        wide = [g.float() if g.dtype in (torch.float16, torch.bfloat16) else g for g in self.gradients]
-        return float(torch.nn.utils.get_total_norm(wide))
+        """The 2-norm of the averaged gradient, as `Towers.average` gave it."""
+        return float(self.norm)
+
+
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the 2-norm of all gradients together, 0-dim."""
+    # A norm in half precision would have two or three digits.
+    wide = [g.float() if g.dtype in (torch.float16, torch.bfloat16) else g for g in gradients]
+    return torch.nn.utils.get_total_norm(wide)
 
 
 def mean_losses(sums: Tensor, counts: Tensor) -> Tensor:

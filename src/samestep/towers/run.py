@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import InitVar, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from samestep.errors import BatchError, UsageError
+from samestep.buffers.outside import graph_of, note_outside_gradients
+from samestep.errors import BatchError, Error, UsageError
 from samestep.streams import keep_globals, seed_globals, tower_seed
 from samestep.summation.exchange import Exchange
 from samestep.summation.gradient_sum import GradientSum
@@ -29,7 +30,7 @@ from samestep.towers.counts import (
 )
 from samestep.towers.noise import GradientNorms
 from samestep.towers.replica import Replica
-from samestep.towers.report import Report
+from samestep.towers.report import Report, total_norm
 from samestep.workers.collectives import gather_rows
 
 __all__ = ["StepRun", "Tower"]
@@ -115,6 +116,9 @@ class StepRun:
 
     def __post_init__(self, replica: Replica) -> None:
         self.job = replica.job
+        self.watch = replica.watch
+        self._replica = replica
+        self._is_dropped = False
         self.parameters = replica.parameters
         self.plan = self.exchange.plan
         self.own_towers = self.plan.placement.towers(self.job.rank)
@@ -157,16 +161,29 @@ class StepRun:
         with self._passes:
             # `finish` closes this too: whoever calls `next` on the generator may never reach its end.
             self._passes.enter_context(keep_globals(self.job.device))
-            self._buffers.start_step()
+            self._passes.callback(self.watch.outside.stop_looking)
             self._passes.callback(self._buffers.end_passes)
+            self._buffers.start_step()
             self._has_begun = True
             for index, batch in self.local.slices.items():
                 self._buffers.start_tower()
                 seed_globals(tower_seed(self.seed, self.step, index), self.job.device)
+                if self.watch.looks:
+                    self.watch.outside.start_looking()
                 self._turn = tower = Tower(index, batch, len(rows[index]), self)
                 yield tower
                 self._turn = None
-                self._check_done(tower)
+                if self._is_dropped:
+                    return
+                with self._telling_others():
+                    self._check_done(tower)
+
+    def drop(self) -> None:
+        """Leave the step: streams and buffers are as before it, gradients are None."""
+        self._is_dropped = True
+        self.put_back()
+        if self._gradients is not None:
+            self._gradients.clear()
 
     def put_back(self) -> None:
         """Leave the streams and the model's buffers as they were before the step."""
@@ -206,31 +223,49 @@ class StepRun:
 
     def take_mean(self, tower: Tower, loss: Tensor | Mapping[str, Tensor]) -> None:
         """Take a tower's mean loss, or its sums by name; see `Tower.backward`."""
-        self._check_turn(tower)
-        share = tower.rows / self._unit
-        if self._counts is not None:
-            self._take(tower, self._counts.loss_sum(repr(tower), loss, tower.index, share, self._unit))
-        elif isinstance(loss, Mapping):
-            raise UsageError(
-                f"{tower!r}: loss is a mapping, but the step was started without counts: start it with "
-                "towers(batch, counts={name: count, ...}), or Step(..., counts=...)"
-            )
-        else:
-            self._take(tower, loss_sum(f"{tower!r}: loss", loss, share, share))
+        with self._telling_others():
+            self._check_turn(tower)
+            share = tower.rows / self._unit
+            if self._counts is not None:
+                found = self._counts.loss_sum(repr(tower), loss, tower.index, share, self._unit)
+            elif isinstance(loss, Mapping):
+                raise UsageError(
+                    f"{tower!r}: loss is a mapping, but the step was started without counts: start it with "
+                    "towers(batch, counts={name: count, ...}), or Step(..., counts=...)"
+                )
+            else:
+                found = loss_sum(f"{tower!r}: loss", loss, share, share)
+        self._take(tower, found)
 
     def take_sum(self, tower: Tower, total: Tensor, count: float | Tensor) -> None:
         """Take a tower's sum and its count; see `Tower.backward_sum`."""
-        self._check_turn(tower)
-        if self._counts is not None:
-            raise UsageError(
-                f"{tower!r}: backward_sum cannot be used in a step that was started with counts; call "
-                "tower.backward({name: sum})"
-            )
-        if isinstance(count, Tensor) and count.numel() != 1:
-            raise UsageError(f"{tower!r}: count has shape {tuple(count.shape)}, expected one number")
-        self._take(tower, loss_sum(f"{tower!r}: total", total, 1 / self._unit, count / self._unit))
+        with self._telling_others():
+            self._check_turn(tower)
+            if self._counts is not None:
+                raise UsageError(
+                    f"{tower!r}: backward_sum cannot be used in a step that was started with counts; call "
+                    "tower.backward({name: sum})"
+                )
+            if isinstance(count, Tensor) and count.numel() != 1:
+                raise UsageError(f"{tower!r}: count has shape {tuple(count.shape)}, expected one number")
+            if not isinstance(count, (int, float, Tensor)):
+                raise UsageError(f"{tower!r}: count is {count!r}, expected a number or 0-dim tensor")
+            found = loss_sum(f"{tower!r}: total", total, 1 / self._unit, count / self._unit)
+        self._take(tower, found)
+
+    @contextmanager
+    def _telling_others(self) -> Iterator[None]:
+        """End the step on all workers where this one finds an error."""
+        try:
+            yield
+        except Error as error:
+            if self._gradients is None:  # a closer look, of this worker alone
+                raise
+            self.exchange.fail(error)
 
     def _check_turn(self, tower: Tower) -> None:
+        if self._gradients is not None and self.exchange.is_over:
+            raise UsageError(f"{tower!r}: step {self.step} is over, because a worker met an error in it")
         if tower.index in self._done or tower is not self._turn:
             why = "has run backward already" if tower.index in self._done else "is not the current tower"
             raise UsageError(
@@ -249,17 +284,30 @@ class StepRun:
     def add(self, tower: Tower, loss: LossSum, backward: Callable[[], None] | None) -> None:
         """Note a tower's scalars, run its `backward`, if there is one, and take the gradients it leaves."""
         self._done.add(tower.index)
+        self.watch.outside.stop_looking()
         if self._gradients is None:
             if backward is not None:
                 backward()
             return
         self._has_count |= is_known_to_count(loss.count)
-        counters, moments = self._buffers.counters(), self._buffers.moments(tower.index, tower.rows)
+        with self._telling_others():
+            self.watch.check(f"step {self.step}, tower {tower.index}")
+            counters, moments = self._buffers.counters(), self._buffers.moments(tower.index, tower.rows)
         self._scalars[tower.index] = TowerScalars(loss.count, loss.sums, counters, moments)
         is_last = tower.index == max(self.local.slices)
         if is_last:
             self._start_exchange()
-        self._gradients.backward(tower.index, backward, is_last=is_last)
+        leaves = self._look_at_graph(loss.total) if self.watch.looks else []
+        at_once = not self._replica.has_reentrant
+        self._gradients.backward(tower.index, backward, is_last=is_last, at_once=at_once)
+        note_outside_gradients(leaves)
+
+    def _look_at_graph(self, loss: Tensor) -> list[Tensor]:
+        """Return the leaves of a loss's graph; note whether backward may come to a parameter twice."""
+        nodes = list(graph_of(loss))
+        if any(node.name() == "CheckpointFunctionBackward" for node in nodes):  # reentrant
+            self._replica.has_reentrant = True
+        return [node.variable for node in nodes if hasattr(node, "variable")]
 
     def _start_exchange(self) -> None:
         """Give the scalars of all this worker's towers to the exchange; those without rows count 0."""
@@ -288,9 +336,11 @@ class StepRun:
             if not self.local.slices:
                 next(self.turns(), None)  # there may have been no loop
                 self._start_exchange()
+            with self._telling_others():
+                self.watch.end_step(f"step {self.step}: a pass")
             return self._gradients.finish()
-        except BaseException:
-            self.put_back()
+        except Exception:
+            self.drop()
             raise
 
     def wrong_counts(self) -> BatchError | None:
@@ -332,4 +382,7 @@ class StepRun:
             counts = self._counts.counts.to(counts.device)
         loss_sums = scalars.loss_sums[:num_counted] * self._unit
         more |= {"names": self.plan.sums, "flags": self.exchange.flags}
-        return Report(self.step, self.local.rows, loss_sums, counts, gradients, **more)
+        norm = total_norm(gradients)
+        if self.scaler is not None:
+            norm = norm / self.scaler.scale(torch.ones_like(norm))
+        return Report(self.step, self.local.rows, loss_sums, counts, norm, **more)

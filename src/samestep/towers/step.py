@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from samestep.errors import ConfigError, NonFiniteError
+from samestep.errors import ConfigError, Error, NonFiniteError, UsageError
 from samestep.towers.counts import Count, check_counts
 from samestep.towers.diagnosis import explain, first_nonfinite
 from samestep.towers.report import Report
@@ -60,7 +60,8 @@ class Step:
 
     Raises:
         ConfigError: an `autocast` or `on_nonfinite` that does not exist, `clip_norm` not above 0, or
-            `counts` that are no mapping of functions.
+            `counts` that are no mapping of functions; when it is called, an optimizer of parameters that
+            `towers` does not average the gradients of.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -97,21 +98,23 @@ class Step:
     def __call__(self, batch: Any, *, flags: Callable[[], int] = int) -> Report:
         """Take one step; `batch` and `flags` are as for `Towers.__call__`.
 
+        The settings of the step and of the optimizer must be the same on all workers. Where the passes raise,
+        the step is abandoned (see `Towers.abandon`).
+
         Raises:
             NonFiniteError: the averaged gradient is NaN or infinite and `on_nonfinite` is "raise". It names
                 the towers, their rows and their first parameters with such a gradient; to find out, the
                 passes run once more. Weights and buffers are still those of before.
             BatchError: nothing in the batch counts, and `towers` does not skip such batches.
         """
-        if self.forward is None:
-            for tower in self.towers(batch, counts=self.counts, scaler=self.scaler, flags=flags):
-                self._run(tower)
-        else:
-            model = self.towers.model
-            forward, loss = partial(self.forward, model), partial(self.loss_fn, model)
-            with self._precision():
-                self.towers.whole_batch(batch, forward, loss, scaler=self.scaler, flags=flags)
-        report = self.towers.average()
+        self.towers._check_averages(self.optimizer)
+        try:
+            report = self._average(batch, flags)
+        except BaseException:
+            # The others need not wait for this worker; what is raised here says why.
+            with contextlib.suppress(Error):
+                self.towers.abandon()
+            raise
         if report.skipped:
             return report
         if self._prepare_gradients(report):
@@ -119,13 +122,45 @@ class Step:
             return report
         return self._leave_out(report)
 
+    def _average(self, batch: Any, flags: Callable[[], int]) -> Report:
+        towers = self.towers
+        options: dict[str, Any] = {"scaler": self.scaler, "flags": flags, "must_match": self._must_match}
+        if self.forward is None:
+            for tower in towers(batch, counts=self.counts, **options):
+                self._run(tower)
+        else:
+            forward, loss = partial(self.forward, towers.model), partial(self.loss_fn, towers.model)
+            with self._precision():
+                towers.whole_batch(batch, forward, loss, **options)
+        return towers.average()
+
+    @property
+    def _must_match(self) -> dict[str, Any]:
+        """What else a step depends on; tensors, such as a learning rate on a GPU, are not waited for."""
+        settings: dict[str, Any] = {
+            name: getattr(self, name) for name in ("clip_norm", "autocast", "on_nonfinite")
+        }
+        settings["optimizer"] = type(self.optimizer).__name__
+        for number, group in enumerate(self.optimizer.param_groups):
+            settings |= {
+                f"{name} of parameter group {number}": value
+                for name, value in group.items()
+                if isinstance(value, (bool, int, float, str, tuple, type(None)))
+            }
+        return settings
+
     def _run(self, tower: Tower) -> None:
         with self._precision():
             result = self.loss_fn(self.towers.model, tower.batch)
-        if isinstance(result, tuple):
+        if not isinstance(result, tuple):
+            tower.backward(result)
+        elif len(result) == 2:
             tower.backward_sum(*result)
         else:
-            tower.backward(result)
+            raise UsageError(
+                f"{tower!r}: loss_fn returned a tuple of {len(result)}, expected the mean loss, or a sum and "
+                "what it counts"
+            )
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         if self.autocast is None:
@@ -139,10 +174,7 @@ class Step:
         if not math.isfinite(report.grad_norm):
             return False
         if self.clip_norm is not None:
-            is_double = any(gradient.dtype == torch.float64 for gradient in report.gradients)
-            dtype = torch.float64 if is_double else torch.float32
-            norm = torch.tensor(report.grad_norm, dtype=dtype, device=self.towers.job.device)
-            torch.nn.utils.clip_grads_with_norm_(self.towers._last.parameters, self.clip_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(self.towers._last.parameters, self.clip_norm, report.norm)
         return True
 
     def _update(self) -> None:

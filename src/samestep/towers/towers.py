@@ -13,6 +13,9 @@ and every other placement gives the same bits.
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -21,21 +24,23 @@ from torch import Tensor, nn
 
 from samestep.buffers.policies import Policy
 from samestep.buffers.statistics import Mode
-from samestep.errors import ConfigError, UsageError
+from samestep.errors import AbandonedError, ConfigError, DisagreementError, Error, UsageError, one_line
 from samestep.identity import check_same
 from samestep.summation.buckets import DEFAULT_BUCKET_BYTES
 from samestep.summation.exchange import Exchange
+from samestep.summation.gradients import like_parameter
 from samestep.summation.placement import Placement
 from samestep.summation.sparse import stored
 from samestep.towers.batch import LocalBatch, cut
 from samestep.towers.counts import Count, check_counts
 from samestep.towers.noise import NoiseScale
-from samestep.towers.replica import Replica, Settings, job_alone
+from samestep.towers.replica import Also, Replica, Settings, job_alone, together
 from samestep.towers.report import Report
 from samestep.towers.run import StepRun, Tower
 from samestep.towers.whole_batch import Forward, WholeLoss, run_whole_batch
 from samestep.workers.agreement import agree
 from samestep.workers.job import Job
+from samestep.workers.process import keep_freed_memory
 
 __all__ = ["Towers"]
 
@@ -64,6 +69,8 @@ class Towers:
         on_zero_count: where the counts of all towers are 0, "raise" a `BatchError`, or "skip" the step, which
             leaves every `p.grad` None; then `average` waits for counts that are tensors on a GPU.
         noise_every: measure the gradient noise scale at every n-th step; 1 is always, 0 never.
+        also: what the loss trains beside the model: modules, such as a loss head, or parameters, such as a
+            temperature, one or several. Their gradients are averaged, too, and their buffers shared.
 
     Attributes:
         model, job, seed: see above.
@@ -100,6 +107,7 @@ class Towers:
         sparse_parameters: Sequence[nn.Parameter] = (),
         on_zero_count: Literal["raise", "skip"] = "raise",
         noise_every: int = 20,
+        also: Also | None = None,
     ) -> None:
         self._settings = Settings(
             seed, statistics, dict(buffers or {}), bucket_bytes, accumulate_dtype, on_zero_count, noise_every
@@ -108,6 +116,8 @@ class Towers:
         self.job = job if job is not None else job_alone(model)
         self.seed = seed
         self.noise = NoiseScale()
+        if self.job.device.type == "cpu":
+            keep_freed_memory()
         self._step = 0
         self._run: StepRun | None = None
         # Every worker checks its own before the first message, so that none waits for one that has raised.
@@ -115,7 +125,8 @@ class Towers:
         error: Exception | None = None
         try:
             self._placement = Placement.even(num_towers, self.job.world_size)
-            self._replica = Replica(model, self.job, self._settings, sparse_parameters)
+            self._root = together(model, also)
+            self._replica = Replica(self._root, self.job, self._settings, sparse_parameters)
             self._plan = self._replica.plan(self._placement)
             must_match |= self._plan.description
         except Exception as found:
@@ -135,7 +146,7 @@ class Towers:
 
     @placement.setter
     def placement(self, placement: Placement) -> None:
-        self._check_averaged()
+        self._check_no_step("set placement")
         if not isinstance(placement, Placement):
             raise ConfigError(
                 f"placement = {placement!r}: expected a samestep.Placement, such as Placement.even(8, 2) or "
@@ -160,7 +171,7 @@ class Towers:
         Raises:
             ConfigError: it is of another number of towers, or of another seed.
         """
-        self._check_averaged()
+        self._check_no_step("load a state")
         check_same(state, {"towers": self._placement.num_towers, "seed": self.seed}, "towers")
         self._step = int(state["step"])
         self.noise.load_state_dict(state["noise"])
@@ -172,6 +183,7 @@ class Towers:
         counts: Mapping[str, Count] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         flags: Callable[[], int] = int,
+        must_match: Mapping[str, Any] | None = None,
     ) -> Iterator[Tower]:
         """Start a step and return this worker's towers that have rows, in order.
 
@@ -188,13 +200,16 @@ class Towers:
             scaler: its scale multiplies each loss before backward; the average is scaled, the report is not.
             flags: called once a step, just before this worker sends its first message: returns an int
                 whose bits are OR-ed over all workers into `Report.flags`, such as a request to stop.
+            must_match: what else must be the same on all workers, by name, such as the learning rate; values
+                are compared by their `repr`, with the first message.
 
         Raises:
             BatchError: the tensors' rows disagree, there are none, or a count is negative or not finite.
             ConfigError: `counts` is not a mapping of functions, or the model cannot be trained any more.
             DisagreementError: workers came with different batches or models; where the passes are running
                 already, `Tower.backward` or `average` raises it.
-            UsageError: the last step has not been averaged.
+            UsageError: the last step was interrupted in `average`, or a hook on a parameter would see sums of
+                towers. A step that is still open is abandoned first.
 
         Example:
             >>> model = torch.nn.Linear(2, 1)
@@ -207,10 +222,10 @@ class Towers:
             >>> report.loss == sum(report.losses.values()), report.count
             (True, 5.0)
         """
-        run = self._begin(batch, scaler, flags, sums=check_counts(counts))
+        self._run = run = self._begin(batch, scaler, flags, must_match, sums=check_counts(counts))
         if counts is not None:
-            run.count(counts)
-        self._run = run
+            with self._ending_on_error(run):
+                run.count(counts)
         return run.turns()
 
     def whole_batch(
@@ -221,6 +236,7 @@ class Towers:
         *,
         scaler: torch.amp.GradScaler | None = None,
         flags: Callable[[], int] = int,
+        must_match: Mapping[str, Any] | None = None,
     ) -> None:
         """Run a step whose loss is no sum over rows, instead of the loop over towers; then call `average`.
 
@@ -240,6 +256,7 @@ class Towers:
                 from the global generators, which are seeded from (seed, step).
             scaler: as for `__call__`.
             flags: as for `__call__`.
+            must_match: as for `__call__`.
 
         Raises:
             BatchError, DisagreementError: as for `__call__`.
@@ -253,13 +270,9 @@ class Towers:
             >>> towers.average().count
             1.0
         """
-        run = self._begin(batch, scaler, flags, is_whole_batch=True)
-        try:
-            run_whole_batch(run, self.model, batch, forward, loss)
-        except Exception as error:
-            run.put_back()
-            run.exchange.fail(error)
-        self._run = run
+        self._run = run = self._begin(batch, scaler, flags, must_match, is_whole_batch=True)
+        with self._ending_on_error(run):
+            run_whole_batch(run, self._root, batch, forward, loss)
 
     def average(self) -> Report:
         """Finish the step: every worker's `p.grad` becomes the average over all towers.
@@ -274,11 +287,12 @@ class Towers:
         run = self._run
         if run is None:
             raise UsageError("average() without a batch: loop over towers(batch) first")
-        run.check_complete()
-        self._run, self._last = None, run
-        averages = run.finish()
-        error = run.wrong_counts()
+        with self._ending_on_error(run):
+            run.check_complete()
+            averages = run.finish()
+        self._last, error = run, run.wrong_counts()
         if error is not None:
+            self._run = None
             run.put_back()
             if self._settings.on_zero_count == "raise" or (run.exchange.scalars.counts != 0).any():
                 raise error
@@ -287,13 +301,66 @@ class Towers:
         for index, gradient in averages:
             if gradient is not None:
                 parameter = run.parameters[index]
-                parameter.grad = gradient.to(parameter.grad_dtype or gradient.dtype)  # None allows any
+                parameter.grad = like_parameter(gradient, parameter)
                 gradients.append(stored(parameter.grad))
         norms = run.norms([gradient for _, gradient in averages])
+        run.update_buffers()
         if norms is not None:
             self.noise.measure(norms)
-        run.update_buffers()
+        self._run = None
         return self._report(run, gradients, tower_grad_norms=None if norms is None else norms.of_towers)
+
+    def abandon(self) -> None:
+        """Leave the step that has begun, as if it had not: instead of `average`, after an exception, Ctrl-C.
+
+        Buffers and random generators are as before the step, its number stays, every `p.grad` is None. On all
+        other workers `average` raises `AbandonedError`; they, too, may begin the step again. Without an open
+        step nothing happens.
+
+        Raises:
+            UsageError: `average` was interrupted when it had sent all that other workers need, so they may
+                have taken the step.
+            LostWorkerError: another worker is gone.
+        """
+        run = self._run
+        if run is None:
+            return
+        if run.exchange.is_committed:
+            raise UsageError(
+                f"step {self._step} was interrupted in average(), when other workers may have taken it: end "
+                "this process, and go on from a checkpoint"
+            )
+        self._run = None
+        run.drop()
+        cause = sys.exception()
+        reason = "" if cause is None else f" after {one_line(f'{type(cause).__name__}: {cause}')}"
+        with contextlib.suppress(AbandonedError, DisagreementError):
+            run.exchange.fail(AbandonedError(reason))
+
+    @contextlib.contextmanager
+    def _ending_on_error(self, run: StepRun) -> Iterator[None]:
+        """End a step in which this worker's code, or the exchange, raises; an interrupt leaves it open."""
+        try:
+            yield
+        except Error as error:
+            self._run = None
+            run.drop()
+            run.exchange.fail(error)
+        except Exception:
+            self.abandon()
+            raise
+
+    def _check_averages(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer of parameters that require grad and that nobody averages."""
+        known = set(map(id, self._root.parameters()))
+        for number, group in enumerate(optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                if parameter.requires_grad and id(parameter) not in known:
+                    raise ConfigError(
+                        f"optimizer: parameter {position} of group {number}, {list(parameter.shape)}, is not "
+                        "part of the model, so nobody averages its gradient: pass it as Towers(model, ..., "
+                        "also=...), or make the optimizer anew where a layer was replaced"
+                    )
 
     def _report(self, run: StepRun, gradients: Sequence[Tensor], **more: Any) -> Report:
         self._step += 1
@@ -304,35 +371,44 @@ class Towers:
         batch: Any,
         scaler: torch.amp.GradScaler | None,
         flags: Callable[[], int],
+        must_match: Mapping[str, Any] | None,
         *,
         sums: tuple[str, ...] = (),
         is_whole_batch: bool = False,
     ) -> StepRun:
         """Cut the batch, and agree with the other workers on a new plan, if there is one."""
-        self._check_averaged()
+        self.abandon()
         local, plan, error = LocalBatch(0, {}), self._plan, None
         try:
             plan = self._replica.plan(self._placement, sums, is_whole_batch=is_whole_batch)
             local = cut(batch, self._placement, self.job)
         except Exception as found:
             error = found
-        must_match = {"step": self._step, "rows": local.rows, "batch fingerprint": local.fingerprint}
-        exchange = Exchange(self.job, self._plan, must_match, flags=flags)
+        numbers = {"step": self._step, "rows": local.rows, "batch fingerprint": local.fingerprint}
         if error is not None:
-            exchange.fail(error)
+            Exchange(self.job, self._plan, numbers).fail(error)
         if plan.fingerprint != self._plan.fingerprint:
-            exchange.change_to(plan)
+            Exchange(self.job, self._plan, numbers).change_to(plan)
             self._replica.start_from_first_worker()
-        if plan is not self._plan:
-            self._plan, exchange = plan, Exchange(self.job, plan, must_match, flags=flags)
+        self._plan = plan
+        watch, settings = (
+            self._replica.watch,
+            {name: repr(value) for name, value in (must_match or {}).items()},
+        )
+        watch.start_step(self._step)
+
+        def rest() -> Mapping[str, object]:
+            return settings | {f"weights in {name}": value for name, value in watch.hashes.items()}
+
+        number = zlib.crc32(repr([settings, watch.hashes]).encode()) if self.job.world_size > 1 else 0
+        exchange = Exchange(self.job, plan, numbers, hash_of_rest=number, rest=rest, flags=flags)
         return StepRun(self._step, self.seed, local, self._replica, exchange, scaler)
 
-    def _check_averaged(self) -> None:
+    def _check_no_step(self, what: str) -> None:
         if self._run is not None and self._run.exchange.is_over:  # all workers have raised, and none stepped
-            self._run.put_back()
-            self._run = None
+            self.abandon()
         if self._run is not None:
-            raise UsageError(f"step {self._step} has not been averaged: call average() before the next batch")
+            raise UsageError(f"cannot {what} in step {self._step}: call average(), or abandon(), first")
 
     def _replay(self) -> Generator[Tower]:
         """Run this worker's towers of the last step once more; see `StepRun.replay`."""

@@ -48,6 +48,7 @@ def run_whole_batch(run: StepRun, model: nn.Module, batch: Any, forward: Forward
     own = _run_ahead(run, model, forward)
     run.exchange.compare(torch.zeros(len(run.own_towers), 0, dtype=torch.float64))
     value = _differentiate(run, own, batch, loss)
+    run.watch.note(rehash=True)  # what the loss writes is the same on all workers
     for tower in run.turns():
         # The loss counts once, as tower 0's. Nothing here may hold on to a tower's outputs.
         count = float(tower.index == 0)
@@ -88,8 +89,10 @@ def _run_ahead(run: StepRun, model: nn.Module, forward: Forward) -> dict[int, _P
             try:
                 tensors, outline = take_apart(forward(own_batch))
                 own[tower] = _Pass(outline, [_contiguous_copy(tensor.detach()) for tensor in tensors])
+                run.watch.check(f"step {run.step}, tower {tower}")
             finally:
                 kept.restore()
+                run.watch.note()  # that is a write, too
     # Casts of the weights made without grad would serve the second pass and cut it off from them:
     # https://github.com/pytorch/pytorch/issues/112583
     torch.clear_autocast_cache()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from samestep.errors import DisagreementError, Error, LostWorkerError
+from samestep.errors import AbandonedError, DisagreementError, Error, LostWorkerError
 from samestep.workers.collectives import broadcast, gather_objects
 from samestep.workers.job import Job
 
@@ -27,23 +27,30 @@ def agree(
     """Raise on every worker unless all have the same values and none has an error; return all messages.
 
     All workers must call this. `error` is what went wrong on this worker before: it is raised here, and as a
-    `DisagreementError` elsewhere. Messages may differ. `where` begins the error, such as "step 3".
+    `DisagreementError` elsewhere; an `AbandonedError` as such. Messages may differ. `where` begins the error,
+    such as "step 3".
     """
     own = (dict(must_match), None if error is None else _in_words(error), message)
     all_values = gather_objects(job.transport, own, where)
     if error is not None:
         raise error
-    failed = [f"worker {worker} failed: {text}" for worker, (_, text, _) in enumerate(all_values) if text]
+    failed = [f"worker {worker} {text}" for worker, (_, text, _) in enumerate(all_values) if text]
     if failed:
-        raise DisagreementError(f"{where}: {'; '.join(failed)}")
+        abandoned = all(text is None or text.startswith(_ABANDONED) for _, text, _ in all_values)
+        raise (AbandonedError if abandoned else DisagreementError)(f"{where}: {'; '.join(failed)}")
     sentence = difference([values for values, _, _ in all_values])
     if sentence:
         raise DisagreementError(f"{where}: {sentence}")
     return [each for _, _, each in all_values]
 
 
+_ABANDONED = "abandoned the step"
+
+
 def _in_words(error: BaseException) -> str:
-    return str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
+    if isinstance(error, AbandonedError):
+        return f"{_ABANDONED}{error}"
+    return f"failed: {error}" if isinstance(error, Error) else f"failed: {type(error).__name__}: {error}"
 
 
 def difference(all_values: Sequence[Values]) -> str | None:
