@@ -76,6 +76,8 @@ class Settings(abc.ABC):
     """Settings that may change when a run is continued: where and how it runs, not what is computed.
 
     An optional folder has to stay given, or stay left out."""
+    per_worker: ClassVar[frozenset[str]] = frozenset(("data_dir", "loader_processes"))
+    """Settings that may differ between the workers of a job: how a machine gets at the data."""
 
     def __post_init__(self) -> None:
         counts = (
