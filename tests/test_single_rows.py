@@ -10,7 +10,6 @@ from torch import nn
 from samestep import Towers
 from samestep.data.loader import TowerLoader
 
-
 ALL_REMEDIES = "drop_last=True or {} or at most 2 towers"
 
 

@@ -44,6 +44,8 @@ class Settings(abc.ABC):
     """Device to compute on; auto is the GPU where there is one."""
     autocast: Literal["none", "bf16", "fp16"] = "none"
     """Dtype of mixed precision (torch.autocast)."""
+    tf32: bool = False
+    """Let GPUs multiply float32 numbers rounded to 11 significant bits (TF32): faster, and another result."""
     log_every: int = 50
     """Steps between printed lines."""
     summary_every: int = 100

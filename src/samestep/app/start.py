@@ -37,7 +37,7 @@ def start(settings: Settings, command: str, **options: object) -> Job:
         LostWorkerError: the workers have not found each other within the timeout.
     """
     with refusing():
-        job = init(settings.device, threads=settings.threads, timeout_s=settings.timeout)
+        job = init(settings.device, threads=settings.threads, tf32=settings.tf32, timeout_s=settings.timeout)
     compare_settings(job, settings, command, **options)
     return job
 

@@ -26,13 +26,14 @@ def warn_of_single_rows(
         single = sum(len(part) == 1 for part in even_ranges(rows, num_towers))
         if layer is not None and single:
             which = "the last batch of an epoch" if rows == last else "a batch"
+            num_rows = "1 row" if rows == 1 else f"{rows} rows"
             remedies = [
                 *(["drop_last=True"] if rows == last < examples else []),
                 "another batch_size",
                 *([f"at most {rows // 2} towers"] if rows > 1 else []),
             ]
             warnings.warn(
-                f"{which} has {rows} row{'s' * (rows > 1)}, and {single} of {num_towers} towers get only one, which "
+                f"{which} has {num_rows}, and {single} of {num_towers} towers get only one, which "
                 f"BatchNorm1d ({layer}) refuses as [1, features]: use {' or '.join(remedies)}",
                 stacklevel=3,
             )
