@@ -8,19 +8,20 @@ import torch
 from torch import nn
 
 import samestep
+from samestep.app import recipe_check
 from samestep.identity import digest
 
 from .simulation import values
 
 SET = """
 import sys, torch
-from samestep.identity import _precisions
+from samestep.identity import precisions
 from samestep.workers.device import make_cuda_deterministic
 
 torch.backends.fp32_precision = sys.argv[1]  # what a program set before
 torch.cuda.set_device = lambda device: None
 make_cuda_deterministic(torch.device("cuda", 0), tf32=sys.argv[2] == "tf32")
-print(_precisions(torch.backends.cuda, torch.backends.cudnn))
+print(precisions(torch.backends.cuda, torch.backends.cudnn))
 print(torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
 print(torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark)
 print(torch.utils.deterministic.fill_uninitialized_memory)
@@ -82,3 +83,21 @@ def test_no_memory_is_read_before_it_is_written_to(num_workers, filled):
     torch.utils.deterministic.fill_uninitialized_memory = False
     assert with_nan == values(train, num_workers)
     assert len(set(with_nan)) == 1
+
+
+def test_a_check_of_a_recipe_computes_as_the_recipe_does(monkeypatch):
+    class Experiment:
+        step, loader = "step", ()
+
+    class Settings:
+        tf32 = True
+
+        def build(self, job):
+            return Experiment
+
+    chosen = []
+    monkeypatch.setattr(recipe_check, "set_tf32", chosen.append)
+    for device in ("cpu", "cuda"):
+        step, _ = recipe_check._Recipe(Settings())(samestep.Job(torch.device(device)))
+        assert step == "step"
+    assert chosen == [True]

@@ -26,6 +26,7 @@ __all__ = [
     "digest",
     "fingerprint",
     "plain_names",
+    "precisions",
     "uncompiled",
 ]
 
@@ -124,7 +125,7 @@ def fingerprint(device: torch.device) -> Fingerprint:
         "CPU kernels": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "default dtype": str(torch.get_default_dtype()),
-        "float32 on CPU": _precisions(torch.backends.mkldnn),
+        "float32 on CPU": precisions(torch.backends.mkldnn),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "Python": platform.python_version(),
         "samestep": _version_of_samestep(),
@@ -187,15 +188,15 @@ def _follows(causes: Sequence[object], effects: Sequence[object]) -> bool:
 def _gpu(device: torch.device) -> dict[str, str | int | bool | None]:
     return {
         "GPU": torch.cuda.get_device_name(device),
-        "float32 on GPU": _precisions(torch.backends.cuda, torch.backends.cudnn),
+        "float32 on GPU": precisions(torch.backends.cuda, torch.backends.cudnn),
         "cuDNN benchmark": torch.backends.cudnn.benchmark,
         "CUDA": torch.version.cuda,
         "cuDNN": torch.backends.cudnn.version(),
     }
 
 
-def _precisions(*backends: object) -> str:
-    """Name the precisions (ieee, tf32, bf16; none is torch's default) that are set for float32.
+def precisions(*backends: object) -> str:
+    """Name the precisions (ieee, tf32, bf16; none is torch's default) that backends compute float32 in.
 
     Read by torch's newer interface, because the older one raises where somebody has used the newer.
     """

@@ -9,7 +9,15 @@ import torch
 
 from samestep.errors import ConfigError
 
-__all__ = ["check_threads", "device_named", "gpu_of", "has_tf32", "make_cuda_deterministic", "num_cores"]
+__all__ = [
+    "check_threads",
+    "device_named",
+    "gpu_of",
+    "has_tf32",
+    "make_cuda_deterministic",
+    "num_cores",
+    "set_tf32",
+]
 
 
 def num_cores() -> int:
@@ -60,10 +68,11 @@ def make_cuda_deterministic(device: torch.device, *, tf32: bool = False) -> None
     torch.backends.cudnn.benchmark = False
     # Else every torch.empty is filled; whoever reads one before it is written to has other bits anyway.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    _set_tf32(tf32)
+    set_tf32(tf32)
 
 
-def _set_tf32(wanted: bool) -> None:
+def set_tf32(wanted: bool) -> None:
+    """Let the GPU multiply float32 numbers in TF32, or not."""
     # By both of torch's interfaces: the older alone leaves convolutions to torch.backends.fp32_precision, and
     # after the newer alone the older one's getters raise.
     torch.backends.cuda.matmul.allow_tf32 = wanted
