@@ -2,9 +2,9 @@
 
     python benchmarks/checks.py [--steps 128]
 
-One worker on one CPU thread, in CPU time. Timed are, in a step of each model: the look at the model and its hooks, the
-notes before the passes, the checks after each, those after the last, and the hash of the batch. The wider look at
-graphs and at nets beside the model comes at every 32nd step and is part of it.
+One worker on one CPU thread, in CPU time. Timed are, in a step of each model: the look at the model and its
+hooks, the notes before the passes, the checks after each, those after the last, and the hash of the batch.
+The wider look at graphs and at nets beside the model comes at every 32nd step and is part of it.
 """
 
 from __future__ import annotations

@@ -21,6 +21,8 @@
 from __future__ import annotations
 
 import reprlib
+from collections import Counter
+from collections.abc import Sequence
 
 __all__ = [
     "AbandonedError",
@@ -39,6 +41,7 @@ __all__ = [
     "UsageError",
     "one_line",
     "shown",
+    "who_has_what",
 ]
 
 
@@ -131,3 +134,17 @@ def one_line(text: str, max_chars: int = 200) -> str:
 def shown(value: object, max_chars: int = 80) -> str:
     """Return a value from an unknown source for a message: its `repr`, on one short line."""
     return one_line(repr(value) if isinstance(value, str) else reprlib.repr(value), max_chars)
+
+
+def who_has_what(name: str, values: Sequence[object]) -> str:
+    """Say which workers have another value than most.
+
+    >>> who_has_what("towers", [8, 7, 8])
+    'worker 1 has towers = 7, the others have 8'
+    """
+    texts = [str(value) for value in values]
+    usual, count = Counter(texts).most_common(1)[0]
+    has_usual = 1 < count != len(texts) / 2
+    odd = [w for w, text in enumerate(texts) if text != usual] if has_usual else range(len(texts))
+    said = ", ".join(f"worker {worker} has {name} = {texts[worker]}" for worker in odd)
+    return f"{said}, the others have {usual}" if has_usual else said

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.checking.attributes import fingerprint, module_names
 from samestep.checking.recording import Event
-from samestep.identity import digest
+from samestep.identity import digest, precisions
 from samestep.streams import GlobalStreams
 
 __all__ = ["OperatorWatch", "Phase", "process_settings"]
@@ -26,13 +26,17 @@ _OUTSIDE_MODULES = "the loss function"
 _UNDEFINED = ("empty", "new_empty", "resize_")  # what comes out is whatever the memory held
 
 
+def _float32_precision() -> str:
+    return precisions(torch.backends.mkldnn, torch.backends.cuda, torch.backends.cudnn)
+
+
 def process_settings() -> dict[str, str]:
     """Return the settings of this process that the bits depend on."""
     settings = {
         "threads": torch.get_num_threads(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "cudnn.benchmark": torch.backends.cudnn.benchmark,
-        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "float32 precision": _float32_precision(),
         "default dtype": torch.get_default_dtype(),
     }
     return {name: str(value) for name, value in settings.items()}

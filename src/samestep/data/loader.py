@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 from torch.utils.data import DataLoader
 
 from samestep.data.readers import (
@@ -27,6 +28,7 @@ from samestep.data.readers import (
     noted,
     read_ahead,
 )
+from samestep.data.single_rows import warn_of_single_rows
 from samestep.errors import ConfigError, UsageError
 from samestep.identity import check_same
 from samestep.streams import generator
@@ -50,6 +52,10 @@ class PlacedTowers(Protocol):
     """What a `TowerLoader` needs of `samestep.Towers`; `placement` may change between any two steps."""
 
     @property
+    def model(self) -> nn.Module:
+        """What is trained."""
+
+    @property
     def placement(self) -> Placement:
         """Which towers each worker runs."""
 
@@ -65,6 +71,8 @@ class TowerLoader:
     Around `dataset[example]` torch's CPU generator, Python's `random` and NumPy's legacy generator are
     seeded from (seed, epoch, example), and around `collate_fn` from (seed, position, tower). Examples are
     read with one CPU thread, in loader processes and without.
+
+    Where a batch leaves some tower a single row and the model has a `BatchNorm1d`, there is a warning.
 
     Batches are read ahead for the towers' current placement. When that has been replaced, what was read ahead
     is dropped and read again for the new one; `persistent_workers=True` keeps the loader processes then.
@@ -111,6 +119,13 @@ class TowerLoader:
         batched = is_batched(dataset)
         _check(dataset, batch_size, drop_last)
         _check_options(dataloader_options, collate_fn if batched else None)
+        warn_of_single_rows(
+            towers.model,
+            towers.placement.num_towers,
+            examples=len(dataset),
+            batch_size=batch_size,
+            drop_last=drop_last,
+        )
         self.dataset = dataset
         self.batch_size = batch_size
         self.seed = seed

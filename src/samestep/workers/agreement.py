@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, TypeVar
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from samestep.errors import AbandonedError, DisagreementError, Error, LostWorkerError
+from samestep.errors import AbandonedError, DisagreementError, Error, LostWorkerError, who_has_what
 from samestep.workers.collectives import broadcast, gather_objects
 from samestep.workers.job import Job
 
@@ -64,20 +63,11 @@ def difference(all_values: Sequence[Values]) -> str | None:
         if all(value == values[0] for value in values):
             continue
         if not isinstance(values[0], (list, tuple)):
-            return _in_a_sentence(name, values)
+            return who_has_what(name, values)
         for index, entries in enumerate(zip_longest(*values, fillvalue="nothing")):
             if any(entry != entries[0] for entry in entries):
-                return _in_a_sentence(f"{name}[{index}]", entries)
+                return who_has_what(f"{name}[{index}]", entries)
     return None
-
-
-def _in_a_sentence(name: str, values: Sequence[Any]) -> str:
-    texts = [str(value) for value in values]
-    usual, count = Counter(texts).most_common(1)[0]
-    if count == 1 or 2 * count == len(texts):
-        return ", ".join(f"worker {worker} has {name} = {text}" for worker, text in enumerate(texts))
-    odd = [f"worker {worker} has {name} = {text}" for worker, text in enumerate(texts) if text != usual]
-    return f"{', '.join(odd)}, the others have {usual}"
 
 
 def from_first_worker(job: Job, work: Callable[[], T]) -> T:

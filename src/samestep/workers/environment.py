@@ -11,7 +11,6 @@ __all__ = [
     "environment",
     "error_file",
     "launched_by_samestep",
-    "local_world_size",
     "may_restart",
     "rank",
     "under_launcher",
@@ -43,11 +42,6 @@ def rank() -> int:
 def world_size() -> int:
     """Return the number of workers in the job, 1 where there is no launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def local_world_size() -> int:
-    """Return the number of workers on this host, 1 where there is no launcher."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def error_file() -> Path | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import time
+import warnings
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -13,7 +15,8 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from samestep.errors import LostWorkerError
-from samestep.workers.environment import local_world_size, world_size
+from samestep.workers.device import gpu_of
+from samestep.workers.environment import world_size
 from samestep.workers.transport import Alone, ProcessGroup, Transport, is_lost_connection, lost_worker
 
 __all__ = ["has_group", "join", "open_store"]
@@ -42,7 +45,7 @@ def join(device: torch.device, timeout_s: float) -> Transport:
         return Alone()
     if not dist.is_initialized():
         try:
-            _make_group(_backend(device), timeout_s)
+            _make_group(gpu_of(device), timeout_s)
         except RuntimeError as error:
             if not is_lost_connection(error):
                 raise
@@ -51,20 +54,14 @@ def join(device: torch.device, timeout_s: float) -> Transport:
     return ProcessGroup(device, timeout_s)
 
 
-def _backend(device: torch.device) -> str:
-    if device.type == "cpu":
-        return "gloo"
-    # NCCL refuses two ranks on one GPU; gloo carries CUDA tensors through host memory.
-    return "cpu:gloo,cuda:nccl" if local_world_size() <= torch.cuda.device_count() else "gloo"
-
-
-def _make_group(backend: str, timeout_s: float) -> None:
+def _make_group(gpu: str, timeout_s: float) -> None:
     timeout = timedelta(seconds=timeout_s)
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     name = f"{socket.gethostname()}/{os.getpid()}/{time.time_ns()}"
     prefix = _gather(store, name, world_size, timeout_s) if rank == 0 else _follow(store, name, rank)
     store = PrefixStore(f"samestep/{prefix}", store)
+    backend = _agree_on_backend(store, gpu, rank, world_size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
@@ -91,3 +88,27 @@ def _follow(store: Store, name: str, rank: int) -> str:
     first: str = store.get(f"samestep/follow/{name}").decode()
     store.set(f"samestep/heard/{first}/{rank}", "")
     return first
+
+
+def _agree_on_backend(store: Store, gpu: str, rank: int, world_size: int) -> str:
+    """Return NCCL for GPUs, where every worker has one of its own: however many of them each worker sees.
+
+    Otherwise gloo, which carries CUDA tensors through host memory. NCCL refuses two workers on one GPU.
+    """
+    store.set(f"gpu/{rank}", gpu)
+    gpus = [seen.decode() for seen in store.multi_get([f"gpu/{worker}" for worker in range(world_size)])]
+    shared = _shared(gpus)
+    if shared and rank == 0:
+        warnings.warn(
+            f"{shared} compute on one GPU: all gradients travel through host memory (gloo instead of NCCL); "
+            "give each worker a GPU of its own",
+            stacklevel=5,
+        )
+    return "cpu:gloo,cuda:nccl" if all(gpus) and not shared else "gloo"
+
+
+def _shared(gpus: Sequence[str]) -> str:
+    """Name the workers that share the first GPU that several have; nothing where none is shared."""
+    gpu = next((gpu for gpu in gpus if gpu and gpus.count(gpu) > 1), None)
+    sharing = [str(worker) for worker, other in enumerate(gpus) if other == gpu]
+    return f"workers {', '.join(sharing[:-1])} and {sharing[-1]}" if sharing else ""
