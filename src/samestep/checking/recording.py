@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Literal, NamedTuple
 
-from samestep.checking.attributes import Held, Place
+from samestep.checking.attributes import Held
+from samestep.checking.surroundings import Place
+from samestep.errors import Error
 
-__all__ = ["Difference", "Event", "Recording", "Turn", "When", "first_difference", "held_differences"]
+__all__ = [
+    "Difference",
+    "Event",
+    "Recording",
+    "Turn",
+    "When",
+    "compiled_again",
+    "first_difference",
+    "held_differences",
+]
 
 
 class When(NamedTuple):
@@ -17,6 +28,11 @@ class When(NamedTuple):
 
     step: int
     part: str
+
+    @property
+    def is_tower(self) -> bool:
+        """Whether it is a tower's pass."""
+        return self.part.startswith("tower")
 
     def __str__(self) -> str:
         return "build()" if self.part == "build" else f"step {self.step}, {self.part}"
@@ -54,16 +70,24 @@ class Turn:
     """All that happened in one part of a step.
 
     Attributes:
-        events: in order.
-        built: what the model held when it was built; shared by all turns on the same model.
+        when: which part that is.
+        built: what the model held when it was built; shared by all turns.
         changed: what of it was different before this turn.
-        settings: of the process, after the turn.
+        weights: digests of the model's parameters before this turn.
+        written: parameters that a tower's pass has written to, and their modules.
+        events: in order.
+        settings: of the process, after the turn; none where it has not come to its end.
+        num_compiled: how many graphs torch.compile made in it.
     """
 
+    when: When
     built: Mapping[Place, Held]
     changed: Mapping[Place, Held] = field(default_factory=dict)
+    weights: Mapping[str, str] = field(default_factory=dict)
+    written: Mapping[str, str] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     settings: Mapping[str, str] = field(default_factory=dict)
+    num_compiled: int = 0
 
     @property
     def results(self) -> list[Event]:
@@ -83,11 +107,28 @@ class Recording:
     Attributes:
         settings: of the process, before the first step.
         digest: of the weights, after the last step.
+        unaveraged: what the optimizer updates by gradients that are not averaged.
+        error: what ended the steps early.
+        changed_buffers: those that the last pass before the error has changed.
     """
 
     settings: Mapping[str, str]
     turns: dict[When, Turn] = field(default_factory=dict)
     digest: str = ""
+    unaveraged: Sequence[str] = ()
+    error: Error | None = None
+    changed_buffers: Sequence[Place] = ()
+
+    @property
+    def changed(self) -> set[Place]:
+        """What turns have changed of what was built."""
+        return {place for turn in self.turns.values() for place in turn.changed}
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether any weight has changed."""
+        ends = [{e.name: e.values for e in turn.events if e.kind == "weight"} for turn in self.turns.values()]
+        return not self.turns or ends[0] != ends[-1]
 
 
 @dataclass(frozen=True)
@@ -112,27 +153,31 @@ class Difference:
 
     @property
     def event(self) -> Event:
-        """One of the two."""
-        event = self.expected or self.found
-        assert event is not None
-        return event
+        """One of the two: the operator, if only one is."""
+        events = [event for event in (self.expected, self.found) if event is not None]
+        return next((event for event in events if event.kind == "operator"), events[0])
 
 
-def first_difference(reference: Recording, workers: Sequence[Recording]) -> Difference | None:
+def first_difference(
+    reference: Recording, workers: Sequence[Recording], changed: Collection[Place] = ()
+) -> Difference | None:
     """Walk the reference, a recording of one worker, and return where one of `workers` parts from it.
 
-    Turns with the same results are the same: some operators return memory that is never read.
+    Turns with the same results are the same: some operators return memory that is never read. A turn that an
+    error ended is not compared. `changed` is what turns are known to change, from other recordings.
     """
     for when, turn in reference.turns.items():
-        others = [worker.turns[when] for worker in workers if when in worker.turns]
-        assert others, f"no worker ran {when}"
-        for other in others:
-            if other.results != turn.results:
-                passing = {
-                    p for each in (reference, *workers) for t in each.turns.values() for p in t.changed
-                }
-                return _difference(when, turn, other, passing)
+        for other in [worker.turns[when] for worker in workers if when in worker.turns]:
+            if turn.settings and other.settings and other.results != turn.results:
+                passing = {place for each in (reference, *workers) for place in each.changed}
+                return _difference(when, turn, other, passing.union(changed))
     return None
+
+
+def compiled_again(recording: Recording) -> When | None:
+    """Return the first turn after the first tower's in which torch.compile made another graph."""
+    turns = [when for when, turn in recording.turns.items() if when.is_tower and turn.num_compiled]
+    return next((when for when in turns if when != When(0, "tower 0")), None)
 
 
 def held_differences(reference: Recording, workers: Sequence[Recording]) -> Iterator[Place]:

@@ -8,9 +8,11 @@ import os
 import pickle
 import sys
 import threading
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from typing import Any
 
 from samestep.checking.recorder import Subject, Trial, record
 from samestep.checking.recording import Recording
@@ -21,7 +23,7 @@ from samestep.workers.job import init
 from samestep.workers.rendezvous import open_store
 from samestep.workers.transport import is_lost_connection
 
-__all__ = ["Workers", "why_not_elsewhere"]
+__all__ = ["Workers", "recordings", "why_not_elsewhere"]
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,8 @@ class Workers:
             most, mp_context=multiprocessing.get_context("spawn"), initializer=_end_with_parent
         )
 
-    def record(self, subject: Subject, trial: Trial, num_workers: int) -> list[Recording]:
-        """Run one job, and return what each worker recorded of `subject`, which must be picklable.
-
-        Raises:
-            UsageError: the calling script starts itself again in every worker.
-        """
+    def record(self, subject: Subject, trial: Trial, num_workers: int) -> list[Any]:
+        """Run one job, and return what each worker recorded of `subject`, which must be picklable, or raised."""
         store = open_store()  # a job's own, so that no key is stale
         seats = [_Seat(rank, num_workers, store.port) for rank in range(num_workers)]
         pickled = pickle.dumps(subject)
@@ -75,8 +73,7 @@ class Workers:
                 self._pool.submit(_work, pickled, trial, seat, self._device, self._threads) for seat in seats
             ]
             wait(futures)
-        _raise_root_cause(futures)
-        return [future.result() for future in futures]
+        return [future.exception() or future.result() for future in futures]
 
     def __enter__(self) -> Workers:
         return self
@@ -110,18 +107,24 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _raise_root_cause(futures: list[Future[Recording]]) -> None:
-    """Raise the error that is not merely the loss of another worker, if there is any error."""
-    errors = [error for future in futures if (error := future.exception()) is not None]
-    if not errors:
-        return
-    first = min(errors, key=_is_of_another_worker)
+def recordings(outcomes: Sequence[Any]) -> list[Recording]:
+    """Return what workers recorded, or raise the error that is not merely the loss of another worker.
+
+    Raises:
+        UsageError: the calling script starts itself again in every worker.
+    """
+    errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    found = [outcome for outcome in outcomes if isinstance(outcome, Recording)]
+    first = min(errors, key=_is_of_another_worker, default=None)
     if isinstance(first, BrokenProcessPool):
         raise UsageError(
             "a worker process ended before it had done anything: in a script, call samestep.check under "
             "`if __name__ == '__main__':`, because every worker imports the script"
         ) from first
-    raise first
+    is_told = any(recording.error is not None for recording in found)
+    if first is not None and not (is_told and _is_of_another_worker(first)):
+        raise first
+    return found
 
 
 def _is_of_another_worker(error: BaseException) -> bool:
@@ -142,7 +145,8 @@ def _work(pickled: bytes, trial: Trial, seat: _Seat, device: str, threads: int) 
             seed_globals(stream_seed(trial.number, "import", seat.world_size, seat.rank), job.device)
             subject: Subject = pickle.loads(pickled)
             recording = record(subject, job, trial)
-            job.barrier()
+            if recording.error is None:  # else others may be in the middle of a step
+                job.barrier()
             return recording
         finally:
             job.transport.close()  # also where it failed: the others notice, and stop waiting
