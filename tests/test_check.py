@@ -38,8 +38,8 @@ def finding_of(build, **options):
 
 
 STAND_INS = (
-    "stand-ins took the workers' places, and share the globals, environment and caches of this process: check "
-    "with processes=True as well"
+    "stand-ins took the workers' places, and share the globals, environment and caches of this process: "
+    "check with processes=True as well"
 )
 
 

@@ -321,7 +321,7 @@ def with_norm():
         ),
         (
             with_norm,
-            "running_mean of norm (BatchNorm1d) of the function around with_norm.<locals>.loss_of is a tensor",
+            "running_mean of norm (BatchNorm1d) of the function around with_norm.<locals>.loss_of is a",
         ),
     ],
 )

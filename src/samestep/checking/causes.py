@@ -155,7 +155,7 @@ def _is_kernel(one: Event | None, two: Event | None) -> bool:
 def _suspect(difference: Difference, kind: str = "") -> Place | None:
     """Return what has most likely caused it, of all that was held with other values.
 
-    What no pass has changed is none, such as the time of an import, unless the operator is seen to take it in.
+    What no pass has changed, such as the time of an import, counts only if the operator takes it in.
     """
     module, as_built = difference.event.module, difference.as_built
     found = [

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -27,8 +28,8 @@ _STAND_INS = (
     "stand-ins took the workers' places, and share the globals, environment and caches of this process"
 )
 _COMPILED = (
-    "which code runs may depend on the shapes that a worker has met before; compile with dynamic=False, or let T "
-    "divide the batch"
+    "which code runs may depend on the shapes that a worker has met before; compile with dynamic=False, or "
+    "let T divide the batch"
 )
 
 
@@ -51,8 +52,7 @@ class Plan:
     threads: int
 
 
-@dataclass(frozen=True)
-class _Placement:
+class _Placement(NamedTuple):
     """Some workers: processes, or stand-ins in this one."""
 
     num_workers: int

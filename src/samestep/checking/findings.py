@@ -39,38 +39,39 @@ class Finding:
         return "\n".join([self.what, *(f"  {name:<9}  {text}" for name, text in lines if text)])
 
 
+def _finding(what: str, cause: str, remedy: str, *, module: str = "", parameter: str = "") -> Finding:
+    return Finding(what, module or None, None, parameter or None, cause, remedy)
+
+
 def explain(difference: Difference, num_workers: int) -> Finding:
     """Explain a difference between the recordings of one worker and of `num_workers`."""
     event = difference.event
     cause, remedy = cause_of(difference, num_workers)
-    return Finding(
-        _differ(difference.when, num_workers),
-        event.module or None,
-        f"{event.name}, {event.phase}" if event.kind == "operator" else None,
-        difference.parameter,
-        cause,
-        remedy,
-    )
+    operator = f"{event.name}, {event.phase}" if event.kind == "operator" else None
+    what = _differ(difference.when, num_workers)
+    return Finding(what, event.module or None, operator, difference.parameter, cause, remedy)
 
 
 def explain_vanished(difference: Difference, num_workers: int, compiled_again: When | None) -> Finding:
     """Explain a difference that was gone when every operator was watched."""
     if compiled_again is not None:
         cause = (
-            "the difference was gone without torch.compile, whose code depends on the shapes that a worker has "
-            f"met before: it compiled again in {compiled_again}"
+            "the difference was gone without torch.compile, whose code depends on the shapes that a worker "
+            f"has met before: it compiled again in {compiled_again}"
         )
         remedy = "compile with dynamic=False, or let T divide the batch"
     else:
         cause = (
-            "the difference was gone while every operator was watched: a kernel that adds in the order in which "
-            "threads arrive, a race with another thread, code that watching switches off (torch.compile), or a "
-            "build() that does something else each time"
+            "the difference was gone while every operator was watched: a kernel that adds in the order in "
+            "which threads arrive, a race with another thread, code that watching switches off "
+            "(torch.compile), or a build() that does something else each time"
         )
         remedy = (
             "check again; try torch.use_deterministic_algorithms(True), and the model without torch.compile"
         )
-    return Finding(_differ(difference.when, num_workers), None, None, difference.parameter, cause, remedy)
+    return _finding(
+        _differ(difference.when, num_workers), cause, remedy, parameter=difference.parameter or ""
+    )
 
 
 def explain_error(recordings: Sequence[Recording]) -> Finding | None:
@@ -90,23 +91,14 @@ def explain_error(recordings: Sequence[Recording]) -> Finding | None:
         raise first.error
     place = next(iter(first.changed_buffers), Place("", ""))
     cause, _, remedy = str(first.error).partition(": ")
-    return Finding(
-        f"cannot train: a buffer that is not averaged changes in {next(reversed(first.turns))}",
-        place.owner or None,
-        None,
-        place.name or None,
-        cause,
-        remedy,
-    )
+    what = f"cannot train: a buffer that is not averaged changes in {next(reversed(first.turns))}"
+    return _finding(what, cause, remedy, module=place.owner, parameter=place.name)
 
 
 def explain_disagreement(error: DisagreementError) -> Finding:
     """Explain that workers found out by themselves that they differ."""
-    return Finding(
+    return _finding(
         "cannot train: the workers do not agree",
-        None,
-        None,
-        None,
         str(error),
         "let build() and the batches depend only on what is the same in every process",
     )
@@ -133,14 +125,12 @@ def _changed_settings(recording: Recording, turn: Turn) -> Finding | None:
     ]
     if not changes:
         return None
-    return Finding(
+    return _finding(
         f"not the same bits everywhere: {turn.when} changes a setting of its process",
-        next((event.module for event in turn.events if event.kind == "setting"), None),
-        None,
-        None,
         f"it sets {', '.join(changes)}, in this process only, and kernels may give other bits from here on",
         "leave it out of the passes: threads is an option of samestep.init, check and train, and the rest is "
         "to be set before the model is built, in every process",
+        module=next((event.module for event in turn.events if event.kind == "setting"), ""),
     )
 
 
@@ -165,13 +155,12 @@ def _written_parameter(turn: Turn) -> Finding | None:
 def _unaveraged(recording: Recording) -> Finding:
     """Find that the optimizer updates what is no parameter of the model."""
     names = ", ".join(recording.unaveraged)
-    return Finding(
+    return _finding(
         "cannot train: the optimizer updates what is no parameter of the model",
-        OPTIMIZER,
-        None,
-        recording.unaveraged[0],
         f"nobody averages the gradient of {names}: each worker would follow its own towers",
         "make it part of the model that Towers is given: an nn.Parameter or a submodule of it",
+        module=OPTIMIZER,
+        parameter=recording.unaveraged[0],
     )
 
 

@@ -26,116 +26,95 @@ __all__ = ["run_stand_ins"]
 def run_stand_ins(work: Callable[[Job], Any], job: Job, num_workers: int) -> list[Any]:
     """Run `work` on each stand-in, and return what it returned or raised, by rank.
 
-    The last one starts: so what stand-ins share is not left to them by the towers that come before.
+    The last one starts, so that what they share is not as one worker would leave it.
     """
     if num_workers == 1:
         return [work(job)]
     outside = GlobalStreams.capture(job.device)
-    team = _Team([], {}, threading.Semaphore(0))
-    team.members += [_StandIn(rank, num_workers, team, work, job, outside) for rank in range(num_workers)]
+    team: list[_StandIn] = []
+    team += [_StandIn(rank, num_workers, team, outside) for rank in range(num_workers)]
+    for member in team:
+        member.start(work, job)
     try:
         with TorchDispatchMode():  # its end puts back flags of torch's that modes in threads leave mixed up
-            while running := [member for member in reversed(team.members) if member.is_running]:
-                next((member for member in running if member.is_ready), running[0]).take_turn()
+            while running := [member for member in reversed(team) if member.is_running]:
+                next((member for member in running if member.is_ready()), running[0]).take_turn()
     finally:
-        team.end()
+        for member in team:
+            member.end()
         outside.restore()
-    return [member.result for member in team.members]
-
-
-@dataclass
-class _Team:
-    """What stand-ins share: each other, what they sent, by (source, target), and who runs."""
-
-    members: list[_StandIn]
-    sent: dict[tuple[int, int], list[list[Tensor]]]
-    turn_is_back: threading.Semaphore
-    is_over: bool = False
-
-    def end(self) -> None:
-        """Let nobody wait any more."""
-        self.is_over = True
-        for member in self.members:
-            member.turn.release()
+    return [member.result for member in team]
 
 
 class _StandIn:
     """One of the threads, and its transport."""
 
-    def __init__(  # noqa: PLR0913
-        self,
-        rank: int,
-        world_size: int,
-        team: _Team,
-        work: Callable[[Job], Any],
-        job: Job,
-        streams: GlobalStreams,
-    ) -> None:
+    def __init__(self, rank: int, world_size: int, team: Sequence[_StandIn], streams: GlobalStreams) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.turn = threading.Semaphore(0)
+        self.inbox: list[list[list[Tensor]]] = [[] for _ in range(world_size)]  # messages by source
+        self.is_ready: Callable[[], bool] = lambda: True
         self.is_running = True
         self.result: Any = None
         self._team = team
-        self._job = replace(job, transport=self)
         self._streams = streams
-        self._num_received = [0] * world_size
-        self._is_ready: Callable[[], bool] = lambda: True
-        self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
+        self._num_expected = [0] * world_size
+        self._turn, self._turn_is_over = threading.Semaphore(0), threading.Semaphore(0)
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether it need not wait."""
-        return self._is_ready()
+    def start(self, work: Callable[[Job], Any], job: Job) -> None:
+        """Begin, and wait for the first turn."""
+        own = replace(job, transport=self)
+        threading.Thread(target=self._run, args=(work, own), daemon=True).start()
 
     def take_turn(self) -> None:
         """Run until a message is missing, or to the end."""
-        if self._thread.ident is None:
-            self._thread.start()
-        self.turn.release()
-        self._team.turn_is_back.acquire()
+        self._turn.release()
+        self._turn_is_over.acquire()
 
-    def _run(self, work: Callable[[Job], Any]) -> None:
+    def end(self) -> None:
+        """Stop at the next message that is missing."""
+        self.is_running = False
+        self._turn.release()
+
+    def _run(self, work: Callable[[Job], Any], job: Job) -> None:
         try:
             self._take_over()
-            if self._job.device.type == "cuda":
-                torch.cuda.set_device(self._job.device)
-            self.result = work(self._job)
+            if job.device.type == "cuda":
+                torch.cuda.set_device(job.device)
+            self.result = work(job)
         except BaseException as error:
             self.result = error
         self.is_running = False
-        self._team.turn_is_back.release()
+        self._turn_is_over.release()
 
     def _take_over(self) -> None:
         """Wait for the turn, and take up the process's generators as this worker left them."""
-        self.turn.acquire()
-        if self._team.is_over:
+        self._turn.acquire()
+        if not self.is_running:
             raise KeyboardInterrupt
         self._streams.restore()
 
     def post(self, outgoing: Tensors, incoming: Tensors, what: str) -> _Posted:
         """Send copies, and note what to receive; see `Transport`."""
         for target, tensors in _not_empty(outgoing).items():
-            copies = [tensor.detach().clone() for tensor in tensors]
-            self._team.sent.setdefault((self.rank, target), []).append(copies)
+            self._team[target].inbox[self.rank].append([tensor.detach().clone() for tensor in tensors])
         expected = _not_empty(incoming)
-        numbers = {source: self._num_received[source] for source in expected}
+        numbers = {source: self._num_expected[source] for source in expected}
         for source in expected:
-            self._num_received[source] += 1
+            self._num_expected[source] += 1
         return _Posted(self, expected, numbers, what)
 
     def receive(self, source: int, number: int, what: str) -> list[Tensor]:
         """Return a message, for which other stand-ins may have to run."""
-        messages = self._team.sent.setdefault((source, self.rank), [])
-        self._is_ready = lambda: len(messages) > number
-        if not self.is_ready:
-            self._streams = GlobalStreams.capture(self._job.device)
-            self._team.turn_is_back.release()
+        messages = self.inbox[source]
+        self.is_ready = lambda: len(messages) > number
+        if not self.is_ready():
+            self._streams = GlobalStreams.capture(self._streams.device)
+            self._turn_is_over.release()
             self._take_over()
-        if not self.is_ready:  # and nobody else is
+        if not self.is_ready():  # and nobody else is
             raise LostWorkerError(f"{what}: worker {source} is gone")
         message, messages[number] = messages[number], []
-        self._is_ready = lambda: True
         return message
 
     def close(self) -> None:

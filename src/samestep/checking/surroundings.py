@@ -1,4 +1,4 @@
-"""What a step can reach by name: modules, what their code refers to, the optimizer, and all that these hold."""
+"""What a step can reach by name: modules, what their code refers to, the optimizer, and what these hold."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ class Surroundings:
 
     def owners(self, names: Collection[str]) -> dict[str, str]:
         """Return which module each of these parameters of the model is in."""
-        modules = {_plain(path): module for path, module in self._model.named_modules()}
-        return {name: self.modules.get(modules.get(name.rpartition(".")[0]), "the model") for name in names}
+        owners = {_plain(path): self.modules[module] for path, module in self._model.named_modules()}
+        return {name: owners.get(name.rpartition(".")[0], "the model") for name in names}
 
     def _add_modules(self, place: Place, root: nn.Module) -> None:
         """Add a module and those below it."""
