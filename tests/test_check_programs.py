@@ -380,7 +380,7 @@ def test_a_schedule_that_counts_passes():
         return model, planted.loss_of, Slower(model.parameters(), lr=0.1)
 
     cause = finding_of(build).cause
-    assert "calls of 1 (HarmlessCounter) differs because passes or updates change it" in cause
+    assert "calls of 1 (HarmlessCounter) differs after the passes" in cause
     assert cause.endswith("it is 4 on one worker and 2 on 2 workers")
 
 

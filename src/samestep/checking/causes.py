@@ -72,8 +72,8 @@ def _update(difference: Difference, num_workers: int) -> tuple[str, str]:
     if one is None or two is None or one.name != two.name:
         which = _other_operators(one, two)
     if place is not None:
-        how = "from the start" if place in difference.as_built else "because passes or updates change it"
-        which = f"{place} differs {how}{_values(difference, place, num_workers)}"
+        when = "from the start" if place in difference.as_built else "after the passes"
+        which = f"{place} differs {when}{_values(difference, place, num_workers)}"
     return (
         f"the towers' average is the same and the update is not: {which}",
         "let the update depend on the gradients and the number of the step alone",

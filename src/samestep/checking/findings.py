@@ -89,9 +89,12 @@ def explain_error(recordings: Sequence[Recording]) -> Finding | None:
         return explain_disagreement(first.error)
     if not isinstance(first.error, BufferPolicyError):
         raise first.error
-    place = next(iter(first.changed_buffers), Place("", ""))
+    *_, last, end = first.turns.values()
+    before = last.held
+    changed = [p for p, held in end.held.items() if held.kind == "buffer" and before.get(p) != held]
+    place = next(iter(changed), Place("", ""))
     cause, _, remedy = str(first.error).partition(": ")
-    what = f"cannot train: a buffer that is not averaged changes in {next(reversed(first.turns))}"
+    what = f"cannot train: a buffer that is not averaged changes in {last.when}"
     return _finding(what, cause, remedy, module=place.owner, parameter=place.name)
 
 

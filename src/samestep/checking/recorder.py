@@ -133,7 +133,9 @@ class _Recorder:
         try:
             self._step(batch)
         except Error as error:
-            self._end_with(error)
+            self._recording.error = error
+            self._open(When(number, "error"))  # shows what the last pass has changed
+            self._turn = None
             return False
         if self._turn is None:  # a step that averages by other means than `Towers.average`
             self._open(When(number, "update"))
@@ -186,17 +188,6 @@ class _Recorder:
             self._recording.turns[when] = self._turn
             if self._watch is not None:
                 self._watch.start_turn([*surroundings.tensors(), *_named_rows(batch)])
-
-    def _end_with(self, error: Error) -> None:
-        """Note an error, and what the last pass has changed that it must not."""
-        self._turn = None
-        self._recording.error = error
-        self._note_written(self._weights())
-        before = {} if self._last is None else self._last.held
-        now = held_by(self._surroundings(), self._model)
-        self._recording.changed_buffers = tuple(
-            place for place, held in now.items() if held.kind == "buffer" and before.get(place) != held
-        )
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return plain_names(dict(self._model.named_parameters()))

@@ -24,7 +24,7 @@ __all__ = [
 
 
 class When(NamedTuple):
-    """A part of a step: "tower 3", or "update" for what comes after the average; or "build" before all."""
+    """A part of a step: "tower 3", or "update" after the average; "build" before all, or "error" after all."""
 
     step: int
     part: str
@@ -109,7 +109,6 @@ class Recording:
         digest: of the weights, after the last step.
         unaveraged: what the optimizer updates by gradients that are not averaged.
         error: what ended the steps early.
-        changed_buffers: those that the last pass before the error has changed.
     """
 
     settings: Mapping[str, str]
@@ -117,7 +116,6 @@ class Recording:
     digest: str = ""
     unaveraged: Sequence[str] = ()
     error: Error | None = None
-    changed_buffers: Sequence[Place] = ()
 
     @property
     def changed(self) -> set[Place]:
