@@ -24,7 +24,7 @@ __all__ = [
 
 
 class When(NamedTuple):
-    """A part of a step: "tower 3", or "update" after the average; "build" before all, or "error" after all."""
+    """A part of a step: "tower 3", or "update" after it; "build" before all, or "error" after all."""
 
     step: int
     part: str
