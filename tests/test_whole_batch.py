@@ -588,7 +588,7 @@ def test_a_forward_that_does_not_do_the_same_twice():
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda out: out["left"].sum(0), r"is of shape \(4,\), expected a scalar"),
+        (lambda out: out["left"].sum(0), r"has shape \(4,\), expected a scalar"),
         (lambda out: (out["left"].sum(), 3), "is a tuple, expected a scalar"),
         (lambda out: out["left"].detach().sum(), "does not require grad"),
     ],

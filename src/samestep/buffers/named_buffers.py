@@ -11,25 +11,15 @@ __all__ = ["NamedBuffer", "find_named_buffers"]
 
 @dataclass(frozen=True)
 class NamedBuffer:
-    """A place where a module keeps a buffer: a forward may write to the tensor there, or put another there.
+    """A place where a module keeps a buffer: a forward may write to the tensor there, or replace it."""
 
-    Attributes:
-        name: as in `model.named_buffers()`.
-        module: the module that keeps it.
-        attribute: under which name.
-    """
-
-    name: str
+    name: str  # as in `model.named_buffers()`
     module: nn.Module
     attribute: str
 
     def get(self) -> Tensor | None:
         """Return the tensor that is there now."""
         return self.module._buffers.get(self.attribute)
-
-    def put(self, tensor: Tensor) -> None:
-        """Put a tensor there."""
-        self.module._buffers[self.attribute] = tensor
 
 
 def find_named_buffers(model: nn.Module) -> list[NamedBuffer]:

@@ -22,56 +22,45 @@ class BufferWatch:
 
     `F.batch_norm` writes to running statistics without a new version. So the first step also compares the
     values of buffers with one dimension, which could be such statistics.
-
-    Args:
-        buffers: those that may not change.
     """
 
     def __init__(self, buffers: Sequence[NamedBuffer]) -> None:
         self._buffers = buffers
-        self._seen: list[tuple[Tensor | None, int]] = []
-        self._values: list[tuple[NamedBuffer, Tensor]] = []
+        self._seen: list[tuple[NamedBuffer, Tensor | None, int]] = []
+        self._values: list[tuple[NamedBuffer, Tensor, Tensor]] = []
         self._is_first_step = True
 
     def start_step(self) -> None:
         """Note the buffers and their versions."""
-        tensors = [buffer.get() for buffer in self._buffers]
-        self._seen = [(tensor, _version(tensor)) for tensor in tensors]
-        self._values = []
+        tensors = [(buffer, buffer.get()) for buffer in self._buffers]
+        self._seen = [(buffer, tensor, _version(tensor)) for buffer, tensor in tensors]
         if self._is_first_step:
             self._values = [
-                (buffer, tensor.detach().clone())
-                for buffer, tensor in zip(self._buffers, tensors, strict=True)
+                (buffer, tensor, tensor.detach().clone())
+                for buffer, tensor in tensors
                 if tensor is not None and tensor.is_floating_point() and tensor.dim() == 1
             ]
 
     def check(self, who: str) -> None:
-        """Raise if `who` wrote to a buffer or replaced it since `start_step`.
-
-        Raises:
-            BufferPolicyError: names the buffers, and says what to do.
-        """
+        """Raise if `who` wrote to a buffer or replaced it since `start_step`."""
         changed = [
             (buffer, before)
-            for buffer, (before, version) in zip(self._buffers, self._seen, strict=True)
+            for buffer, before, version in self._seen
             if (now := buffer.get()) is not before or _version(now) != version
         ]
         if changed:
-            raise BufferPolicyError(f"{who} {_explain(changed)}")
+            empty = [buffer for buffer, before in changed if before is None]
+            raise BufferPolicyError(f"{who} {_explain([buffer for buffer, _ in changed], empty)}")
 
     def end_step(self) -> None:
-        """Check once more, for what a backward changed, and by value in the first step.
-
-        Raises:
-            BufferPolicyError: names the buffers, and says what to do.
-        """
+        """Check once more, for what a backward changed, and by value in the first step."""
         self.check("a pass")
-        values, self._values, self._is_first_step = self._values, [], False
-        changed: list[tuple[NamedBuffer, Tensor | None]] = [
-            (buffer, before)
-            for buffer, before in values
-            if (now := buffer.get()) is not None and not torch.allclose(now, before, 0, 0, equal_nan=True)
+        changed = [
+            buffer
+            for buffer, now, before in self._values
+            if not torch.allclose(now, before, 0, 0, equal_nan=True)
         ]
+        self._values, self._is_first_step = [], False
         if changed:
             raise BufferPolicyError(f"a pass {_explain(changed)}")
 
@@ -80,20 +69,18 @@ def _version(tensor: Tensor | None) -> int:
     return -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
-def _explain(changed: Sequence[tuple[NamedBuffer, Tensor | None]]) -> str:
-    frozen = [buffer for buffer, _ in changed if is_statistic(buffer)]
+def _explain(changed: Sequence[NamedBuffer], empty: Sequence[NamedBuffer] = ()) -> str:
+    frozen = [buffer for buffer in changed if is_statistic(buffer)]
     if frozen:
         return f"changed {_names(frozen)}, of layers in eval mode: switch modes between steps, not within one"
-    empty = [buffer for buffer, before in changed if before is None]
     if empty:
         return (
             f"set {_names(empty)}, which was None before: run the model once before making Towers or, if it "
             f"does not affect the weights, use Towers(..., buffers={_argument(empty, 'ignore')})"
         )
-    buffers = [buffer for buffer, _ in changed]
     return (
-        f"changed {_names(buffers)}, which has no policy: choose one, such as Towers(..., "
-        f"buffers={_argument(buffers, 'first')}); 'first' keeps tower 0's value, 'mean' averages over rows, "
+        f"changed {_names(changed)}, which has no policy: choose one, such as Towers(..., "
+        f"buffers={_argument(changed, 'first')}); 'first' keeps tower 0's value, 'mean' averages over rows, "
         "'ignore' is for buffers that do not affect the weights"
     )
 

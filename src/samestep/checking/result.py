@@ -169,7 +169,8 @@ class _Built:
         model.to(job.device)
         towers = Towers(model, self.towers, job=job, **self.options)
         # The learning rate only has to move the weights, and not so far that they become infinite.
-        optimizer = optimizer or torch.optim.SGD(towers.parameters, lr=1e-3)
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = optimizer or torch.optim.SGD(trainable, lr=1e-3)
         return Step(towers, loss_fn, optimizer, autocast=self.autocast), itertools.cycle(self.batches)
 
 

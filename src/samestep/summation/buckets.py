@@ -36,21 +36,16 @@ class Bucket:
     """A group of parameters: their gradients travel as one flat tensor.
 
     The flat tensor holds the gradients at `offsets`, each aligned to 64 bytes, then at `flags` one flag for
-    each parameter and one for the bucket, then padding up to `num_elements`, a multiple of the number of
-    workers.
-
-    Attributes:
-        parameters: the parameters, by index.
-        shards: which elements each worker averages; all of them, where the bucket is small.
+    each parameter and one for the bucket, then padding up to a multiple of the number of workers.
     """
 
-    parameters: tuple[int, ...]
+    parameters: tuple[int, ...]  # by index
     offsets: tuple[int, ...]
     layouts: tuple[Layout, ...]
     flags: int
     num_elements: int
     dtype: torch.dtype
-    shards: tuple[range, ...]
+    shards: tuple[range, ...]  # which elements each worker averages; all of them, where the bucket is small
 
     @property
     def is_whole(self) -> bool:
@@ -67,28 +62,22 @@ def lay_out_buckets(
 ) -> tuple[Bucket, ...]:
     """Group parameters, last one first as backward produces them, into buckets of one dtype each.
 
-    Args:
-        layouts: of the parameters' gradients; None for those that are in no bucket.
-        bucket_bytes: a bucket is closed once it holds as much; a larger parameter is one by itself.
-        num_workers: W, the shards of a bucket.
-
-    Returns:
-        At least one bucket, because the first one brings the scalars along; it may be empty.
+    Those whose layout is None are in no bucket. A parameter above `bucket_bytes` is a bucket by itself.
+    There is always a bucket, perhaps an empty one, because the first one brings the scalars along.
     """
-    groups: list[list[int]] = []
-    open_groups: dict[torch.dtype, tuple[list[int], int]] = {}
+    groups: list[dict[int, Layout]] = []
+    newest: dict[torch.dtype, tuple[dict[int, Layout], int]] = {}
     for index, layout in reversed(list(enumerate(layouts))):
         if layout is None:
             continue
         size = layout.num_elements * layout.dtype.itemsize
-        group, held = open_groups.get(layout.dtype, ([], 0))
+        group, held = newest.get(layout.dtype, ({}, 0))
         if not group or held + size > bucket_bytes:
-            group, held = [], 0
+            group, held = {}, 0
             groups.append(group)
-        group.append(index)
-        open_groups[layout.dtype] = (group, held + size)
-    in_groups = [{i: each for i in group if (each := layouts[i]) is not None} for group in groups]
-    return tuple(_lay_out(group, num_workers) for group in in_groups or [{}])
+        group[index] = layout
+        newest[layout.dtype] = group, held + size
+    return tuple(_lay_out(group, num_workers) for group in groups or [{}])
 
 
 def _lay_out(group: dict[int, Layout], num_workers: int) -> Bucket:
@@ -116,17 +105,17 @@ def views(bucket: Bucket, flat: Tensor) -> list[Tensor]:
 
 def pack(bucket: Bucket, flat: Tensor, gradients: Gradients) -> None:
     """Copy one subtree's gradients of a bucket's parameters to their places, and set the flags."""
-    pairs = list(zip(views(bucket, flat), gradients, strict=True))
-    present = [(place, gradient) for place, gradient in pairs if gradient is not None]
-    if present:
-        torch._foreach_copy_([place for place, _ in present], [gradient for _, gradient in present])
     flags = bucket.flags_in(flat).fill_(USED)
-    if len(present) == len(pairs):
-        return
-    for position, (place, gradient) in enumerate(pairs):
+    places, present = [], []
+    for position, (place, gradient) in enumerate(zip(views(bucket, flat), gradients, strict=True)):
         if gradient is None:
             flags[position] = ABSENT
             place.fill_(ABSENT)
+        else:
+            places.append(place)
+            present.append(gradient)
+    if present:
+        torch._foreach_copy_(places, present)
 
 
 def unpack(bucket: Bucket, flat: Tensor, used_here: Sequence[bool]) -> Iterator[tuple[int, Tensor | None]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from samestep.errors import DisagreementError, Error, LostWorkerError
-from samestep.workers.collectives import broadcast, broadcast_object, gather_objects
+from samestep.workers.collectives import broadcast, gather_objects
 from samestep.workers.job import Job
 
 __all__ = ["agree", "difference", "from_first_worker"]
@@ -21,29 +22,12 @@ Values = Mapping[str, Any]
 
 
 def agree(
-    job: Job,
-    must_match: Values,
-    *,
-    where: str,
-    error: BaseException | None = None,
-    message: Any = None,
+    job: Job, must_match: Values, *, where: str, error: BaseException | None = None, message: Any = None
 ) -> list[Any]:
-    """Raise on every worker unless all have the same values and none has an error.
+    """Raise on every worker unless all have the same values and none has an error; return all messages.
 
-    Args:
-        job: all its workers must call this.
-        must_match: what must be the same everywhere; values that can be pickled and compared.
-        where: begins the error message, such as "step 3".
-        error: what went wrong on this worker before, if anything did.
-        message: anything else for the other workers; it may differ from theirs.
-
-    Returns:
-        The messages of all workers.
-
-    Raises:
-        DisagreementError: values differ, or another worker has an error.
-        LostWorkerError: another worker is gone.
-        BaseException: this worker's own `error`.
+    All workers must call this. `error` is what went wrong on this worker before: it is raised here, and as a
+    `DisagreementError` elsewhere. Messages may differ. `where` begins the error, such as "step 3".
     """
     own = (dict(must_match), None if error is None else _in_words(error), message)
     all_values = gather_objects(job.transport, own, where)
@@ -69,22 +53,15 @@ def difference(all_values: Sequence[Values]) -> str | None:
     'worker 1 has towers = 7, the others have 8'
     """
     for name in all_values[0]:
-        values = [seen.get(name) for seen in all_values]
+        values: list[Any] = [seen.get(name) for seen in all_values]
         if all(value == values[0] for value in values):
             continue
-        if isinstance(values[0], (list, tuple)):
-            return _difference_in_lists(name, values)
-        return _in_a_sentence(name, values)
+        if not isinstance(values[0], (list, tuple)):
+            return _in_a_sentence(name, values)
+        for index, entries in enumerate(zip_longest(*values, fillvalue="nothing")):
+            if any(entry != entries[0] for entry in entries):
+                return _in_a_sentence(f"{name}[{index}]", entries)
     return None
-
-
-def _difference_in_lists(name: str, values: Sequence[Any]) -> str:
-    """Narrow the difference down to the first entry that differs."""
-    for index in range(max(len(value) for value in values)):
-        entries = [value[index] if index < len(value) else "nothing" for value in values]
-        if any(entry != entries[0] for entry in entries):
-            return _in_a_sentence(f"{name}[{index}]", entries)
-    raise AssertionError("lists that differ have an entry that differs")
 
 
 def _in_a_sentence(name: str, values: Sequence[Any]) -> str:
@@ -97,29 +74,22 @@ def _in_a_sentence(name: str, values: Sequence[Any]) -> str:
 
 
 def from_first_worker(job: Job, work: Callable[[], T]) -> T:
-    """Do something on worker 0 alone, and return its result on all workers.
+    """Do something on worker 0 alone, and return its result on all workers, which must all call this.
 
-    Args:
-        job: all its workers must call this.
-        work: returns a nest of tensors in host memory and values that can be pickled.
-
-    Raises:
-        Error: what `work` raised on worker 0, the same on all.
-        LostWorkerError: on the others, if it raised something else.
+    The result is a nest of tensors in host memory and values that can be pickled. An `Error` is raised on all
+    workers; after any other exception of worker 0 the others raise a `LostWorkerError`.
     """
     if job.world_size == 1:
         return work()
-    error: Error | None = None
     result: Any = None
-    if job.is_first:
-        try:
-            result = work()
-        except Error as raised:
-            error = raised
-        except BaseException:
-            _share((LostWorkerError("worker 0 failed"), None), job)
-            raise
-    error, result = _share((error, result), job)
+    error: Error | None = LostWorkerError("worker 0 failed")
+    try:
+        if job.is_first:
+            result, error = work(), None
+    except Error as raised:
+        error = raised
+    finally:
+        error, result = _share((error, result), job)
     if error is not None:
         raise error
     return result  # type: ignore[no-any-return]
@@ -129,7 +99,7 @@ def _share(nest: Any, job: Job) -> Any:
     """Send worker 0's nest to all, its tensors by themselves: pickled they would need twice the memory."""
     what = "what worker 0 found"
     outline = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), nest) if job.is_first else None
-    outline = broadcast_object(job.transport, outline, what)
+    outline = gather_objects(job.transport, outline, what)[0]
     if not job.is_first:
         nest = pytree.tree_map_only(Tensor, lambda meta: torch.empty_like(meta, device="cpu"), outline)
     tensors = [t for t in pytree.tree_leaves(nest) if isinstance(t, Tensor) and t.numel()]

@@ -6,10 +6,11 @@ import signal
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 
-from samestep.workers import environment
-from samestep.workers.collectives import barrier
+from samestep.workers.collectives import gather_rows
 from samestep.workers.device import check_threads, device_named, make_cuda_deterministic
+from samestep.workers.environment import under_launcher
 from samestep.workers.process import end_with_parent, keep_freed_memory
 from samestep.workers.rendezvous import join
 from samestep.workers.transport import Alone, Transport
@@ -54,12 +55,8 @@ class Job:
         return self.rank == 0
 
     def barrier(self, what: str = "barrier") -> None:
-        """Wait for all workers.
-
-        Raises:
-            LostWorkerError: one of them is gone, or has not answered within the timeout.
-        """
-        barrier(self.transport, what)
+        """Wait for all workers; raise a `LostWorkerError` if one is gone or silent."""
+        gather_rows(self.transport, torch.zeros(1, dtype=torch.uint8), [1] * self.world_size, what)
 
     def close(self) -> None:
         """Leave the job, once all workers do."""
@@ -90,14 +87,14 @@ def init(device: str = "auto", *, threads: int = 1, timeout_s: float = DEFAULT_T
         1
     """
     check_threads(threads)
-    chosen = device_named(device, environment.local_rank())
+    chosen = device_named(device, dist.get_node_local_rank(fallback_rank=0))
     torch.set_num_threads(threads)
     if chosen.type == "cpu":
         keep_freed_memory()
     else:
         make_cuda_deterministic(chosen)
-    if not environment.under_launcher():
+    if not under_launcher():
         return Job(chosen, threads)
-    if environment.under_elastic_agent():
+    if dist.is_torchelastic_launched():
         end_with_parent(signal.SIGTERM)  # else the workers of a launcher that was killed would go on
     return Job(chosen, threads, join(chosen, timeout_s))

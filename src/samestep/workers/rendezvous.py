@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -38,13 +37,6 @@ def join(device: torch.device, timeout_s: float) -> Transport:
     torch's elastic agent keeps its store when it restarts workers, and with it the addresses of those
     before; see pytorch#135712. So the workers first agree on an unused prefix: worker 0's own name, which
     it sends to every process that it sees, until one for each rank has received it.
-
-    Args:
-        device: what this worker computes on.
-        timeout_s: seconds to wait for the others, and later for any message.
-
-    Raises:
-        LostWorkerError: some of the others are gone, or have not joined within the timeout.
     """
     if world_size() == 1:
         return Alone()
@@ -72,13 +64,8 @@ def _make_group(backend: str, timeout_s: float) -> None:
     store.set_timeout(timeout)
     name = f"{socket.gethostname()}/{os.getpid()}/{time.time_ns()}"
     prefix = _gather(store, name, world_size, timeout_s) if rank == 0 else _follow(store, name, rank)
-    dist.init_process_group(
-        backend,
-        store=PrefixStore(f"samestep/{prefix}", store),
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-    )
+    store = PrefixStore(f"samestep/{prefix}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def _gather(store: Store, name: str, world_size: int, timeout_s: float) -> str:
@@ -92,9 +79,8 @@ def _gather(store: Store, name: str, world_size: int, timeout_s: float) -> str:
                 store.set(f"samestep/follow/{seen}", name)
         missing = [rank for rank in missing if not store.check([f"samestep/heard/{name}/{rank}"])]
         if missing and time.monotonic() > deadline_s:
-            raise LostWorkerError(
-                f"start of {world_size} workers: {_names(missing)} did not join within {timeout_s:g} s"
-            )
+            who = f"worker{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+            raise LostWorkerError(f"start of {world_size} workers: {who} did not join within {timeout_s:g} s")
         time.sleep(_POLL_S if missing else 0)
     return name
 
@@ -105,7 +91,3 @@ def _follow(store: Store, name: str, rank: int) -> str:
     first: str = store.get(f"samestep/follow/{name}").decode()
     store.set(f"samestep/heard/{first}/{rank}", "")
     return first
-
-
-def _names(ranks: Sequence[int]) -> str:
-    return f"worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
