@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from samestep.checking.causes import cause_of
 from samestep.checking.recording import Difference, Recording, Turn, When
 from samestep.checking.surroundings import OPTIMIZER, Place
-from samestep.errors import BufferPolicyError, DisagreementError, LostWorkerError
+from samestep.errors import BufferPolicyError, DisagreementError, LostWorkerError, UsageError
 
 __all__ = ["Finding", "explain", "explain_disagreement", "explain_error", "explain_vanished", "fault_of"]
 
@@ -87,9 +87,11 @@ def explain_error(recordings: Sequence[Recording]) -> Finding | None:
     assert first.error is not None
     if isinstance(first.error, DisagreementError):
         return explain_disagreement(first.error)
+    *_, last, end = first.turns.values()
+    if isinstance(first.error, UsageError):
+        return _finding(f"cannot train: samestep refuses {last.when}", str(first.error), "")
     if not isinstance(first.error, BufferPolicyError):
         raise first.error
-    *_, last, end = first.turns.values()
     before = last.held
     changed = [p for p, held in end.held.items() if held.kind == "buffer" and before.get(p) != held]
     place = next(iter(changed), Place("", ""))

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from samestep.buffers.named_buffers import find_named_buffers
@@ -100,7 +101,7 @@ class _Recorder:
         self._last: Turn | None = None
         self._watch = OperatorWatch(self._towers.job.device, self._write) if trial.operators else None
         policies = assign_policies(find_named_buffers(self._model), self._towers._settings.buffers)
-        self._ignored = {buffer.name for buffer in policies["ignore"]}
+        self._ignored = {name for name, policy in policies.items() if policy == "ignore"}
         step.loss_fn = self._loss
         step.towers = cast(Towers, _Turns(step.towers, self))
 
@@ -109,11 +110,10 @@ class _Recorder:
 
     def run(self, batches: Iterable[Any]) -> Recording:
         """Take the steps, up to the first that fails."""
-        hooks = [
-            parameter.register_hook(partial(self._write_tensor, "gradient", name))
-            for name, parameter in self._parameters().items()
-            if parameter.requires_grad
-        ]
+        # Hooks on nodes, because samestep warns of those on parameters; a node lives while it is referred to.
+        trained = {name: p for name, p in self._parameters().items() if p.requires_grad}
+        nodes = {name: get_gradient_edge(parameter).node for name, parameter in trained.items()}
+        hooks = [node.register_prehook(partial(self._write_gradient, name)) for name, node in nodes.items()]
         self._open(When(0, "build"))
         self._close_with_weights()
         if self._watch is not None:
@@ -136,6 +136,7 @@ class _Recorder:
             self._recording.error = error
             self._open(When(number, "error"))  # shows what the last pass has changed
             self._turn = None
+            self._recording.unaveraged = self._unaveraged()
             return False
         if self._turn is None:  # a step that averages by other means than `Towers.average`
             self._open(When(number, "update"))
@@ -169,13 +170,14 @@ class _Recorder:
 
     def _unaveraged(self) -> tuple[str, ...]:
         """Name what the optimizer updates by a gradient of this worker's alone."""
-        own = set(map(id, self._model.parameters()))
+        own = set(map(id, self._towers._replica.model.parameters()))  # with what is averaged beside the model
         names = {id(parameter): name for name, parameter in self._surroundings().parameters()}
         listed = [parameter for group in self._step.optimizer.param_groups for parameter in group["params"]]
         return tuple(
             names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
             for parameter in listed
-            if id(parameter) not in own and parameter.grad is not None
+            if id(parameter) not in own and parameter.requires_grad
+            if parameter.grad is not None or self._recording.error is not None
         )
 
     def _open(self, when: When, batch: Any = None) -> None:
@@ -222,6 +224,9 @@ class _Recorder:
             else:
                 self._write(Event("loss", "count", repr(leaf)))
         return result
+
+    def _write_gradient(self, name: str, gradients: tuple[Tensor, ...]) -> None:
+        self._write_tensor("gradient", name, gradients[0])
 
     def _write_tensor(self, kind: Any, name: str, tensor: Tensor) -> None:
         with self._during("paused"):
