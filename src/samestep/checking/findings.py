@@ -92,10 +92,11 @@ def explain_error(recordings: Sequence[Recording]) -> Finding | None:
         return _finding(f"cannot train: samestep refuses {last.when}", str(first.error), "")
     if not isinstance(first.error, BufferPolicyError):
         raise first.error
-    before = last.held
-    changed = [p for p, held in end.held.items() if held.kind == "buffer" and before.get(p) != held]
-    place = next(iter(changed), Place("", ""))
     cause, _, remedy = str(first.error).partition(": ")
+    changed = [
+        place for place, held in end.held.items() if last.held.get(place) != held and place.name in cause
+    ]
+    place = next(iter(changed), Place("", ""))
     what = f"cannot train: a buffer that is not averaged changes in {last.when}"
     return _finding(what, cause, remedy, module=place.owner, parameter=place.name)
 
