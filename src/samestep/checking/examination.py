@@ -35,21 +35,13 @@ _COMPILED = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What to record.
-
-    Attributes:
-        steps: how many to take.
-        workers: the numbers of workers to compare with one.
-        processes: whether to compare with real processes, too.
-        device: as for `samestep.init`.
-        threads: CPU threads of each worker.
-    """
+    """What to record."""
 
     steps: int
-    workers: Sequence[int]
-    processes: bool
-    device: str
-    threads: int
+    workers: Sequence[int]  # the numbers of workers to compare with one
+    processes: bool  # whether to compare with real processes, too
+    device: str  # as for `samestep.init`
+    threads: int  # CPU threads of each worker
 
 
 class _Placement(NamedTuple):
@@ -60,16 +52,11 @@ class _Placement(NamedTuple):
 
 
 class Examination:
-    """Records a reference and compares everything else with it.
-
-    Attributes:
-        notes: what was not examined, or may matter later.
-        digest: of the reference's weights after its last step.
-    """
+    """Records a reference and compares everything else with it."""
 
     def __init__(self, subject: Subject, plan: Plan) -> None:
-        self.notes: list[str] = []
-        self.digest = ""
+        self.notes: list[str] = []  # what was not examined, or may matter later
+        self.digest = ""  # of the reference's weights after its last step
         self._subject = subject
         self._plan = plan
         self._why_not: str | None = None

@@ -36,23 +36,16 @@ __all__ = ["Subject", "Trial", "record"]
 Subject = Callable[[Job], tuple[Step, Iterable[Any]]]
 """What is recorded: makes the step of one worker, and gives its batches, without end."""
 
-
 _recorded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
 class Trial:
-    """How to record.
+    """How to record."""
 
-    Attributes:
-        number: of this recording; whatever is drawn outside the towers' turns depends on it.
-        steps: how many to take.
-        operators: whether to record every operator.
-    """
-
-    number: int
-    steps: int
-    operators: bool = False
+    number: int  # of this recording; whatever is drawn outside the towers' turns depends on it
+    steps: int  # how many to take
+    operators: bool = False  # whether to record every operator
 
 
 def record(subject: Subject, job: Job, trial: Trial) -> Recording:

@@ -40,54 +40,33 @@ class When(NamedTuple):
 
 @dataclass(frozen=True)
 class Event:
-    """One result that must be the same in every placement.
-
-    Attributes:
-        kind: what was recorded.
-        name: of the operator or the tensor.
-        values: digest of what came out.
-        module: where it happened, by path and class.
-        phase: "forward", "backward" or "update".
-        numbers: the operator's arguments other than tensors.
-        outside: tensors that it took in and that no operator of this turn had made: (name, digest).
-        stream: what an operator drew random numbers from: "own", or the state of the global one.
-        wrote: outside tensors that it wrote to.
-    """
+    """One result that must be the same in every placement."""
 
     kind: Literal["rows", "operator", "setting", "loss", "gradient", "average", "weight"]
-    name: str
-    values: str
-    module: str = ""
-    phase: str = ""
-    numbers: str = ""
-    outside: tuple[tuple[str, str], ...] = ()
-    stream: str = ""
-    wrote: tuple[str, ...] = ()
+    name: str  # of the operator or the tensor
+    values: str  # digest of what came out
+    module: str = ""  # where it happened, by path and class
+    phase: str = ""  # "forward", "backward" or "update"
+    numbers: str = ""  # the operator's arguments other than tensors
+    outside: tuple[
+        tuple[str, str], ...
+    ] = ()  # tensors from outside this turn that it took in: (name, digest)
+    stream: str = ""  # what an operator drew random numbers from: "own", or the state of the global one
+    wrote: tuple[str, ...] = ()  # outside tensors that it wrote to
 
 
 @dataclass
 class Turn:
-    """All that happened in one part of a step.
-
-    Attributes:
-        when: which part that is.
-        built: what the model held when it was built; shared by all turns.
-        changed: what of it was different before this turn.
-        weights: digests of the model's parameters before this turn.
-        written: parameters that a tower's pass has written to, and their modules.
-        events: in order.
-        settings: of the process, after the turn; none where it has not come to its end.
-        num_compiled: how many graphs torch.compile made in it.
-    """
+    """All that happened in one part of a step."""
 
     when: When
-    built: Mapping[Place, Held]
-    changed: Mapping[Place, Held] = field(default_factory=dict)
-    weights: Mapping[str, str] = field(default_factory=dict)
-    written: Mapping[str, str] = field(default_factory=dict)
-    events: list[Event] = field(default_factory=list)
-    settings: Mapping[str, str] = field(default_factory=dict)
-    num_compiled: int = 0
+    built: Mapping[Place, Held]  # what the model held when it was built; shared by all turns
+    changed: Mapping[Place, Held] = field(default_factory=dict)  # what of it was different before this turn
+    weights: Mapping[str, str] = field(default_factory=dict)  # digests of the parameters before this turn
+    written: Mapping[str, str] = field(default_factory=dict)  # parameters that a pass wrote to, their modules
+    events: list[Event] = field(default_factory=list)  # in order
+    settings: Mapping[str, str] = field(default_factory=dict)  # of the process at its end; {} if it failed
+    num_compiled: int = 0  # how many graphs torch.compile made in it
 
     @property
     def results(self) -> list[Event]:
@@ -102,20 +81,13 @@ class Turn:
 
 @dataclass
 class Recording:
-    """The turns of one worker, in the order of execution.
+    """The turns of one worker, in the order of execution."""
 
-    Attributes:
-        settings: of the process, before the first step.
-        digest: of the weights, after the last step.
-        unaveraged: what the optimizer updates by gradients that are not averaged.
-        error: what ended the steps early.
-    """
-
-    settings: Mapping[str, str]
+    settings: Mapping[str, str]  # of the process, before the first step
     turns: dict[When, Turn] = field(default_factory=dict)
-    digest: str = ""
-    unaveraged: Sequence[str] = ()
-    error: Error | None = None
+    digest: str = ""  # of the weights, after the last step
+    unaveraged: Sequence[str] = ()  # what the optimizer updates by gradients that are not averaged
+    error: Error | None = None  # what ended the steps early
 
     @property
     def changed(self) -> set[Place]:
@@ -131,23 +103,14 @@ class Recording:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first event that is not the same.
-
-    Attributes:
-        when: in which turn.
-        expected: what the reference has there; None where it has nothing any more.
-        found: what the other placement has.
-        held: what the model held before the turn, where it differs: (reference, other).
-        as_built: what of that no turn has changed, so that it differed from the start.
-        parameter: the first one with another gradient, average or value in the same turn.
-    """
+    """The first event that is not the same."""
 
     when: When
-    expected: Event | None
-    found: Event | None
-    held: Mapping[Place, tuple[Held | None, Held | None]]
-    as_built: frozenset[Place]
-    parameter: str | None
+    expected: Event | None  # what the reference has there; None where it has nothing any more
+    found: Event | None  # what the other placement has
+    held: Mapping[Place, tuple[Held | None, Held | None]]  # before the turn, where it differs
+    as_built: frozenset[Place]  # what of that no turn has changed, so that it differed from the start
+    parameter: str | None  # the first with another gradient, average or value in the same turn
 
     @property
     def event(self) -> Event:
@@ -206,13 +169,12 @@ def _held_differences(turn: Turn, other: Turn) -> dict[Place, tuple[Held | None,
 
 def _first_parameter(turn: Turn, other: Turn) -> str | None:
     """Compare by name, because operators that differ shift what comes after them."""
-    named = [
-        {(event.kind, event.name): event.values for event in each.events if event.kind in _OF_PARAMETERS}
+    one, two = (
+        {
+            (event.kind, event.name): event.values
+            for event in each.results
+            if event.kind not in ("rows", "loss")
+        }
         for each in (turn, other)
-    ]
-    return next(
-        (name for (kind, name), values in named[0].items() if named[1].get((kind, name)) != values), None
     )
-
-
-_OF_PARAMETERS = ("gradient", "average", "weight")
+    return next((name for (kind, name), values in one.items() if two.get((kind, name)) != values), None)
