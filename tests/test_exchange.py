@@ -211,7 +211,7 @@ def test_an_error_after_the_last_bucket_is_told_by_its_worker_alone():
         outcomes = simulate(work, 3, seed)
         assert outcomes[1].text == "UsageError: late"
         for outcome in (outcomes[0], outcomes[2]):
-            assert outcome.error is None or "worker 1 is gone" in outcome.text
+            assert outcome.error is None or " is gone" in outcome.text
             for _, gradient in outcome.value or ():
                 assert torch.equal(gradient, torch.ones(9))
                 num_complete += 1

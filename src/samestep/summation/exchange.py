@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import reduce
 from operator import or_
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -39,6 +39,14 @@ _FINE, _FAILED, _CHANGED = range(3)
 """A worker's status, in its header."""
 
 
+class MustMatch(Protocol):
+    """Anything with a hash that must be the same on all workers, and the words to say in what they differ."""
+
+    def hash(self) -> int: ...
+
+    def in_words(self) -> dict[str, object]: ...
+
+
 class Exchange:
     """One step's exchange of one worker: `start`, `send` for each bucket as it fills, `finish`.
 
@@ -50,7 +58,7 @@ class Exchange:
         job: of this worker.
         plan: that all workers have agreed on.
         must_match: numbers that must be the same on every worker, "step" among them.
-        hash_of_rest: of `rest`, which must be the same, too; it says more where workers differ.
+        rest: what else must be the same; its words say more where workers differ.
         flags: called once, when the first bucket is sent; its bits are OR-ed over all workers.
     """
 
@@ -60,8 +68,7 @@ class Exchange:
         plan: Plan,
         must_match: Mapping[str, int],
         *,
-        hash_of_rest: int = 0,
-        rest: Callable[[], Mapping[str, object]] = dict,
+        rest: MustMatch | None = None,
         flags: Callable[[], int] = int,
     ) -> None:
         self.plan = plan
@@ -72,7 +79,8 @@ class Exchange:
         self._must_match = must_match
         self._ask_flags = flags
         self._described: Mapping[str, object] = {**must_match, **plan.description}
-        self._hash_of_rest, self._rest = hash_of_rest, rest
+        self._rest = rest
+        self._hash_of_rest = 0 if rest is None or job.world_size == 1 else rest.hash()
         self._status = _FINE
         self._error: BaseException | None = None
         self._compared = not (plan.sums or plan.is_whole_batch)
@@ -216,6 +224,7 @@ class Exchange:
     def _settle(self) -> None:
         """Exchange errors and descriptions, and raise unless all workers have the same and none failed."""
         self.is_over = True
-        agree(self._job, {**self._described, **self._rest()}, where=self.where, error=self._error)
+        rest = {} if self._rest is None else self._rest.in_words()
+        agree(self._job, {**self._described, **rest}, where=self.where, error=self._error)
         if self._status != _CHANGED:
             raise DisagreementError(f"{self.where}: workers differ, and none of them can say in what")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import InitVar, dataclass, replace
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from samestep.buffers.outside import graph_of, note_outside_gradients
+from samestep.buffers.watch import Watch
 from samestep.errors import BatchError, Error, UsageError
 from samestep.streams import keep_globals, seed_globals, tower_seed
 from samestep.summation.exchange import Exchange
@@ -33,7 +35,7 @@ from samestep.towers.replica import Replica
 from samestep.towers.report import Report, total_norm
 from samestep.workers.collectives import gather_rows
 
-__all__ = ["StepRun", "Tower"]
+__all__ = ["Rest", "StepRun", "Tower"]
 
 
 class Tower:
@@ -101,6 +103,30 @@ class Tower:
 
     def __repr__(self) -> str:
         return f"Tower(index={self.index}, rows={self.rows})"
+
+
+_DRAWN = "torch's global generator differs, too: one worker alone drew from it, as in an evaluation"
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What else all workers must have alike in a step: settings by name, and the weights."""
+
+    settings: Mapping[str, Any]
+    watch: Watch
+
+    def hash(self) -> int:
+        """Return a 32-bit number that tells apart what workers have."""
+        return zlib.crc32(repr([*self.settings.items(), self.watch.hashes]).encode())
+
+    def in_words(self) -> dict[str, object]:
+        """Return it by name, with a hint where batches differ."""
+        generator = zlib.crc32(bytes(torch.get_rng_state().tolist()))
+        return {
+            **{name: repr(value) for name, value in self.settings.items()},
+            **{f"weights in {name}": value for name, value in self.watch.hashes.items()},
+            f"?batch fingerprint: {_DRAWN}": generator,
+        }
 
 
 @dataclass(eq=False, repr=False)

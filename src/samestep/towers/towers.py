@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import zlib
+import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from samestep.buffers.policies import Policy
 from samestep.buffers.statistics import Mode
 from samestep.errors import AbandonedError, ConfigError, DisagreementError, Error, UsageError, one_line
-from samestep.identity import check_same
+from samestep.identity import check_same, compare, fingerprint
 from samestep.summation.buckets import DEFAULT_BUCKET_BYTES
 from samestep.summation.exchange import Exchange
 from samestep.summation.gradients import like_parameter
@@ -36,7 +36,7 @@ from samestep.towers.counts import Count, check_counts
 from samestep.towers.noise import NoiseScale
 from samestep.towers.replica import Also, Replica, Settings, job_alone, together
 from samestep.towers.report import Report
-from samestep.towers.run import StepRun, Tower
+from samestep.towers.run import Rest, StepRun, Tower
 from samestep.towers.whole_batch import Forward, WholeLoss, run_whole_batch
 from samestep.workers.agreement import agree
 from samestep.workers.job import Job
@@ -131,7 +131,12 @@ class Towers:
             must_match |= self._plan.description
         except Exception as found:
             error = found
-        agree(self.job, must_match, where="Towers", error=error)
+        mine = fingerprint(self.job.device)
+        errors, differences = compare(agree(self.job, must_match, where="Towers", error=error, message=mine))
+        if errors:
+            raise DisagreementError(f"Towers: {errors[0]}")
+        if differences and self.job.is_first:
+            warnings.warn(f"{differences[0]}: the bits may depend on which of them computes", stacklevel=2)
         self._replica.start_from_first_worker()
 
     @property
@@ -391,17 +396,11 @@ class Towers:
             Exchange(self.job, self._plan, numbers).change_to(plan)
             self._replica.start_from_first_worker()
         self._plan = plan
-        watch, settings = (
-            self._replica.watch,
-            {name: repr(value) for name, value in (must_match or {}).items()},
-        )
+        watch = self._replica.watch
         watch.start_step(self._step)
-
-        def rest() -> Mapping[str, object]:
-            return settings | {f"weights in {name}": value for name, value in watch.hashes.items()}
-
-        number = zlib.crc32(repr([settings, watch.hashes]).encode()) if self.job.world_size > 1 else 0
-        exchange = Exchange(self.job, plan, numbers, hash_of_rest=number, rest=rest, flags=flags)
+        threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+        settings = {"CPU threads": threads, "default dtype": dtype, **(must_match or {})}
+        exchange = Exchange(self.job, plan, numbers, rest=Rest(settings, watch), flags=flags)
         return StepRun(self._step, self.seed, local, self._replica, exchange, scaler)
 
     def _check_no_step(self, what: str) -> None:

@@ -57,17 +57,20 @@ def difference(all_values: Sequence[Values]) -> str | None:
 
     >>> difference([{"towers": 8}, {"towers": 7}, {"towers": 8}])
     'worker 1 has towers = 7, the others have 8'
+
+    A value called "?NAME: HINT" may differ; where that called NAME does, too, the hint is given.
     """
-    for name in all_values[0]:
-        values: list[Any] = [seen.get(name) for seen in all_values]
-        if all(value == values[0] for value in values):
-            continue
-        if not isinstance(values[0], (list, tuple)):
-            return who_has_what(name, values)
-        for index, entries in enumerate(zip_longest(*values, fillvalue="nothing")):
-            if any(entry != entries[0] for entry in entries):
-                return who_has_what(f"{name}[{index}]", entries)
-    return None
+    values: dict[str, list[Any]] = {n: [seen.get(n) for seen in all_values] for n in all_values[0]}
+    differing = [name for name, found in values.items() if any(each != found[0] for each in found)]
+    first = next((name for name in differing if name[0] != "?"), None)
+    if first is None:
+        return None
+    hints = "".join(f"; {name.partition(': ')[2]}" for name in differing if name.startswith(f"?{first}: "))
+    if not isinstance(values[first][0], (list, tuple)):
+        return who_has_what(first, values[first]) + hints
+    rows = enumerate(zip_longest(*values[first], fillvalue="nothing"))
+    index, entries = next((n, row) for n, row in rows if any(entry != row[0] for entry in row))
+    return who_has_what(f"{first}[{index}]", entries) + hints
 
 
 def from_first_worker(job: Job, work: Callable[[], T]) -> T:
