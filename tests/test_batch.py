@@ -1,23 +1,29 @@
+import copy
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
+import samestep
+from samestep import Towers
 from samestep.errors import BatchError
 from samestep.summation.placement import even_ranges
 from samestep.towers.batch import GlobalBatch
+
+from .simulation import simulate
 
 CPU = torch.device("cpu")
 
 
 class Pair(NamedTuple):
     pictures: torch.Tensor
-    names: list
+    name: str
 
 
 def nest(rows):
-    return {"x": torch.arange(rows * 6.0).reshape(rows, 2, 3), "pair": Pair(torch.arange(rows), ["kept", 7])}
+    return {"x": torch.arange(rows * 6.0).reshape(rows, 2, 3), "pair": Pair(torch.arange(rows), "kept")}
 
 
 @given(st.integers(0, 40), st.integers(1, 12))
@@ -28,7 +34,7 @@ def test_slices_put_together_are_the_batch(rows, num_towers):
     slices = [whole.take(span, CPU) for span in even_ranges(rows, num_towers)]
     assert torch.equal(torch.cat([part["x"] for part in slices]), batch["x"])
     assert torch.equal(torch.cat([part["pair"].pictures for part in slices]), batch["pair"].pictures)
-    assert all(isinstance(part["pair"], Pair) and part["pair"].names == ["kept", 7] for part in slices)
+    assert all(isinstance(part["pair"], Pair) and part["pair"].name == "kept" for part in slices)
 
 
 def test_a_slice_is_a_copy_in_memory_of_its_own():
@@ -43,8 +49,8 @@ def test_a_slice_is_a_copy_in_memory_of_its_own():
 @pytest.mark.parametrize(
     ("batch", "named"),
     [
-        ({"names": ["a"]}, "a dict without tensors"),
-        ([], "a list without tensors"),
+        ({"name": "a"}, "batch is a dict without tensors"),
+        ((), "batch is a tuple without tensors"),
         (
             (torch.zeros(3), {"scale": torch.tensor(1.0)}),
             r"batch\[1\]\['scale'\] is a 0-dimensional tensor",
@@ -75,11 +81,96 @@ def test_the_same_values_have_the_same_fingerprint():
         torch.arange(20.0).reshape(4, 5).double(),
         torch.arange(20.0).reshape(4, 5, 1),
         torch.arange(20.0).reshape(4, 5).flip(0),
+        np.arange(20.0).reshape(4, 5),
         (torch.arange(20.0).reshape(4, 5), torch.zeros(4)),
     ],
 )
 def test_other_values_shapes_and_dtypes_have_another_fingerprint(other):
     assert fingerprint(other) != fingerprint(torch.arange(20.0).reshape(4, 5))
+
+
+SIZES = [(1, 1), (5, 3), (7, 1024), (64, 777), (129, 2048)]
+
+
+@given(st.sampled_from(SIZES), st.sampled_from([torch.float32, torch.uint8, torch.bfloat16]), st.data())
+@settings(deadline=None)
+def test_one_changed_value_is_seen(shape, dtype, data):
+    batch = torch.zeros(shape, dtype=dtype)
+    before = fingerprint(batch)
+    batch.view(-1)[data.draw(st.integers(0, batch.numel() - 1))] = 1
+    assert fingerprint(batch) != before
+
+
+@given(st.sampled_from(SIZES[1:]), st.data())
+@settings(deadline=None)
+def test_swapped_rows_are_seen(shape, data):
+    batch = torch.arange(float(shape[0]))[:, None].expand(shape)
+    one, other = data.draw(st.lists(st.integers(0, len(batch) - 1), min_size=2, max_size=2, unique=True))
+    order = torch.arange(len(batch))
+    order[[one, other]] = order[[other, one]]
+    assert fingerprint(batch[order]) != fingerprint(batch)
+    names = [f"row {n}" for n in range(len(batch))]
+    assert fingerprint([names[n] for n in order]) != fingerprint(names)
+
+
+def test_the_layout_in_memory_does_not_matter():
+    values = torch.randn(64, 3, 40, 40)
+    channels_last = values.to(memory_format=torch.channels_last)
+    unaligned = torch.cat([torch.zeros(1, dtype=torch.uint8), values.view(torch.uint8).view(-1)])[1:]
+    unaligned = np.frombuffer(unaligned.numpy().data, dtype=np.float32).reshape(values.shape)
+    assert fingerprint(channels_last) == fingerprint(values)
+    assert fingerprint(np.asfortranarray(values.numpy())) == fingerprint(values.numpy())
+    assert fingerprint(unaligned) == fingerprint(values.numpy())
+    assert fingerprint(values.to(torch.complex64).conj()) == fingerprint(
+        values.to(torch.complex64).conj().resolve_conj()
+    )
+
+
+class Opaque:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (3, 4),
+        ("train", "test"),
+        (b"1", b"2"),
+        (torch.float16, torch.float32),
+        ((224, 224), (224, 225)),
+        (samestep.Whole([1, 2]), samestep.Whole([1, 3])),
+        (samestep.Whole(torch.zeros(3)), samestep.Whole(torch.ones(3))),
+        (samestep.Whole(Opaque()), samestep.Whole({1})),
+        (list("abcd"), list("abce")),
+        ([{"id": n} for n in range(4)], [{"id": n + 1} for n in range(4)]),
+        (
+            np.array([{"id": n} for n in range(4)], object),
+            np.array([{"id": 2 * n} for n in range(4)], object),
+        ),
+        (np.array(["a", "b", "c", "d"]), np.array(["a", "b", "c", "e"])),
+        ([{"t": torch.zeros(2)}] * 4, [{"t": torch.ones(2)}] * 4),
+    ],
+)
+def test_everything_in_the_nest_counts(one, other):
+    x = torch.zeros(4)
+    assert fingerprint({"x": x, "y": one}) != fingerprint({"x": x, "y": other})
+    assert fingerprint({"x": x, "y": one}) == fingerprint({"x": x.clone(), "y": copy.deepcopy(one)})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+def test_workers_with_one_other_value_are_told_so(dtype):
+    def work(job):
+        model = torch.nn.Linear(40, 1)
+        towers = Towers(model, 4, job=job)
+        batch = torch.ones(900, 40, dtype=dtype)
+        batch[777, 13] += job.rank == 1
+        for tower in towers(batch):
+            tower.backward(model(tower.batch.float()).mean())
+        towers.average()
+
+    for outcome in simulate(work, 3):
+        assert "DisagreementError" in outcome.text
+        assert "batch fingerprint" in outcome.text
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.int64, torch.complex64])

@@ -22,6 +22,7 @@ from samestep.errors import BufferPolicyError, ConfigError
 from samestep.identity import digest
 from samestep.streams import GlobalStreams, seed_globals, stream_seed
 from samestep.summation.placement import Placement
+from samestep.towers.nest import tensors
 from samestep.towers.report import Report
 from samestep.towers.run import Tower
 from samestep.towers.step import LossFunction, Step
@@ -279,6 +280,6 @@ class _Turns:
 
 
 def _named_rows(batch: Any) -> Iterator[tuple[str, Tensor]]:
-    for number, leaf in enumerate(pytree.tree_leaves(batch)):
+    for number, leaf in enumerate(tensors(batch)):
         if isinstance(leaf, Tensor):
             yield f"tensor {number} of the batch", leaf

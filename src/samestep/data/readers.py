@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, default_collate
 
 from samestep.errors import BatchError
 from samestep.streams import GlobalStreams, seed_globals, stream_seed
-from samestep.towers.batch import GlobalBatch
+from samestep.towers.batch import GlobalBatch, copied
+from samestep.towers.nest import mapped
 
 __all__ = [
     "BatchedDataset",
@@ -96,7 +96,7 @@ class Reader(Dataset[dict[int, Any]]):
     def __getitem__(self, request: Request) -> dict[int, Any]:
         with _as_in_a_loader_process():
             slices = {tower: self._read(request, tower) for tower in request.examples}
-        return {tower: pytree.tree_map_only(Tensor, _aligned, batch) for tower, batch in slices.items()}
+        return {tower: mapped(_aligned, batch) for tower, batch in slices.items()}
 
     def _read(self, request: Request, tower: int) -> Any:
         rows = [self._example(request.epoch, int(example)) for example in request.examples[tower]]
@@ -178,13 +178,18 @@ def _as_in_a_loader_process() -> Iterator[None]:
         streams.restore()
 
 
-def _aligned(tensor: Tensor) -> Tensor:
-    """Move a tensor to memory that starts at the same alignment in every process.
+def _aligned(value: Tensor | NDArray[Any]) -> Tensor | NDArray[Any]:
+    """Move a tensor or array to memory that starts at the same alignment in every process.
 
     Kernels may choose by alignment, and arrays from NumPy start where torch's own would not.
     """
-    on_cpu = tensor.layout == torch.strided and tensor.device.type == "cpu"
-    return tensor.clone() if on_cpu and tensor.data_ptr() % _ALIGNMENT_BYTES else tensor
+    if isinstance(value, Tensor):
+        if value.layout != torch.strided or value.is_nested or value.device.type != "cpu":
+            return value
+        address = value.data_ptr()
+    else:
+        address = value.ctypes.data
+    return copied(value) if address % _ALIGNMENT_BYTES else value
 
 
 def is_batched(dataset: object) -> bool:

@@ -207,8 +207,9 @@ class Towers:
         step, tower); afterwards they are what they were.
 
         Args:
-            batch: the global batch, the same on every worker: any nest of tensors, rows first; or a
-                `LocalBatch` from a `TowerLoader`. Tensors are moved to the worker's device.
+            batch: the global batch, the same on every worker: any nest of tensors, arrays and lists, rows
+                first, see docs/batches.md; or a `LocalBatch` from a `TowerLoader`. Tensors are moved to the
+                worker's device.
             counts: for a loss that is a sum of several means, each over something else: what each of them
                 counts, by name, as `count(tower_batch)` -> a number or 0-dim tensor. Each tower then hands
                 in a mapping with a sum for each name. The gradient is that of the sum over names of all
@@ -220,7 +221,8 @@ class Towers:
                 whose bits are OR-ed over all workers into `Report.flags`, such as a request to stop.
 
         Raises:
-            BatchError: the tensors' rows disagree, there are none, or nothing counts (see `on_zero_count`).
+            BatchError: numbers of rows disagree, there are none, something cannot be cut, or nothing counts
+                (see `on_zero_count`).
             ConfigError: `counts` is not a mapping of functions, or the model cannot be trained any more.
             DisagreementError: workers came with different batches or models. On a worker that finds out
                 while the passes run, the error comes from `Tower.backward` or `average`.

@@ -24,11 +24,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from samestep.errors import UsageError
 from samestep.streams import keep_globals, seed_globals, stream_seed, tower_seed
-from samestep.towers.batch import GlobalBatch, LocalBatch
+from samestep.towers.batch import GlobalBatch, LocalBatch, copied
+from samestep.towers.nest import mapped
 from samestep.towers.outputs import AllOutputs, TowerOutputs, gather
 from samestep.workers.job import Job
 
@@ -78,7 +78,7 @@ class WholeBatch:
             for tower, batch in slices.items():
                 seed_globals(tower_seed(self._seed, self._step, tower), self._job.device)
                 # A copy, because a forward may write to its batch, and is to see the same again.
-                own_batch = pytree.tree_map_only(Tensor, torch.clone, batch)
+                own_batch = mapped(copied, batch)
                 try:
                     self._own[tower] = TowerOutputs.open(self._forward(own_batch)).copy()
                 finally:
