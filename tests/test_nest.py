@@ -289,4 +289,4 @@ def test_slices_of_a_loader_may_hold_anything():
 def test_the_page_on_batches_is_true():
     page = Path(__file__).parents[1] / "docs" / "batches.md"
     found = doctest.testfile(str(page), module_relative=False, optionflags=doctest.ELLIPSIS)
-    assert (found.failed, found.attempted) == (0, 5)
+    assert (found.failed, found.attempted) == (0, 6)

@@ -14,18 +14,8 @@ from torch import Tensor
 from samestep.errors import BatchError
 from samestep.summation.placement import Placement
 from samestep.towers.batch_fingerprint import fingerprint
-from samestep.towers.nest import (
-    Branch,
-    Column,
-    Node,
-    Whole,
-    columns,
-    mapped,
-    parse,
-    rebuilt,
-    resolved,
-    tensors,
-)
+from samestep.towers.columns import Branch, Column, Node, Whole, columns, parse, resolved
+from samestep.towers.nest import mapped, rebuilt, tensors
 from samestep.workers.job import Job
 
 __all__ = ["GlobalBatch", "LocalBatch", "copied", "cut", "moved"]

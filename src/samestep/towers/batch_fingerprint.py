@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from samestep.towers.nest import Branch, Column, Node, Whole, entries
+from samestep.towers.columns import Branch, Column, Node, Whole
+from samestep.towers.nest import entries
 
 __all__ = ["fingerprint"]
 
