@@ -1,4 +1,5 @@
 import copy
+import weakref
 from typing import NamedTuple
 
 import numpy as np
@@ -7,14 +8,15 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import samestep
-from samestep import Towers
+from samestep import LocalBatch, Towers
 from samestep.errors import BatchError
 from samestep.summation.placement import even_ranges
-from samestep.towers.batch import GlobalBatch
+from samestep.towers.batch import GlobalBatch, Slices
+from samestep.towers.copier import Copier
 
 from .simulation import simulate
 
-CPU = torch.device("cpu")
+CPU = Copier(torch.device("cpu"))
 
 
 class Pair(NamedTuple):
@@ -177,3 +179,82 @@ def test_workers_with_one_other_value_are_told_so(dtype):
 @pytest.mark.parametrize("shape", [(1,), (5, 0), (3, 1000), (5000, 2)])
 def test_fingerprints_are_taken_of_any_shape_and_dtype(shape, dtype):
     assert 0 <= fingerprint(torch.ones(shape, dtype=dtype)) < 2**32
+
+
+# ---- turns -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", ["global", "slices"])
+def test_no_more_than_two_towers_rows_are_in_memory(given):
+    batch = torch.randn(64, 40)
+    made = []
+
+    def make(tower):
+        made.append(tower)
+        return batch[4 * tower : 4 * tower + 4].clone()
+
+    towers = Towers(torch.nn.Linear(40, 1), 16)
+    alive = weakref.WeakSet()
+    local = LocalBatch(64, Slices(range(16), make))
+    for tower in towers(batch if given == "global" else local):
+        alive.add(tower.batch)
+        assert len(alive) <= 1  # at its turn: the loop lets go of a tower after the next one's rows are there
+        tower.backward(towers.model(tower.batch).square().mean())
+        del tower
+    assert made == ([] if given == "global" else list(range(16)))
+    towers.average()
+
+
+def test_rows_are_read_at_a_tower_s_turn():
+    made = []
+    towers = Towers(torch.nn.Linear(2, 1), 3)
+    turns = towers(LocalBatch(3, Slices(range(3), lambda t: made.append(t) or torch.ones(1, 2))))
+    assert made == []
+    for tower in turns:
+        assert made == list(range(tower.index + 1))
+        tower.backward(towers.model(tower.batch).mean())
+    towers.average()
+
+
+def test_a_batch_that_is_written_to_before_all_turns_is_refused():
+    towers = Towers(torch.nn.Linear(2, 1), 3)
+    batch = {"x": torch.ones(6, 2)}
+    turns = towers(batch)
+    tower = next(turns)
+    tower.backward(towers.model(tower.batch["x"]).mean())
+    batch["x"].mul_(2)
+    with pytest.raises(BatchError, match=r"batch\['x'\] was written to after the step began"):
+        next(turns)
+
+
+def test_a_batch_may_be_written_to_after_the_last_turn():
+    towers = Towers(torch.nn.Linear(2, 1), 3)
+    batch = torch.ones(6, 2)
+    for _ in range(2):
+        for tower in towers(batch):
+            tower.backward(towers.model(tower.batch).mean())
+        batch.mul_(2)
+        towers.average()
+
+
+def test_batches_made_in_inference_mode_are_cut():
+    with torch.inference_mode():
+        batch = torch.ones(6, 2)
+    assert GlobalBatch.open(batch).take(range(2), CPU).shape == (2, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_rows_on_a_gpu_are_those_of_the_host():
+    device = torch.device("cuda", 0)
+    batch = {"x": torch.randn(64, 1 << 16), "pinned": torch.randn(64, 1 << 16).pin_memory()}
+    expected = batch["x"].clone(), batch["pinned"].clone()
+    model = torch.nn.Linear(1 << 16, 1, device=device)
+    towers = Towers(model, 16, job=samestep.Job(device))
+    for tower in towers(batch):
+        rows = slice(4 * tower.index, 4 * tower.index + 4)
+        assert torch.equal(tower.batch["x"].cpu(), expected[0][rows])
+        assert torch.equal(tower.batch["pinned"].cpu(), expected[1][rows])
+        tower.backward(model(tower.batch["x"]).mean())
+    batch["pinned"].zero_()
+    towers.average()

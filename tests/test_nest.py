@@ -17,8 +17,9 @@ from torch.utils.data import default_collate
 from samestep import BatchError, LocalBatch, Towers, Whole
 from samestep.summation.placement import even_ranges
 from samestep.towers.batch import GlobalBatch
+from samestep.towers.copier import Copier
 
-CPU = torch.device("cpu")
+CPU = Copier(torch.device("cpu"))
 
 
 class Encoding(collections.UserDict):
@@ -163,7 +164,21 @@ def test_views_of_a_batch_are_cut_where_they_are_columns():
 
 @pytest.mark.parametrize(
     "value",
-    [None, True, 3, 0.5, 1j, "train", b"x", torch.float16, CPU, np.float32(2), (224, 224), (), (None, 1.0)],
+    [
+        None,
+        True,
+        3,
+        0.5,
+        1j,
+        "train",
+        b"x",
+        torch.float16,
+        torch.device("cpu"),
+        np.float32(2),
+        (224, 224),
+        (),
+        (None, 1.0),
+    ],
 )
 def test_scalars_and_tuples_of_numbers_are_given_whole(value):
     assert take({"x": X, "value": value})["value"] == value

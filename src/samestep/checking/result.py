@@ -17,7 +17,8 @@ from samestep.checking.findings import Finding
 from samestep.checking.recorder import Subject
 from samestep.errors import ConfigError, UsageError
 from samestep.summation.placement import Placement
-from samestep.towers.batch import LocalBatch, moved
+from samestep.towers.batch import LocalBatch
+from samestep.towers.copier import Copier
 from samestep.towers.nest import entries
 from samestep.towers.step import LossFunction, Step
 from samestep.towers.towers import Towers
@@ -194,7 +195,7 @@ def _batches(batch: Any, steps: int) -> list[Any]:
         raise ConfigError(
             "batch is a LocalBatch, cut for one placement: pass a global batch, or a plain DataLoader"
         )
-    return [moved(each, torch.device("cpu")) for each in batches]
+    return [Copier(torch.device("cpu")).moved(each) for each in batches]
 
 
 def _check_numbers(steps: int, workers: Sequence[int]) -> None:

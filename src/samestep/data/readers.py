@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -18,7 +16,8 @@ from torch.utils.data import Dataset, default_collate
 
 from samestep.errors import BatchError
 from samestep.streams import GlobalStreams, seed_globals, stream_seed
-from samestep.towers.batch import GlobalBatch, copied
+from samestep.towers.batch import GlobalBatch
+from samestep.towers.copier import Copier, copied
 from samestep.towers.nest import mapped
 
 __all__ = [
@@ -26,15 +25,11 @@ __all__ = [
     "BatchedReader",
     "Reader",
     "Request",
-    "RequestSampler",
     "is_batched",
-    "noted",
-    "read_ahead",
 ]
 
 _CPU = torch.device("cpu")
 _ALIGNMENT_BYTES = 64
-_NUM_AHEAD = 2
 
 
 @runtime_checkable
@@ -71,20 +66,24 @@ class BatchedDataset(Protocol):
         """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Request:
-    """One batch, before it is read: the numbers of the examples of each of this worker's towers."""
+    """The rows of one tower in one batch, before they are read: the numbers of its examples."""
 
     epoch: int
     position: int
-    rows: int
-    fingerprint: int
-    examples: Mapping[int, NDArray[np.int64]]
+    tower: int
+    examples: NDArray[np.int64]
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where it comes in the order in which a worker's slices are read."""
+        return self.position, self.tower
 
 
 @dataclass(frozen=True)
-class Reader(Dataset[dict[int, Any]]):
-    """A dataset for DataLoader: its "indices" are requests, its "examples" the towers' batches.
+class Reader(Dataset[Any]):
+    """A dataset for DataLoader: its "indices" are requests, its "examples" a tower's batch each.
 
     It holds nothing that changes, so a loader process may read any request at any time.
     """
@@ -93,15 +92,12 @@ class Reader(Dataset[dict[int, Any]]):
     seed: int
     collate_fn: Callable[[list[Any]], Any] | None = None
 
-    def __getitem__(self, request: Request) -> dict[int, Any]:
+    def __getitem__(self, request: Request) -> Any:
         with _as_in_a_loader_process():
-            slices = {tower: self._read(request, tower) for tower in request.examples}
-        return {tower: mapped(_aligned, batch) for tower, batch in slices.items()}
-
-    def _read(self, request: Request, tower: int) -> Any:
-        rows = [self._example(request.epoch, int(example)) for example in request.examples[tower]]
-        seed_globals(stream_seed(self.seed, "collate", request.position, tower), _CPU)
-        return (self.collate_fn or default_collate)(rows)
+            rows = [self._example(request.epoch, int(example)) for example in request.examples]
+            seed_globals(stream_seed(self.seed, "collate", request.position, request.tower), _CPU)
+            batch = (self.collate_fn or default_collate)(rows)
+        return mapped(_aligned, batch)
 
     def _example(self, epoch: int, example: int) -> Any:
         seed_globals(stream_seed(self.seed, "example", epoch, example), _CPU)
@@ -109,8 +105,8 @@ class Reader(Dataset[dict[int, Any]]):
 
 
 @dataclass(frozen=True)
-class BatchedReader(Dataset[dict[int, Any]]):
-    """The same for a `BatchedDataset`: one call reads all towers' rows, which are then copied apart.
+class BatchedReader(Dataset[Any]):
+    """The same for a `BatchedDataset`: one call reads a tower's rows.
 
     It leaves all global state alone, so it may run in a thread beside the passes.
     """
@@ -118,52 +114,16 @@ class BatchedReader(Dataset[dict[int, Any]]):
     dataset: BatchedDataset
     seed: int
 
-    def __getitem__(self, request: Request) -> dict[int, Any]:
-        examples = np.concatenate(list(request.examples.values()) or [np.zeros(0, np.int64)])
-        if not len(examples):
-            return {}
-        seeds = [stream_seed(self.seed, "example", request.epoch, int(example)) for example in examples]
-        batch = GlobalBatch.open(self.dataset.batch(examples, np.array(seeds, dtype=np.uint64)))
-        if batch.rows != len(examples):
+    def __getitem__(self, request: Request) -> Any:
+        seeds = [stream_seed(self.seed, "example", request.epoch, int(each)) for each in request.examples]
+        batch = self.dataset.batch(request.examples, np.array(seeds, dtype=np.uint64))
+        whole = GlobalBatch.open(batch)
+        if whole.rows != len(request.examples):
             raise BatchError(
-                f"{type(self.dataset).__name__}.batch returned {batch.rows} rows for {len(examples)} "
-                "examples: expected one each"
+                f"{type(self.dataset).__name__}.batch returned {whole.rows} rows for "
+                f"{len(request.examples)} examples: expected one each"
             )
-        starts = np.cumsum([0, *(len(rows) for rows in request.examples.values())]).tolist()
-        parts = zip(request.examples, starts[:-1], starts[1:], strict=True)
-        return {tower: batch.take(range(start, stop), _CPU) for tower, start, stop in parts}
-
-
-@dataclass
-class RequestSampler:
-    """Gives DataLoader requests for indices: those set last, each time that it is iterated over."""
-
-    requests: Iterator[Request] = field(default_factory=lambda: iter(()))
-
-    def __iter__(self) -> Iterator[Request]:
-        return self.requests
-
-
-def noted(requests: Iterator[Request], asked: deque[Request]) -> Iterator[Request]:
-    """Note each request when it is read: the batches come in the same order."""
-    for request in requests:
-        asked.append(request)
-        yield request
-
-
-def read_ahead(reader: BatchedReader | Reader, requests: Iterable[Request]) -> Iterator[dict[int, Any]]:
-    """Read in a background thread, ahead of the passes."""
-    pool = ThreadPoolExecutor(1, thread_name_prefix="samestep-loader")
-    try:
-        waiting: deque[Future[dict[int, Any]]] = deque()
-        for request in requests:
-            waiting.append(pool.submit(reader.__getitem__, request))
-            if len(waiting) > _NUM_AHEAD:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+        return whole.take(range(whole.rows), Copier(_CPU))
 
 
 @contextmanager

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from samestep.errors import BatchError
 from samestep.summation.placement import Placement
 from samestep.towers.batch_fingerprint import fingerprint
-from samestep.towers.columns import Branch, Column, Node, Whole, columns, parse, resolved
-from samestep.towers.nest import mapped, rebuilt, tensors
+from samestep.towers.columns import Branch, Column, Node, Whole, columns, parse, resolved, version_of
+from samestep.towers.copier import Copier, copied
+from samestep.towers.nest import rebuilt, tensors
 from samestep.workers.job import Job
 
-__all__ = ["GlobalBatch", "LocalBatch", "copied", "cut", "moved"]
+__all__ = ["GlobalBatch", "LocalBatch", "Slices", "cut"]
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,37 @@ class LocalBatch:
     fingerprint: int = 0
 
     def to(self, device: torch.device) -> LocalBatch:
-        """Return the same batch with its tensors on a device."""
-        return replace(self, slices={tower: moved(batch, device) for tower, batch in self.slices.items()})
+        """Return the same batch with its tensors on a device, moved there when a tower is asked for."""
+        copier = Copier(device)
+        read = partial(_at_turn, copier, lambda tower: copier.moved(self.slices[tower]))
+        return replace(self, slices=Slices(tuple(self.slices), read))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Slices(Mapping[int, Any]):
+    """Towers' batches that are made each time that they are asked for, so that one at a time is in memory.
+
+    Attributes:
+        towers: their indices.
+        make: from a tower's index to its batch.
+    """
+
+    towers: Sequence[int]
+    make: Callable[[int], Any]
+
+    def __getitem__(self, tower: int) -> Any:
+        if tower not in self.towers:
+            raise KeyError(tower)
+        return self.make(tower)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.towers)
+
+    def __len__(self) -> int:
+        return len(self.towers)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
 
 
 @dataclass(frozen=True)
@@ -81,38 +110,55 @@ class GlobalBatch:
         _check_rows(list(columns(root)))
         return cls(root, rows)
 
-    def take(self, rows: range, device: torch.device) -> Any:
-        """Copy some rows of each column, tensors to a device, nested as before.
+    def take(self, rows: range, copier: Copier) -> Any:
+        """Copy some rows of each column, tensors to the copier's device, nested as before.
 
         It is a copy even there, because a view may start at any address, and kernels may choose by
         alignment.
+
+        Raises:
+            BatchError: a tensor was written to since the batch was opened.
         """
-        return _taken(self.root, slice(rows.start, rows.stop), device)
+        return _taken(self.root, slice(rows.start, rows.stop), copier)
 
     def fingerprint(self) -> int:
         """Return a 32-bit number that tells batches apart; see `batch_fingerprint`."""
         return fingerprint(self.root)
 
 
-def cut(batch: Any, placement: Placement, job: Job) -> LocalBatch:
+def cut(batch: Any, placement: Placement, job: Job, *, is_read_twice: bool = False) -> LocalBatch:
     """Cut a global batch into this worker's towers, or check one that has been cut already.
+
+    A tower's rows are copied each time that they are asked for.
+
+    Args:
+        batch: any nest, or a `LocalBatch`.
+        placement: says which rows are this worker's.
+        job: this worker's.
+        is_read_twice: read all slices of a `LocalBatch` now, and keep them in the host's memory.
 
     Raises:
         BatchError: numbers of rows disagree, there are none, something cannot be cut, or a `LocalBatch` is
             another worker's.
     """
     if isinstance(batch, LocalBatch):
-        local = batch.to(job.device)
-        _check_slices(local, placement, job)
+        _check_slices(batch, placement, job)
+        local = replace(batch, slices=dict(batch.slices)) if is_read_twice else batch
+        local = local.to(job.device)
     else:
-        whole = GlobalBatch.open(batch)
+        whole, copier = GlobalBatch.open(batch), Copier(job.device)
         mine = placement.rows(job.rank, whole.rows)
+        read = partial(_at_turn, copier, lambda tower: whole.take(mine[tower], copier))
         number = whole.fingerprint() if job.world_size > 1 else 0
-        slices = {tower: whole.take(mine[tower], job.device) for tower in mine}
-        local = LocalBatch(whole.rows, slices, fingerprint=number)
+        local = LocalBatch(whole.rows, Slices(tuple(mine), read), fingerprint=number)
     if local.rows == 0:
         raise BatchError("the batch has no rows")
     return local
+
+
+def _at_turn(copier: Copier, read: Callable[[int], Any], tower: int) -> Any:
+    copier.wait_for_pass()
+    return read(tower)
 
 
 def _check_slices(local: LocalBatch, placement: Placement, job: Job) -> None:
@@ -147,36 +193,24 @@ def _check_rows(found: list[Column]) -> None:
     )
 
 
-def _taken(node: Node, rows: slice, device: torch.device) -> Any:
+def _taken(node: Node, rows: slice, copier: Copier) -> Any:
     if isinstance(node, Branch):
-        return rebuilt(node.nest, {key: _taken(child, rows, device) for key, child in node.children.items()})
+        return rebuilt(node.nest, {key: _taken(child, rows, copier) for key, child in node.children.items()})
     assert isinstance(node, Column | Whole)
     if isinstance(node, Whole):
-        return _whole_on(node.value, device)
+        return _whole(node.value, copier)
+    if node.version != version_of(node.value):
+        raise BatchError(
+            f"{node.path} was written to after the step began, before all towers had their turn: expected a "
+            "batch that stays as it is until average(), such as a clone of a tensor that is used again"
+        )
     part = node.value[rows]
     if isinstance(part, Tensor):
-        return part.to(device, copy=True)
+        return copier.copied(part)
     return part if node.is_sequence else copied(part)
 
 
-def _whole_on(value: Any, device: torch.device) -> Any:
-    elsewhere = [each for each in tensors(value) if isinstance(each, Tensor) and each.device != device]
-    return moved(value, device) if elsewhere else value
-
-
-def moved(value: Any, device: torch.device) -> Any:
-    """Return a nest with its tensors on a device, without copying those that are there."""
-    return mapped(
-        lambda each: each.to(device, non_blocking=True) if isinstance(each, Tensor) else each, value
-    )
-
-
-def copied(array: Tensor | NDArray[Any]) -> Tensor | NDArray[Any]:
-    """Copy a tensor or an array; the memory of both starts at the same alignment in every process."""
-    if isinstance(array, Tensor):
-        return array.clone()
-    if type(array) is not np.ndarray or array.dtype.hasobject or not array.nbytes:
-        return array.copy()
-    own = torch.empty(array.nbytes, dtype=torch.uint8).numpy().view(array.dtype).reshape(array.shape)
-    own[...] = array
-    return own
+def _whole(value: Any, copier: Copier) -> Any:
+    """Return the value itself, unless tensors in it are elsewhere."""
+    elsewhere = any(isinstance(each, Tensor) and each.device != copier.device for each in tensors(value))
+    return copier.moved(value) if elsewhere else value

@@ -14,7 +14,7 @@ from torch import Tensor
 from samestep.errors import BatchError
 from samestep.towers.nest import NUMBERS, PLAIN, entries, is_sequence, tensors
 
-__all__ = ["Branch", "Column", "Node", "Undecided", "Whole", "columns", "parse", "resolved"]
+__all__ = ["Branch", "Column", "Node", "Undecided", "Whole", "columns", "parse", "resolved", "version_of"]
 
 _FLAT = frozenset((str, int, float, bool, bytes, type(None)))  # what long lists are mostly made of
 
@@ -43,6 +43,7 @@ class Column:
 
     path: str
     value: Any
+    version: int = 0
 
     @property
     def rows(self) -> int:
@@ -120,7 +121,7 @@ def parse(value: Any, path: str = "batch") -> Node:
         return value
     if isinstance(value, Tensor | np.ndarray):
         _check_can_be_cut(value, path)
-        return Column(path, value)
+        return Column(path, value, version_of(value))
     if isinstance(value, PLAIN):
         return Whole(value)
     if is_sequence(value) and not _holds_columns(value):
@@ -141,6 +142,11 @@ def columns(node: Node) -> Iterator[Column]:
     elif isinstance(node, Branch):
         for child in node.children.values():
             yield from columns(child)
+
+
+def version_of(value: Any) -> int:
+    """Return a number that changes when a tensor is written to, but through NumPy or `.data`."""
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 def resolved(node: Node, rows: int | None) -> Node:

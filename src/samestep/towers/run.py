@@ -183,13 +183,15 @@ class StepRun:
         self._outside = GlobalStreams.capture(self._job.device)
         try:
             self._begin_passes()
-            for index, batch in inputs.local.slices.items():
+            for index in inputs.local.slices:
+                tower = Tower(index, inputs.local.slices[index], inputs.rows[index], self)
                 self._buffers.start_tower()
                 seed_globals(tower_seed(inputs.seed, inputs.step, index), self._job.device)
-                self._turn = tower = Tower(index, batch, inputs.rows[index], self)
+                self._turn = tower
                 yield tower
                 self._turn = None
                 self._check_done(tower)
+                del tower  # its rows, before those of the next one are read
         finally:
             self._end_passes()
 

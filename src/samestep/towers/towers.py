@@ -365,7 +365,8 @@ class Towers:
         local, plan, error = LocalBatch(0, {}), self._plan, None
         try:
             plan = self._replica.plan(self._placement, sums, is_whole_batch=is_whole_batch)
-            local = cut(batch, self._placement, self.job)
+            is_read_twice = bool(sums) or is_whole_batch
+            local = cut(batch, self._placement, self.job, is_read_twice=is_read_twice)
         except Exception as found:
             error = found
         must_match = {"step": self._step, "rows": local.rows, "batch fingerprint": local.fingerprint}

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 from samestep.errors import UsageError
 from samestep.streams import keep_globals, seed_globals, stream_seed, tower_seed
-from samestep.towers.batch import GlobalBatch, LocalBatch, copied
+from samestep.towers.batch import GlobalBatch, LocalBatch
+from samestep.towers.copier import Copier, copied
 from samestep.towers.nest import mapped
 from samestep.towers.outputs import AllOutputs, TowerOutputs, gather
 from samestep.workers.job import Job
@@ -169,7 +170,7 @@ class WholeBatch:
         if isinstance(batch, LocalBatch):
             return _AbsentBatch()
         whole = GlobalBatch.open(batch)
-        return whole.take(range(whole.rows), self._job.device)
+        return whole.take(range(whole.rows), Copier(self._job.device))
 
 
 def _checked(loss: Any) -> Tensor:
