@@ -7,6 +7,7 @@ continue from batch 1,000,000 without reading the ones before.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
@@ -59,8 +60,9 @@ class TowerLoader:
     seeded from (seed, epoch, example), and around `collate_fn` from (seed, position, tower). Examples are
     read with one CPU thread, in loader processes and without.
 
-    A batch's slices are read one by one: a loader process holds `prefetch_factor` towers, not batches. They
-    are handed out when they are asked for, in order; one that is asked for again, or later, is read again.
+    A batch's slices are read one by one, small ones up to 1 MiB together: a loader process holds
+    `prefetch_factor` of these, not batches. They are handed out when they are asked for, in order; one that
+    is asked for again, or later, is read again.
     What was read ahead is for the towers' current placement. When that has been replaced, it is dropped and
     read again for the new one; `persistent_workers=True` keeps the loader processes then.
 
@@ -197,17 +199,14 @@ class TowerLoader:
         """Yield batches; their slices are read ahead one by one, and handed out when they are asked for."""
         if self._stream is not None:
             self._stream.close()  # a DataLoader that keeps its processes reads for one iteration at a time
-        requests = (
-            request
-            for position in positions
-            for request in self._requests(self._rows(order, position), position, placement).values()
-        )
-        self._stream = stream = Stream(requests, self._reader, self._loader, self._sampler)
-        with closing(stream):
+        requests = (self._request(self._rows(order, each), each, placement) for each in positions)
+        row_bytes = math.inf if self._stream is None else self._stream.row_bytes
+        self._stream = Stream(requests, self._reader, self._loader, self._sampler, row_bytes)
+        with closing(self._stream) as stream:
             for position in positions:
                 rows = self._rows(order, position)
-                mine = self._requests(rows, position, placement)
-                slices = Slices(tuple(mine), partial(_take, stream, mine))
+                request = self._request(rows, position, placement)
+                slices = Slices(tuple(request.examples), partial(stream.take, request))
                 yield LocalBatch(len(rows), slices, position, zlib.crc32(rows.tobytes()))
 
     def _rows(self, order: NDArray[np.int64], position: int) -> NDArray[np.int64]:
@@ -215,14 +214,11 @@ class TowerLoader:
         start = position % len(self) * self.batch_size
         return order[start : start + self.batch_size]
 
-    def _requests(self, rows: NDArray[np.int64], position: int, placement: Placement) -> dict[int, Request]:
-        """Return the requests of this worker's towers that have rows."""
+    def _request(self, rows: NDArray[np.int64], position: int, placement: Placement) -> Request:
+        """Ask for this worker's towers that have rows."""
         mine = placement.rows(self._towers.job.rank, len(rows))
-        epoch = position // len(self)
-        return {
-            tower: Request(epoch, position, tower, rows[part.start : part.stop])
-            for tower, part in mine.items()
-        }
+        examples = {tower: rows[part.start : part.stop] for tower, part in mine.items()}
+        return Request(position // len(self), position, examples)
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
         """Return the epoch's examples in their global order, int64 [examples]."""
@@ -237,10 +233,6 @@ class TowerLoader:
                 f"position is {self._position}, this iteration is at {expected}: after setting position or "
                 "starting another iteration, do not continue an old one"
             )
-
-
-def _take(stream: Stream, requests: Mapping[int, Request], tower: int) -> Any:
-    return stream.take(requests[tower])
 
 
 def _start_loader_process(_: int) -> None:

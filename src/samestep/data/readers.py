@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -66,24 +66,18 @@ class BatchedDataset(Protocol):
         """
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Request:
-    """The rows of one tower in one batch, before they are read: the numbers of its examples."""
+    """Some of a worker's towers in one batch, before they are read: the numbers of their examples."""
 
     epoch: int
     position: int
-    tower: int
-    examples: NDArray[np.int64]
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Where it comes in the order in which a worker's slices are read."""
-        return self.position, self.tower
+    examples: Mapping[int, NDArray[np.int64]]
 
 
 @dataclass(frozen=True)
-class Reader(Dataset[Any]):
-    """A dataset for DataLoader: its "indices" are requests, its "examples" a tower's batch each.
+class Reader(Dataset[dict[int, Any]]):
+    """A dataset for DataLoader: its "indices" are requests, its "examples" the towers' batches.
 
     It holds nothing that changes, so a loader process may read any request at any time.
     """
@@ -92,12 +86,15 @@ class Reader(Dataset[Any]):
     seed: int
     collate_fn: Callable[[list[Any]], Any] | None = None
 
-    def __getitem__(self, request: Request) -> Any:
+    def __getitem__(self, request: Request) -> dict[int, Any]:
         with _as_in_a_loader_process():
-            rows = [self._example(request.epoch, int(example)) for example in request.examples]
-            seed_globals(stream_seed(self.seed, "collate", request.position, request.tower), _CPU)
-            batch = (self.collate_fn or default_collate)(rows)
-        return mapped(_aligned, batch)
+            slices = {tower: self._read(request, tower) for tower in request.examples}
+        return {tower: mapped(_aligned, batch) for tower, batch in slices.items()}
+
+    def _read(self, request: Request, tower: int) -> Any:
+        rows = [self._example(request.epoch, int(example)) for example in request.examples[tower]]
+        seed_globals(stream_seed(self.seed, "collate", request.position, tower), _CPU)
+        return (self.collate_fn or default_collate)(rows)
 
     def _example(self, epoch: int, example: int) -> Any:
         seed_globals(stream_seed(self.seed, "example", epoch, example), _CPU)
@@ -105,8 +102,8 @@ class Reader(Dataset[Any]):
 
 
 @dataclass(frozen=True)
-class BatchedReader(Dataset[Any]):
-    """The same for a `BatchedDataset`: one call reads a tower's rows.
+class BatchedReader(Dataset[dict[int, Any]]):
+    """The same for a `BatchedDataset`: one call reads all rows of a request, which are then copied apart.
 
     It leaves all global state alone, so it may run in a thread beside the passes.
     """
@@ -114,16 +111,19 @@ class BatchedReader(Dataset[Any]):
     dataset: BatchedDataset
     seed: int
 
-    def __getitem__(self, request: Request) -> Any:
-        seeds = [stream_seed(self.seed, "example", request.epoch, int(each)) for each in request.examples]
-        batch = self.dataset.batch(request.examples, np.array(seeds, dtype=np.uint64))
-        whole = GlobalBatch.open(batch)
-        if whole.rows != len(request.examples):
+    def __getitem__(self, request: Request) -> dict[int, Any]:
+        examples = np.concatenate(list(request.examples.values()))
+        seeds = [stream_seed(self.seed, "example", request.epoch, int(example)) for example in examples]
+        batch = GlobalBatch.open(self.dataset.batch(examples, np.array(seeds, dtype=np.uint64)))
+        if batch.rows != len(examples):
             raise BatchError(
-                f"{type(self.dataset).__name__}.batch returned {whole.rows} rows for "
-                f"{len(request.examples)} examples: expected one each"
+                f"{type(self.dataset).__name__}.batch returned {batch.rows} rows for {len(examples)} "
+                "examples: expected one each"
             )
-        return whole.take(range(whole.rows), Copier(_CPU))
+        starts = np.cumsum([0, *(len(rows) for rows in request.examples.values())]).tolist()
+        parts = zip(request.examples, starts[:-1], starts[1:], strict=True)
+        copier = Copier(_CPU)
+        return {tower: batch.take(range(start, stop), copier) for tower, start, stop in parts}
 
 
 @contextmanager
