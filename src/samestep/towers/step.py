@@ -120,6 +120,7 @@ class Step:
         if self.forward is None:
             for tower in self.towers(batch, counts=self.counts, scaler=self.scaler, flags=flags):
                 self._run(tower)
+                del tower  # its rows, before those of the next one are read
         else:
             model = self.towers.model
             with self._precision():

@@ -208,8 +208,8 @@ class Towers:
 
         Args:
             batch: the global batch, the same on every worker: any nest of tensors, arrays and lists, rows
-                first, see docs/batches.md; or a `LocalBatch` from a `TowerLoader`. Tensors are moved to the
-                worker's device.
+                first, see docs/batches.md; or a `LocalBatch` from a `TowerLoader`. A tower's rows are copied
+                to the worker's device when its turn comes: until the last turn, do not write to the batch.
             counts: for a loss that is a sum of several means, each over something else: what each of them
                 counts, by name, as `count(tower_batch)` -> a number or 0-dim tensor. Each tower then hands
                 in a mapping with a sum for each name. The gradient is that of the sum over names of all
@@ -222,7 +222,7 @@ class Towers:
 
         Raises:
             BatchError: numbers of rows disagree, there are none, something cannot be cut, or nothing counts
-                (see `on_zero_count`).
+                (see `on_zero_count`); in the loop, the batch was written to.
             ConfigError: `counts` is not a mapping of functions, or the model cannot be trained any more.
             DisagreementError: workers came with different batches or models. On a worker that finds out
                 while the passes run, the error comes from `Tower.backward` or `average`.
