@@ -1,5 +1,5 @@
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,14 +8,16 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.utils.data import IterableDataset
 
+from samestep import Step, Towers, digest
 from samestep.data.loader import TowerLoader
 from samestep.data.readers import BatchedDataset
-from samestep.errors import BatchError, ConfigError, UsageError
+from samestep.errors import BatchError, ConfigError, NonFiniteError, UsageError
 from samestep.streams import generator, seed_globals, stream_seed, uniforms
 from samestep.summation.placement import Placement, even_ranges
 from samestep.towers.batch import LocalBatch
 
 from .jobs import job_of
+from .simulation import values
 
 CPU = torch.device("cpu")
 NUM_EXAMPLES, BATCH_SIZE, NUM_TOWERS = 23, 7, 5
@@ -74,8 +76,13 @@ def make_loader(dataset=None, placement=ALONE, rank=0, *, batch_size=BATCH_SIZE,
     return TowerLoader(Noisy() if dataset is None else dataset, batch_size, towers, seed=seed, **options)
 
 
+def at_once(batch):
+    """Read a batch's slices now, in order."""
+    return replace(batch, slices=dict(batch.slices))
+
+
 def read(loader, epochs=2):
-    return [batch for _ in range(epochs) for batch in loader]
+    return [at_once(batch) for _ in range(epochs) for batch in loader]
 
 
 def merge(workers):
@@ -255,7 +262,7 @@ def test_a_run_goes_on_from_a_position_in_the_middle(options):
     loader = make_loader(**options)
     loader.position = 6
     assert loader.epoch == 1
-    assert_same_bits([next(iter(loader))], expected[6:7])
+    assert_same_bits([at_once(next(iter(loader)))], expected[6:7])
     assert loader.position == 7  # what was read ahead does not count
     assert_same_bits(read(loader, epochs=2), expected[7:])
     assert (loader.position, loader.epoch) == (12, 3)
@@ -329,7 +336,7 @@ def read_under(placements, rank, **options):
     batches = []
     while len(batches) < 8:
         for batch in loader:
-            batches.append(batch)
+            batches.append(at_once(batch))
             towers.placement = placements[len(batches) % len(placements)]
     assert [batch.position for batch in batches] == list(range(8))
     return batches
@@ -366,9 +373,177 @@ def test_what_was_read_ahead_is_kept_under_an_equal_placement():
             return super().batch(examples, seeds)
 
     towers = SimpleNamespace(model=MODEL, placement=Cuts((0, 2, 5)), job=job_of(0, 2))
-    for _ in TowerLoader(Counted(), BATCH_SIZE, towers):
+    for batch in TowerLoader(Counted(), BATCH_SIZE, towers):
+        assert len([*batch.slices.values()]) == 2
         towers.placement = Cuts((0, 2, 5))
-    assert len(asked) == 4
+    assert sum(asked) == 3 * 4 + 2
+
+
+# ---- slices one by one -----------------------------------------------------------------------------
+
+READERS = pytest.mark.parametrize(
+    ("dataset", "options"),
+    [
+        (Noisy(), {}),
+        (NoisyBatches(), {}),
+        (Noisy(), {"num_workers": 2, "multiprocessing_context": "fork"}),
+        (Noisy(), {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": True}),
+    ],
+    ids=["in process", "background thread", "loader processes", "persistent processes"],
+)
+
+
+class Noted(Noisy):
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+
+    def __getitem__(self, example):
+        self.asked.append(example)
+        return super().__getitem__(example)
+
+
+class Large(Noted):
+    """Rows of 1 MiB."""
+
+    def __getitem__(self, example):
+        return {**super().__getitem__(example), "rest": torch.zeros(1 << 18)}
+
+
+def test_slices_are_read_when_they_are_asked_for():
+    dataset = Large()
+    loader = make_loader(dataset, shuffle=False)
+    batch = next(batches := iter(loader))
+    assert dataset.asked == []
+    batch.slices[0]
+    assert dataset.asked == [0, 1]
+    batch.slices[1]
+    assert dataset.asked == [0, 1, 2, 3]
+    assert list(batch.slices) == [0, 1, 2, 3, 4]
+    assert len(batch.slices) == 5
+    assert 5 not in batch.slices
+    batch = next(batches)  # what nobody asked for is not read
+    batch.slices[0]
+    assert dataset.asked == [0, 1, 2, 3, 7, 8]
+
+
+def test_small_slices_are_read_together():
+    calls = []
+
+    class Counted(NoisyBatches):
+        def batch(self, examples, seeds):
+            calls.append(len(examples))
+            return super().batch(examples, seeds)
+
+    assert_same_bits(read(make_loader(Counted()), epochs=3), read(make_loader(NoisyBatches()), epochs=3))
+    assert calls[-4:] == [7, 7, 7, 2]
+
+
+@READERS
+def test_slices_may_be_read_in_any_order_and_again(dataset, options):
+    expected = read(make_loader(dataset), epochs=1)
+    found = []
+    for batch in make_loader(dataset, **options):
+        order = random.Random(batch.position).choices(list(batch.slices), k=4)
+        slices = {tower: batch.slices[tower] for tower in order}
+        found.append(replace(batch, slices={t: slices.get(t) or batch.slices[t] for t in batch.slices}))
+    assert_same_bits(found, expected)
+
+
+@READERS
+def test_batches_may_be_kept_and_read_later(dataset, options):
+    expected = read(make_loader(dataset))
+    loader = make_loader(dataset, **options)
+    first = list(loader)
+    batches = iter(loader)
+    kept = [next(batches)]
+    loader.position = 4
+    assert_same_bits([*first, *kept, *list(loader)[1:]], expected)
+
+
+def test_an_error_while_reading_is_raised_where_the_slice_is_asked_for():
+    class Broken(NoisyBatches):
+        broken = True
+
+        def batch(self, examples, seeds):
+            if self.broken and 4 in examples:
+                raise OSError("no such file")
+            return super().batch(examples, seeds)
+
+    dataset = Broken()
+    expected = read(make_loader(NoisyBatches(), shuffle=False), epochs=1)
+    batches = iter(make_loader(dataset, shuffle=False))
+    batch = next(batches)
+    with pytest.raises(OSError, match="no such file"):
+        dict(batch.slices)
+    dataset.broken = False
+    assert_same_bits([batch, *batches], expected)
+
+
+def test_a_batch_prints_as_the_slices_that_it_holds():
+    batch = next(iter(make_loader(range(7), shuffle=False)))
+    assert repr(batch.slices) == repr(dict(batch.slices))
+
+
+# ---- steps on a loader's batches -------------------------------------------------------------------
+
+
+class Rows(Noted):
+    """Rows of two numbers, one of which may be NaN."""
+
+    def __init__(self, nan=None):
+        super().__init__()
+        self.nan = nan
+
+    def __getitem__(self, example):
+        self.asked.append(example)
+        return torch.full((2,), float("nan") if example == self.nan else example / 10)
+
+
+def square(model, x):
+    return model(x).square().mean()
+
+
+def train(job, kind="mean"):
+    torch.manual_seed(0)
+    model, dataset = torch.nn.Linear(2, 1), Rows()
+    towers = Towers(model, NUM_TOWERS, job=job)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if kind == "whole":
+        step = Step(
+            towers, lambda model, out, batch: out.square().mean(), optimizer, forward=lambda m, x: m(x)
+        )
+    elif kind == "counts":
+        sums = lambda model, x: {"rows": model(x).square().sum()}  # noqa: E731
+        step = Step(towers, sums, optimizer, counts={"rows": len})
+    else:
+        step = Step(towers, square, optimizer)
+    for batch in TowerLoader(dataset, BATCH_SIZE, towers, seed=3):
+        step(batch)
+    return digest(model), dataset.asked
+
+
+@pytest.mark.parametrize("kind", ["mean", "counts", "whole"])
+def test_any_number_of_workers_takes_the_same_steps_and_reads_each_example_once(kind):
+    (expected, asked), *_ = values(lambda job: train(job, kind), 1)
+    assert sorted(asked) == list(range(NUM_EXAMPLES))
+    for num_workers in (2, 3):
+        found = values(lambda job: train(job, kind), num_workers)
+        assert {bits for bits, _ in found} == {expected}
+        assert sorted(e for _, asked in found for e in asked) == list(range(NUM_EXAMPLES))
+
+
+@READERS
+def test_a_gradient_that_is_not_finite_is_traced_by_reading_again(dataset, options):
+    del dataset
+    model = torch.nn.Linear(2, 1)
+    towers = Towers(model, NUM_TOWERS)
+    step = Step(towers, square, torch.optim.SGD(model.parameters(), lr=0.1))
+    loader = TowerLoader(Rows(nan=4), BATCH_SIZE, towers, shuffle=False, **options)
+    with pytest.raises(
+        NonFiniteError, match=r"tower 2, rows 4 to 4, loss nan, first in the gradient of weight"
+    ):
+        step(next(iter(loader)))
 
 
 def test_the_state_is_the_position_and_what_it_depends_on():
@@ -421,8 +596,8 @@ def test_settings_that_cannot_be_right_are_refused(options, named):
 
 
 def test_a_batched_dataset_must_return_a_row_for_each_example():
-    with pytest.raises(BatchError, match=r"TooFewRows\.batch returned 6 rows for 7 examples"):
-        read(make_loader(TooFewRows()))
+    with pytest.raises(BatchError, match=r"TooFewRows\.batch returned 1 rows for 2 examples"):
+        next(iter(make_loader(TooFewRows()))).slices[0]
 
 
 def test_a_method_called_batch_alone_makes_no_batched_dataset():

@@ -13,7 +13,7 @@ from samestep import errors, recipes
 
 PUBLIC = {
     "BatchedDataset", "CheckResult", "Job", "LocalBatch", "Manifest", "Placement", "Report", "Step", "Tower",
-    "TowerLoader", "Towers",
+    "TowerLoader", "Towers", "Whole",
     "AbandonedError", "BatchError", "BufferPolicyError", "ConfigError", "DamagedError", "DataError",
     "DisagreementError",
     "Error", "LockedError", "LostWorkerError", "MissingFileError", "NonFiniteError", "StorageError",

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from samestep.summation.gradients import average_gradients as average_gradients
     from samestep.summation.placement import Placement as Placement
     from samestep.towers.batch import LocalBatch as LocalBatch
+    from samestep.towers.columns import Whole as Whole
     from samestep.towers.report import Report as Report
     from samestep.towers.run import Tower as Tower
     from samestep.towers.step import Step as Step
@@ -63,6 +64,7 @@ _HOMES = {
     "summation.gradients": ("average_gradients",),
     "summation.placement": ("Placement",),
     "towers.batch": ("LocalBatch",),
+    "towers.columns": ("Whole",),
     "towers.report": ("Report",),
     "towers.run": ("Tower",),
     "towers.step": ("Step",),

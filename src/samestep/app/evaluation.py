@@ -21,6 +21,7 @@ from samestep.checkpoint.files import Found
 from samestep.checkpoint.objects import TrainingObjects
 from samestep.checkpoint.snapshot import restore
 from samestep.towers.batch import GlobalBatch
+from samestep.towers.copier import Copier
 from samestep.workers.agreement import from_first_worker
 from samestep.workers.collectives import gather_rows
 from samestep.workers.job import Job
@@ -109,7 +110,7 @@ def count_split(experiment: Experiment, model: nn.Module, job: Job) -> Tensor:
             continue
         examples = np.arange(start, min(start + chunk_rows, num_rows))
         batch = GlobalBatch.open(experiment.test.batch(examples, np.zeros(len(examples), np.uint64)))
-        counts = experiment.count(model, batch.take(range(len(examples)), job.device)).cpu()
+        counts = experiment.count(model, batch.take(range(len(examples)), Copier(job.device))).cpu()
         total = total + (counts if start or job.is_first else torch.zeros_like(counts))
     model.train(was_training)
     return gather_rows(job.transport, total[None], [1] * job.world_size, "evaluation").sum(0)

@@ -22,6 +22,7 @@ from samestep.app.experiment import Experiment
 from samestep.app.histogram import Histogram
 from samestep.app.throughput import Throughput
 from samestep.towers.batch import GlobalBatch, LocalBatch
+from samestep.towers.copier import Copier
 from samestep.towers.report import Report, mean_losses, total_loss
 
 if TYPE_CHECKING:
@@ -174,11 +175,11 @@ class Summaries:
             yield from ((f"pictures/{index}", picture) for index, picture in enumerate(_pictures(batch)))
             return
         model = self._experiment.evaluated
-        device = self._experiment.step.towers.job.device
+        copier = Copier(self._experiment.step.towers.job.device)
         with _evaluating(model):
             for tower, part in batch.slices.items():
                 whole = GlobalBatch.open(part)
-                shown = panels(model, whole.take(range(min(_NUM_PICTURES, whole.rows)), device)).cpu()
+                shown = panels(model, whole.take(range(min(_NUM_PICTURES, whole.rows)), copier)).cpu()
                 yield from ((f"towers/{tower}/pictures/{i}", picture) for i, picture in enumerate(shown))
 
 
@@ -236,9 +237,11 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 def _pictures(batch: Any) -> list[Tensor]:
     """Return the first pictures of this worker, each uint8 or float in [0, 1], [1 or 3, h, w]."""
-    parts = list(batch.slices.values()) if isinstance(batch, LocalBatch) else [batch]
+    parts = batch.slices.values() if isinstance(batch, LocalBatch) else [batch]
     found: list[Tensor] = []
     for part in parts:
+        if len(found) == _NUM_PICTURES:
+            break  # a slice is read when it is asked for
         first = next((value for value in pytree.tree_leaves(part) if isinstance(value, Tensor)), None)
         if first is not None and first.ndim == 4 and first.shape[1] in (1, 3):
             found += first[: _NUM_PICTURES - len(found)]

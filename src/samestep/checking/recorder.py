@@ -25,6 +25,7 @@ from samestep.checking.surroundings import Surroundings
 from samestep.errors import ConfigError, Error
 from samestep.identity import digest, plain_names
 from samestep.streams import GlobalStreams, seed_globals, stream_seed
+from samestep.towers.nest import tensors
 from samestep.towers.report import Report
 from samestep.towers.run import Tower
 from samestep.towers.step import Step
@@ -256,6 +257,6 @@ class _Turns:
 
 
 def _named_rows(batch: Any) -> Iterator[tuple[str, Tensor]]:
-    for number, leaf in enumerate(pytree.tree_leaves(batch)):
+    for number, leaf in enumerate(tensors(batch)):
         if isinstance(leaf, Tensor):
             yield f"tensor {number} of the batch", leaf

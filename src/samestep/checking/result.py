@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from samestep.checking.examination import Examination, Plan
 from samestep.checking.findings import Finding
@@ -18,6 +18,8 @@ from samestep.checking.recorder import Subject
 from samestep.errors import ConfigError, UsageError
 from samestep.summation.placement import Placement
 from samestep.towers.batch import LocalBatch
+from samestep.towers.copier import Copier
+from samestep.towers.nest import entries
 from samestep.towers.step import LossFunction, Step
 from samestep.towers.towers import Towers
 from samestep.workers.environment import under_launcher
@@ -185,7 +187,7 @@ def _unpack(result: Any) -> tuple[nn.Module, LossFunction, torch.optim.Optimizer
 
 
 def _batches(batch: Any, steps: int) -> list[Any]:
-    is_nest = isinstance(batch, Tensor) or not pytree.tree_structure(batch).is_leaf()
+    is_nest = isinstance(batch, Tensor | np.ndarray) or entries(batch) is not None
     batches = [batch] if is_nest or not hasattr(batch, "__iter__") else list(itertools.islice(batch, steps))
     if not batches:
         raise ConfigError(
@@ -195,7 +197,7 @@ def _batches(batch: Any, steps: int) -> list[Any]:
         raise ConfigError(
             "batch is a LocalBatch, cut for one placement: pass a global batch, or a plain DataLoader"
         )
-    return [pytree.tree_map_only(Tensor, Tensor.cpu, each) for each in batches]
+    return [Copier(torch.device("cpu")).moved(each) for each in batches]
 
 
 def _check_numbers(steps: int, workers: Sequence[int]) -> None:

@@ -7,10 +7,11 @@ continue from batch 1,000,000 without reading the ones before.
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,21 +20,14 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.utils.data import DataLoader
 
-from samestep.data.readers import (
-    BatchedReader,
-    Reader,
-    Request,
-    RequestSampler,
-    is_batched,
-    noted,
-    read_ahead,
-)
+from samestep.data.readers import BatchedReader, Reader, Request, is_batched
 from samestep.data.single_rows import warn_of_single_rows
+from samestep.data.stream import RequestSampler, Stream
 from samestep.errors import ConfigError, UsageError
 from samestep.identity import check_same
 from samestep.streams import generator
 from samestep.summation.placement import Placement
-from samestep.towers.batch import LocalBatch
+from samestep.towers.batch import LocalBatch, Slices
 from samestep.workers.job import Job
 from samestep.workers.process import join_own_group
 
@@ -74,8 +68,11 @@ class TowerLoader:
 
     Where a batch leaves some tower a single row and the model has a `BatchNorm1d`, there is a warning.
 
-    Batches are read ahead for the towers' current placement. When that has been replaced, what was read ahead
-    is dropped and read again for the new one; `persistent_workers=True` keeps the loader processes then.
+    A batch's slices are read one by one, small ones up to 1 MiB together: a loader process holds
+    `prefetch_factor` of these, not batches. They are handed out when they are asked for, in order; one that
+    is asked for again, or later, is read again.
+    What was read ahead is for the towers' current placement. When that has been replaced, it is dropped and
+    read again for the new one; `persistent_workers=True` keeps the loader processes then.
 
     Args:
         dataset: map-style: `len(dataset)` and `dataset[example]`; or a `BatchedDataset`, of which each
@@ -134,11 +131,10 @@ class TowerLoader:
         self._towers = towers
         self._position = 0
         self._sampler = RequestSampler()
-        reader = BatchedReader(dataset, seed) if batched else Reader(dataset, seed, collate_fn)
-        # The one that reads in a background thread, without a DataLoader.
-        self._reader = reader if batched and not dataloader_options.get("num_workers") else None
-        self._loader: DataLoader[Any] = DataLoader(
-            reader,
+        self._reader = BatchedReader(dataset, seed) if batched else Reader(dataset, seed, collate_fn)
+        self._stream: Stream | None = None
+        loader: DataLoader[Any] = DataLoader(
+            self._reader,
             batch_size=None,
             sampler=self._sampler,
             collate_fn=_as_it_is,
@@ -147,6 +143,8 @@ class TowerLoader:
             worker_init_fn=_start_loader_process,
             **dataloader_options,
         )
+        in_thread = batched and not dataloader_options.get("num_workers")
+        self._loader = None if in_thread else loader
 
     @property
     def position(self) -> int:
@@ -203,32 +201,39 @@ class TowerLoader:
             # What is read ahead is for this placement. The next step may be under another one, and then
             # it is read again from there on.
             placement = self._towers.placement
-            with closing(self._read(self._requests(order, range(expected, end), placement))) as batches:
+            with closing(self._read(order, range(expected, end), placement)) as batches:
                 while expected < end and self._towers.placement == placement:
                     self._check_unmoved(expected)
                     batch = next(batches)
-                    if self._towers.placement == placement:
-                        expected = self._position = expected + 1
-                        yield batch
+                    expected = self._position = expected + 1
+                    yield batch
 
-    def _read(self, requests: Iterator[Request]) -> Generator[LocalBatch]:
-        """Read some requests ahead."""
-        asked: deque[Request] = deque()
-        self._sampler.requests = noted(requests, asked)
-        source = self._loader if self._reader is None else read_ahead(self._reader, self._sampler)
-        for slices in source:
-            request = asked.popleft()
-            yield LocalBatch(request.rows, slices, request.position, request.fingerprint)
-
-    def _requests(
+    def _read(
         self, order: NDArray[np.int64], positions: range, placement: Placement
-    ) -> Iterator[Request]:
-        for position in positions:
-            epoch, index = divmod(position, len(self))
-            rows = order[index * self.batch_size : (index + 1) * self.batch_size]
-            mine = placement.rows(self._towers.job.rank, len(rows))
-            examples = {tower: rows[part.start : part.stop] for tower, part in mine.items()}
-            yield Request(epoch, position, len(rows), zlib.crc32(rows.tobytes()), examples)
+    ) -> Generator[LocalBatch]:
+        """Yield batches; their slices are read ahead one by one, and handed out when they are asked for."""
+        if self._stream is not None:
+            self._stream.close()  # a DataLoader that keeps its processes reads for one iteration at a time
+        requests = (self._request(self._rows(order, each), each, placement) for each in positions)
+        row_bytes = math.inf if self._stream is None else self._stream.row_bytes
+        self._stream = Stream(requests, self._reader, self._loader, self._sampler, row_bytes)
+        with closing(self._stream) as stream:
+            for position in positions:
+                rows = self._rows(order, position)
+                request = self._request(rows, position, placement)
+                slices = Slices(tuple(request.examples), partial(stream.take, request))
+                yield LocalBatch(len(rows), slices, position, zlib.crc32(rows.tobytes()))
+
+    def _rows(self, order: NDArray[np.int64], position: int) -> NDArray[np.int64]:
+        """Return the examples of a batch."""
+        start = position % len(self) * self.batch_size
+        return order[start : start + self.batch_size]
+
+    def _request(self, rows: NDArray[np.int64], position: int, placement: Placement) -> Request:
+        """Ask for this worker's towers that have rows."""
+        mine = placement.rows(self._towers.job.rank, len(rows))
+        examples = {tower: rows[part.start : part.stop] for tower, part in mine.items()}
+        return Request(position // len(self), position, examples)
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
         """Return the epoch's examples in their global order, int64 [examples]."""

@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 import inspect
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, default_collate
 
 from samestep.errors import BatchError
 from samestep.streams import GlobalStreams, seed_globals, stream_seed
 from samestep.towers.batch import GlobalBatch
+from samestep.towers.copier import Copier, copied
+from samestep.towers.nest import mapped
 
 __all__ = [
     "BatchedDataset",
     "BatchedReader",
     "Reader",
     "Request",
-    "RequestSampler",
     "is_batched",
-    "noted",
-    "read_ahead",
 ]
 
 _CPU = torch.device("cpu")
 _ALIGNMENT_BYTES = 64
-_NUM_AHEAD = 2
 
 
 @runtime_checkable
@@ -73,12 +68,10 @@ class BatchedDataset(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """One batch, before it is read: the numbers of the examples of each of this worker's towers."""
+    """Some of a worker's towers in one batch, before they are read: the numbers of their examples."""
 
     epoch: int
     position: int
-    rows: int
-    fingerprint: int
     examples: Mapping[int, NDArray[np.int64]]
 
 
@@ -96,7 +89,7 @@ class Reader(Dataset[dict[int, Any]]):
     def __getitem__(self, request: Request) -> dict[int, Any]:
         with _as_in_a_loader_process():
             slices = {tower: self._read(request, tower) for tower in request.examples}
-        return {tower: pytree.tree_map_only(Tensor, _aligned, batch) for tower, batch in slices.items()}
+        return {tower: mapped(_aligned, batch) for tower, batch in slices.items()}
 
     def _read(self, request: Request, tower: int) -> Any:
         rows = [self._example(request.epoch, int(example)) for example in request.examples[tower]]
@@ -110,7 +103,7 @@ class Reader(Dataset[dict[int, Any]]):
 
 @dataclass(frozen=True)
 class BatchedReader(Dataset[dict[int, Any]]):
-    """The same for a `BatchedDataset`: one call reads all towers' rows, which are then copied apart.
+    """The same for a `BatchedDataset`: one call reads all rows of a request, which are then copied apart.
 
     It leaves all global state alone, so it may run in a thread beside the passes.
     """
@@ -119,9 +112,7 @@ class BatchedReader(Dataset[dict[int, Any]]):
     seed: int
 
     def __getitem__(self, request: Request) -> dict[int, Any]:
-        examples = np.concatenate(list(request.examples.values()) or [np.zeros(0, np.int64)])
-        if not len(examples):
-            return {}
+        examples = np.concatenate(list(request.examples.values()))
         seeds = [stream_seed(self.seed, "example", request.epoch, int(example)) for example in examples]
         batch = GlobalBatch.open(self.dataset.batch(examples, np.array(seeds, dtype=np.uint64)))
         if batch.rows != len(examples):
@@ -131,39 +122,8 @@ class BatchedReader(Dataset[dict[int, Any]]):
             )
         starts = np.cumsum([0, *(len(rows) for rows in request.examples.values())]).tolist()
         parts = zip(request.examples, starts[:-1], starts[1:], strict=True)
-        return {tower: batch.take(range(start, stop), _CPU) for tower, start, stop in parts}
-
-
-@dataclass
-class RequestSampler:
-    """Gives DataLoader requests for indices: those set last, each time that it is iterated over."""
-
-    requests: Iterator[Request] = field(default_factory=lambda: iter(()))
-
-    def __iter__(self) -> Iterator[Request]:
-        return self.requests
-
-
-def noted(requests: Iterator[Request], asked: deque[Request]) -> Iterator[Request]:
-    """Note each request when it is read: the batches come in the same order."""
-    for request in requests:
-        asked.append(request)
-        yield request
-
-
-def read_ahead(reader: BatchedReader | Reader, requests: Iterable[Request]) -> Iterator[dict[int, Any]]:
-    """Read in a background thread, ahead of the passes."""
-    pool = ThreadPoolExecutor(1, thread_name_prefix="samestep-loader")
-    try:
-        waiting: deque[Future[dict[int, Any]]] = deque()
-        for request in requests:
-            waiting.append(pool.submit(reader.__getitem__, request))
-            if len(waiting) > _NUM_AHEAD:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+        copier = Copier(_CPU)
+        return {tower: batch.take(range(start, stop), copier) for tower, start, stop in parts}
 
 
 @contextmanager
@@ -178,13 +138,18 @@ def _as_in_a_loader_process() -> Iterator[None]:
         streams.restore()
 
 
-def _aligned(tensor: Tensor) -> Tensor:
-    """Move a tensor to memory that starts at the same alignment in every process.
+def _aligned(value: Tensor | NDArray[Any]) -> Tensor | NDArray[Any]:
+    """Move a tensor or array to memory that starts at the same alignment in every process.
 
     Kernels may choose by alignment, and arrays from NumPy start where torch's own would not.
     """
-    on_cpu = tensor.layout == torch.strided and tensor.device.type == "cpu"
-    return tensor.clone() if on_cpu and tensor.data_ptr() % _ALIGNMENT_BYTES else tensor
+    if isinstance(value, Tensor):
+        if value.layout != torch.strided or value.is_nested or value.device.type != "cpu":
+            return value
+        address = value.data_ptr()
+    else:
+        address = value.ctypes.data
+    return copied(value) if address % _ALIGNMENT_BYTES else value
 
 
 def is_batched(dataset: object) -> bool:

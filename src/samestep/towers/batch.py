@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from samestep.errors import BatchError
 from samestep.summation.placement import Placement
+from samestep.towers.batch_fingerprint import fingerprint
+from samestep.towers.columns import Branch, Column, Node, Whole, columns, parse, resolved, version_of
+from samestep.towers.copier import Copier, copied
+from samestep.towers.nest import rebuilt, tensors
 from samestep.workers.job import Job
 
-__all__ = ["GlobalBatch", "LocalBatch", "cut"]
-
-_SAMPLED_ROWS = 16
-_SAMPLED_VALUES = 256
+__all__ = ["GlobalBatch", "LocalBatch", "Slices", "cut"]
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,49 @@ class LocalBatch:
     fingerprint: int = 0
 
     def to(self, device: torch.device) -> LocalBatch:
-        """Return the same batch with its tensors on a device."""
-        moved = pytree.tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), dict(self.slices))
-        return replace(self, slices=moved)
+        """Return the same batch with its tensors on a device, moved there when a tower is asked for."""
+        copier = Copier(device)
+        read = partial(_at_turn, copier, lambda tower: copier.moved(self.slices[tower]))
+        return replace(self, slices=Slices(tuple(self.slices), read))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Slices(Mapping[int, Any]):
+    """Towers' batches that are made each time that they are asked for, so that one at a time is in memory.
+
+    Attributes:
+        towers: their indices.
+        make: from a tower's index to its batch.
+    """
+
+    towers: Sequence[int]
+    make: Callable[[int], Any]
+
+    def __getitem__(self, tower: int) -> Any:
+        if tower not in self.towers:
+            raise KeyError(tower)
+        return self.make(tower)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.towers)
+
+    def __len__(self) -> int:
+        return len(self.towers)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
 
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """A whole batch taken apart: its tensors, and how to nest them again."""
+    """A whole batch taken apart.
 
-    tensors: list[Tensor]
-    entries: list[Any]
-    spec: pytree.TreeSpec
+    Attributes:
+        root: what is in it.
+        rows: how many, the same in all columns.
+    """
+
+    root: Node
     rows: int
 
     @classmethod
@@ -63,57 +94,71 @@ class GlobalBatch:
         """Take a nest apart and count its rows.
 
         Raises:
-            BatchError: no tensor in the nest, one without dimensions, or numbers of rows that differ.
+            BatchError: nothing in the nest has rows, something cannot be cut, or numbers of rows differ.
         """
-        entries, spec = pytree.tree_flatten(batch)
-        tensors = [entry for entry in entries if isinstance(entry, Tensor)]
-        if not tensors:
-            raise BatchError(f"batch is a {type(batch).__name__} without tensors: expected a nest of tensors")
-        if any(tensor.ndim == 0 or len(tensor) != len(tensors[0]) for tensor in tensors):
-            raise BatchError(_explain_rows(batch))
-        return cls(tensors, entries, spec, len(tensors[0]))
+        root = parse(batch)
+        rows = _rows(root)
+        if rows is None:  # nothing but lists that can be read in two ways: each must be readable in one
+            root = resolved(root, None)
+            rows = _rows(root)
+        if rows is None:
+            raise BatchError(
+                f"batch is a {type(batch).__name__} without tensors, arrays or lists with one entry a row: "
+                "expected a nest of them"
+            )
+        root = resolved(root, rows)
+        _check_rows(list(columns(root)))
+        return cls(root, rows)
 
-    def take(self, rows: range, device: torch.device) -> Any:
-        """Copy some rows of each tensor to a device, nested as before.
+    def take(self, rows: range, copier: Copier) -> Any:
+        """Copy some rows of each column, tensors to the copier's device, nested as before.
 
         It is a copy even there, because a view may start at any address, and kernels may choose by
         alignment.
+
+        Raises:
+            BatchError: a tensor was written to since the batch was opened.
         """
-        part = slice(rows.start, rows.stop)
-        taken = [e[part].to(device, copy=True) if isinstance(e, Tensor) else e for e in self.entries]
-        return pytree.tree_unflatten(taken, self.spec)
+        return _taken(self.root, slice(rows.start, rows.stop), copier)
 
     def fingerprint(self) -> int:
-        """Return a 32-bit number that tells batches apart: shapes, dtypes, and a few values.
-
-        Values are sampled from CPU tensors only: reading a GPU's would make the host wait for it.
-        """
-        crc = 0
-        for tensor in self.tensors:
-            crc = zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), crc)
-            if tensor.device.type == "cpu" and tensor.layout == torch.strided:
-                crc = zlib.crc32(_sample(tensor), crc)
-        return crc
+        """Return a 32-bit number that tells batches apart; see `batch_fingerprint`."""
+        return fingerprint(self.root)
 
 
-def cut(batch: Any, placement: Placement, job: Job) -> LocalBatch:
+def cut(batch: Any, placement: Placement, job: Job, *, is_read_twice: bool = False) -> LocalBatch:
     """Cut a global batch into this worker's towers, or check one that has been cut already.
 
+    A tower's rows are copied each time that they are asked for.
+
+    Args:
+        batch: any nest, or a `LocalBatch`.
+        placement: says which rows are this worker's.
+        job: this worker's.
+        is_read_twice: read all slices of a `LocalBatch` now, and keep them in the host's memory.
+
     Raises:
-        BatchError: tensors' rows disagree, there are none, or a `LocalBatch` is another worker's.
+        BatchError: numbers of rows disagree, there are none, something cannot be cut, or a `LocalBatch` is
+            another worker's.
     """
     if isinstance(batch, LocalBatch):
-        local = batch.to(job.device)
-        _check_slices(local, placement, job)
+        _check_slices(batch, placement, job)
+        local = replace(batch, slices=dict(batch.slices)) if is_read_twice else batch
+        local = local.to(job.device)
     else:
-        whole = GlobalBatch.open(batch)
+        whole, copier = GlobalBatch.open(batch), Copier(job.device)
         mine = placement.rows(job.rank, whole.rows)
-        fingerprint = whole.fingerprint() if job.world_size > 1 else 0
-        slices = {tower: whole.take(mine[tower], job.device) for tower in mine}
-        local = LocalBatch(whole.rows, slices, fingerprint=fingerprint)
+        read = partial(_at_turn, copier, lambda tower: whole.take(mine[tower], copier))
+        number = whole.fingerprint() if job.world_size > 1 else 0
+        local = LocalBatch(whole.rows, Slices(tuple(mine), read), fingerprint=number)
     if local.rows == 0:
         raise BatchError("the batch has no rows")
     return local
+
+
+def _at_turn(copier: Copier, read: Callable[[int], Any], tower: int) -> Any:
+    copier.wait_for_pass()
+    return read(tower)
 
 
 def _check_slices(local: LocalBatch, placement: Placement, job: Job) -> None:
@@ -125,22 +170,47 @@ def _check_slices(local: LocalBatch, placement: Placement, job: Job) -> None:
         )
 
 
-def _sample(tensor: Tensor) -> bytes:
-    rows = tensor.detach()[:: max(1, len(tensor) // _SAMPLED_ROWS)].reshape(-1)
-    values = rows[:: max(1, rows.numel() // _SAMPLED_VALUES)].contiguous()
-    return values.view(torch.uint8).numpy().tobytes() if values.numel() else b""
+def _rows(root: Node) -> int | None:
+    """Return the rows of the first column: of a tensor or an array, where there is one."""
+    found = min(columns(root), key=lambda column: column.is_sequence, default=None)
+    return None if found is None else found.rows
 
 
-def _explain_rows(batch: Any) -> str:
-    """Name the first tensor that has another number of rows than the first one."""
-    entries, _ = pytree.tree_flatten_with_path(batch)
-    named = [("batch" + pytree.keystr(path), entry) for path, entry in entries if isinstance(entry, Tensor)]
-    for name, tensor in named:
-        if tensor.ndim == 0:
-            return f"{name} is a 0-dimensional tensor: expected rows along the first dimension"
-    (first, reference), *others = named
-    name, tensor = next((name, tensor) for name, tensor in others if len(tensor) != len(reference))
-    return (
-        f"{name} has {len(tensor)} rows, {first} has {len(reference)}: "
+def _check_rows(found: list[Column]) -> None:
+    first = min(found, key=lambda column: column.is_sequence)
+    other = next((column for column in found if column.rows != first.rows), None)
+    if other is None:
+        return
+    if other.is_sequence:
+        raise BatchError(
+            f"{other.path} is a {type(other.value).__name__} of {other.rows} entries, {first.path} has "
+            f"{first.rows} rows: expected one entry a row; samestep.Whole({other.path}) is given to every "
+            "tower as it is"
+        )
+    raise BatchError(
+        f"{other.path} has {other.rows} rows, {first.path} has {first.rows}: "
         "expected the same number of rows in all tensors of a batch"
     )
+
+
+def _taken(node: Node, rows: slice, copier: Copier) -> Any:
+    if isinstance(node, Branch):
+        return rebuilt(node.nest, {key: _taken(child, rows, copier) for key, child in node.children.items()})
+    assert isinstance(node, Column | Whole)
+    if isinstance(node, Whole):
+        return _whole(node.value, copier)
+    if node.version != version_of(node.value):
+        raise BatchError(
+            f"{node.path} was written to after the step began, before all towers had their turn: expected a "
+            "batch that stays as it is until average(), such as a clone of a tensor that is used again"
+        )
+    part = node.value[rows]
+    if isinstance(part, Tensor):
+        return copier.copied(part)
+    return part if node.is_sequence else copied(part)
+
+
+def _whole(value: Any, copier: Copier) -> Any:
+    """Return the value itself, unless tensors in it are elsewhere."""
+    elsewhere = any(isinstance(each, Tensor) and each.device != copier.device for each in tensors(value))
+    return copier.moved(value) if elsewhere else value

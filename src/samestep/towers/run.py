@@ -191,18 +191,22 @@ class StepRun:
             self._passes.callback(self._buffers.end_passes)
             self._buffers.start_step()
             self._has_begun = True
-            for index, batch in self.local.slices.items():
+            for index in self.local.slices:
+                with self._telling_others():
+                    batch = self.local.slices[index]
                 self._buffers.start_tower()
                 seed_globals(tower_seed(self.seed, self.step, index), self.job.device)
                 if self.watch.looks:
                     self.watch.outside.start_looking()
                 self._turn = tower = Tower(index, batch, len(rows[index]), self)
+                del batch
                 yield tower
                 self._turn = None
                 if self._is_dropped:
                     return
                 with self._telling_others():
                     self._check_done(tower)
+                del tower  # its rows, before those of the next one are read
 
     def drop(self) -> None:
         """Leave the step: streams and buffers are as before it, gradients are None."""

@@ -128,6 +128,7 @@ class Step:
         if self.forward is None:
             for tower in towers(batch, counts=self.counts, **options):
                 self._run(tower)
+                del tower  # its rows, before those of the next one are read
         else:
             forward, loss = partial(self.forward, towers.model), partial(self.loss_fn, towers.model)
             with self._precision():

@@ -196,8 +196,9 @@ class Towers:
         step, tower); afterwards they are what they were.
 
         Args:
-            batch: the global batch, the same on every worker: any nest of tensors, rows first; or a
-                `LocalBatch` from a `TowerLoader`. Tensors are moved to the worker's device.
+            batch: the global batch, the same on every worker: any nest of tensors, arrays and lists, rows
+                first, see docs/batches.md; or a `LocalBatch` from a `TowerLoader`. A tower's rows are copied
+                to the worker's device when its turn comes: until the last turn, do not write to the batch.
             counts: for a loss that is a sum of several means, each over something else: what each of them
                 counts, by name, as `count(tower_batch)` -> a number or 0-dim tensor. Each tower then hands
                 in a mapping with a sum for each name. The loss is the sum over names of all towers' sums
@@ -209,7 +210,8 @@ class Towers:
                 are compared by their `repr`, with the first message.
 
         Raises:
-            BatchError: the tensors' rows disagree, there are none, or a count is negative or not finite.
+            BatchError: numbers of rows disagree, there are none, something cannot be cut, or a count is
+                negative or not finite; in the loop, the batch was written to.
             ConfigError: `counts` is not a mapping of functions, or the model cannot be trained any more.
             DisagreementError: workers came with different batches or models; where the passes are running
                 already, `Tower.backward` or `average` raises it.
@@ -386,7 +388,8 @@ class Towers:
         local, plan, error = LocalBatch(0, {}), self._plan, None
         try:
             plan = self._replica.plan(self._placement, sums, is_whole_batch=is_whole_batch)
-            local = cut(batch, self._placement, self.job)
+            is_read_twice = bool(sums) or is_whole_batch
+            local = cut(batch, self._placement, self.job, is_read_twice=is_read_twice)
         except Exception as found:
             error = found
         numbers = {"step": self._step, "rows": local.rows, "batch fingerprint": local.fingerprint}

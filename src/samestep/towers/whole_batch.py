@@ -30,7 +30,9 @@ from torch.utils import _pytree as pytree
 from samestep.errors import UsageError
 from samestep.streams import keep_globals, seed_globals, stream_seed, tower_seed
 from samestep.towers.batch import GlobalBatch, LocalBatch
+from samestep.towers.copier import Copier, copied
 from samestep.towers.counts import LossSum, loss_sum
+from samestep.towers.nest import mapped
 from samestep.towers.outputs import Outline, gather, take_apart
 from samestep.towers.run import StepRun, Tower
 
@@ -85,7 +87,7 @@ def _run_ahead(run: StepRun, model: nn.Module, forward: Forward) -> dict[int, _P
         for tower, batch in run.local.slices.items():
             seed_globals(tower_seed(run.seed, run.step, tower), run.job.device)
             # A copy, because a forward may write to its batch, and is to see the same again.
-            own_batch = pytree.tree_map_only(Tensor, torch.clone, batch)
+            own_batch = mapped(copied, batch)
             try:
                 tensors, outline = take_apart(forward(own_batch))
                 own[tower] = _Pass(outline, [_contiguous_copy(tensor.detach()) for tensor in tensors])
@@ -112,7 +114,7 @@ def _differentiate(run: StepRun, own: dict[int, _Pass], batch: Any, loss: WholeL
         columns = [torch.cat(column) for column in zip(*everyone, strict=True)]
         whole = _AbsentBatch()
         if not isinstance(batch, LocalBatch):
-            whole = GlobalBatch.open(batch).take(range(run.local.rows), run.job.device)
+            whole = GlobalBatch.open(batch).take(range(run.local.rows), Copier(run.job.device))
         result = loss(pytree.tree_unflatten(columns, spec), whole)
         value = loss_sum("the loss of the whole batch", result, 1.0, 1.0).total
         scaled = value if run.scaler is None else run.scaler.scale(value)

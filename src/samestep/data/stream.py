@@ -1,0 +1,149 @@
+"""A worker's slices in the order of the run, read ahead one tower after the other."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from samestep.data.readers import BatchedReader, Reader, Request
+from samestep.towers.nest import PLAIN, entries
+
+__all__ = ["RequestSampler", "Stream", "read_ahead"]
+
+_NUM_AHEAD = 2
+_SMALL_BYTES = 1 << 20  # a call for each of many small towers would cost more than it saves
+
+_Place: TypeAlias = tuple[int, int]  # a batch's position, and a tower
+_Examples: TypeAlias = Mapping[int, NDArray[np.int64]]
+
+
+class RequestSampler:
+    """Gives DataLoader requests for indices: those set last, each time that it is iterated over."""
+
+    def __init__(self) -> None:
+        self.requests: Iterator[Request] = iter(())
+
+    def __iter__(self) -> Iterator[Request]:
+        return self.requests
+
+
+class Stream:
+    """Slices that are read ahead in order. Those that have gone by are read again, where they are asked for.
+
+    A tower is read by itself, or with others of its batch that together hold no more than 1 MiB.
+
+    Args:
+        requests: one for each batch, in order.
+        reader: reads them.
+        loader: reads ahead, from what `sampler` is given; None for a thread of this process.
+        sampler: the loader's.
+        row_bytes: of the rows read last, to begin with.
+    """
+
+    def __init__(
+        self,
+        requests: Iterator[Request],
+        reader: BatchedReader | Reader,
+        loader: DataLoader[Any] | None,
+        sampler: RequestSampler,
+        row_bytes: float = math.inf,
+    ) -> None:
+        self.row_bytes = row_bytes
+        self._reader = reader
+        self._asked: deque[Request] = deque()
+        self._held: dict[_Place, Any] = {}
+        self._wanted = self._last = (-1, -1)
+        self._requests = sampler.requests = self._split(requests)
+        self._source: Generator[dict[int, Any]] | None
+        self._source = _each(loader) if loader is not None else read_ahead(reader, self._requests)
+
+    def take(self, request: Request, tower: int) -> Any:
+        """Return the batch of a tower of a request; those before it that nobody asked for are dropped."""
+        place = request.position, tower
+        self._wanted = max(self._wanted, place)
+        while self._source is not None and self._last < place:
+            self._held = {}
+            self._held = self._next(self._source)
+            self._last = max(self._held)
+        return self._held.pop(place) if place in self._held else self._read_again(request, tower)
+
+    def close(self) -> None:
+        """Read nothing ahead any more."""
+        if self._source is not None:
+            self._source.close()
+            self._source = None
+            self._requests.close()  # it refers to this, and a DataLoader to it
+            self._held = {}
+
+    def _next(self, source: Iterator[dict[int, Any]]) -> dict[_Place, Any]:
+        try:
+            slices = next(source)
+        except BaseException:
+            self.close()  # what comes next is not known any more
+            raise
+        request = self._asked.popleft()
+        tower, batch = next(iter(slices.items()))
+        self.row_bytes = _num_bytes(batch) / len(request.examples[tower])
+        return {(request.position, tower): batch for tower, batch in slices.items()}
+
+    def _read_again(self, request: Request, tower: int) -> Any:
+        return self._reader[replace(request, examples={tower: request.examples[tower]})][tower]
+
+    def _split(self, requests: Iterator[Request]) -> Generator[Request]:
+        """Split requests, and note the parts that are read: the slices come in the same order."""
+        for request in requests:
+            for part in self._parts(request.examples):
+                if (request.position, max(part)) >= self._wanted:
+                    self._asked.append(replace(request, examples=part))
+                    yield self._asked[-1]
+
+    def _parts(self, examples: _Examples) -> Generator[_Examples]:
+        part: dict[int, NDArray[np.int64]] = {}
+        num_bytes = 0.0
+        for tower, rows in examples.items():
+            num_bytes += len(rows) * self.row_bytes
+            if part and num_bytes > _SMALL_BYTES:
+                yield part
+                part, num_bytes = {}, len(rows) * self.row_bytes
+            part[tower] = rows
+        if part:
+            yield part
+
+
+def _each(loader: DataLoader[Any]) -> Generator[Any]:
+    yield from loader
+
+
+def _num_bytes(value: Any) -> float:
+    """Return the memory of a nest's tensors, arrays and numbers; infinity where there is something else."""
+    if isinstance(value, Tensor | np.ndarray):
+        return math.inf if isinstance(value, np.ndarray) and value.dtype.hasobject else value.nbytes
+    if isinstance(value, PLAIN):
+        return sys.getsizeof(value)
+    held = entries(value)
+    return math.inf if held is None else sum(map(_num_bytes, held.values()))
+
+
+def read_ahead(reader: BatchedReader | Reader, requests: Iterator[Request]) -> Generator[dict[int, Any]]:
+    """Read in a background thread, ahead of the passes."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="samestep-loader")
+    try:
+        waiting: deque[Future[dict[int, Any]]] = deque()
+        for request in requests:
+            waiting.append(pool.submit(reader.__getitem__, request))
+            if len(waiting) > _NUM_AHEAD:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)

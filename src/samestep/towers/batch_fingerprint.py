@@ -1,0 +1,82 @@
+"""A 32-bit number that tells batches apart: all values on the CPU count, shapes, dtypes and names too."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from samestep.towers.columns import Branch, Column, Node, Whole
+from samestep.towers.nest import entries
+
+__all__ = ["fingerprint"]
+
+_LANES = 1024
+_BLOCK_BYTES = 8 * _LANES
+
+
+def fingerprint(node: Node) -> int:
+    """Return the number: the same in every process, however the values lie in memory.
+
+    Values of a GPU are left out, because reading them would make the host wait for it, and so are objects
+    that are not made of numbers, strings and tensors.
+    """
+    return zlib.crc32(json.dumps(_outline(node), default=_described, skipkeys=True).encode())
+
+
+def _outline(node: Node) -> Any:
+    if isinstance(node, Branch):
+        return sorted((str(key), _outline(child)) for key, child in node.children.items())
+    assert isinstance(node, Column | Whole)
+    return node.value
+
+
+def _described(value: Any) -> Any:
+    """Return what JSON can write of a value that it cannot write itself."""
+    if isinstance(value, Tensor):
+        return [str(value.dtype), list(value.shape), _crc_of_tensor(value)]
+    if isinstance(value, np.ndarray):
+        return [str(value.dtype), value.shape, _crc_of_array(value)]
+    if isinstance(value, bytes):
+        return zlib.crc32(value)
+    if isinstance(value, complex | np.generic | Enum | torch.dtype | torch.device):
+        return [type(value).__name__, str(value)]
+    held = entries(value)
+    if held is not None:
+        return held if isinstance(value, Mapping) else [type(value).__name__, held]
+    return type(value).__name__
+
+
+def _crc_of_tensor(tensor: Tensor) -> int | None:
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_nested:
+        return None
+    values = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # NumPy does not know all dtypes, and bytes need a dimension.
+    return _crc(values.reshape(-1).view(torch.uint8).numpy())
+
+
+def _crc_of_array(array: NDArray[Any]) -> int:
+    if array.dtype.hasobject:
+        return zlib.crc32(json.dumps(array.tolist(), default=_described, skipkeys=True).encode())
+    return _crc(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+def _crc(content: NDArray[np.uint8]) -> int:
+    """Return a checksum at the speed of memory, several times that of CRC-32.
+
+    Blocks of 8 KB are a matrix of 64-bit integers, of which the sums of all rows and of all columns are
+    taken: one value that is changed, or two that are swapped, change one of them.
+    """
+    num_blocks = len(content) // _BLOCK_BYTES
+    if num_blocks < 4:
+        return zlib.crc32(content.data)
+    blocks = content[: num_blocks * _BLOCK_BYTES].view(np.int64).reshape(num_blocks, _LANES)
+    crc = zlib.crc32(content[num_blocks * _BLOCK_BYTES :].data)
+    return zlib.crc32(blocks.sum(0), zlib.crc32(blocks.sum(1), crc))

@@ -1,0 +1,208 @@
+"""What a batch is made of: columns, which are cut along rows, values, which stay whole, and nests of both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from samestep.errors import BatchError
+from samestep.towers.nest import NUMBERS, PLAIN, entries, is_sequence, tensors
+
+__all__ = ["Branch", "Column", "Node", "Undecided", "Whole", "columns", "parse", "resolved", "version_of"]
+
+_FLAT = frozenset((str, int, float, bool, bytes, type(None)))  # what long lists are mostly made of
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A value in a batch that every tower gets whole, whatever it is.
+
+    Attributes:
+        value: what `tower.batch` has in this place; tensors in it are moved to the worker's device.
+
+    Example:
+        >>> from samestep import Towers
+        >>> towers = Towers(torch.nn.Linear(1, 1), 2)
+        >>> batch = {"x": torch.tensor([[1.0], [2.0]]), "weights": Whole(torch.tensor([0.1, 0.9]))}
+        >>> next(towers(batch)).batch
+        {'x': tensor([[1.]]), 'weights': tensor([0.1000, 0.9000])}
+    """
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Column:
+    """What is cut along rows: a tensor, an array, or a list or tuple with one entry a row."""
+
+    path: str
+    value: Any
+    version: int = 0
+
+    @property
+    def rows(self) -> int:
+        """How many."""
+        return len(self.value)
+
+    @property
+    def is_sequence(self) -> bool:
+        """Whether it is a list or a tuple."""
+        return isinstance(self.value, list | tuple)
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A mapping, dataclass, list or tuple, and what is in it, by key, attribute or index."""
+
+    nest: Any
+    children: dict[Any, Node]
+
+
+@dataclass(frozen=True)
+class Undecided:
+    """A list that is one entry a row or a nest of columns: which one, only the numbers of rows tell.
+
+    These are lists of nests with tensors (the targets of a detection, or views of a batch) and of tuples of
+    strings (pairs, or what torch's `default_collate` makes of two columns of strings).
+    """
+
+    path: str
+    value: Any
+
+    def decided(self, rows: int | None) -> Node:
+        """Return a column or a branch; `rows` is None where nothing else in the batch has rows.
+
+        Raises:
+            BatchError: it can be read in both ways, or in none.
+        """
+        branch = self._as_branch(rows)
+        has_entry_a_row = rows is None or len(self.value) == rows
+        if has_entry_a_row and branch is None:
+            return Column(self.path, self.value)
+        if branch is not None and (not has_entry_a_row or rows == 1):
+            return branch
+        what = "can be read in two ways" if branch is not None else "has neither"
+        raise BatchError(
+            f"{self.path} is a {type(self.value).__name__} of {len(self.value)} entries and {what}: expected "
+            "one entry a row, such as a NumPy array of objects, or columns of the batch's rows, such as a "
+            f"dict of them; samestep.Whole({self.path}) is given to every tower as it is"
+        )
+
+    def _as_branch(self, rows: int | None) -> Branch | None:
+        children: dict[Any, Node] = {}
+        try:
+            for index, entry in enumerate(self.value):
+                child = children[index] = resolved(parse(entry, f"{self.path}[{index}]"), rows)
+                for column in columns(child):
+                    rows = column.rows if rows is None else rows
+                    if column.rows != rows:
+                        return None
+        except BatchError:
+            return None
+        return Branch(self.value, children)
+
+
+Node: TypeAlias = Column | Whole | Branch | Undecided
+
+
+def parse(value: Any, path: str = "batch") -> Node:
+    """Take a batch apart.
+
+    Raises:
+        BatchError: something in it is no nest and cannot be cut.
+    """
+    if isinstance(value, Whole):
+        return value
+    if isinstance(value, Tensor | np.ndarray):
+        _check_can_be_cut(value, path)
+        return Column(path, value, version_of(value))
+    if isinstance(value, PLAIN):
+        return Whole(value)
+    if is_sequence(value) and not _holds_columns(value):
+        return _parse_sequence(value, path)
+    held = entries(value)
+    if held is None:
+        raise BatchError(
+            f"{path} is {_named(value)}, which cannot be cut along rows: expected nested tensors, arrays, "
+            f"lists with an entry a row, and numbers; samestep.Whole({path}) is given to every tower as it is"
+        )
+    return Branch(value, {key: parse(entry, path + _step(value, key)) for key, entry in held.items()})
+
+
+def columns(node: Node) -> Iterator[Column]:
+    """Iterate over the columns, but for those of what is undecided."""
+    if isinstance(node, Column):
+        yield node
+    elif isinstance(node, Branch):
+        for child in node.children.values():
+            yield from columns(child)
+
+
+def version_of(value: Any) -> int:
+    """Return a number that changes when a tensor is written to, but through NumPy or `.data`."""
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+def resolved(node: Node, rows: int | None) -> Node:
+    """Decide what is undecided, for a batch of so many rows."""
+    if isinstance(node, Undecided):
+        return node.decided(rows)
+    if isinstance(node, Branch):
+        return Branch(node.nest, {key: resolved(child, rows) for key, child in node.children.items()})
+    return node
+
+
+def _parse_sequence(value: Any, path: str) -> Node:
+    """Parse a list or tuple that holds no tensors but in mappings and the like."""
+    if isinstance(value, tuple) and all(isinstance(entry, NUMBERS) for entry in value):
+        return Whole(value)
+    if _FLAT.issuperset(map(type, value)):
+        return Column(path, value)
+    has_tensors = next(tensors(value), None) is not None
+    if has_tensors or (value and all(map(_is_column_of_strings, value))):
+        return Undecided(path, value)
+    return Column(path, value)
+
+
+def _holds_columns(value: Any) -> bool:
+    """Whether there are tensors in a list or tuple, or in lists and tuples in it."""
+    if is_sequence(value):
+        return not _FLAT.issuperset(map(type, value)) and any(map(_holds_columns, value))
+    return isinstance(value, Tensor | np.ndarray | Whole)
+
+
+def _is_column_of_strings(value: Any) -> bool:
+    return type(value) is tuple and bool(value) and all(isinstance(entry, str) for entry in value)
+
+
+def _check_can_be_cut(value: Tensor | NDArray[Any], path: str) -> None:
+    if isinstance(value, Tensor) and (value.layout != torch.strided or value.is_nested):
+        raise BatchError(
+            f"{path} is a {'nested' if value.is_nested else value.layout} tensor, which cannot be cut along "
+            f"rows: expected a dense one; samestep.Whole({path}) is given to every tower as it is"
+        )
+    if value.ndim == 0:
+        what = "tensor" if isinstance(value, Tensor) else "array"
+        raise BatchError(
+            f"{path} is a 0-dimensional {what}: expected rows along the first dimension; "
+            f"samestep.Whole({path}) is given to every tower as it is"
+        )
+
+
+def _step(nest: Any, key: Any) -> str:
+    """Return how an entry of a nest is written in a path."""
+    if isinstance(nest, Mapping) or is_sequence(nest):
+        return f"[{key!r}]"
+    names = getattr(nest, "_fields", None)
+    return f".{key}" if names is None else f".{names[key]}"
+
+
+def _named(value: Any) -> str:
+    kind = type(value)
+    return f"a {kind.__name__}" if kind.__module__ == "builtins" else f"a {kind.__module__}.{kind.__name__}"

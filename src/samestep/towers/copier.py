@@ -1,0 +1,74 @@
+"""Copies of towers' rows, on the device that computes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from samestep.towers.nest import mapped
+
+__all__ = ["Copier", "copied"]
+
+
+class Copier:
+    """Brings one tower's rows after the other to a device.
+
+    To a GPU they are copied from pinned memory, on a stream of their own: beside the pass of the tower
+    before, which the GPU computes while the host goes on. The host waits for the pass before that one, so
+    that no more than two towers' rows are there.
+
+    Args:
+        device: where the rows are computed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._last_pass: torch.cuda.Event | None = None
+
+    def copied(self, tensor: Tensor) -> Tensor:
+        """Return a copy on the device; the tensor may be written to as soon as this returns."""
+        if self._stream is None or tensor.device.type != "cpu":
+            return tensor.to(self.device, copy=True)
+        return self._sent(torch.empty_like(tensor, pin_memory=True).copy_(tensor))
+
+    def moved(self, value: Any) -> Any:
+        """Return a nest with its tensors on the device; those that are there are not copied."""
+        return mapped(lambda each: self._moved(each) if isinstance(each, Tensor) else each, value)
+
+    def wait_for_pass(self) -> None:
+        """Wait for the pass before the last one; call it before a tower's rows are copied."""
+        if self._stream is not None:
+            before, self._last_pass = self._last_pass, torch.cuda.current_stream(self.device).record_event()
+            if before is not None:
+                before.synchronize()
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        if self._stream is None or tensor.device.type != "cpu" or tensor.layout != torch.strided:
+            return tensor.to(self.device, non_blocking=True)
+        return self._sent(tensor if tensor.is_pinned() else tensor.pin_memory())
+
+    def _sent(self, pinned: Tensor) -> Tensor:
+        """Copy beside what the GPU computes; what is computed from now on waits for it."""
+        assert self._stream is not None
+        current = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self._stream):
+            own = pinned.to(self.device, non_blocking=True)
+        current.wait_stream(self._stream)
+        own.record_stream(current)
+        return own
+
+
+def copied(array: Tensor | NDArray[Any]) -> Any:
+    """Copy a tensor or an array; the memory of both starts at the same alignment in every process."""
+    if isinstance(array, Tensor):
+        return array.clone()
+    if type(array) is not np.ndarray or array.dtype.hasobject or not array.nbytes:
+        return array.copy()
+    own = torch.empty(array.nbytes, dtype=torch.uint8).numpy().view(array.dtype).reshape(array.shape)
+    own[...] = array
+    return own

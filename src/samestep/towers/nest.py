@@ -1,0 +1,76 @@
+"""Nests: mappings, lists, tuples and dataclasses, taken apart and put together with other entries.
+
+torch's pytree takes a nest that it does not know for a value, in silence; here every dataclass and mapping is
+one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+__all__ = ["NUMBERS", "PLAIN", "entries", "is_sequence", "mapped", "rebuilt", "tensors"]
+
+NUMBERS = (type(None), bool, int, float, complex, np.generic, torch.dtype, torch.device)
+PLAIN = (*NUMBERS, str, bytes, Enum)
+
+
+def entries(value: Any) -> dict[Any, Any] | None:
+    """Return what a nest holds, by key, attribute or index; None for what is no nest."""
+    if isinstance(value, Mapping):
+        return {key: value[key] for key in value}
+    if isinstance(value, list | tuple):
+        return None if isinstance(value, PackedSequence) else dict(enumerate(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return None
+
+
+def rebuilt(nest: Any, new: Mapping[Any, Any]) -> Any:
+    """Return a nest of the same type with other entries."""
+    if isinstance(nest, tuple):
+        return nest._make(new.values()) if hasattr(nest, "_make") else type(nest)(new.values())
+    if type(nest) is dict or (isinstance(nest, Mapping) and not isinstance(nest, MutableMapping)):
+        return dict(new)
+    own = copy.copy(nest)
+    if isinstance(nest, list):
+        own[:] = new.values()
+    for key, value in () if isinstance(nest, list) else new.items():
+        if isinstance(nest, Mapping):
+            own[key] = value
+        else:
+            object.__setattr__(own, key, value)  # frozen dataclasses too
+    return own
+
+
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return a nest with each tensor and array replaced; what is no nest stays as it is."""
+    if isinstance(value, Tensor | np.ndarray):
+        return function(value)
+    held = None if isinstance(value, PLAIN) else entries(value)
+    if not held:
+        return value
+    return rebuilt(value, {key: mapped(function, entry) for key, entry in held.items()})
+
+
+def tensors(value: Any) -> Iterator[Tensor | NDArray[Any]]:
+    """Iterate over all tensors and arrays in a nest."""
+    if isinstance(value, Tensor | np.ndarray):
+        yield value
+    elif not isinstance(value, PLAIN):
+        for entry in (entries(value) or {}).values():
+            yield from tensors(entry)
+
+
+def is_sequence(value: Any) -> bool:
+    """Whether a value is a list or a tuple without names."""
+    return isinstance(value, list | tuple) and not hasattr(value, "_fields")

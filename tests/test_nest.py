@@ -1,0 +1,307 @@
+"""Nests: what is cut, what is given whole, and what is refused by name."""
+
+import collections
+import doctest
+import types
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import default_collate
+
+from samestep import BatchError, LocalBatch, Towers, Whole
+from samestep.summation.placement import even_ranges
+from samestep.towers.batch import GlobalBatch
+from samestep.towers.copier import Copier
+
+CPU = Copier(torch.device("cpu"))
+
+
+class Encoding(collections.UserDict):
+    """Like transformers' BatchEncoding: a UserDict with attributes of its own."""
+
+    def __init__(self, data, encodings=None):
+        super().__init__(data)
+        self.encodings = encodings
+
+    def __getattr__(self, name):
+        if name == "data":
+            raise AttributeError(name)
+        return self.data[name]
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    x: torch.Tensor
+    scale: float = 2.0
+
+
+@dataclass
+class Computed:
+    x: torch.Tensor
+    doubled: torch.Tensor = field(init=False)
+
+    def __post_init__(self):
+        self.doubled = self.x * 2
+
+
+class Names(list):
+    pass
+
+
+def take(batch, start=2, stop=4):
+    return GlobalBatch.open(batch).take(range(start, stop), CPU)
+
+
+X = torch.arange(6.0)
+
+
+# ---- cut -------------------------------------------------------------------------------------------
+
+
+def test_arrays_stay_arrays_in_memory_of_their_own():
+    array = np.arange(12.0).reshape(6, 2)
+    part = take({"a": array})["a"]
+    assert type(part) is np.ndarray
+    assert part.tolist() == array[2:4].tolist()
+    assert part.ctypes.data % 64 == 0
+    part[:] = -1
+    assert (array >= 0).all()
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array(["a", "bb", "c", "d", "e", "f"]),
+        np.array([{"id": n} for n in range(6)], dtype=object),
+        np.zeros((6, 0)),
+        np.ma.masked_array(np.arange(6), [0, 0, 1, 0, 0, 0]),
+        np.zeros(6, dtype=[("x", "f4"), ("y", "i8")]),
+        np.asfortranarray(np.arange(12).reshape(6, 2)),
+    ],
+)
+def test_arrays_of_any_dtype_are_cut(array):
+    part = take(array)
+    assert type(part) is type(array)
+    assert part.dtype == array.dtype
+    assert part.tolist() == array[2:4].tolist()
+
+
+def test_mappings_come_back_as_they_are():
+    encoding = Encoding({"ids": X}, encodings="kept")
+    part = take(encoding)
+    assert isinstance(part, Encoding)
+    assert part.ids.tolist() == [2, 3]
+    assert part.encodings == "kept"
+    assert encoding.ids is X
+    by_default = collections.defaultdict(list, x=X)
+    assert take(by_default).default_factory is list
+    assert take(types.MappingProxyType({"x": X}))["x"].tolist() == [2, 3]
+
+
+def test_tuples_lists_and_dataclasses_come_back_as_they_are():
+    part = take([Pair(X, "train"), (X, [X]), Frozen(X), Computed(X)])
+    assert isinstance(part, list)
+    assert part[0].label == "train"
+    assert part[0].x.tolist() == part[1][0].tolist() == part[1][1][0].tolist() == [2, 3]
+    assert type(part[2]) is Frozen
+    assert (part[2].x.tolist(), part[2].scale) == ([2, 3], 2.0)
+    assert part[3].doubled.tolist() == [4, 6]
+    assert take(torch.topk(torch.randn(6, 3), 2)).indices.shape == (2, 2)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, Names])
+def test_a_sequence_with_an_entry_a_row_is_cut(kind):
+    part = take({"x": X, "names": kind("abcdef")})["names"]
+    assert type(part) is (tuple if kind is tuple else list)
+    assert list(part) == ["c", "d"]
+
+
+def test_entries_may_be_anything_without_tensors():
+    notes = [{"id": n, "boxes": [[n]]} for n in range(6)]
+    assert take({"x": X, "notes": notes})["notes"] == notes[2:4]
+    objects = [object() for _ in range(6)]
+    assert take((X, objects))[1] == objects[2:4]
+
+
+def test_a_batch_needs_no_tensors():
+    assert GlobalBatch.open({"text": ["a", "b", "c"]}).rows == 3
+    assert take({"text": ["a", "b", "c"]}, 1, 3) == {"text": ["b", "c"]}
+
+
+def test_what_torch_collates_is_cut():
+    rows = [{"x": torch.tensor([n]), "name": f"n{n}", "pair": (f"a{n}", f"b{n}")} for n in range(5)]
+    part = take(default_collate(rows), 3, 5)
+    assert part["name"] in (["n3", "n4"], ("n3", "n4"))
+    assert [list(column) for column in part["pair"]] == [["a3", "a4"], ["b3", "b4"]]
+
+
+def test_targets_of_a_detection_are_cut_where_they_are_one_a_row():
+    pictures = torch.zeros(4, 3, 8, 8)
+    targets = [{"boxes": torch.zeros(n, 4), "labels": torch.zeros(n)} for n in (1, 3, 0, 4)]
+    assert take((pictures, targets))[1] == targets[2:4]
+    assert take((pictures, tuple(targets)))[1] == tuple(targets[2:4])
+
+
+def test_views_of_a_batch_are_cut_where_they_are_columns():
+    views = [{"x": X, "mask": X > 2}, {"x": X + 1, "mask": X > 3}]
+    part = take({"y": X, "views": views})["views"]
+    assert [view["x"].tolist() for view in part] == [[2, 3], [3, 4]]
+
+
+# ---- given whole -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        3,
+        0.5,
+        1j,
+        "train",
+        b"x",
+        torch.float16,
+        torch.device("cpu"),
+        np.float32(2),
+        (224, 224),
+        (),
+        (None, 1.0),
+    ],
+)
+def test_scalars_and_tuples_of_numbers_are_given_whole(value):
+    assert take({"x": X, "value": value})["value"] == value
+
+
+def test_whole_gives_the_value_itself():
+    for value in ({"a", "b"}, [224, 224], torch.tensor(2.0), {"weights": torch.ones(3)}, object()):
+        assert take({"x": X, "value": Whole(value)})["value"] is value
+
+
+def test_towers_give_it_whole():
+    towers = Towers(torch.nn.Linear(1, 1), 3)
+    for tower in towers({"x": X[:, None], "weights": Whole([1.0, 2.0]), "ids": list("abcdef")}):
+        assert tower.batch["weights"] == [1.0, 2.0]
+        assert len(tower.batch["ids"]) == 2
+        tower.backward(towers.model(tower.batch["x"]).mean())
+    towers.average()
+
+
+# ---- refused ---------------------------------------------------------------------------------------
+
+
+class Graph:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("batch", "named"),
+    [
+        ({"x": X, "graph": Graph()}, r"batch\['graph'\] is a .*Graph, .*samestep\.Whole\(batch\['graph'\]\)"),
+        ({"x": X, "ids": {1, 2}}, r"batch\['ids'\] is a set, which cannot be cut"),
+        ((X, Frozen(Graph())), r"batch\[1\]\.x is a .*Graph"),
+        ((X, Pair(X, Graph())), r"batch\[1\]\.label is a .*Graph"),
+        ([X, iter("ab")], r"batch\[1\] is a str.*iterator"),
+        (Graph(), "batch is a .*Graph"),
+        ({"x": X.to_sparse()}, r"batch\['x'\] is a torch\.sparse_coo tensor, which cannot be cut.*Whole"),
+        ({"x": pack_sequence([X, X[:3]])}, r"batch\['x'\] is a torch.*PackedSequence"),
+        ({"x": torch.tensor(1.0)}, r"batch\['x'\] is a 0-dimensional tensor: .*samestep\.Whole\("),
+        ({"x": X, "n": np.array(1.0)}, r"batch\['n'\] is a 0-dimensional array"),
+        (
+            {"x": X, "size": [224, 224]},
+            r"batch\['size'\] is a list of 2 entries, batch\['x'\] has 6 rows: .*W",
+        ),
+        ({"x": X, "names": ("a", "b")}, r"batch\['names'\] is a tuple of 2 entries"),
+        ({"x": X, "names": []}, r"batch\['names'\] is a list of 0 entries"),
+        ({"x": X, "y": [X, {"z": X[1:]}]}, r"batch\['y'\]\[1\]\['z'\] has 5 rows, batch\['x'\] has 6"),
+        ({"names": ["a"], "x": X}, r"batch\['names'\] is a list of 1 entries, batch\['x'\] has 6 rows"),
+        ({"a": np.zeros(3), "x": X}, r"batch\['x'\] has 6 rows, batch\['a'\] has 3"),
+        ({"epoch": 3, "name": "x"}, "batch is a dict without tensors, arrays or lists"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_by_name(batch, named):
+    with pytest.raises(BatchError, match=named):
+        GlobalBatch.open(batch)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_refused(layout):
+    nested = torch.nested.nested_tensor([X, X[:3]], layout=layout)
+    with pytest.raises(BatchError, match=r"batch\['n'\] is a nested tensor, which cannot be cut"):
+        GlobalBatch.open({"x": X[:2], "n": nested})
+
+
+def test_lists_that_can_be_read_in_two_ways_are_refused():
+    square = [{"boxes": torch.zeros(3, 4)} for _ in range(3)]
+    strings = [("a1", "a2"), ("b1", "b2")]
+    for batch in ((X[:3], square), square, strings, {"x": X[:2], "pairs": strings}):
+        with pytest.raises(BatchError, match=r"batch.* of [23] entries and can be read in two ways.*dict of"):
+            GlobalBatch.open(batch)
+    with pytest.raises(BatchError, match=r"batch\[1\] is a list of 3 entries and has neither"):
+        GlobalBatch.open((X, square))
+
+
+# ---- all towers' parts are the batch ---------------------------------------------------------------
+
+
+def nests(rows):
+    columns = st.sampled_from(
+        [torch.arange(rows * 2.0).reshape(rows, 2), np.arange(rows), [str(n) for n in range(rows)]]
+    )
+    return st.recursive(
+        columns,
+        lambda inner: (
+            st.dictionaries(st.text(max_size=2), inner, min_size=1, max_size=3)
+            | st.builds(lambda x: Pair(x, "kept"), inner)
+            | st.builds(Frozen, inner)
+            | st.builds(lambda x, y: (torch.zeros(rows), x, y), inner, inner)
+        ),
+        max_leaves=6,
+    )
+
+
+def numbers(value):
+    """Return all that a nest holds as one flat list."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return value.reshape(-1).tolist() if value.ndim == 1 else value[:, 0].tolist()
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, Frozen):
+        return numbers(value.x)
+    if isinstance(value, Pair):
+        return numbers(value.x)
+    return [n for each in value for n in ([each] if isinstance(each, str) else numbers(each))]
+
+
+@given(st.integers(3, 12).flatmap(nests), st.integers(1, 5))
+def test_no_row_is_lost_or_doubled(batch, num_towers):
+    whole = GlobalBatch.open(batch)
+    parts = [whole.take(rows, CPU) for rows in even_ranges(whole.rows, num_towers)]
+    assert all(type(part) is type(batch) for part in parts)
+    assert sorted(map(str, (n for part in parts for n in numbers(part)))) == sorted(map(str, numbers(batch)))
+
+
+def test_slices_of_a_loader_may_hold_anything():
+    held = Graph()
+    towers = Towers(torch.nn.Linear(1, 1), 1)
+    tower = next(towers(LocalBatch(6, {0: {"x": X, "graph": held, "size": [2, 3]}})))
+    assert tower.batch["graph"] is held
+    assert tower.batch["size"] == [2, 3]
+
+
+def test_the_page_on_batches_is_true():
+    page = Path(__file__).parents[1] / "docs" / "batches.md"
+    found = doctest.testfile(str(page), module_relative=False, optionflags=doctest.ELLIPSIS)
+    assert (found.failed, found.attempted) == (0, 6)
