@@ -27,8 +27,8 @@ from samestep.identity import digest, plain_names
 from samestep.streams import GlobalStreams, seed_globals, stream_seed
 from samestep.towers.nest import tensors
 from samestep.towers.report import Report
-from samestep.towers.run import Tower
 from samestep.towers.step import Step
+from samestep.towers.tower import Tower
 from samestep.towers.towers import Towers
 from samestep.workers.job import Job
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from samestep.summation.placement import even_ranges
 from samestep.summation.sparse import coalesced, stored
 from samestep.towers.report import Report
-from samestep.towers.run import Tower
+from samestep.towers.tower import Tower
 from samestep.towers.towers import Towers
 
 __all__ = ["explain", "first_nonfinite"]

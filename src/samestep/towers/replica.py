@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import Any, Literal
@@ -17,24 +16,23 @@ from samestep.buffers.outside import averaged_parameters
 from samestep.buffers.policies import Policy, check_policies
 from samestep.buffers.statistics import Mode, check_norms
 from samestep.buffers.watch import Watch
-from samestep.errors import ConfigError, UsageError
+from samestep.errors import ConfigError
 from samestep.summation.gradient_sum import GradientSum
 from samestep.summation.layout import Layout
 from samestep.summation.placement import Placement
 from samestep.summation.plan import ParameterLayout, Plan, grad_dtype
 from samestep.summation.sparse import find_sparse
+from samestep.towers.hooks import HookCheck
+from samestep.towers.root import check_wrappers
 from samestep.workers.collectives import broadcast
 from samestep.workers.environment import under_launcher, world_size
 from samestep.workers.job import Job
 from samestep.workers.rendezvous import has_group
 
-__all__ = ["Also", "Replica", "Settings", "job_alone", "together"]
-
-Also = nn.Module | nn.Parameter | Iterable[nn.Module | nn.Parameter] | Mapping[str, nn.Module | nn.Parameter]
+__all__ = ["Replica", "Settings", "job_alone"]
 
 _MOST_PLANS = 8
 """Kept for a model that stays as it is, for those who change between kinds of steps or placements."""
-
 
 _QUICK = attrgetter("requires_grad", "dtype", "grad_dtype")
 
@@ -74,26 +72,6 @@ def job_alone(model: nn.Module) -> Job:
     return Job(torch.device("cpu") if parameter is None else parameter.device)
 
 
-def together(model: nn.Module, also: Also | None) -> nn.Module:
-    """Return a module of the model, whose tensors keep their names, and of what is beside it."""
-    if also is None:
-        return model
-    root = nn.Module()
-    root._modules[""] = model  # an empty name adds nothing to the names below it
-    if isinstance(also, (nn.Module, nn.Parameter)):
-        root.also = also
-        return root
-    beside = dict(also) if isinstance(also, Mapping) else {str(n): each for n, each in enumerate(also)}
-    root.also = nn.Module()
-    for name, each in beside.items():
-        if not isinstance(each, (nn.Module, nn.Parameter)):
-            raise ConfigError(
-                f"also holds a {type(each).__name__}: expected a module, an nn.Parameter, or several of them"
-            )
-        setattr(root.also, name, each)
-    return root
-
-
 class Replica:
     """A worker's copy of the model. Before each step it is checked for changes, and the plan follows them."""
 
@@ -112,9 +90,8 @@ class Replica:
         self._new: dict[str, str] = {}
         self._version = 0
         self._plans: dict[tuple[Placement, tuple[str, ...], bool], Plan] = {}
-        self._known_hooks: object = None
         self.has_reentrant = False  # whether a backward may come to a parameter twice
-        _check_wrappers(model)
+        check_wrappers(model)
         check_norms(model, settings.statistics)
         check_policies(find_named_buffers(model), settings.buffers)
         self._look_at_model()
@@ -124,7 +101,7 @@ class Replica:
         if self._has_changed() or not self.buffers.are_current:
             self.model.zero_grad()  # a parameter frozen since must not keep the last step's gradient
             self._look_at_model()
-        self._check_hooks()
+        self._check_hooks(warn=self.job.is_first)
         if len(self._plans) > _MOST_PLANS:
             self._plans.clear()
         plain, key = (placement, (), False), (placement, sums, is_whole_batch)
@@ -143,30 +120,6 @@ class Replica:
             self._sum = GradientSum(plan, self.parameters, plan.placement.towers(self.job.rank))
         return self._sum
 
-    def _check_hooks(self) -> None:
-        """Refuse hooks that would see sums of towers, and say what those see that run for each tower."""
-        held = [(p._post_accumulate_grad_hooks, p._backward_hooks) for p in self.parameters]
-        sizes = [[hooks and len(hooks) for hooks in each] for each in held]
-        if sizes == self._known_hooks:
-            return
-        names = [layout.name for layout in self._layouts]
-        foreign = [name for name, (hooks, _) in zip(names, held, strict=True) if _is_users(hooks)]
-        if foreign:
-            raise UsageError(
-                f"{', '.join(foreign[:4])}: a post-accumulate-grad hook would see sums of some towers, which "
-                "depend on the number of workers; remove it, and do its work, such as clipping or "
-                "optimizer.step() after average()"
-            )
-        self._known_hooks = sizes
-        hooked = [name for name, (_, hooks) in zip(names, held, strict=True) if _is_users(hooks)]
-        if hooked and self.job.is_first:
-            warnings.warn(
-                f"a hook on {', '.join(hooked[:4])} sees each tower's sum of "
-                "gradients, divided by the largest power of two that is at most the batch's rows, not the "
-                "mean: factors and masks are exact, thresholds are not; use those after average()",
-                stacklevel=5,
-            )
-
     def _look_at_model(self) -> None:
         """Note the parameters and buffers that there are."""
         self._check_model()
@@ -182,6 +135,7 @@ class Replica:
         self.parameters = list(named.values())
         sparse = {*self._listed_sparse, *find_sparse(self.model, ())}
         self._layouts = tuple(self._lay_out(name, p, name in sparse) for name, p in named.items())
+        self._check_hooks = HookCheck(list(named), self.parameters)
         self.buffers = ModelBuffers(self.model, self.settings.statistics, self.settings.buffers, self.job)
         self.watch = Watch(self.model, self.buffers.fixed, self.buffers.shared)
         self._plans = {}
@@ -270,27 +224,3 @@ def _unexpanded(tensor: Tensor) -> Tensor:
         if stride == 0 and tensor.shape[dimension] > 1:
             tensor = tensor.narrow(dimension, 0, 1)
     return tensor
-
-
-def _is_users(hooks: Mapping[int, Any] | None) -> bool:
-    """Whether some hook of a parameter is not one of samestep's own."""
-    functions = [getattr(hook, "func", hook) for hook in (hooks or {}).values()]
-    return any(not (getattr(each, "__module__", "") or "").startswith("samestep.") for each in functions)
-
-
-_WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
-
-
-def _check_wrappers(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if type(module).__name__ in _WRAPPERS and type(module).__module__.startswith("torch."):
-            raise ConfigError(
-                f"{name or 'the model'} is a {type(module).__name__}, which averages gradients itself: pass "
-                "the model that it wraps, model.module"
-            )
-    for name, parameter in model.named_parameters():
-        if type(parameter).__name__ == "DTensor":
-            raise ConfigError(
-                f"parameter {name} is a DTensor, sharded or replicated by fully_shard or the like: pass the "
-                "plain model"
-            )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import InitVar, dataclass, replace
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 from samestep.buffers.outside import graph_of, note_outside_gradients
-from samestep.buffers.watch import Watch
 from samestep.errors import BatchError, Error, UsageError
 from samestep.streams import keep_globals, seed_globals, tower_seed
 from samestep.summation.exchange import Exchange
@@ -33,100 +31,10 @@ from samestep.towers.counts import (
 from samestep.towers.noise import GradientNorms
 from samestep.towers.replica import Replica
 from samestep.towers.report import Report, total_norm
+from samestep.towers.tower import Tower
 from samestep.workers.collectives import gather_rows
 
-__all__ = ["Rest", "StepRun", "Tower"]
-
-
-class Tower:
-    """One logical slice of the batch: what the loop over `towers(batch)` yields.
-
-    Attributes:
-        index: 0 <= index < T.
-        batch: the tower's own rows of the batch, nested as the batch is.
-        rows: how many, at least 1.
-
-    Example:
-        >>> from samestep import Towers
-        >>> model = torch.nn.Linear(2, 1)
-        >>> towers = Towers(model, 2)
-        >>> for tower in towers(torch.randn(5, 2)):
-        ...     print(tower, tuple(tower.batch.shape))
-        ...     tower.backward(model(tower.batch).square().mean())
-        Tower(index=0, rows=3) (3, 2)
-        Tower(index=1, rows=2) (2, 2)
-    """
-
-    def __init__(self, index: int, batch: Any, rows: int, run: StepRun) -> None:
-        self.index = index
-        self.batch = batch
-        self.rows = rows
-        self._run = run
-
-    def backward(self, loss: Tensor | Mapping[str, Tensor]) -> None:
-        """Hand in the tower's loss: compute its gradient and keep it for `Towers.average`.
-
-        Args:
-            loss: the mean over the tower's rows, a scalar that requires grad. Where the step began with
-                `counts`, a mapping that has a sum for each of their names.
-
-        Raises:
-            UsageError: the tower has handed in already, its turn is over, `loss` is not what the step
-                expects, or gradients came from `loss.backward()`.
-            DisagreementError: workers turn out to have different batches.
-        """
-        self._run.take_mean(self, loss)
-
-    def backward_sum(self, total: Tensor, count: float | Tensor) -> None:
-        """Hand in a loss that is a sum over something other than rows, such as valid tokens or pixels.
-
-        The step's loss is the sum of all towers' totals, divided once by the sum of all their counts.
-
-        Args:
-            total: the sum, a scalar that requires grad; where the count is 0 it need not require grad.
-            count: how many things it is a sum over, at least 0: a number or 0-dim tensor.
-
-        Raises:
-            UsageError, DisagreementError: as for `backward`, or `count` is not one number.
-
-        Example:
-            >>> from samestep import Towers
-            >>> model, words = torch.nn.Embedding(9, 1), torch.tensor([[3, 1, 0], [4, 0, 0]])  # 0 is padding
-            >>> towers = Towers(model, 2)
-            >>> for tower in towers(words):
-            ...     valid = tower.batch > 0
-            ...     tower.backward_sum(model(tower.batch).squeeze(-1)[valid].square().sum(), valid.sum())
-            >>> towers.average().count
-            3.0
-        """
-        self._run.take_sum(self, total, count)
-
-    def __repr__(self) -> str:
-        return f"Tower(index={self.index}, rows={self.rows})"
-
-
-_DRAWN = "torch's global generator differs, too: one worker alone drew from it, as in an evaluation"
-
-
-@dataclass(frozen=True)
-class Rest:
-    """What else all workers must have alike in a step: settings by name, and the weights."""
-
-    settings: Mapping[str, Any]
-    watch: Watch
-
-    def hash(self) -> int:
-        """Return a 32-bit number that tells apart what workers have."""
-        return zlib.crc32(repr([*self.settings.items(), self.watch.hashes]).encode())
-
-    def in_words(self) -> dict[str, object]:
-        """Return it by name, with a hint where batches differ."""
-        generator = zlib.crc32(bytes(torch.get_rng_state().tolist()))
-        return {
-            **{name: repr(value) for name, value in self.settings.items()},
-            **{f"weights in {name}": value for name, value in self.watch.hashes.items()},
-            f"?batch fingerprint: {_DRAWN}": generator,
-        }
+__all__ = ["StepRun"]
 
 
 @dataclass(eq=False, repr=False)

@@ -17,7 +17,7 @@ from samestep.errors import ConfigError, Error, NonFiniteError, UsageError
 from samestep.towers.counts import Count, check_counts
 from samestep.towers.diagnosis import explain, first_nonfinite
 from samestep.towers.report import Report
-from samestep.towers.run import Tower
+from samestep.towers.tower import Tower
 from samestep.towers.towers import Towers
 
 __all__ = ["LossFunction", "Schedule", "Step"]

@@ -33,10 +33,13 @@ from samestep.summation.placement import Placement
 from samestep.summation.sparse import stored
 from samestep.towers.batch import LocalBatch, cut
 from samestep.towers.counts import Count, check_counts
+from samestep.towers.must_match import MustMatch
 from samestep.towers.noise import NoiseScale
-from samestep.towers.replica import Also, Replica, Settings, job_alone, together
+from samestep.towers.replica import Replica, Settings, job_alone
 from samestep.towers.report import Report
-from samestep.towers.run import Rest, StepRun, Tower
+from samestep.towers.root import Also, together
+from samestep.towers.run import StepRun
+from samestep.towers.tower import Tower
 from samestep.towers.whole_batch import Forward, WholeLoss, run_whole_batch
 from samestep.workers.agreement import agree
 from samestep.workers.job import Job
@@ -403,7 +406,7 @@ class Towers:
         watch.start_step(self._step)
         threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
         settings = {"CPU threads": threads, "default dtype": dtype, **(must_match or {})}
-        exchange = Exchange(self.job, plan, numbers, rest=Rest(settings, watch), flags=flags)
+        exchange = Exchange(self.job, plan, numbers, rest=MustMatch(settings, watch), flags=flags)
         return StepRun(self._step, self.seed, local, self._replica, exchange, scaler)
 
     def _check_no_step(self, what: str) -> None:

@@ -34,7 +34,8 @@ from samestep.towers.copier import Copier, copied
 from samestep.towers.counts import LossSum, loss_sum
 from samestep.towers.nest import mapped
 from samestep.towers.outputs import Outline, gather, take_apart
-from samestep.towers.run import StepRun, Tower
+from samestep.towers.run import StepRun
+from samestep.towers.tower import Tower
 
 __all__ = ["Forward", "WholeLoss", "run_whole_batch"]
 
