@@ -69,22 +69,24 @@ class Watch:
     def check(self, who: str) -> None:
         """Raise if `who` wrote to one of them or replaced it since `start_step`."""
         now = self._current()
-        if any(map(operator.is_not, now, self._tensors)):
-            self._fail(who, [new is not old for new, old in zip(now, self._tensors, strict=True)])
-        self._compare(who, _version, self._versions)
+        written = self._differing(_version, self._versions)
+        if written or any(map(operator.is_not, now, self._tensors)):
+            pairs = zip(now, self._tensors, strict=True)
+            self._fail(who, [new is not old or id(old) in written for new, old in pairs])
         self.outside.check(who)
 
-    def _compare(self, who: str, read: Callable[[Tensor], int], before: list[int]) -> None:
+    def _differing(self, read: Callable[[Tensor], int], before: list[int]) -> set[int]:
         now = list(map(read, self._present))
-        if now != before:
-            pairs = zip(self._present, now, before, strict=True)
-            changed = {id(tensor) for tensor, new, old in pairs if new != old}
-            self._fail(who, [id(tensor) in changed for tensor in self._tensors])
+        if now == before:
+            return set()
+        return {id(t) for t, new, old in zip(self._present, now, before, strict=True) if new != old}
 
     def end_step(self, who: str) -> None:
         """Check once more, after the last backward, and by pointers, entries and hashes, too."""
         self.check(who)
-        self._compare(who, Tensor.data_ptr, self._pointers)
+        moved = self._differing(Tensor.data_ptr, self._pointers)
+        if moved:
+            self._fail(who, [id(tensor) in moved for tensor in self._tensors])
         if list(map(len, self._registries)) != self._sizes:
             raise self._explain_entries(who)
         before, after = self._before, self._hash.of(self._step, fixed_only=True)
