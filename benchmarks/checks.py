@@ -30,7 +30,7 @@ from step import MODELS, loss_of
 CHECKS: list[tuple[type, str]] = [
     (Replica, "plan"),
     (Watch, "start_step"),
-    (Watch, "check"),
+    (Watch, "check_pass"),
     (Watch, "end_step"),
     (StepRun, "_look_at_graph"),
     (GlobalBatch, "fingerprint"),

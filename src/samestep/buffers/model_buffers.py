@@ -43,6 +43,8 @@ class ModelBuffers:
         buffers = find_named_buffers(model)
         assigned = assign_policies(buffers, policies)
         self._handed_in = [buffer for buffer in buffers if assigned.get(buffer.name) != "ignore"]
+        self._registries = [buffer.registry for buffer in self._handed_in]
+        self._attributes = [buffer.attribute for buffer in self._handed_in]
         self._kinds = self._current_kinds()
         self._collectors: list[AveragedBuffers | PooledNorm | FirstBuffers] = [*find_statistics(model, mode)]
         if mean := [buffer for buffer in buffers if assigned.get(buffer.name) == "mean"]:
@@ -68,7 +70,7 @@ class ModelBuffers:
         return modes == self._modes and self._current_kinds() == self._kinds
 
     def _current_kinds(self) -> list[tuple[object, object] | None]:
-        tensors = [buffer.get() for buffer in self._handed_in]
+        tensors = map(dict.get, self._registries, self._attributes)
         return [None if tensor is None else _KIND(tensor) for tensor in tensors]
 
     def start_step(self) -> None:

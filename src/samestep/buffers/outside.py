@@ -109,7 +109,7 @@ class OutsideNets:
         Raises:
             BufferPolicyError: names the buffers and their module.
         """
-        for module, before in self._seen.items():
+        for module, before in self._seen.items() if self._seen else ():
             changed = [
                 seen.name
                 for seen in before

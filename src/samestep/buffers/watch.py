@@ -27,7 +27,8 @@ _version = operator.attrgetter("_version")
 class Watch:
     """Compares the model before and after passes: tensors, version counters, data pointers, and hashes.
 
-    Version counters show ordinary writes after each tower. What goes through `.data`, and what batch norm's
+    Version counters show ordinary writes; after each tower in the steps that look more closely, otherwise
+    after the last one. What goes through `.data`, and what batch norm's
     kernels write, shows in a hash of the bytes at the end of the passes: that of a slice of the model.
     """
 
@@ -36,8 +37,9 @@ class Watch:
         self._keepers = [place.registry for place in self._places]
         self._attributes = [place.attribute for place in self._places]
         self._registries = [r for m in model.modules() for r in (m._parameters, m._buffers, m._modules)]
+        self._entries = list(map(set, self._registries))
         self._hash = WeightHash(self._places, shared, fixed)
-        self._before = self._late = Hashes([], [])
+        self._before = self._late = Hashes()
         self._late_after: Hashes | None = None
         self.outside = OutsideNets(model)
         self._num_steps = 0
@@ -59,12 +61,19 @@ class Watch:
         self._present = [each for each in self._tensors if each is not None and not each.is_inference()]
         self._versions = list(map(_version, self._present))
         self._pointers = list(map(Tensor.data_ptr, self._present))
-        self._sizes = list(map(len, self._registries))
+        self._num_entries = sum(map(len, self._registries))
 
     @property
     def hashes(self) -> Mapping[str, int]:
         """Hashes that must be the same on all workers: on a GPU those of the step before."""
         return (self._before if self._before.is_ready else self._late).by_name()
+
+    def check_pass(self, who: str) -> None:
+        """Check after a tower's forward, in a step that looks."""
+        if self.looks:
+            self.check(who)
+        else:
+            self.outside.check(who)
 
     def check(self, who: str) -> None:
         """Raise if `who` wrote to one of them or replaced it since `start_step`."""
@@ -87,11 +96,11 @@ class Watch:
         moved = self._differing(Tensor.data_ptr, self._pointers)
         if moved:
             self._fail(who, [id(tensor) in moved for tensor in self._tensors])
-        if list(map(len, self._registries)) != self._sizes:
+        if sum(map(len, self._registries)) != self._num_entries:
             raise self._explain_entries(who)
         before, after = self._before, self._hash.of(self._step, fixed_only=True)
         if not after.is_ready:  # a GPU is not waited for: the step before is compared
-            before, after, self._late_after = self._late, self._late_after or Hashes([], []), after
+            before, after, self._late_after = self._late, self._late_after or Hashes(), after
         old = before.by_name()
         changed = {name for name, value in after.by_name().items() if old.get(name, value) != value}
         if changed:
@@ -115,8 +124,8 @@ class Watch:
         raise BufferPolicyError(f"{who} {_explain(changed, empty)}")
 
     def _explain_entries(self, who: str) -> Error:
-        pairs = zip(self._registries, self._sizes, strict=True)
-        new = [name for registry, size in pairs for name in list(registry)[size:]]
+        pairs = zip(self._registries, self._entries, strict=True)
+        new = [name for registry, known in pairs for name in registry if name not in known]
         text = f"{who} added {', '.join(new[:_MOST_NAMES]) or 'or removed parts'} to the model"
         return BufferPolicyError(
             f"{text}: make all layers, parameters and buffers before Towers, in __init__"

@@ -19,6 +19,7 @@ from samestep.summation.placement import even_ranges
 __all__ = ["Hashes", "Place", "WeightHash", "crc_of"]
 
 NUM_SLICES = 32
+_ALIGNMENT_BYTES = 64
 _SLICE_BYTES = 2**12
 _SMALL_BYTES = 2**17
 """Buffers without a policy are hashed at every step, up to so many bytes in all."""
@@ -64,31 +65,36 @@ class WeightHash:
     def of(self, step: int, *, fixed_only: bool = False) -> Hashes:
         """Return the hashes of the step's slice."""
         pieces = [*self._always, *self._slices[step % len(self._slices)]]
-        found = [
-            (p, t) for p in pieces if (p.is_fixed or not fixed_only) and (t := p.place.get()) is not None
-        ]
-        return Hashes([p.place.name for p, _ in found], [_flat(t)[p.elements] for p, t in found])
+        pairs = [(piece, piece.place.get()) for piece in pieces if piece.is_fixed or not fixed_only]
+        return Hashes([(piece, tensor) for piece, tensor in pairs if tensor is not None])
 
 
-def crc_of(flat: Tensor) -> int:
-    """Return the CRC-32 of a contiguous tensor in host memory.
+def crc_of(tensor: Tensor, elements: slice = slice(None)) -> int:
+    """Return the CRC-32 of a contiguous tensor in host memory, or of a range of its elements.
 
     Read where it lies, because `Tensor.numpy` would keep the owner from resizing it ever after.
     """
-    return zlib.crc32((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())) if flat.numel() else 0
+    start, stop, _ = elements.indices(tensor.numel())
+    if stop <= start:
+        return 0
+    size = tensor.element_size()
+    return zlib.crc32(
+        (ctypes.c_char * ((stop - start) * size)).from_address(tensor.data_ptr() + start * size)
+    )
 
 
 class Hashes:
     """Hashes of pieces of tensors, by name. A GPU computes them while the host goes on."""
 
-    def __init__(self, names: Sequence[str], pieces: Sequence[Tensor]) -> None:
-        self._names = names
+    def __init__(self, pieces: Sequence[tuple[_Piece, Tensor]] = ()) -> None:
+        self._names = [piece.place.name for piece, _ in pieces]
         self._values: list[int] = []
-        self.is_ready = not any(piece.is_cuda for piece in pieces)
+        self.is_ready = not any(tensor.is_cuda for _, tensor in pieces)
         if self.is_ready:
-            self._values = list(map(crc_of, pieces))
+            self._values = [crc_of(_flat(tensor), piece.elements) for piece, tensor in pieces]
         else:
-            found = torch.stack([torch.hash_tensor(_as_ints(piece)).view(torch.int64) for piece in pieces])
+            parts = [_as_ints(_flat(tensor)[piece.elements]) for piece, tensor in pieces]
+            found = torch.stack([torch.hash_tensor(part).view(torch.int64) for part in parts])
             self._copy = found.to("cpu", non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
@@ -114,7 +120,7 @@ def _cut(places: Sequence[tuple[Place, bool]]) -> list[list[_Piece]]:
             tensor = place.get()
             assert tensor is not None
             stop = min(size, max(ends[index] - offset, start))
-            stop += -stop % tensor.element_size()
+            stop = min(size, stop + -stop % _ALIGNMENT_BYTES)
             if stop > start:
                 elements = slice(start // tensor.element_size(), stop // tensor.element_size())
                 slices[index].append(_Piece(place, elements, is_fixed))
@@ -132,9 +138,9 @@ def _num_bytes(place: Place) -> int:
 
 def _flat(tensor: Tensor) -> Tensor:
     """Return all elements in a row: where the memory is dense, without a copy."""
+    if tensor.is_contiguous() and not tensor.is_conj():
+        return tensor if tensor.device.type == "cpu" else tensor.detach().view(-1)
     tensor = tensor.detach()
-    if tensor.is_contiguous() and tensor.numel() > 1 and not tensor.is_conj():
-        return tensor.view(-1)
     if not tensor.is_contiguous() and tensor.stride() == torch.empty_like(tensor, device="meta").stride():
         return tensor.as_strided((tensor.numel(),), (1,))
     return tensor.contiguous().resolve_conj().as_strided((tensor.numel(),), (1,))

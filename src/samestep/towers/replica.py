@@ -201,8 +201,8 @@ class Replica:
         return self._ids(), kinds
 
     def _ids(self) -> tuple[object, ...]:
-        ids = [list(map(id, each.values())) for each in self._registries]
-        return ids, list(map(len, self._buffers))
+        ids = [id(value) for each in self._registries for value in each.values()]
+        return ids, list(map(len, self._registries)), list(map(len, self._buffers))
 
     def start_from_first_worker(self) -> None:
         """Give every worker the first worker's values of all tensors that have not been shared before."""

@@ -229,7 +229,7 @@ class StepRun:
             return
         self._has_count |= is_known_to_count(loss.count)
         with self._telling_others():
-            self.watch.check(f"step {self.step}, tower {tower.index}")
+            self.watch.check_pass(f"step {self.step}, tower {tower.index}")
             counters, moments = self._buffers.counters(), self._buffers.moments(tower.index, tower.rows)
         self._scalars[tower.index] = TowerScalars(loss.count, loss.sums, counters, moments)
         is_last = tower.index == max(self.local.slices)
