@@ -1,6 +1,7 @@
 """A step that is abandoned, by whom and wherever, is as if it had not begun: the next bits are the same."""
 
 import contextlib
+import dataclasses
 
 import pytest
 import torch
@@ -220,3 +221,88 @@ def test_other_cuts_after_an_abandoned_step():
         return samestep.digest(model)
 
     assert len({value for num in (1, 2, 3) for value in values(work, num)}) == 1
+
+
+# ---- interrupts inside the exchange ------------------------------------------------------------------
+
+
+class Interrupted:
+    """A transport that is interrupted once: before a post, or after a wait."""
+
+    def __init__(self, transport, at):
+        self.inner, self.at, self.events = transport, at, 0
+        self.rank, self.world_size = transport.rank, transport.world_size
+        self.is_on = False
+
+    def strike(self):
+        self.events += self.is_on
+        if self.is_on and self.events == self.at:
+            self.is_on = False
+            raise KeyboardInterrupt
+
+    def post(self, outgoing, incoming, what):
+        self.strike()
+        return Waiting(self.inner.post(outgoing, incoming, what), self)
+
+    def close(self):
+        self.inner.close()
+
+
+class Waiting:
+    def __init__(self, pending, transport):
+        self.pending, self.transport = pending, transport
+
+    def wait(self):
+        self.pending.wait()
+        self.transport.strike()
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.integers(1, 14),
+    st.sampled_from(["plain", "counts", "whole"]),
+    st.integers(2, 3),
+    st.sampled_from([16, 64, 2**20]),
+    st.integers(0, 99),
+)
+def test_an_interrupt_in_an_exchange_ends_the_step_on_all_or_is_said_to_come_too_late(
+    at, kind, num_workers, bucket_bytes, seed
+):
+    def work(job):
+        transport = Interrupted(job.transport, at if job.rank == 1 else 0)
+        model = Net()
+        towers = Towers(
+            model,
+            7,
+            job=dataclasses.replace(job, transport=transport),
+            buffers={"seen": "mean"},
+            bucket_bytes=bucket_bytes,
+        )
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for step in range(STEPS):
+            transport.is_on = step == 1
+            try:
+                run_towers(towers, kind, step, lambda where: False)
+                towers.average()
+            except (KeyboardInterrupt, AbandonedError):
+                with contextlib.suppress(samestep.UsageError):
+                    towers.abandon()
+                    assert towers._run is None
+                if towers._run is not None:
+                    return "too late"
+                transport.is_on = False
+                run_towers(towers, kind, step, lambda where: False)
+                towers.average()
+            optimizer.step()
+        return samestep.digest(model)
+
+    outcomes = simulate(work, num_workers, seed)
+    if any(outcome.value == "too late" for outcome in outcomes):
+        assert all(
+            outcome.value == "too late" or isinstance(outcome.error, samestep.Error) or outcome.value
+            for outcome in outcomes
+        )
+        return
+    assert {outcome.value for outcome in outcomes} == set(values(lambda job: train(job, kind), 1)), [
+        outcome.text for outcome in outcomes
+    ]

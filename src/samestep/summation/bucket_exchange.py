@@ -71,6 +71,7 @@ class SharedBucket:
             for worker, spans in enumerate(plan.spans)
         ]
         self._pending: Pending | None = None
+        self._is_averaged = False
 
     def _cut(self, worker: int) -> list[Tensor]:
         shard = self._bucket.shards[worker]
@@ -84,15 +85,22 @@ class SharedBucket:
         self._pending = self._job.transport.post(outgoing, incoming, what)
 
     def average(self, divisor: Tensor, what: str) -> None:
-        """Finish the tree on this worker's shard, divide, and start to send the shard to all."""
+        """Finish the tree on this worker's shard, divide, and start to send the shard to all.
+
+        Called again, after an interrupt, it does what has not been done.
+        """
+        if self._is_averaged:
+            return
         self.wait()
         rank = self._job.rank
         averages = [self._rows[0][shard.start : shard.stop] for shard in self._bucket.shards]
-        divide(add_partial_sums(self._plan.spans, self._sums, rank), divisor, out=averages[rank])
+        if self._sums:
+            divide(add_partial_sums(self._plan.spans, self._sums, rank), divisor, out=averages[rank])
         self._sums.clear()
         del self._rows[1:]
         if not self._bucket.is_whole:
             self._pending = post_to_all(self._job.transport, [[shard] for shard in averages], what)
+        self._is_averaged = True
 
     def wait(self) -> None:
         """Wait for what is under way."""

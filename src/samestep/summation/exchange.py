@@ -14,8 +14,8 @@ A worker has committed to the step once it has sent its last bucket: others may 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import reduce
 from operator import or_
 from typing import NoReturn, Protocol
@@ -92,12 +92,13 @@ class Exchange:
 
     def compare(self, counts: Tensor) -> Tensor:
         """Return what all towers count, float64 [T, K], given this worker's, before the first pass."""
-        self._compared = True
         tables = [counts.new_empty(len(own), counts.shape[1]) for own in self.plan.placement.ranges]
         tables[self._job.rank] = counts
         headers = self._for_all([0, *self._header])
         rows = list(zip(headers, tables, strict=True))
-        post_to_all(self._job.transport, rows, f"{self.where}, counts").wait()
+        pending = post_to_all(self._job.transport, rows, f"{self.where}, counts")
+        self._compared = True
+        pending.wait()
         self._check(headers)
         return torch.cat(tables)
 
@@ -158,11 +159,20 @@ class Exchange:
                 self._closings = self._for_all([self._status])
                 beside = [[closing] for closing in self._closings]
         self.is_committed = is_last and self._status == _FINE and self._job.world_size > 1
+        made: LocalBucket | SharedBucket
         if nodes is not None and self._job.world_size == 1:
-            self._buckets.append(LocalBucket(bucket, nodes))
+            made = LocalBucket(bucket, nodes)
         else:
-            self._buckets.append(SharedBucket(self._job, self.plan, bucket, nodes))
-        self._buckets[-1].post(beside, f"{self.where}, gradients")
+            made = SharedBucket(self._job, self.plan, bucket, nodes)
+        made.post(beside, f"{self.where}, gradients")
+        self._buckets.append(made)  # only now: an interrupt may come in between
+
+    @contextmanager
+    def committed(self) -> Iterator[None]:
+        """While messages of others' are exchanged, that an interrupt may not cut short: `abandon` refuses."""
+        self.is_committed = self._job.world_size > 1
+        yield
+        self.is_committed = False
 
     def finish(self, sparse_sums: Sequence[Gradients]) -> list[tuple[int, Tensor | None]]:
         """Wait for everything; return (parameter index, averaged gradient) for each parameter.

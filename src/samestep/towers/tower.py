@@ -22,6 +22,7 @@ class Tower:
         rows: how many, at least 1.
 
     Example:
+        >>> import torch
         >>> from samestep import Towers
         >>> model = torch.nn.Linear(2, 1)
         >>> towers = Towers(model, 2)
@@ -65,6 +66,7 @@ class Tower:
             UsageError, DisagreementError: as for `backward`, or `count` is not one number.
 
         Example:
+            >>> import torch
             >>> from samestep import Towers
             >>> model, words = torch.nn.Embedding(9, 1), torch.tensor([[3, 1, 0], [4, 0, 0]])  # 0 is padding
             >>> towers = Towers(model, 2)

@@ -49,7 +49,6 @@ WholeLoss = Callable[[Any, Any], Tensor]
 def run_whole_batch(run: StepRun, model: nn.Module, batch: Any, forward: Forward, loss: WholeLoss) -> None:
     """Run the forwards of this worker's towers, the loss of all outputs, and the towers' second passes."""
     own = _run_ahead(run, model, forward)
-    run.exchange.compare(torch.zeros(len(run.own_towers), 0, dtype=torch.float64))
     value = _differentiate(run, own, batch, loss)
     run.watch.note(rehash=True)  # what the loss writes is the same on all workers
     for tower in run.turns():
@@ -106,7 +105,9 @@ def _differentiate(run: StepRun, own: dict[int, _Pass], batch: Any, loss: WholeL
     """Gather all outputs, and replace this worker's by their gradients; return the loss, not scaled."""
     outputs = {tower: each.outputs for tower, each in own.items()}
     outlines = {tower: each.outline for tower, each in own.items()}
-    everyone, spec = gather(run.job, outputs, outlines, f"step {run.step}")
+    with run.exchange.committed():
+        run.exchange.compare(torch.zeros(len(run.own_towers), 0, dtype=torch.float64))
+        everyone, spec = gather(run.job, outputs, outlines, f"step {run.step}")
     wanted = [t for tensors in everyone for t in tensors if t.is_floating_point() or t.is_complex()]
     for tensor in wanted:
         tensor.requires_grad_()
