@@ -60,7 +60,7 @@ class TowerLoader:
     seeded from (seed, epoch, example), and around `collate_fn` from (seed, position, tower). Examples are
     read with one CPU thread, in loader processes and without.
 
-    A batch's slices are read one by one, small ones up to 1 MiB together: a loader process holds
+    A batch's slices are read one by one, small ones up to 4 MiB together: a loader process holds
     `prefetch_factor` of these, not batches. They are handed out when they are asked for, in order; one that
     is asked for again, or later, is read again.
     What was read ahead is for the towers' current placement. When that has been replaced, it is dropped and
