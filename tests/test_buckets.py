@@ -178,5 +178,6 @@ def test_a_bucket_of_nothing_still_travels():
     assert bucket.parameters == ()
     flat = torch.empty(bucket.num_elements)
     pack(bucket, flat, [])
-    assert bucket.flags_in(flat).tolist() == [float("inf")]
+    assert bucket.num_elements > 0
+    assert bucket.flags_in(flat).tolist() == []
     assert list(unpack(bucket, flat, [])) == []

@@ -4,8 +4,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from samestep import Job
 from samestep.errors import LostWorkerError
-from samestep.workers.collectives import barrier, broadcast, broadcast_object, gather_objects, gather_rows
+from samestep.workers.collectives import broadcast, gather_objects, gather_rows
 
 from .simulation import Faults, Killed, World, simulate, values
 
@@ -103,17 +104,6 @@ def test_a_broadcast_takes_as_many_rounds_as_w_has_bits(num_workers):
     assert all(target - source == 1 << target.bit_length() - 1 for source, target in sent)
 
 
-@given(st.sampled_from(WORKERS), seeds)
-def test_an_object_of_worker_0_on_all(num_workers, seed):
-    value = {"numbers": list(range(seed % 2000)), "none": None}
-
-    def work(job):
-        own = value if job.is_first else "something that is not looked at"
-        return broadcast_object(job.transport, own, "object")
-
-    assert values(work, num_workers, seed) == [value] * num_workers
-
-
 # ---- waiting -----------------------------------------------------------------------------------------
 
 
@@ -123,7 +113,7 @@ def test_nobody_leaves_a_barrier_before_all_have_come(num_workers, seed):
 
     def work(job):
         came.append(job.rank)
-        barrier(job.transport, "barrier")
+        job.barrier()
         return len(came)
 
     assert values(work, num_workers, seed) == [num_workers] * num_workers
@@ -133,8 +123,7 @@ CALLS = {
     "rows": lambda transport: gather_rows(transport, torch.ones(2), [2] * transport.world_size, "it"),
     "objects": lambda transport: gather_objects(transport, "x" * transport.rank, "it"),
     "tensors": lambda transport: broadcast(transport, [torch.ones(2)], "it"),
-    "object": lambda transport: broadcast_object(transport, "x", "it"),
-    "barrier": lambda transport: barrier(transport, "it"),
+    "barrier": lambda transport: Job(torch.device("cpu"), transport=transport).barrier("it"),
 }
 
 
@@ -151,5 +140,5 @@ def test_a_killed_worker_is_named_and_nobody_hangs(name, num_workers):
             assert isinstance(outcomes.pop(lost).error, Killed)
             errors = [outcome.error for outcome in outcomes if outcome.error is not None]
             assert all(isinstance(e, LostWorkerError) and str(e).startswith("it: worker") for e in errors)
-            if name not in ("tensors", "object") and event < whole.workers[lost].num_events:
+            if name != "tensors" and event < whole.workers[lost].num_events:
                 assert len(errors) == len(outcomes)

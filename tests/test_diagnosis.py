@@ -11,7 +11,7 @@ from torch import nn
 
 import samestep
 from samestep import Step, Towers
-from samestep.errors import NonFiniteError, UsageError
+from samestep.errors import NonFiniteError
 from samestep.towers.diagnosis import first_nonfinite
 
 
@@ -163,13 +163,14 @@ def test_towers_without_rows_and_sums_with_names():
     assert first_nonfinite(towers, hand_in) == [None, None, "scale", None, None, None, None]
 
 
-def test_nothing_to_look_at():
-    towers = Towers(Net(), 4)
-    with pytest.raises(UsageError, match="replay\\(\\) needs a step that has been averaged"):
-        next(towers.replay())
-    towers(batch_of())
-    with pytest.raises(UsageError, match="replay\\(\\) needs a step that has been averaged"):
-        next(towers.replay())
+def test_a_loss_of_the_whole_batch_that_is_not_finite_leaves_weights_and_buffers():
+    def loss_fn(model, outputs, batch):
+        return F.cross_entropy(outputs, batch[1]) * math.nan
+
+    step = make(loss_fn, forward=lambda model, batch: model(batch[0]))
+    before = samestep.digest(step.towers.model)
+    assert "(the loss of the whole batch, 11 rows, is nan); nothing" in message_of(step, batch_of())
+    assert samestep.digest(step.towers.model) == before
 
 
 def test_buffers_can_be_put_back():
@@ -181,5 +182,5 @@ def test_buffers_can_be_put_back():
             tower.backward(loss_of(towers.model, tower.batch))
         towers.average()
         assert samestep.digest(towers.model) != before
-        towers.put_back_buffers()
+        towers._last.put_back()
         assert samestep.digest(towers.model) == before

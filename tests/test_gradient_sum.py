@@ -142,8 +142,9 @@ def test_a_bucket_is_sent_as_soon_as_backward_has_it():
         for n, parameter in enumerate(parameters):
             hidden = Noted.apply(hidden * parameter, events, f"p{n}")
         sums.backward(tower, hidden.sum().backward, is_last=tower == 1)
-    assert events == ["p2", "p1", "p0", *("p2", "bucket 0", "p1", "bucket 1", "p0", "bucket 2")]
-    sums.finish()
+    assert events == ["p2", "p1", "p0", *("p2", "bucket 0", "p1", "bucket 1", "p0")]
+    sums.finish()  # which sends the last one: from then on the worker has committed to the step
+    assert events[-1] == "bucket 2"
     assert len(exchange.sent) == 3
 
 
@@ -158,7 +159,7 @@ def test_buckets_go_in_their_order_whatever_the_order_of_backward():
     for n in (2, 1, 0):
         hidden = Noted.apply(hidden * parameters[n], events, f"p{n}")
     sums.backward(0, hidden.sum().backward, is_last=True)
-    assert events == ["p0", "p1", "p2", "bucket 0", "bucket 1", "bucket 2"]
+    assert events == ["p0", "p1", "p2", "bucket 0", "bucket 1"]
 
 
 def test_a_job_of_one_worker_has_no_hooks_and_close_removes_those_of_many():
@@ -228,6 +229,7 @@ def test_a_siblings_sum_is_put_back_on_the_parameter():
 
             sums.backward(tower, backward, is_last=tower == 3)
         assert seen == are_put_back
+        sums.finish()
         ((_, (total,)),) = exchange.sent[0]
         assert total.tolist() == [4, 4, 4]
         assert total.dtype == summed
@@ -285,17 +287,18 @@ def test_a_sparse_gradient_that_is_not_expected_is_refused_by_name(tower):
         run([weight, table], plan, 0, lambda t: weight.sum() + (embed(table, 1) if t == tower else 0))
 
 
-def test_reentrant_checkpointing_is_refused():
-    weight, other = parameters_of(3, 3)
+def test_a_gradient_that_comes_twice_after_its_bucket_was_sent_is_refused():
+    first, weight, other = parameters_of(3, 3, 3)
 
     def loss(tower):
         def twice(x):
             return x * weight
 
-        x = checkpoint(twice, other * 1.0, use_reentrant=True)
+        x = checkpoint(twice, other * first, use_reentrant=True)
         return checkpoint(twice, x, use_reentrant=True).sum()
 
-    with pytest.raises(UsageError, match=r"^step 3: parameter p0 got a gradient twice in one backward"):
-        run([weight, other], plan_of([weight, other], Placement.even(2, 2)), 0, loss)
+    parameters = [first, other, weight]
+    with pytest.raises(UsageError, match=r"^step 3: parameter p2 got a gradient twice in one backward"):
+        run(parameters, plan_of(parameters, Placement.even(2, 2)), 0, loss)
     # A worker alone sends nothing early, so it need not refuse.
-    run([weight, other], plan_of([weight, other], Placement.even(2, 1)), 0, loss)
+    run(parameters, plan_of(parameters, Placement.even(2, 1)), 0, loss)

@@ -21,6 +21,7 @@ from .simulation import values
 
 CPU = torch.device("cpu")
 NUM_EXAMPLES, BATCH_SIZE, NUM_TOWERS = 23, 7, 5
+MODEL = torch.nn.Linear(1, 1)
 ALONE = Placement.even(NUM_TOWERS, 1)
 
 # From Python 3.12 on, fork warns where a library has started threads; loader processes use none of them.
@@ -71,7 +72,7 @@ def collate_with_noise(rows):
 
 
 def make_loader(dataset=None, placement=ALONE, rank=0, *, batch_size=BATCH_SIZE, seed=3, **options):
-    towers = SimpleNamespace(placement=placement, job=job_of(rank, placement.num_workers))
+    towers = SimpleNamespace(model=MODEL, placement=placement, job=job_of(rank, placement.num_workers))
     return TowerLoader(Noisy() if dataset is None else dataset, batch_size, towers, seed=seed, **options)
 
 
@@ -330,7 +331,7 @@ MID_EPOCH = [Cuts((0, 2, 5))] * 3 + [Cuts((0, 4, 5))] * 3 + [Cuts((0, 4, 5))] * 
 
 def read_under(placements, rank, **options):
     """Read two epochs on one of two workers, of which batch n is asked for under placements[n]."""
-    towers = SimpleNamespace(placement=placements[0], job=job_of(rank, 2))
+    towers = SimpleNamespace(model=MODEL, placement=placements[0], job=job_of(rank, 2))
     loader = TowerLoader(options.pop("dataset"), BATCH_SIZE, towers, seed=3, **options)
     batches = []
     while len(batches) < 8:
@@ -371,7 +372,7 @@ def test_what_was_read_ahead_is_kept_under_an_equal_placement():
             asked.append(len(examples))
             return super().batch(examples, seeds)
 
-    towers = SimpleNamespace(placement=Cuts((0, 2, 5)), job=job_of(0, 2))
+    towers = SimpleNamespace(model=MODEL, placement=Cuts((0, 2, 5)), job=job_of(0, 2))
     for batch in TowerLoader(Counted(), BATCH_SIZE, towers):
         assert len([*batch.slices.values()]) == 2
         towers.placement = Cuts((0, 2, 5))

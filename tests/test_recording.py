@@ -1,5 +1,7 @@
 """What is recorded of a step, operator by operator."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import samestep
 from samestep.checking.recorder import Trial, record
 from samestep.checking.recording import When, first_difference, held_differences
+from samestep.checking.stand_ins import run_stand_ins
 
 from . import planted
 
@@ -53,11 +56,13 @@ def job():
 def test_every_operator_is_the_same_for_stand_ins(job):
     alone = record(everything, job, Trial(0, steps=2, operators=True))
     for num_workers in (1, 3):
-        others = [record(everything, job, Trial(1, steps=2, operators=True, stand_ins=num_workers))]
+        work = partial(record, everything, trial=Trial(1, steps=2, operators=True))
+        others = run_stand_ins(work, job, num_workers)
+        assert len(others) == num_workers
         assert first_difference(alone, others) is None
         assert list(held_differences(alone, others)) == []
-        for when, turn in alone.turns.items():
-            assert others[0].turns[when].events == turn.events
+        ran = {when: turn.events for other in others for when, turn in other.turns.items()}
+        assert ran == {when: turn.events for when, turn in alone.turns.items()}
 
 
 def test_turns_are_in_the_order_of_execution(job):

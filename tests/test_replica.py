@@ -165,7 +165,7 @@ def test_frozen_parameters_keep_no_gradient_and_no_hook():
     model[0].requires_grad_(False)
     take_step(towers, 1)
     assert [p.grad is None for p in model[0].parameters()] == [True, True]
-    assert towers.parameters == [p for p in model.parameters() if p.requires_grad]
+    assert towers._replica.parameters == [p for p in model.parameters() if p.requires_grad]
 
 
 @pytest.mark.parametrize("num_workers", [2, 3])
@@ -358,7 +358,7 @@ def test_placements_that_do_not_fit():
     with pytest.raises(ConfigError, match=r"placement = \(0, 7\): expected a samestep.Placement, such as"):
         towers.placement = (0, 7)
     next(towers(batch_of(0)))
-    with pytest.raises(UsageError, match="step 0 has not been averaged"):
+    with pytest.raises(UsageError, match="cannot set placement in step 0: call average"):
         towers.placement = Placement.even(7, 1)
 
 

@@ -327,7 +327,8 @@ EXAMPLES, BATCH, STEPS = 23, 5, 14
 
 
 def loader_on(worker, num_workers):
-    placed = SimpleNamespace(placement=Placement.even(4, num_workers), job=job_of(worker, num_workers))
+    placement, job = Placement.even(4, num_workers), job_of(worker, num_workers)
+    placed = SimpleNamespace(model=nn.Identity(), placement=placement, job=job)
     return samestep.TowerLoader(list(range(EXAMPLES)), BATCH, placed, seed=2)
 
 

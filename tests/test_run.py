@@ -204,8 +204,8 @@ def test_after_an_exception_in_a_pass_the_step_is_open_and_cannot_be_averaged():
     an_exception_in_the_body(towers, batch_of())
     with pytest.raises(UsageError, match=r"average\(\) at step 0: towers 1, 2, 3, 4 have not run"):
         towers.average()
-    with pytest.raises(UsageError, match="step 0 has not been averaged: call average"):
-        towers(batch_of())
+    towers(batch_of())
+    assert towers.step == 0
 
 
 def test_one_tower_that_has_not_run():

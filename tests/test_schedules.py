@@ -12,7 +12,7 @@ from torch import nn
 
 import samestep
 from samestep import Towers
-from samestep.errors import BatchError, DisagreementError, UsageError
+from samestep.errors import AbandonedError, BatchError, DisagreementError, UsageError
 from samestep.summation.placement import Placement
 
 from .simulation import values
@@ -148,12 +148,12 @@ def fail_first(job, towers, kind, batch, chance):
     failing_worker, fails_in = chance.randrange(job.world_size), chance.choice(FAILURES[kind])
     if job.rank == failing_worker:
         towers.model.fails_in = fails_in
-    with pytest.raises((KeyError, BatchError, DisagreementError, UsageError)) as raised:
+    with pytest.raises((KeyError, AbandonedError, BatchError, DisagreementError, UsageError)) as raised:
         run_step(towers, kind, batch)
     if job.rank != failing_worker:
-        named = f"step {towers.step}: worker {failing_worker} failed: "
-        assert raised.type is DisagreementError
-        assert str(raised.value).startswith(named)
+        named = f"step {towers.step}: worker {failing_worker} "
+        how = {AbandonedError: "abandoned the step after KeyError", DisagreementError: "failed: "}
+        assert str(raised.value).startswith(named + how[raised.type])
     towers.model.fails_in = None
 
 

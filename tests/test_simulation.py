@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from samestep.errors import LostWorkerError
-from samestep.workers.collectives import barrier, gather_objects
+from samestep.workers.collectives import gather_objects
 
 from .simulation import GARBAGE, Faults, Killed, World, simulate, values
 
@@ -17,7 +17,7 @@ SEEDS = range(12)
 def talk(job):
     """Gather and wait for each other a few times."""
     for number in range(3):
-        barrier(job.transport, f"barrier {number}")
+        job.barrier(f"barrier {number}")
         gather_objects(job.transport, "x" * job.rank, f"objects {number}")
     return job.rank
 
@@ -71,7 +71,7 @@ def test_one_worker_runs_at_a_time():
             running.add(job.rank)
             sum(range(10_000))  # long enough for another thread to come in between
             running.remove(job.rank)
-            barrier(job.transport, "barrier")
+            job.barrier("barrier")
 
     for seed in SEEDS:
         values(work, 4, seed)
@@ -179,7 +179,7 @@ def test_posting_to_a_worker_that_is_gone_fails_at_once_or_later():
 def test_a_killed_worker_does_nothing_more():
     def work(job):
         try:
-            barrier(job.transport, "barrier")
+            job.barrier("barrier")
         finally:
             job.transport.post({1 - job.rank: [torch.ones(1)]}, {}, "farewell")
 
@@ -212,7 +212,7 @@ def draw(job, seed):
     found = []
     for _ in range(4):
         found.append((float(torch.rand(())), random.random(), np.random.rand()))
-        barrier(job.transport, "barrier")
+        job.barrier("barrier")
     return found
 
 

@@ -163,7 +163,8 @@ def test_terms_and_the_learning_rate_are_those_that_the_step_was_taken_with(tmp_
 
 def test_each_group_of_parameters_has_its_learning_rate(tmp_path):
     experiment = Tiny().build(JOB)
-    experiment.step.optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)], "lr": 0.7})
+    groups = experiment.step.optimizer.param_groups
+    groups.append({**groups[0], "params": [groups[0]["params"].pop()], "lr": 0.7})
     experiment.step.scheduler = None
     take_steps(tmp_path, experiment, 1, every=1)
     assert scalars(tmp_path / "summaries", "step/learning rate/1")[1] == pytest.approx(0.7)

@@ -14,7 +14,8 @@ from samestep import errors, recipes
 PUBLIC = {
     "BatchedDataset", "CheckResult", "Job", "LocalBatch", "Manifest", "Placement", "Report", "Step", "Tower",
     "TowerLoader", "Towers", "Whole",
-    "BatchError", "BufferPolicyError", "ConfigError", "DamagedError", "DataError", "DisagreementError",
+    "AbandonedError", "BatchError", "BufferPolicyError", "ConfigError", "DamagedError", "DataError",
+    "DisagreementError",
     "Error", "LockedError", "LostWorkerError", "MissingFileError", "NonFiniteError", "StorageError",
     "UsageError", "average_gradients", "check", "digest", "init", "load", "save",
 }  # fmt: skip
@@ -33,7 +34,8 @@ def test_public_names_are_exactly_these():
 
 
 def test_all_error_classes_are_exported():
-    found = {name: value for name, value in vars(errors).items() if isinstance(value, type)}
+    values = {name: value for name, value in vars(errors).items() if isinstance(value, type)}
+    found = {name: value for name, value in values.items() if issubclass(value, Exception)}
     assert all(getattr(samestep, name) is value for name, value in found.items())
 
 

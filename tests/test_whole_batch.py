@@ -588,7 +588,7 @@ def test_a_forward_that_does_not_do_the_same_twice():
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda out: out["left"].sum(0), r"is of shape \(4,\), expected a scalar"),
+        (lambda out: out["left"].sum(0), r"has shape \(4,\), expected a scalar"),
         (lambda out: (out["left"].sum(), 3), "is a tuple, expected a scalar"),
         (lambda out: out["left"].detach().sum(), "does not require grad"),
     ],
@@ -620,11 +620,12 @@ def test_errors_of_the_forward_and_the_loss_come_out_as_they_are():
     run(towers, batch_of(6), info_nce)
 
 
-def test_calls_in_the_wrong_order():
+def test_a_step_that_was_not_averaged_is_abandoned_by_the_next():
     towers = Towers(TwoEncoders(), 2)
-    towers.whole_batch(batch_of(6), towers.model, partial(info_nce, towers.model))
-    with pytest.raises(UsageError, match="step 0 has not been averaged"):
+    for _ in range(2):
         towers.whole_batch(batch_of(6), towers.model, partial(info_nce, towers.model))
+    assert towers.average().step == 0
+    assert towers.step == 1
 
 
 def test_a_batch_that_cannot_be_cut():

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from samestep.data.loader import TowerLoader as TowerLoader
     from samestep.data.readers import BatchedDataset as BatchedDataset
     from samestep.errors import (
+        AbandonedError as AbandonedError,
         BatchError as BatchError,
         BufferPolicyError as BufferPolicyError,
         ConfigError as ConfigError,
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
     from samestep.towers.batch import LocalBatch as LocalBatch
     from samestep.towers.columns import Whole as Whole
     from samestep.towers.report import Report as Report
-    from samestep.towers.run import Tower as Tower
     from samestep.towers.step import Step as Step
+    from samestep.towers.tower import Tower as Tower
     from samestep.towers.towers import Towers as Towers
     from samestep.workers.job import Job as Job, init as init
 
@@ -44,6 +45,7 @@ _HOMES = {
     "data.loader": ("TowerLoader",),
     "data.readers": ("BatchedDataset",),
     "errors": (
+        "AbandonedError",
         "BatchError",
         "BufferPolicyError",
         "ConfigError",
@@ -64,7 +66,7 @@ _HOMES = {
     "towers.batch": ("LocalBatch",),
     "towers.columns": ("Whole",),
     "towers.report": ("Report",),
-    "towers.run": ("Tower",),
+    "towers.tower": ("Tower",),
     "towers.step": ("Step",),
     "towers.towers": ("Towers",),
     "workers.job": ("Job", "init"),

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
 from samestep import recipes
 from samestep.app.command_line import Command, parse
@@ -94,11 +94,9 @@ def _refuse(error: Error) -> int:
     """Say in one line what is wrong with the command line, and return the exit status."""
     if "RANK" in os.environ:  # a launcher shows one message for all of its workers
         from samestep.app.launch import run_worker
+        from samestep.app.start import refuse
 
-        def fail() -> NoReturn:
-            raise error
-
-        return run_worker(fail)
+        return run_worker(lambda: refuse(error))
     print(f"samestep: error: {error}", file=sys.stderr)
     return error.exit_status
 
@@ -124,17 +122,21 @@ def _train(settings: Settings, words: list[str]) -> int:
 def _eval(command: Eval, words: list[str]) -> int:
     from samestep.app.evaluation import evaluate_run
     from samestep.app.settings import read_settings
+    from samestep.app.start import refusing
 
-    settings = replace(
-        read_settings(command.run_dir, recipes.RECIPES),
-        workers=command.workers,
-        device=command.device,
-        threads=command.threads,
-    )
+    with refusing():
+        settings = replace(
+            read_settings(command.run_dir, recipes.RECIPES),
+            workers=command.workers,
+            device=command.device,
+            threads=command.threads,
+        )
     return _on_workers(
         settings,
         words,
         lambda job: evaluate_run(settings, job, weights=command.weights, follow=command.follow),
+        weights=command.weights,
+        follow=command.follow,
     )
 
 
@@ -153,17 +155,20 @@ def _digest(command: Digest) -> int:
     return 0
 
 
-def _on_workers(settings: Settings, words: list[str], work: Callable[[Job], int]) -> int:
-    """Do the work on the workers that the settings ask for: start them, or be one of them."""
+def _on_workers(settings: Settings, words: list[str], work: Callable[[Job], int], **options: object) -> int:
+    """Do the work on the workers that the settings and options ask for: start them, or be one of them."""
     from samestep.app.launch import launch
     from samestep.app.num_workers import resolve_workers
+    from samestep.app.start import refusing, start
     from samestep.workers.environment import under_launcher
-    from samestep.workers.job import init
 
-    workers = resolve_workers(settings.workers, settings.towers, settings.device, threads=settings.threads)
+    with refusing():
+        workers = resolve_workers(
+            settings.workers, settings.towers, settings.device, threads=settings.threads
+        )
     if workers > 1 and not under_launcher():
         return launch([sys.executable, "-m", "samestep", *words], workers, threads=settings.threads)
-    job = init(settings.device, threads=settings.threads, timeout_s=settings.timeout)
+    job = start(settings, words[0], **options)
     status = work(job)
     job.close()
     return status

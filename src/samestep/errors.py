@@ -3,6 +3,7 @@
     Error                    the base class of all of them
     ├── ConfigError          an argument or setting has a wrong value        (also a ValueError)
     ├── UsageError           a method was called in a wrong way or order     (also a RuntimeError)
+    ├── AbandonedError       another worker abandoned the step               (also a RuntimeError)
     ├── BatchError           a batch that has no rows, or counts nothing, …  (also a ValueError)
     ├── BufferPolicyError    a buffer changed that has no policy             (also a RuntimeError)
     ├── DataError            a file does not hold what it should             (also a ValueError)
@@ -20,8 +21,11 @@
 from __future__ import annotations
 
 import reprlib
+from collections import Counter
+from collections.abc import Sequence
 
 __all__ = [
+    "AbandonedError",
     "BatchError",
     "BufferPolicyError",
     "ConfigError",
@@ -37,6 +41,7 @@ __all__ = [
     "UsageError",
     "one_line",
     "shown",
+    "who_has_what",
 ]
 
 
@@ -52,6 +57,12 @@ class ConfigError(Error, ValueError):
 
 class UsageError(Error, RuntimeError):
     """A method was called in a wrong way, or in a wrong order."""
+
+    exit_status = 1
+
+
+class AbandonedError(Error, RuntimeError):
+    """Another worker abandoned the step, so nobody takes it; see `Towers.abandon`."""
 
     exit_status = 1
 
@@ -123,3 +134,17 @@ def one_line(text: str, max_chars: int = 200) -> str:
 def shown(value: object, max_chars: int = 80) -> str:
     """Return a value from an unknown source for a message: its `repr`, on one short line."""
     return one_line(repr(value) if isinstance(value, str) else reprlib.repr(value), max_chars)
+
+
+def who_has_what(name: str, values: Sequence[object]) -> str:
+    """Say which workers have another value than most.
+
+    >>> who_has_what("towers", [8, 7, 8])
+    'worker 1 has towers = 7, the others have 8'
+    """
+    texts = [str(value) for value in values]
+    usual, count = Counter(texts).most_common(1)[0]
+    has_usual = 1 < count != len(texts) / 2
+    odd = [w for w, text in enumerate(texts) if text != usual] if has_usual else range(len(texts))
+    said = ", ".join(f"worker {worker} has {name} = {texts[worker]}" for worker in odd)
+    return f"{said}, the others have {usual}" if has_usual else said

@@ -6,7 +6,7 @@ import hashlib
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -16,21 +16,24 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from samestep.errors import ConfigError, one_line
+from samestep.errors import ConfigError, one_line, who_has_what
 
 __all__ = [
     "Fingerprint",
     "changes",
     "check_same",
+    "compare",
     "digest",
     "fingerprint",
     "plain_names",
+    "precisions",
     "uncompiled",
 ]
 
 T = TypeVar("T")
 Fingerprint = Mapping[str, str | int | bool | None]
 
+_HARDWARE = ("CPU", "GPU")
 _VARIABLES = ("ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA")
 
 
@@ -122,7 +125,7 @@ def fingerprint(device: torch.device) -> Fingerprint:
         "CPU kernels": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "default dtype": str(torch.get_default_dtype()),
-        "float32 on CPU": _precisions(torch.backends.mkldnn),
+        "float32 on CPU": precisions(torch.backends.mkldnn),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "Python": platform.python_version(),
         "samestep": _version_of_samestep(),
@@ -149,25 +152,61 @@ def changes(before: Fingerprint, now: Fingerprint) -> list[str]:
     ]
 
 
+def compare(fingerprints: Sequence[Fingerprint]) -> tuple[list[str], list[str]]:
+    """Say where the workers of one job differ, most of which may change the bits.
+
+    Args:
+        fingerprints: of all workers, in their order.
+
+    Returns:
+        errors: other software, threads or flags, which make other kernels or roundings.
+        warnings: another model of CPU or GPU, and the kernels that torch chooses for the CPU.
+
+    Example:
+        >>> compare([{"CPU": "a", "torch": "2.13"}, {"CPU": "b", "torch": "2.13"}])
+        ([], ['worker 0 has CPU = a, worker 1 has CPU = b'])
+    """
+    names = list(dict.fromkeys(name for each in fingerprints for name in each))
+    values = {name: [each.get(name) for each in fingerprints] for name in names}
+    differing = {name: found for name, found in values.items() if len(set(found)) > 1}
+    if "device" in differing:  # and with it everything about GPUs
+        return [who_has_what("device", differing["device"])], []
+    errors: list[str] = []
+    warnings: list[str] = []
+    for name, found in differing.items():
+        follows = name == "CPU kernels" and _follows(values["CPU"], found)
+        said = who_has_what(one_line(name), [one_line(str(value)) for value in found])
+        (warnings if follows or name in _HARDWARE else errors).append(said)
+    return errors, warnings
+
+
+def _follows(causes: Sequence[object], effects: Sequence[object]) -> bool:
+    """Say whether equal causes have equal effects."""
+    return len(set(zip(causes, effects, strict=True))) == len(set(causes))
+
+
 def _gpu(device: torch.device) -> dict[str, str | int | bool | None]:
     return {
         "GPU": torch.cuda.get_device_name(device),
-        "float32 on GPU": _precisions(torch.backends.cuda, torch.backends.cudnn),
+        "float32 on GPU": precisions(torch.backends.cuda, torch.backends.cudnn),
         "cuDNN benchmark": torch.backends.cudnn.benchmark,
         "CUDA": torch.version.cuda,
         "cuDNN": torch.backends.cudnn.version(),
     }
 
 
-def _precisions(*backends: object) -> str:
-    """Name the precisions (ieee, tf32, bf16) that are set for float32."""
+def precisions(*backends: object) -> str:
+    """Name the precisions (ieee, tf32, bf16; none is torch's default) that backends compute float32 in.
+
+    Read by torch's newer interface, because the older one raises where somebody has used the newer.
+    """
     set_for = [
         f"{name} {getattr(backend, name).fp32_precision}"
         for backend in backends
         for name in ("matmul", "conv", "rnn")
         if hasattr(getattr(backend, name, None), "fp32_precision")
     ]
-    return f"{torch.get_float32_matmul_precision()} ({', '.join(set_for)})"
+    return ", ".join(set_for)
 
 
 @cache

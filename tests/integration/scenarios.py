@@ -894,7 +894,7 @@ def a_model_that_changes(job: samestep.Job) -> str:
             tower.backward(loss_of(model, tower.batch))
         told.append(towers.average().loss)
         with torch.no_grad():
-            for parameter in towers.parameters:
+            for parameter in filter(lambda p: p.requires_grad, model.parameters()):
                 parameter -= 0.1 * parameter.grad
     return f"{told} {samestep.digest(model)}"
 

@@ -13,7 +13,7 @@ from samestep.checking.findings import explain
 from samestep.checking.recorder import Trial, record
 from samestep.checking.recording import first_difference
 from samestep.checking.result import _Built
-from samestep.checking.workers import Workers
+from samestep.checking.workers import Workers, recordings
 from samestep.recipes.digits.recipe import DigitsSettings
 
 from .. import planted
@@ -34,7 +34,7 @@ def compare(workers, subject, num_workers, *, operators):
     threads = torch.get_num_threads()
     alone = record(subject, samestep.init("cpu"), Trial(0, 2, operators))
     torch.set_num_threads(threads)
-    others = workers.record(subject, Trial(1, 2, operators), num_workers)
+    others = recordings(workers.record(subject, Trial(1, 2, operators), num_workers))
     assert [len(other.turns) > 3 for other in others] == [True] * num_workers
     return first_difference(alone, others)
 
@@ -69,8 +69,8 @@ def test_what_only_processes_have_for_themselves(workers, subject, cause):
 
 def test_an_exception_in_one_worker_is_raised_and_the_others_go_on(workers):
     with pytest.raises(ZeroDivisionError, match="planted"):
-        workers.record(built(planted.FailsOnWorker1), Trial(0, 1), 2)
-    assert len(workers.record(built(planted.Clean), Trial(0, 1), 3)) == 3
+        recordings(workers.record(built(planted.FailsOnWorker1), Trial(0, 1), 2))
+    assert len(recordings(workers.record(built(planted.Clean), Trial(0, 1), 3))) == 3
 
 
 # ---- the command -------------------------------------------------------------------------------------

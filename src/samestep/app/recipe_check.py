@@ -12,6 +12,7 @@ from samestep.checking.examination import Plan
 from samestep.checking.result import NUM_STEPS, WORKERS, CheckResult, examine
 from samestep.summation.placement import Placement
 from samestep.towers.step import Step
+from samestep.workers.device import set_tf32
 from samestep.workers.job import Job
 
 __all__ = ["check_recipe"]
@@ -38,6 +39,8 @@ class _Recipe:
     settings: Settings
 
     def __call__(self, job: Job) -> tuple[Step, Iterable[Any]]:
+        if job.device.type == "cuda":  # a check starts without
+            set_tf32(self.settings.tf32)
         experiment = self.settings.build(job)
         loader = experiment.loader
         return experiment.step, itertools.chain.from_iterable(itertools.repeat(loader))

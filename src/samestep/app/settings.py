@@ -44,6 +44,8 @@ class Settings(abc.ABC):
     """Device to compute on; auto is the GPU where there is one."""
     autocast: Literal["none", "bf16", "fp16"] = "none"
     """Dtype of mixed precision (torch.autocast)."""
+    tf32: bool = False
+    """Let GPUs multiply float32 numbers rounded to 11 significant bits (TF32): faster, and another result."""
     log_every: int = 50
     """Steps between printed lines."""
     summary_every: int = 100
@@ -76,6 +78,8 @@ class Settings(abc.ABC):
     """Settings that may change when a run is continued: where and how it runs, not what is computed.
 
     An optional folder has to stay given, or stay left out."""
+    per_worker: ClassVar[frozenset[str]] = frozenset(("data_dir", "loader_processes"))
+    """Settings that may differ between the workers of a job: how a machine gets at the data."""
 
     def __post_init__(self) -> None:
         counts = (

@@ -53,7 +53,7 @@ def train(settings: Settings, job: Job) -> int:
 def _run(settings: Settings, job: Job, interruption: Interruption) -> int:
     if settings.fresh:
         from_first_worker(job, lambda: _start_over(settings))
-    settings.check_same_experiment()
+    from_first_worker(job, settings.check_same_experiment)
     experiment = settings.build(job)
     resume(experiment, settings)
     if job.is_first:

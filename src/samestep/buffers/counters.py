@@ -24,7 +24,7 @@ def is_counter(buffer: NamedBuffer) -> bool:
     return not tensor.is_floating_point() and not tensor.is_complex()
 
 
-class Counters:
+class Counters(SharedBuffers):
     """Integer buffers of one element, such as `num_batches_tracked`.
 
     What travels is by how much a tower counted on, because float64 holds no integers above 2^53. Every tower
@@ -32,63 +32,48 @@ class Counters:
     """
 
     def __init__(self, buffers: Sequence[NamedBuffer], mode: Mode, job: Job) -> None:
-        self.names = [buffer.name for buffer in buffers]
+        super().__init__(buffers)
         self._mode = mode
-        self._buffers = SharedBuffers(buffers)
         self._start = torch.zeros(len(buffers), dtype=torch.int64, device=job.device)
-        self._are_int64 = all(shared.dtype == torch.int64 for shared in self._buffers.shared)
+        self._are_int64 = all(shared.dtype == torch.int64 for shared in self.shared)
         self._of_norms = torch.tensor([is_statistic(buffer) for buffer in buffers], dtype=torch.bool)
 
     def start_step(self) -> None:
         """Note the shared values."""
-        self._buffers.start_step()
-        self._start = self._flat(self._buffers.shared)
-
-    def start_tower(self) -> None:
-        """Put the shared values back."""
-        self._buffers.start_tower()
-
-    def put_back(self) -> None:
-        """Put the shared values back, in any case."""
-        self._buffers.put_back()
+        super().start_step()
+        self._start = self._flat(self.shared)
 
     def counted(self) -> Tensor:
         """Return how far the counters are from the shared values, int64 [counters]."""
-        return self._flat(self._buffers.values()) - self._start
+        return self._flat(self.values()) - self._start
 
-    def finish(self, towers: Sequence[int], counted: Tensor) -> None:
-        """Count on, for a normalisation layer as far as the tower that used it most (or as tower 0).
+    def count_on(self, counted: Tensor) -> None:
+        """Count on as the towers did: float64 [those that had rows, counters].
 
-        Args:
-            towers: those that had rows.
-            counted: float64 [len(towers), counters].
-
-        Raises:
-            BufferPolicyError: towers counted differently.
+        For a normalisation layer it is as far as the tower that used it most, or as tower 0.
         """
-        if not self.names:
+        if not self.shared:
             return
         if counted.device.type == "cpu" and not torch.equal(counted, counted[:1].expand_as(counted)):
-            self._check_alike(towers, counted)
+            self._check_alike(counted)
         most = counted[0] if self._mode == "first" else counted.amax(dim=0)
         ended = self._start + most.to(torch.int64)
-        self._buffers.write([v.view_as(b) for v, b in zip(ended.unbind(), self._buffers.shared, strict=True)])
+        self.write([value.view_as(b) for value, b in zip(ended.unbind(), self.shared, strict=True)])
 
     def _flat(self, buffers: Sequence[Tensor]) -> Tensor:
         if not buffers:
             return self._start
-        if self._are_int64:
-            return torch.cat([buffer.reshape(1) for buffer in buffers])
-        return torch.cat([buffer.reshape(1).to(torch.int64) for buffer in buffers])
+        flat = [buffer.reshape(1) for buffer in buffers]
+        return torch.cat(flat if self._are_int64 else [each.to(torch.int64) for each in flat])
 
-    def _check_alike(self, towers: Sequence[int], counted: Tensor) -> None:
+    def _check_alike(self, counted: Tensor) -> None:
         differ = (counted != counted[:1]) & ~self._of_norms
         if not differ.any():
             return
         tower, column = differ.nonzero()[0].tolist()
-        name, values = self.names[column], self._start[column] + counted[:, column].to(torch.int64)
+        name, values = self._buffers[column].name, self._start[column] + counted[:, column].to(torch.int64)
         raise BufferPolicyError(
-            f"buffer {name} is {int(values[tower])} after tower {towers[tower]}, "
-            f"{int(values[0])} after tower {towers[0]}: integer buffers must count alike in all towers; to "
+            f"buffer {name} is {int(values[tower])} after tower {tower}, "
+            f"{int(values[0])} after tower 0: integer buffers must count alike in all towers; to "
             f"keep tower 0's value, use Towers(..., buffers={{{name!r}: 'first'}})"
         )

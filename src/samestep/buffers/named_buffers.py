@@ -1,4 +1,4 @@
-"""Where modules keep their buffers."""
+"""Where modules keep their buffers and parameters."""
 
 from __future__ import annotations
 
@@ -6,30 +6,41 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-__all__ = ["NamedBuffer", "find_named_buffers"]
+__all__ = ["NamedBuffer", "NamedParameter", "find_named_buffers", "find_named_parameters"]
 
 
 @dataclass(frozen=True)
 class NamedBuffer:
-    """A place where a module keeps a buffer: a forward may write to the tensor there, or put another there.
+    """A place where a module keeps a buffer: a forward may write to the tensor there, or replace it."""
 
-    Attributes:
-        name: as in `model.named_buffers()`.
-        module: the module that keeps it.
-        attribute: under which name.
-    """
-
-    name: str
+    name: str  # as in `model.named_buffers()`
     module: nn.Module
     attribute: str
 
+    @property
+    def registry(self) -> dict[str, Tensor | None]:
+        """The module's own mapping, by attribute."""
+        return self.module._buffers
+
     def get(self) -> Tensor | None:
         """Return the tensor that is there now."""
-        return self.module._buffers.get(self.attribute)
+        return self.registry.get(self.attribute)
 
-    def put(self, tensor: Tensor) -> None:
-        """Put a tensor there."""
-        self.module._buffers[self.attribute] = tensor
+
+class NamedParameter(NamedBuffer):
+    """A place where a module keeps a parameter."""
+
+    @property
+    def registry(self) -> dict[str, Tensor | None]:
+        """The module's own mapping, by attribute."""
+        return self.module._parameters  # type: ignore[return-value]
+
+
+def find_named_parameters(model: nn.Module) -> list[NamedParameter]:
+    """Return the parameters of `model.named_parameters()`."""
+    modules = dict(model.named_modules())
+    places = [(name, *name.rpartition(".")) for name, _ in model.named_parameters()]
+    return [NamedParameter(name, modules[path], attribute) for name, path, _, attribute in places]
 
 
 def find_named_buffers(model: nn.Module) -> list[NamedBuffer]:

@@ -1,24 +1,27 @@
 """How a model's own buffers are combined: `Towers(..., buffers={pattern: policy})`.
 
-- `"mean"`: every tower starts the step from the shared value, and what the towers end with is averaged,
-  weighted by rows, in float64 along the canonical tree. For floating-point buffers: moving averages,
-  codebooks.
-- `"first"`: every tower starts the step from the shared value, and what tower 0 ends with is the next one,
-  to the bit. For any dtype: queues and their positions, the vectors of spectral norm.
-- `"ignore"`: nothing. Every worker starts from worker 0's value when `Towers` is made; from then on a pass
-  sees what the pass before it on the same worker left. The buffer's bits may depend on the placement, and
-  so may those of the weights if they depend on the buffer.
+- `"mean"`: what the towers end with is averaged, weighted by rows, in float64. For floating-point buffers:
+  moving averages, codebooks.
+- `"first"`: what tower 0 ends with is the next value, to the bit. For any dtype: queues and their positions,
+  the vectors of spectral norm.
+- `"ignore"`: a pass sees what the pass before it on the same worker left. The buffer's bits may depend on the
+  placement, and so may those of the weights if they depend on the buffer.
 
-A tower hands in what the buffer holds when `tower.backward` is called.
-Patterns are those of `fnmatch` over the names of `model.named_buffers()`; the first that matches decides.
-For statistics of normalisation layers see `samestep.buffers.statistics`.
+Vectors of torch's spectral norms, and buffers of its observers for quantisation, have "first" by default.
+With the first two, every tower starts the step from the shared value, and ends with what the buffer holds
+when `tower.backward` is called. Patterns are those of `fnmatch` over names of `model.named_buffers()`; the
+first that matches decides.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Literal, get_args
+
+from torch.nn.utils import parametrizations
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from samestep.buffers.named_buffers import NamedBuffer
 from samestep.buffers.statistics import is_statistic
@@ -32,43 +35,48 @@ _MOST_NAMES = 20
 
 
 def check_policies(buffers: Sequence[NamedBuffer], policies: Mapping[str, Policy]) -> None:
-    """Check that each pattern names a policy, and decides for some buffer.
-
-    Args:
-        buffers: all of the model's.
-        policies: from `fnmatch` patterns over the buffers' names, case-sensitive.
-
-    Raises:
-        ConfigError: an unknown policy, or a pattern that decides for no buffer.
-    """
-    own = [buffer for buffer in buffers if not is_statistic(buffer)]
-    decided: set[str] = set()
+    """Check that each pattern names a policy, and decides for some buffer."""
+    deciding = set(_deciding_patterns(buffers, policies).values())
     for pattern, policy in policies.items():
         if policy not in get_args(Policy):
             raise ConfigError(
                 f"buffers[{pattern!r}] = {policy!r}: expected one of {', '.join(get_args(Policy))}"
             )
-        found = {buffer.name for buffer in own if fnmatchcase(buffer.name, pattern)} - decided
-        if not found:
-            raise _no_effect(pattern, buffers, own)
-        decided |= found
+        if pattern not in deciding:
+            raise _no_effect(pattern, buffers)
 
 
-def assign_policies(
-    buffers: Sequence[NamedBuffer], policies: Mapping[str, Policy]
-) -> dict[Policy, list[NamedBuffer]]:
-    """Return the buffers under each policy; the first pattern that matches a buffer's name decides.
-
-    Raises:
-        ConfigError: "mean" for a buffer that is not floating-point, or a buffer that has no value yet.
-    """
-    assigned: dict[Policy, list[NamedBuffer]] = {policy: [] for policy in get_args(Policy)}
+def assign_policies(buffers: Sequence[NamedBuffer], policies: Mapping[str, Policy]) -> dict[str, Policy]:
+    """Return the policy of each buffer that has one, by the buffer's name."""
+    patterns = _deciding_patterns(buffers, policies)
     for buffer in buffers:
-        pattern = next((pattern for pattern in policies if fnmatchcase(buffer.name, pattern)), None)
-        if pattern is not None and not is_statistic(buffer):
-            _check(buffer, pattern, policies[pattern])
-            assigned[policies[pattern]].append(buffer)
-    return assigned
+        if buffer.name in patterns:
+            _check(buffer, patterns[buffer.name], policies[patterns[buffer.name]])
+    follow: dict[str, Policy] = {buffer.name: "first" for buffer in buffers if _follows_first_tower(buffer)}
+    return follow | {name: policies[pattern] for name, pattern in patterns.items()}
+
+
+def _follows_first_tower(buffer: NamedBuffer) -> bool:
+    """Whether a buffer is one of torch's own that a forward updates from the shared value."""
+    module = buffer.module
+    if isinstance(module, parametrizations._SpectralNorm):
+        return True
+    hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
+    if any(buffer.attribute in (f"{hook.name}_u", f"{hook.name}_v") for hook in hooks):
+        return True
+    quantization = sys.modules.get("torch.ao.quantization")  # only if somebody uses it
+    kinds = () if quantization is None else (quantization.ObserverBase, quantization.FakeQuantizeBase)
+    return isinstance(module, kinds) and buffer.get() is not None
+
+
+def _deciding_patterns(buffers: Sequence[NamedBuffer], policies: Mapping[str, Policy]) -> dict[str, str]:
+    """Return the first pattern that matches, by the buffer's name."""
+    patterns: dict[str, str] = {}
+    for pattern in policies:
+        for buffer in buffers:
+            if fnmatchcase(buffer.name, pattern) and not is_statistic(buffer):
+                patterns.setdefault(buffer.name, pattern)
+    return patterns
 
 
 def _check(buffer: NamedBuffer, pattern: str, policy: Policy) -> None:
@@ -85,20 +93,19 @@ def _check(buffer: NamedBuffer, pattern: str, policy: Policy) -> None:
         )
 
 
-def _no_effect(pattern: str, buffers: Sequence[NamedBuffer], own: Sequence[NamedBuffer]) -> ConfigError:
+def _no_effect(pattern: str, buffers: Sequence[NamedBuffer]) -> ConfigError:
+    own = [buffer.name for buffer in buffers if not is_statistic(buffer)]
     matched = [buffer.name for buffer in buffers if fnmatchcase(buffer.name, pattern)]
-    if any(buffer.name in matched for buffer in own):
-        return ConfigError(
-            f"buffers[{pattern!r}] has no effect: earlier patterns match {_list(matched)}; put it first, or "
-            "remove it"
-        )
-    if matched:
+    if not matched:
+        return ConfigError(f"buffers[{pattern!r}] matches no buffer: the model has {_list(own)}")
+    if set(matched).isdisjoint(own):
         return ConfigError(
             f"buffers[{pattern!r}] matches only {_list(matched)}, of normalisation layers: use the "
             "statistics argument for those"
         )
     return ConfigError(
-        f"buffers[{pattern!r}] matches no buffer: the model has {_list([buffer.name for buffer in own])}"
+        f"buffers[{pattern!r}] has no effect: earlier patterns match {_list(matched)}; put it first, or "
+        "remove it"
     )
 
 

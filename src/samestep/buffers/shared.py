@@ -20,49 +20,48 @@ class SharedBuffers:
     """Buffers that start every pass with the same values, whatever the pass before did to them.
 
     A tensor that a pass puts in a buffer's place must be of the same shape and dtype; the buffer's own
-    tensor comes back.
-
-    Args:
-        buffers: none of them empty.
-
-    Attributes:
-        shared: copies of the values at the start of the step.
+    tensor comes back. No buffer may be empty. Subclasses say what towers hand in, and what becomes of it.
     """
 
+    num_values = 0  # that a tower hands in, S
+
     def __init__(self, buffers: Sequence[NamedBuffer]) -> None:
-        self._buffers = list(buffers)
-        self._places = [(buffer.module._buffers, buffer.attribute) for buffer in buffers]
+        self._buffers = buffers
         self._homes = [tensor for buffer in buffers if (tensor := buffer.get()) is not None]
-        assert len(self._homes) == len(self._buffers)
+        assert len(self._homes) == len(buffers)
         self.shared = [home.detach().clone() for home in self._homes]
         self._fresh = True
 
     def start_step(self) -> None:
-        """Note the shared values."""
+        """Note the shared values, before the first pass."""
         self._homes = self.values()
         if self._homes:
             torch._foreach_copy_(self.shared, self._homes)
         self._fresh = True
 
     def start_tower(self) -> None:
-        """Put the shared values back."""
+        """Put the shared values back, before each pass."""
         if not self._fresh:
             self.put_back()
         self._fresh = False
 
-    def put_back(self) -> None:
-        """Put the shared values back, in any case."""
-        self.write(self.shared)
+    def contribution(self, tower: int, rows: int) -> Tensor:
+        """Return what the tower that just ran hands in: float64 [S]."""
+        raise NotImplementedError
 
     def end_passes(self) -> None:
-        """Leave everything as the last pass left it."""
+        """Leave the layers as they were found, after the last pass."""
+
+    def finish(self, totals: Tensor, rows: int) -> None:
+        """Write the new shared values from the sum over all towers, float64 [S], and the batch's rows."""
+        raise NotImplementedError
+
+    def put_back(self) -> None:
+        """Give the buffers the values from before the step."""
+        self.write(self.shared)
 
     def values(self) -> list[Tensor]:
-        """Return the tensors that are there now.
-
-        Raises:
-            BufferPolicyError: one was replaced, and the new one is of another shape, dtype or device.
-        """
+        """Return the tensors that are there now; one that was put there must be of the same kind."""
         values = self._current()
         if all(map(operator.is_, values, self._homes)):
             return self._homes
@@ -70,11 +69,7 @@ class SharedBuffers:
         return [value.detach() for value in values if value is not None]
 
     def check(self) -> None:
-        """Check shapes, dtypes and devices.
-
-        Raises:
-            BufferPolicyError: one changed.
-        """
+        """Raise if a buffer has another shape, dtype or device."""
         for buffer, value, shared in zip(self._buffers, self._current(), self.shared, strict=True):
             if value is None or _kind(value) != _kind(shared):
                 found = "None" if value is None else _kind(value)
@@ -87,12 +82,12 @@ class SharedBuffers:
         """Give the buffers new values, in their own tensors."""
         if not all(map(operator.is_, self._current(), self._homes)):
             for buffer, home in zip(self._buffers, self._homes, strict=True):
-                buffer.put(home)
+                buffer.module._buffers[buffer.attribute] = home
         if self._homes:
             torch._foreach_copy_(self._homes, list(values))
 
     def _current(self) -> list[Tensor | None]:
-        return [of_module.get(attribute) for of_module, attribute in self._places]
+        return [buffer.get() for buffer in self._buffers]
 
 
 class AveragedBuffers(SharedBuffers):
@@ -104,7 +99,7 @@ class AveragedBuffers(SharedBuffers):
         self.num_values = sum(shared.numel() for shared in self.shared)
 
     def contribution(self, tower: int, rows: int) -> Tensor:
-        """Return the values times the rows, float64 [S]."""
+        """Return the values times the rows."""
         values = torch.cat([value.reshape(-1) for value in self.values()]).double()
         if len(values) != self.num_values:
             self.check()
@@ -122,15 +117,9 @@ class AveragedBuffers(SharedBuffers):
 class FirstBuffers(SharedBuffers):
     """Buffers that take over what tower 0 ends with, to the bit, whatever their dtype.
 
-    The worker with tower 0 sends its bytes at the end of the step. They do not go with what is added in
-    float64, because a queue may be large, and float64 does not hold every int64.
-
-    Args:
-        buffers: none of them empty.
-        job: of this worker; worker 0 runs tower 0.
+    Worker 0, which runs tower 0, sends its bytes at the end of the step. They do not go with what is added
+    in float64, because a queue may be large, and float64 does not hold every int64.
     """
-
-    num_values = 0
 
     def __init__(self, buffers: Sequence[NamedBuffer], job: Job) -> None:
         super().__init__(buffers)
@@ -138,7 +127,7 @@ class FirstBuffers(SharedBuffers):
         self._job = job
 
     def contribution(self, tower: int, rows: int) -> Tensor:
-        """Keep what tower 0 ends with; return nothing, float64 [0]."""
+        """Keep what tower 0 ends with."""
         self.check()
         if tower == 0:
             torch._foreach_copy_(self._ended, self.values())

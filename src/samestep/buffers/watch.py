@@ -1,105 +1,155 @@
-"""Finds buffers that a pass changed although they have no policy."""
+"""Finds what a pass changed that must not change: parameters, and buffers without a policy."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from samestep.buffers.named_buffers import NamedBuffer
+from samestep.buffers.named_buffers import NamedBuffer, NamedParameter, find_named_parameters
+from samestep.buffers.outside import OutsideNets
 from samestep.buffers.policies import Policy
 from samestep.buffers.statistics import is_statistic
-from samestep.errors import BufferPolicyError
+from samestep.buffers.weight_hash import Hashes, WeightHash
+from samestep.errors import BufferPolicyError, Error, UsageError
 
-__all__ = ["BufferWatch"]
+__all__ = ["Watch"]
+
+_LOOK_EVERY = 32
+"""Every so many steps passes are looked at more closely: the graphs of losses, and which nets they run."""
 
 _MOST_NAMES = 4
 
+_version = operator.attrgetter("_version")
 
-class BufferWatch:
-    """Compares buffers before and after a pass: which tensor each is, and its version counter.
 
-    `F.batch_norm` writes to running statistics without a new version. So the first step also compares the
-    values of buffers with one dimension, which could be such statistics.
+class Watch:
+    """Compares the model before and after passes: tensors, version counters, data pointers, and hashes.
 
-    Args:
-        buffers: those that may not change.
+    Version counters show ordinary writes; after each tower in the steps that look more closely, otherwise
+    after the last one. What goes through `.data`, and what batch norm's
+    kernels write, shows in a hash of the bytes at the end of the passes: that of a slice of the model.
     """
 
-    def __init__(self, buffers: Sequence[NamedBuffer]) -> None:
-        self._buffers = buffers
-        self._seen: list[tuple[Tensor | None, int]] = []
-        self._values: list[tuple[NamedBuffer, Tensor]] = []
-        self._is_first_step = True
+    def __init__(self, model: nn.Module, fixed: Sequence[NamedBuffer], shared: Sequence[NamedBuffer]) -> None:
+        self._places = [*find_named_parameters(model), *fixed]
+        self._keepers = [place.registry for place in self._places]
+        self._attributes = [place.attribute for place in self._places]
+        self._registries = [r for m in model.modules() for r in (m._parameters, m._buffers, m._modules)]
+        self._entries = list(map(set, self._registries))
+        self._hash = WeightHash(self._places, shared, fixed)
+        self._before = self._late = Hashes()
+        self._late_after: Hashes | None = None
+        self.outside = OutsideNets(model)
+        self._num_steps = 0
 
-    def start_step(self) -> None:
-        """Note the buffers and their versions."""
-        tensors = [buffer.get() for buffer in self._buffers]
-        self._seen = [(tensor, _version(tensor)) for tensor in tensors]
-        self._values = []
-        if self._is_first_step:
-            self._values = [
-                (buffer, tensor.detach().clone())
-                for buffer, tensor in zip(self._buffers, tensors, strict=True)
-                if tensor is not None and tensor.is_floating_point() and tensor.dim() == 1
-            ]
+    def start_step(self, step: int) -> None:
+        """Note what is there, before the first pass."""
+        self._step = step
+        self._late, self._before = self._before, self._hash.of(step)
+        self.looks = self._num_steps % _LOOK_EVERY == 0  # whether this step is one of those
+        self._num_steps += 1
+        self.outside.start_step()
+        self.note()
+
+    def note(self, *, rehash: bool = False) -> None:
+        """Note what is there now, because what has changed since has changed alike on all workers."""
+        if rehash:
+            self._before = self._hash.of(self._step)
+        self._tensors = self._current()
+        self._present = [each for each in self._tensors if each is not None and not each.is_inference()]
+        self._versions = list(map(_version, self._present))
+        self._pointers = list(map(Tensor.data_ptr, self._present))
+        self._num_entries = sum(map(len, self._registries))
+
+    @property
+    def hashes(self) -> Mapping[str, int]:
+        """Hashes that must be the same on all workers: on a GPU those of the step before."""
+        return (self._before if self._before.is_ready else self._late).by_name()
+
+    def check_pass(self, who: str) -> None:
+        """Check after a tower's forward, in a step that looks."""
+        if self.looks:
+            self.check(who)
+        else:
+            self.outside.check(who)
 
     def check(self, who: str) -> None:
-        """Raise if `who` wrote to a buffer or replaced it since `start_step`.
+        """Raise if `who` wrote to one of them or replaced it since `start_step`."""
+        now = self._current()
+        written = self._differing(_version, self._versions)
+        if written or any(map(operator.is_not, now, self._tensors)):
+            pairs = zip(now, self._tensors, strict=True)
+            self._fail(who, [new is not old or id(old) in written for new, old in pairs])
+        self.outside.check(who)
 
-        Raises:
-            BufferPolicyError: names the buffers, and says what to do.
-        """
-        changed = [
-            (buffer, before)
-            for buffer, (before, version) in zip(self._buffers, self._seen, strict=True)
-            if (now := buffer.get()) is not before or _version(now) != version
-        ]
+    def _differing(self, read: Callable[[Tensor], int], before: list[int]) -> set[int]:
+        now = list(map(read, self._present))
+        if now == before:
+            return set()
+        return {id(t) for t, new, old in zip(self._present, now, before, strict=True) if new != old}
+
+    def end_step(self, who: str) -> None:
+        """Check once more, after the last backward, and by pointers, entries and hashes, too."""
+        self.check(who)
+        moved = self._differing(Tensor.data_ptr, self._pointers)
+        if moved:
+            self._fail(who, [id(tensor) in moved for tensor in self._tensors])
+        if sum(map(len, self._registries)) != self._num_entries:
+            raise self._explain_entries(who)
+        before, after = self._before, self._hash.of(self._step, fixed_only=True)
+        if not after.is_ready:  # a GPU is not waited for: the step before is compared
+            before, after, self._late_after = self._late, self._late_after or Hashes(), after
+        old = before.by_name()
+        changed = {name for name, value in after.by_name().items() if old.get(name, value) != value}
         if changed:
-            raise BufferPolicyError(f"{who} {_explain(changed)}")
+            self._fail(who, [place.name in changed for place in self._places])
 
-    def end_step(self) -> None:
-        """Check once more, for what a backward changed, and by value in the first step.
+    def _current(self) -> list[Tensor | None]:
+        return list(map(dict.get, self._keepers, self._attributes))
 
-        Raises:
-            BufferPolicyError: names the buffers, and says what to do.
-        """
-        self.check("a pass")
-        values, self._values, self._is_first_step = self._values, [], False
-        changed: list[tuple[NamedBuffer, Tensor | None]] = [
-            (buffer, before)
-            for buffer, before in values
-            if (now := buffer.get()) is not None and not torch.allclose(now, before, 0, 0, equal_nan=True)
+    def _fail(self, who: str, has_changed: Sequence[bool]) -> None:
+        changed = [place for place, has in zip(self._places, has_changed, strict=True) if has]
+        parameters = [place for place in changed if isinstance(place, NamedParameter)]
+        if parameters:
+            raise UsageError(
+                f"{who} wrote to {_names(parameters)}: all towers of a step must see the same parameters, "
+                "and on another number of workers others would see the change; write to parameters after "
+                "average(), beside optimizer.step()"
+            )
+        empty = [
+            p for p, old in zip(self._places, self._tensors, strict=True) if p in changed and old is None
         ]
-        if changed:
-            raise BufferPolicyError(f"a pass {_explain(changed)}")
+        raise BufferPolicyError(f"{who} {_explain(changed, empty)}")
+
+    def _explain_entries(self, who: str) -> Error:
+        pairs = zip(self._registries, self._entries, strict=True)
+        new = [name for registry, known in pairs for name in registry if name not in known]
+        text = f"{who} added {', '.join(new[:_MOST_NAMES]) or 'or removed parts'} to the model"
+        return BufferPolicyError(
+            f"{text}: make all layers, parameters and buffers before Towers, in __init__"
+        )
 
 
-def _version(tensor: Tensor | None) -> int:
-    return -1 if tensor is None or tensor.is_inference() else tensor._version
-
-
-def _explain(changed: Sequence[tuple[NamedBuffer, Tensor | None]]) -> str:
-    frozen = [buffer for buffer, _ in changed if is_statistic(buffer)]
+def _explain(changed: Sequence[NamedBuffer], empty: Sequence[NamedBuffer] = ()) -> str:
+    frozen = [buffer for buffer in changed if is_statistic(buffer)]
     if frozen:
         return f"changed {_names(frozen)}, of layers in eval mode: switch modes between steps, not within one"
-    empty = [buffer for buffer, before in changed if before is None]
     if empty:
         return (
             f"set {_names(empty)}, which was None before: run the model once before making Towers or, if it "
             f"does not affect the weights, use Towers(..., buffers={_argument(empty, 'ignore')})"
         )
-    buffers = [buffer for buffer, _ in changed]
     return (
-        f"changed {_names(buffers)}, which has no policy: choose one, such as Towers(..., "
-        f"buffers={_argument(buffers, 'first')}); 'first' keeps tower 0's value, 'mean' averages over rows, "
+        f"changed {_names(changed)}, which has no policy: choose one, such as Towers(..., "
+        f"buffers={_argument(changed, 'first')}); 'first' keeps tower 0's value, 'mean' averages over rows, "
         "'ignore' is for buffers that do not affect the weights"
     )
 
 
-def _names(buffers: Sequence[NamedBuffer]) -> str:
-    return ", ".join(buffer.name for buffer in buffers)
+def _names(places: Sequence[NamedBuffer]) -> str:
+    return ", ".join(place.name for place in places)
 
 
 def _argument(buffers: Sequence[NamedBuffer], policy: Policy) -> dict[str, Policy]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from samestep.checking.attributes import Place
 from samestep.checking.recording import Difference, Event
+from samestep.checking.surroundings import OPTIMIZER, Place
 
 __all__ = ["cause_of"]
 
@@ -29,7 +27,7 @@ def cause_of(difference: Difference, num_workers: int) -> tuple[str, str]:
     if event.stream == "own":
         return _own_stream(difference)
     if difference.when.part == "update":
-        return _update(event)
+        return _update(difference, num_workers)
     if _is_kernel(one, two):
         return (
             "same inputs, other values: its kernel is not deterministic (on a GPU, mostly atomic additions)",
@@ -48,15 +46,16 @@ def cause_of(difference: Difference, num_workers: int) -> tuple[str, str]:
 
 
 def _own_stream(difference: Difference) -> tuple[str, str]:
-    places = [place for place, pair in difference.held.items() if pair[0] and pair[0].kind == "random stream"]
-    named = f" ({_choose(places, difference.event.module)})" if places else ""
+    place = _suspect(difference, "random stream")
+    named = "" if place is None else f" ({place})"
     return (
         f"it draws from a torch.Generator of its own{named}, which continues from tower to tower",
         "leave out generator=: the global generators are seeded for each step and tower",
     )
 
 
-def _update(event: Event) -> tuple[str, str]:
+def _update(difference: Difference, num_workers: int) -> tuple[str, str]:
+    event, place = difference.event, _suspect(difference)
     if event.stream:
         return (
             "the update draws from this process's global generator, which differs between workers outside "
@@ -68,10 +67,27 @@ def _update(event: Event) -> tuple[str, str]:
             "towers' gradients are the same and their average is not",
             "this is a fault of samestep: please report it with this model",
         )
+    which = "state of the optimizer or schedule"
+    one, two = difference.expected, difference.found
+    if one is None or two is None or one.name != two.name:
+        which = _other_operators(one, two)
+    if place is not None:
+        when = "from the start" if place in difference.as_built else "after the passes"
+        which = f"{place} differs {when}{_values(difference, place, num_workers)}"
     return (
-        "the towers' average is the same and the update is not: state of the optimizer or schedule",
+        f"the towers' average is the same and the update is not: {which}",
         "let the update depend on the gradients and the number of the step alone",
     )
+
+
+def _values(difference: Difference, place: Place, num_workers: int) -> str:
+    """Tell what is held in both, where that can be read."""
+    pair = difference.held[place]
+    if {held.kind for held in pair if held is not None} != {"value"}:
+        return ""
+    labels = ("one worker", f"{num_workers} workers") if num_workers > 1 else ("one run", "the next")
+    texts = ["not set" if held is None else held.value for held in pair]
+    return f": it is {texts[0]} on {labels[0]} and {texts[1]} on {labels[1]}"
 
 
 def _held(difference: Difference, place: Place, num_workers: int) -> tuple[str, str]:
@@ -79,7 +95,8 @@ def _held(difference: Difference, place: Place, num_workers: int) -> tuple[str, 
     kinds = {held.kind for held in (one, two) if held is not None}
     if place in difference.as_built:
         return (
-            f"{place} differs from the start, and is neither parameter nor buffer",
+            f"{place} differs from the start, and is neither parameter nor buffer"
+            f"{_values(difference, place, num_workers)}",
             "draw it inside build(), seeded; or register it as a buffer: all workers start from worker 0's",
         )
     if "random stream" in kinds:
@@ -93,22 +110,16 @@ def _held(difference: Difference, place: Place, num_workers: int) -> tuple[str, 
             f"{place} is a tensor that one tower leaves to the next in its process, and it is not averaged",
             f"{_PURE}: update it once a step, outside the towers, or let a normalisation layer keep it",
         )
-    values = ""
-    if kinds == {"value"}:
-        labels = ("one worker", f"{num_workers} workers") if num_workers > 1 else ("one run", "the next")
-        texts = ["not set" if held is None else held.value for held in (one, two)]
-        values = f": it is {texts[0]} on {labels[0]} and {texts[1]} on {labels[1]}"
     return (
-        f"{place} is kept from tower to tower{values}",
+        f"{place} is kept from tower to tower{_values(difference, place, num_workers)}",
         f"{_PURE}: set it once a step, outside the towers, or leave it out of the forward pass",
     )
 
 
 def _unknown(one: Event | None, two: Event | None) -> tuple[str, str]:
     if one is None or two is None or one.name != two.name:
-        names = [event.name if event else "nothing" for event in (one, two)]
         return (
-            f"other operators run: {names[0]} in one, {names[1]} in the other",
+            _other_operators(one, two),
             f"{_PURE}: look for what the code branches on, and for an order that is not fixed, as a set's",
         )
     if one.kind != "operator":
@@ -128,6 +139,11 @@ def _unknown(one: Event | None, two: Event | None) -> tuple[str, str]:
     )
 
 
+def _other_operators(one: Event | None, two: Event | None) -> str:
+    names = [event.name if event and event.kind == "operator" else "nothing" for event in (one, two)]
+    return f"other operators run: {names[0]} in one, {names[1]} in the other"
+
+
 def _is_kernel(one: Event | None, two: Event | None) -> bool:
     """Whether the same operator got the same inputs, and random numbers, if any, from the same stream."""
     if one is None or two is None or one.kind != "operator" or one.wrote:
@@ -136,10 +152,32 @@ def _is_kernel(one: Event | None, two: Event | None) -> bool:
     return inputs[0] == inputs[1] and one.values != two.values
 
 
-def _suspect(difference: Difference) -> Place | None:
-    return _choose(difference.held, difference.event.module)
+def _suspect(difference: Difference, kind: str = "") -> Place | None:
+    """Return what has most likely caused it, of all that was held with other values.
+
+    What no pass has changed, such as the time of an import, counts only if the operator takes it in.
+    """
+    module, as_built = difference.event.module, difference.as_built
+    found = [
+        (not _is_taken_in(difference, place), place in as_built, place.owner != module, number, place)
+        for number, (place, pair) in enumerate(difference.held.items())
+        if any(held is not None and kind in ("", held.kind) for held in pair)
+    ]
+    return min((each for each in found if not (each[0] and each[1])), default=[None])[-1]
 
 
-def _choose(places: Iterable[Place], module: str) -> Place | None:
-    """Return the first place, one in the module where there is one."""
-    return min(places, key=lambda place: place.owner != module, default=None)
+def _is_taken_in(difference: Difference, place: Place) -> bool:
+    """Whether it is the optimizer's, a generator, or among what the operator that differs took in."""
+    one, two = difference.expected, difference.found
+    was, now = difference.held[place]
+    if place.owner == OPTIMIZER or "random stream" in (held.kind for held in (was, now) if held is not None):
+        return True
+    if one is None or two is None:
+        return False
+    if was is not None and now is not None and was.kind == "value":
+        return was.value.removeprefix("-") in _numbers(one) and now.value.removeprefix("-") in _numbers(two)
+    return str(place) in [name for name, _ in {*one.outside} ^ {*two.outside}]
+
+
+def _numbers(event: Event) -> list[str]:
+    return [number.removeprefix("-") for number in event.numbers.split(", ")]

@@ -6,18 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from samestep.checking.causes import cause_of
-from samestep.checking.recorder import ChangedBufferError
-from samestep.checking.recording import Difference, Recording, When
-from samestep.errors import DisagreementError
+from samestep.checking.recording import Difference, Recording, Turn, When
+from samestep.checking.surroundings import OPTIMIZER, Place
+from samestep.errors import BufferPolicyError, DisagreementError, LostWorkerError, UsageError
 
-__all__ = [
-    "Finding",
-    "changed_settings",
-    "explain",
-    "explain_buffers",
-    "explain_disagreement",
-    "explain_vanished",
-]
+__all__ = ["Finding", "explain", "explain_disagreement", "explain_error", "explain_vanished", "fault_of"]
 
 
 @dataclass(frozen=True)
@@ -46,81 +39,135 @@ class Finding:
         return "\n".join([self.what, *(f"  {name:<9}  {text}" for name, text in lines if text)])
 
 
+def _finding(what: str, cause: str, remedy: str, *, module: str = "", parameter: str = "") -> Finding:
+    return Finding(what, module or None, None, parameter or None, cause, remedy)
+
+
 def explain(difference: Difference, num_workers: int) -> Finding:
     """Explain a difference between the recordings of one worker and of `num_workers`."""
     event = difference.event
     cause, remedy = cause_of(difference, num_workers)
-    return Finding(
-        _differ(difference.when, num_workers),
-        event.module or None,
-        f"{event.name}, {event.phase}" if event.kind == "operator" else None,
-        difference.parameter,
-        cause,
-        remedy,
-    )
+    operator = f"{event.name}, {event.phase}" if event.kind == "operator" else None
+    what = _differ(difference.when, num_workers)
+    return Finding(what, event.module or None, operator, difference.parameter, cause, remedy)
 
 
-def explain_vanished(difference: Difference, num_workers: int) -> Finding:
+def explain_vanished(difference: Difference, num_workers: int, compiled_again: When | None) -> Finding:
     """Explain a difference that was gone when every operator was watched."""
-    return Finding(
-        _differ(difference.when, num_workers),
-        None,
-        None,
-        difference.parameter,
-        "the difference was gone while every operator was watched: a kernel that adds in the order in which "
-        "threads arrive, a race with another thread, or code that watching switches off (torch.compile)",
-        "check again; try torch.use_deterministic_algorithms(True), and the model without torch.compile",
+    if compiled_again is not None:
+        cause = (
+            "the difference was gone without torch.compile, whose code depends on the shapes that a worker "
+            f"has met before: it compiled again in {compiled_again}"
+        )
+        remedy = "compile with dynamic=False, or let T divide the batch"
+    else:
+        cause = (
+            "the difference was gone while every operator was watched: a kernel that adds in the order in "
+            "which threads arrive, a race with another thread, code that watching switches off "
+            "(torch.compile), or a build() that does something else each time"
+        )
+        remedy = (
+            "check again; try torch.use_deterministic_algorithms(True), and the model without torch.compile"
+        )
+    return _finding(
+        _differ(difference.when, num_workers), cause, remedy, parameter=difference.parameter or ""
     )
 
 
-def explain_buffers(error: ChangedBufferError) -> Finding:
-    """Explain that a tower changed a buffer that is not averaged."""
-    place = error.places[0] if error.places else None
-    cause, _, remedy = error.message.partition(": ")
-    return Finding(
-        f"cannot train: a buffer that is not averaged changes in {error.when}",
-        place.owner if place else None,
-        None,
-        place.name if place else None,
-        cause,
-        remedy,
-    )
+def explain_error(recordings: Sequence[Recording]) -> Finding | None:
+    """Explain that samestep refuses to train, which all workers do alike.
+
+    Raises:
+        Error: the message of which says all there is to say.
+    """
+    failed = [recording for recording in recordings if recording.error is not None]
+    if not failed:
+        return None
+    first = min(failed, key=lambda recording: isinstance(recording.error, LostWorkerError))
+    assert first.error is not None
+    if isinstance(first.error, DisagreementError):
+        return explain_disagreement(first.error)
+    *_, last, end = first.turns.values()
+    if isinstance(first.error, UsageError):
+        return _finding(f"cannot train: samestep refuses {last.when}", str(first.error), "")
+    if not isinstance(first.error, BufferPolicyError):
+        raise first.error
+    cause, _, remedy = str(first.error).partition(": ")
+    changed = [
+        place for place, held in end.held.items() if last.held.get(place) != held and place.name in cause
+    ]
+    place = next(iter(changed), Place("", ""))
+    what = f"cannot train: a buffer that is not averaged changes in {last.when}"
+    return _finding(what, cause, remedy, module=place.owner, parameter=place.name)
 
 
 def explain_disagreement(error: DisagreementError) -> Finding:
     """Explain that workers found out by themselves that they differ."""
-    return Finding(
+    return _finding(
         "cannot train: the workers do not agree",
-        None,
-        None,
-        None,
         str(error),
         "let build() and the batches depend only on what is the same in every process",
     )
 
 
-def changed_settings(recordings: Sequence[Recording]) -> Finding | None:
-    """Look for a turn that changed a setting of its process, such as the number of threads."""
+def fault_of(recordings: Sequence[Recording]) -> Finding | None:
+    """Return what is wrong with a recording by itself."""
     for recording in recordings:
-        for when, turn in recording.turns.items():
-            changes = [
-                f"{name} from {recording.settings[name]} to {value}"
-                for name, value in turn.settings.items()
-                if value != recording.settings[name]
-            ]
-            if changes:
-                module = next((event.module for event in turn.events if event.kind == "setting"), None)
-                return Finding(
-                    f"not the same bits everywhere: {when} changes a setting of its process",
-                    module,
-                    None,
-                    None,
-                    f"it sets {', '.join(changes)}, in this process only, and kernels may give other bits "
-                    "from here on",
-                    "leave it out of the passes: threads is an option of samestep.init, check and train, and "
-                    "the rest is to be set before the model is built, in every process",
-                )
+        for turn in recording.turns.values():
+            finding = _changed_settings(recording, turn) or _written_parameter(turn)
+            if finding is not None:
+                return finding
+        if recording.unaveraged:
+            return _unaveraged(recording)
     return None
+
+
+def _changed_settings(recording: Recording, turn: Turn) -> Finding | None:
+    """Find that a turn changed a setting of its process, such as the number of threads."""
+    changes = [
+        f"{name} from {recording.settings[name]} to {value}"
+        for name, value in turn.settings.items()
+        if value != recording.settings[name]
+    ]
+    if not changes:
+        return None
+    return _finding(
+        f"not the same bits everywhere: {turn.when} changes a setting of its process",
+        f"it sets {', '.join(changes)}, in this process only, and kernels may give other bits from here on",
+        "leave it out of the passes: threads is an option of samestep.init, check and train, and the rest is "
+        "to be set before the model is built, in every process",
+        module=next((event.module for event in turn.events if event.kind == "setting"), ""),
+    )
+
+
+def _written_parameter(turn: Turn) -> Finding | None:
+    """Find that a tower's pass wrote to a parameter of the model."""
+    name, owner = next(iter(turn.written.items()), ("", ""))
+    if not name:
+        return None
+    writer = next((event for event in turn.events if f"parameter {name}" in event.wrote), None)
+    return Finding(
+        f"not the same bits: the pass of {turn.when} writes to a parameter",
+        writer.module if writer else owner,
+        f"{writer.name}, {writer.phase}" if writer else None,
+        name,
+        "towers that come later on the same worker see other weights than those on other workers, and each "
+        "worker is left with its own",
+        "write to it between steps, after the optimizer's update (max_norm= too); or make it a buffer that "
+        "Towers(..., buffers={...}) gives a policy",
+    )
+
+
+def _unaveraged(recording: Recording) -> Finding:
+    """Find that the optimizer updates what is no parameter of the model."""
+    names = ", ".join(recording.unaveraged)
+    return _finding(
+        "cannot train: the optimizer updates what is no parameter of the model",
+        f"nobody averages the gradient of {names}: each worker would follow its own towers",
+        "make it part of the model that Towers is given: an nn.Parameter or a submodule of it",
+        module=OPTIMIZER,
+        parameter=recording.unaveraged[0],
+    )
 
 
 def _differ(when: When, num_workers: int) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -13,17 +14,21 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from samestep.checking.attributes import fingerprint, module_names
+from samestep.checking.attributes import fingerprint
 from samestep.checking.recording import Event
-from samestep.identity import digest
+from samestep.checking.surroundings import LOSS_FUNCTION, OPTIMIZER
+from samestep.identity import digest, precisions
 from samestep.streams import GlobalStreams
 
-__all__ = ["OperatorWatch", "Phase", "process_settings"]
+__all__ = ["OperatorWatch", "Phase", "num_compiled", "process_settings"]
 
 Phase = Literal["none", "forward", "update", "paused"]
 
-_OUTSIDE_MODULES = "the loss function"
 _UNDEFINED = ("empty", "new_empty", "resize_")  # what comes out is whatever the memory held
+
+
+def _float32_precision() -> str:
+    return precisions(torch.backends.mkldnn, torch.backends.cuda, torch.backends.cudnn)
 
 
 def process_settings() -> dict[str, str]:
@@ -32,10 +37,17 @@ def process_settings() -> dict[str, str]:
         "threads": torch.get_num_threads(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "cudnn.benchmark": torch.backends.cudnn.benchmark,
-        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "float32 precision": _float32_precision(),
         "default dtype": torch.get_default_dtype(),
     }
     return {name: str(value) for name, value in settings.items()}
+
+
+def num_compiled() -> int:
+    """Return how many graphs torch.compile has made in this process."""
+    if "torch._dynamo.utils" not in sys.modules:
+        return 0
+    return int(sys.modules["torch._dynamo.utils"].counters["stats"]["unique_graphs"])
 
 
 class OperatorWatch(TorchDispatchMode):
@@ -59,19 +71,16 @@ class OperatorWatch(TorchDispatchMode):
         self.phase: Phase = "none"
         self._modules: list[str] = []
         self._settings = process_settings()
-        self._followed: set[nn.Module] = set()
         self._made_in: dict[int, str] = {}
         self._last_node = -1
         self._names: dict[int, str] = {}
         self._known: dict[int, StorageWeakRef] = {}
 
-    def follow(self, model: nn.Module) -> None:
-        """Note from now on which of the model's modules runs."""
-        for module, name in module_names(model).items():
-            if module not in self._followed:
-                module.register_forward_pre_hook(lambda *_, name=name: self._enter_module(name))
-                module.register_forward_hook(lambda *_: self._leave_module(), always_call=True)
-                self._followed.add(module)
+    def follow(self, modules: Mapping[nn.Module, str]) -> None:
+        """Note from now on which of these modules runs, by name."""
+        for module, name in modules.items():
+            module.register_forward_pre_hook(lambda *_, name=name: self._enter_module(name))
+            module.register_forward_hook(lambda *_: self._leave_module(), always_call=True)
 
     def _enter_module(self, name: str) -> None:
         self._notice_settings()
@@ -112,13 +121,13 @@ class OperatorWatch(TorchDispatchMode):
         if self.phase == "paused":
             return None
         if node is not None and node.name() != "torch::autograd::AccumulateGrad":
-            return "backward", self._made_in.get(node._sequence_nr(), _OUTSIDE_MODULES)
+            return "backward", self._made_in.get(node._sequence_nr(), LOSS_FUNCTION)
         if node is not None or self.phase == "none":
             return None
-        return self.phase, self._module() if self.phase == "forward" else "the optimizer"
+        return self.phase, self._module() if self.phase == "forward" else OPTIMIZER
 
     def _module(self) -> str:
-        return self._modules[-1] if self._modules else _OUTSIDE_MODULES
+        return self._modules[-1] if self._modules else LOSS_FUNCTION
 
     def _claim_nodes(self, module: str) -> None:
         """Note that the autograd nodes made since the last operator belong to a module."""
@@ -133,7 +142,7 @@ class OperatorWatch(TorchDispatchMode):
         """Run an operator, and write down what it did."""
         kwargs = kwargs or {}
         where = self._where()
-        if where is None or not isinstance(func, OpOverload):
+        if where is None or not isinstance(func, OpOverload) or func.namespace == "profiler":
             return func(*args, **kwargs)
         written = _written(func, args, kwargs)
         leaves = pytree.tree_leaves((args, kwargs))

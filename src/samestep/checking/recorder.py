@@ -1,8 +1,9 @@
-"""Recording a few steps, on a real worker, or in one process with a fresh model for each worker."""
+"""Recording a few steps of one worker, real or a stand-in."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -12,104 +13,65 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from samestep.checking.attributes import Held, Place, fingerprint, held_by, outside_tensors
-from samestep.checking.operators import OperatorWatch, Phase, process_settings
+from samestep.buffers.named_buffers import find_named_buffers
+from samestep.buffers.policies import assign_policies
+from samestep.checking.attributes import fingerprint, held_by
+from samestep.checking.operators import OperatorWatch, Phase, num_compiled, process_settings
 from samestep.checking.recording import Event, Recording, Turn, When
-from samestep.errors import BufferPolicyError, ConfigError
-from samestep.identity import digest
+from samestep.checking.surroundings import Surroundings
+from samestep.errors import ConfigError, Error
+from samestep.identity import digest, plain_names
 from samestep.streams import GlobalStreams, seed_globals, stream_seed
-from samestep.summation.placement import Placement
 from samestep.towers.nest import tensors
 from samestep.towers.report import Report
-from samestep.towers.run import Tower
-from samestep.towers.step import LossFunction, Step
+from samestep.towers.step import Step
+from samestep.towers.tower import Tower
 from samestep.towers.towers import Towers
 from samestep.workers.job import Job
 
-__all__ = ["ChangedBufferError", "Subject", "Trial", "record"]
+__all__ = ["Subject", "Trial", "record"]
 
 Subject = Callable[[Job], tuple[Step, Iterable[Any]]]
 """What is recorded: makes the step of one worker, and gives its batches, without end."""
 
-
 _recorded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-
-class ChangedBufferError(Exception):
-    """A tower changed a buffer that is not averaged: which one, and the message of the error."""
-
-    def __init__(self, when: When, places: list[Place], message: str) -> None:
-        super().__init__(when, places, message)
-        self.when = when
-        self.places = places
-        self.message = message
 
 
 @dataclass(frozen=True)
 class Trial:
-    """How to record.
+    """How to record."""
 
-    Attributes:
-        number: of this recording; whatever is drawn outside the towers' turns depends on it.
-        steps: how many to take.
-        operators: whether to record every operator.
-        stand_ins: fresh models that stand for as many workers in one process.
-    """
-
-    number: int
-    steps: int
-    operators: bool = False
-    stand_ins: int = 1
-
-
-@dataclass
-class _Worker:
-    """One worker's own model and loss function, and what the model held when it was built."""
-
-    model: nn.Module
-    loss_fn: LossFunction
-    built: dict[Place, Held]
-
-    def held(self) -> dict[Place, Held]:
-        return held_by(self.model, self.loss_fn)
+    number: int  # of this recording; whatever is drawn outside the towers' turns depends on it
+    steps: int  # how many to take
+    operators: bool = False  # whether to record every operator
 
 
 def record(subject: Subject, job: Job, trial: Trial) -> Recording:
-    """Build what `subject` makes, take a few steps, and return what happened in them.
+    """Build what `subject` makes, take a few steps as one worker, and return what happened in them.
 
     Global generators are seeded alike before worker 0's build, whose weights all workers take over, and
     differently before the others' and outside the towers' turns, where training does not keep them alike.
+    An error of samestep's in a step ends the recording, and is part of it.
 
     Raises:
-        ChangedBufferError: a tower changed a buffer that is not averaged.
+        ConfigError: it was built before, or cannot be trained.
     """
     streams = GlobalStreams.capture(job.device)
     torch.set_num_threads(job.threads)
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()  # as a new process, which has compiled nothing yet
     try:
-        workers, step, batches = _build(subject, job, trial)
-        recorder = _Recorder(workers, step, trial)
+        seed_globals(stream_seed(0, "build", job.rank), job.device)
+        step, batches = subject(job)
+        _check_new(step.towers.model)
+        recorder = _Recorder(step, trial)
         seed_globals(stream_seed(trial.number, "outside turns", job.world_size, job.rank), job.device)
         return recorder.run(batches)
     finally:
         streams.restore()
-
-
-def _build(subject: Subject, job: Job, trial: Trial) -> tuple[list[_Worker], Step, Iterable[Any]]:
-    made = []
-    for rank in range(job.rank, job.rank + trial.stand_ins):
-        seed_globals(stream_seed(0, "build", rank), job.device)
-        made.append(subject(job))
-        _check_new(made[-1][0].towers.model)
-    steps = [step for step, _ in made]
-    for step in steps[1:]:
-        _share_weights(steps[0].towers.model, step.towers.model)
-    workers = [_Worker(step.towers.model, step.loss_fn, {}) for step in steps]
-    for worker in workers:
-        worker.built = worker.held()
-    return workers, *made[0]
 
 
 def _check_new(model: nn.Module) -> None:
@@ -118,84 +80,74 @@ def _check_new(model: nn.Module) -> None:
     _recorded.add(model)
 
 
-def _share_weights(model: nn.Module, stand_in: nn.Module) -> None:
-    """Make a stand-in compute with the model's own parameters, buffers and normalisation layers."""
-    owned, theirs = (
-        {**dict(each.named_parameters(remove_duplicate=False)), **dict(each.named_buffers())}
-        for each in (model, stand_in)
-    )
-    if [(n, t.shape) for n, t in owned.items()] != [(n, t.shape) for n, t in theirs.items()]:
-        raise ConfigError("build() makes a model with other parameters or buffers each time it is called")
-    for path, module in model.named_modules(remove_duplicate=False):
-        if path and isinstance(module, _NormBase):  # its statistics are collected from the layer itself
-            stand_in.set_submodule(path, module)
-            continue
-        place = stand_in.get_submodule(path)
-        for name, parameter in module._parameters.items():
-            setattr(place, name, parameter)  # recurrent layers note their parameters a second time
-        # The same dictionaries, because a forward may put another tensor in a buffer's place.
-        place._parameters, place._buffers = module._parameters, module._buffers
-
-
 class _Recorder:
-    """Writes down the turns of one process while a `Step` runs as it always does."""
+    """Writes down the turns of one worker while a `Step` runs as it always does."""
 
-    def __init__(self, workers: list[_Worker], step: Step, trial: Trial) -> None:
-        self._workers = workers
+    def __init__(self, step: Step, trial: Trial) -> None:
         self._step = step
+        self._loss_fn = step.loss_fn
         self._num_steps = trial.steps
         self._towers = step.towers
         self._model = step.towers.model
-        self._worker = workers[0]
+        self._built = held_by(self._surroundings(), self._model)
         self._recording = Recording(process_settings())
         self._turn: Turn | None = None
-        self._owner = Placement.even(self._towers.placement.num_towers, trial.stand_ins).owner
+        self._last: Turn | None = None
         self._watch = OperatorWatch(self._towers.job.device, self._write) if trial.operators else None
+        policies = assign_policies(find_named_buffers(self._model), self._towers._settings.buffers)
+        self._ignored = {name for name, policy in policies.items() if policy == "ignore"}
         step.loss_fn = self._loss
         step.towers = cast(Towers, _Turns(step.towers, self))
 
+    def _surroundings(self) -> Surroundings:
+        return Surroundings(self._model, self._loss_fn, self._step.optimizer)
+
     def run(self, batches: Iterable[Any]) -> Recording:
-        """Take the steps."""
-        hooks = [
-            parameter.register_hook(partial(self._write_tensor, "gradient", name))
-            for name, parameter in self._model.named_parameters()
-            if parameter.requires_grad
-        ]
+        """Take the steps, up to the first that fails."""
+        # Hooks on nodes, because samestep warns of those on parameters; a node lives while it is referred to.
+        trained = {name: p for name, p in self._parameters().items() if p.requires_grad}
+        nodes = {name: get_gradient_edge(parameter).node for name, parameter in trained.items()}
+        hooks = [node.register_prehook(partial(self._write_gradient, name)) for name, node in nodes.items()]
         self._open(When(0, "build"))
         self._close_with_weights()
         if self._watch is not None:
-            for worker in self._workers:
-                self._watch.follow(worker.model)
+            self._watch.follow(self._surroundings().modules)
         with contextlib.nullcontext() if self._watch is None else self._watch:
             for batch in islice(batches, self._num_steps):
-                self._take_step(batch)
+                if not self._take_step(batch):
+                    break
         for hook in hooks:
             hook.remove()
         self._recording.digest = digest(self._model)
         return self._recording
 
-    def _take_step(self, batch: Any) -> None:
+    def _take_step(self, batch: Any) -> bool:
+        """Take a step, and say whether that was possible."""
         number = self._towers.step
         try:
             self._step(batch)
-        except BufferPolicyError as error:
-            raise self._changed_buffers(error) from error
+        except Error as error:
+            self._recording.error = error
+            self._open(When(number, "error"))  # shows what the last pass has changed
+            self._turn = None
+            self._recording.unaveraged = self._unaveraged()
+            return False
         if self._turn is None:  # a step that averages by other means than `Towers.average`
             self._open(When(number, "update"))
         self._close_with_weights()
+        return True
 
     def open_tower(self, step: int, tower: Tower) -> None:
-        """Start a tower's turn, on the worker that runs it."""
-        self._worker = self._workers[self._owner(tower.index)]
+        """Start a tower's turn."""
         self._open(When(step, f"tower {tower.index}"), tower.batch)
         for name, rows in _named_rows(tower.batch):
             self._write_tensor("rows", name, rows)
 
     def open_update(self, step: int) -> None:
         """Start what comes after the average."""
-        self._worker = self._workers[0]
         self._open(When(step, "update"))
-        for name, parameter in self._model.named_parameters():
+        self._recording.unaveraged = self._unaveraged()
+        for name, parameter in self._parameters().items():
             if parameter.grad is not None:
                 self._write_tensor("average", name, parameter.grad)
                 if self._watch is not None:
@@ -207,43 +159,68 @@ class _Recorder:
         """End the turn."""
         assert self._turn is not None
         self._turn.settings = process_settings()
+        self._turn.num_compiled = num_compiled() - self._turn.num_compiled
         self._turn = None
 
-    def _changed_buffers(self, error: BufferPolicyError) -> ChangedBufferError:
-        """Say what the last tower has changed that it must not."""
-        when, turn = next(reversed(self._recording.turns.items()))
-        now, before = self._worker.held(), turn.held
-        places = [p for p, held in now.items() if held.kind == "buffer" and before.get(p) != held]
-        return ChangedBufferError(when, places, str(error))
+    def _unaveraged(self) -> tuple[str, ...]:
+        """Name what the optimizer updates by a gradient of this worker's alone."""
+        own = set(map(id, self._towers._replica.model.parameters()))  # with what is averaged beside the model
+        names = {id(parameter): name for name, parameter in self._surroundings().parameters()}
+        listed = [parameter for group in self._step.optimizer.param_groups for parameter in group["params"]]
+        return tuple(
+            names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
+            for parameter in listed
+            if id(parameter) not in own and parameter.requires_grad
+            if parameter.grad is not None or self._recording.error is not None
+        )
 
     def _open(self, when: When, batch: Any = None) -> None:
         with self._during("paused"):
-            held = self._worker.held()
-            built = self._worker.built
-            changed = {place: value for place, value in held.items() if built.get(place) != value}
-            self._turn = self._recording.turns[when] = Turn(built, changed)
+            surroundings = self._surroundings()
+            held, weights = held_by(surroundings, self._model), self._weights()
+            self._note_written(weights)
+            changed = {place: value for place, value in held.items() if self._built.get(place) != value}
+            self._turn = self._last = Turn(when, self._built, changed, weights, num_compiled=num_compiled())
+            self._recording.turns[when] = self._turn
             if self._watch is not None:
-                outside = outside_tensors(self._worker.model, self._worker.loss_fn)
-                self._watch.start_turn([*outside, *_named_rows(batch)])
+                self._watch.start_turn([*surroundings.tensors(), *_named_rows(batch)])
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return plain_names(dict(self._model.named_parameters()))
+
+    def _weights(self) -> dict[str, str]:
+        return {name: fingerprint(parameter) for name, parameter in self._parameters().items()}
+
+    def _note_written(self, weights: dict[str, str]) -> None:
+        """Note which parameters of the model the last pass has written to, and whose they are."""
+        if self._last is not None and self._last.when.is_tower:
+            before = self._last.weights
+            changed = [name for name in {**before, **weights} if before.get(name) != weights.get(name)]
+            if changed:
+                self._last.written = self._surroundings().owners(changed)
 
     def _close_with_weights(self) -> None:
         if self._watch is not None:
             self._watch.phase = "none"
-        for name, value in self._model.state_dict().items():
+        kept = {name: v for name, v in self._model.state_dict().items() if name not in self._ignored}
+        for name, value in plain_names(kept).items():
             if isinstance(value, Tensor):
                 self._write_tensor("weight", name, value)
         self.close()
 
     def _loss(self, model: nn.Module, *batch: Any) -> Any:
-        """Stand in for the step's loss function: call that of the worker on turn."""
+        """Stand in for the step's loss function."""
         with self._during("forward"):
-            result = self._worker.loss_fn(self._worker.model, *batch)
+            result = self._loss_fn(model, *batch)
         for leaf in pytree.tree_leaves(result):  # the loss, or losses by name, and what it counts
             if isinstance(leaf, Tensor):
                 self._write_tensor("loss", "loss", leaf)
             else:
                 self._write(Event("loss", "count", repr(leaf)))
         return result
+
+    def _write_gradient(self, name: str, gradients: tuple[Tensor, ...]) -> None:
+        self._write_tensor("gradient", name, gradients[0])
 
     def _write_tensor(self, kind: Any, name: str, tensor: Tensor) -> None:
         with self._during("paused"):

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Literal, NamedTuple
 
-from samestep.checking.attributes import Held, Place
+from samestep.checking.attributes import Held
+from samestep.checking.surroundings import Place
+from samestep.errors import Error
 
-__all__ = ["Difference", "Event", "Recording", "Turn", "When", "first_difference", "held_differences"]
+__all__ = [
+    "Difference",
+    "Event",
+    "Recording",
+    "Turn",
+    "When",
+    "compiled_again",
+    "first_difference",
+    "held_differences",
+]
 
 
 class When(NamedTuple):
-    """A part of a step: "tower 3", or "update" for what comes after the average; or "build" before all."""
+    """A part of a step: "tower 3", or "update" after it; "build" before all, or "error" after all."""
 
     step: int
     part: str
+
+    @property
+    def is_tower(self) -> bool:
+        """Whether it is a tower's pass."""
+        return self.part.startswith("tower")
 
     def __str__(self) -> str:
         return "build()" if self.part == "build" else f"step {self.step}, {self.part}"
@@ -24,46 +40,33 @@ class When(NamedTuple):
 
 @dataclass(frozen=True)
 class Event:
-    """One result that must be the same in every placement.
-
-    Attributes:
-        kind: what was recorded.
-        name: of the operator or the tensor.
-        values: digest of what came out.
-        module: where it happened, by path and class.
-        phase: "forward", "backward" or "update".
-        numbers: the operator's arguments other than tensors.
-        outside: tensors that it took in and that no operator of this turn had made: (name, digest).
-        stream: what an operator drew random numbers from: "own", or the state of the global one.
-        wrote: outside tensors that it wrote to.
-    """
+    """One result that must be the same in every placement."""
 
     kind: Literal["rows", "operator", "setting", "loss", "gradient", "average", "weight"]
-    name: str
-    values: str
-    module: str = ""
-    phase: str = ""
-    numbers: str = ""
-    outside: tuple[tuple[str, str], ...] = ()
-    stream: str = ""
-    wrote: tuple[str, ...] = ()
+    name: str  # of the operator or the tensor
+    values: str  # digest of what came out
+    module: str = ""  # where it happened, by path and class
+    phase: str = ""  # "forward", "backward" or "update"
+    numbers: str = ""  # the operator's arguments other than tensors
+    outside: tuple[
+        tuple[str, str], ...
+    ] = ()  # tensors from outside this turn that it took in: (name, digest)
+    stream: str = ""  # what an operator drew random numbers from: "own", or the state of the global one
+    wrote: tuple[str, ...] = ()  # outside tensors that it wrote to
 
 
 @dataclass
 class Turn:
-    """All that happened in one part of a step.
+    """All that happened in one part of a step."""
 
-    Attributes:
-        events: in order.
-        built: what the model held when it was built; shared by all turns on the same model.
-        changed: what of it was different before this turn.
-        settings: of the process, after the turn.
-    """
-
-    built: Mapping[Place, Held]
-    changed: Mapping[Place, Held] = field(default_factory=dict)
-    events: list[Event] = field(default_factory=list)
-    settings: Mapping[str, str] = field(default_factory=dict)
+    when: When
+    built: Mapping[Place, Held]  # what the model held when it was built; shared by all turns
+    changed: Mapping[Place, Held] = field(default_factory=dict)  # what of it was different before this turn
+    weights: Mapping[str, str] = field(default_factory=dict)  # digests of the parameters before this turn
+    written: Mapping[str, str] = field(default_factory=dict)  # parameters that a pass wrote to, their modules
+    events: list[Event] = field(default_factory=list)  # in order
+    settings: Mapping[str, str] = field(default_factory=dict)  # of the process at its end; {} if it failed
+    num_compiled: int = 0  # how many graphs torch.compile made in it
 
     @property
     def results(self) -> list[Event]:
@@ -78,61 +81,64 @@ class Turn:
 
 @dataclass
 class Recording:
-    """The turns of one worker, in the order of execution.
+    """The turns of one worker, in the order of execution."""
 
-    Attributes:
-        settings: of the process, before the first step.
-        digest: of the weights, after the last step.
-    """
-
-    settings: Mapping[str, str]
+    settings: Mapping[str, str]  # of the process, before the first step
     turns: dict[When, Turn] = field(default_factory=dict)
-    digest: str = ""
+    digest: str = ""  # of the weights, after the last step
+    unaveraged: Sequence[str] = ()  # what the optimizer updates by gradients that are not averaged
+    error: Error | None = None  # what ended the steps early
+
+    @property
+    def changed(self) -> set[Place]:
+        """What turns have changed of what was built."""
+        return {place for turn in self.turns.values() for place in turn.changed}
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether any weight has changed."""
+        ends = [{e.name: e.values for e in turn.events if e.kind == "weight"} for turn in self.turns.values()]
+        return not self.turns or ends[0] != ends[-1]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first event that is not the same.
-
-    Attributes:
-        when: in which turn.
-        expected: what the reference has there; None where it has nothing any more.
-        found: what the other placement has.
-        held: what the model held before the turn, where it differs: (reference, other).
-        as_built: what of that no turn has changed, so that it differed from the start.
-        parameter: the first one with another gradient, average or value in the same turn.
-    """
+    """The first event that is not the same."""
 
     when: When
-    expected: Event | None
-    found: Event | None
-    held: Mapping[Place, tuple[Held | None, Held | None]]
-    as_built: frozenset[Place]
-    parameter: str | None
+    expected: Event | None  # what the reference has there; None where it has nothing any more
+    found: Event | None  # what the other placement has
+    held: Mapping[Place, tuple[Held | None, Held | None]]  # before the turn, where it differs
+    as_built: frozenset[Place]  # what of that no turn has changed, so that it differed from the start
+    parameter: str | None  # the first with another gradient, average or value in the same turn
 
     @property
     def event(self) -> Event:
-        """One of the two."""
-        event = self.expected or self.found
-        assert event is not None
-        return event
+        """One of the two: the operator, if only one is."""
+        events = [event for event in (self.expected, self.found) if event is not None]
+        return next((event for event in events if event.kind == "operator"), events[0])
 
 
-def first_difference(reference: Recording, workers: Sequence[Recording]) -> Difference | None:
+def first_difference(
+    reference: Recording, workers: Sequence[Recording], changed: Collection[Place] = ()
+) -> Difference | None:
     """Walk the reference, a recording of one worker, and return where one of `workers` parts from it.
 
-    Turns with the same results are the same: some operators return memory that is never read.
+    Turns with the same results are the same: some operators return memory that is never read. A turn that an
+    error ended is not compared. `changed` is what turns are known to change, from other recordings.
     """
     for when, turn in reference.turns.items():
-        others = [worker.turns[when] for worker in workers if when in worker.turns]
-        assert others, f"no worker ran {when}"
-        for other in others:
-            if other.results != turn.results:
-                passing = {
-                    p for each in (reference, *workers) for t in each.turns.values() for p in t.changed
-                }
-                return _difference(when, turn, other, passing)
+        for other in [worker.turns[when] for worker in workers if when in worker.turns]:
+            if turn.settings and other.settings and other.results != turn.results:
+                passing = {place for each in (reference, *workers) for place in each.changed}
+                return _difference(when, turn, other, passing.union(changed))
     return None
+
+
+def compiled_again(recording: Recording) -> When | None:
+    """Return the first turn after the first tower's in which torch.compile made another graph."""
+    turns = [when for when, turn in recording.turns.items() if when.is_tower and turn.num_compiled]
+    return next((when for when in turns if when != When(0, "tower 0")), None)
 
 
 def held_differences(reference: Recording, workers: Sequence[Recording]) -> Iterator[Place]:
@@ -163,13 +169,12 @@ def _held_differences(turn: Turn, other: Turn) -> dict[Place, tuple[Held | None,
 
 def _first_parameter(turn: Turn, other: Turn) -> str | None:
     """Compare by name, because operators that differ shift what comes after them."""
-    named = [
-        {(event.kind, event.name): event.values for event in each.events if event.kind in _OF_PARAMETERS}
+    one, two = (
+        {
+            (event.kind, event.name): event.values
+            for event in each.results
+            if event.kind not in ("rows", "loss")
+        }
         for each in (turn, other)
-    ]
-    return next(
-        (name for (kind, name), values in named[0].items() if named[1].get((kind, name)) != values), None
     )
-
-
-_OF_PARAMETERS = ("gradient", "average", "weight")
+    return next((name for (kind, name), values in one.items() if two.get((kind, name)) != values), None)

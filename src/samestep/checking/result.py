@@ -92,7 +92,7 @@ def check(  # noqa: PLR0913 - what is run, and how, each with a default
 
     The steps are taken by one worker, twice, and then by each number of `workers`. Compared are, for
     every step and tower, the tower's rows, its loss and every parameter's gradient; then the averages and
-    the weights. Where something differs, both runs are repeated with every operator watched.
+    every worker's weights. Where something differs, both runs are repeated with every operator watched.
 
     Args:
         build: makes a new model and returns `(model, loss_fn)` or `(model, loss_fn, optimizer)`, as `Step`
@@ -103,8 +103,8 @@ def check(  # noqa: PLR0913 - what is run, and how, each with a default
         steps: how many to take.
         workers: the numbers of workers to compare with one; those above `towers` are left out.
         processes: run each worker in a process of its own. Otherwise, and where `build` cannot be pickled,
-            a fresh model stands in for each worker in this process: quicker, but what a process has of its
-            own (its generators outside the towers' turns, its imports) is not seen.
+            stand-ins in this process take the workers' places, each with its own `build()`: quicker, but
+            they share what a process has for itself (globals, environment, caches, imports); a note says so.
         device: as for `samestep.init`, which is called.
         threads: CPU threads of each worker.
         autocast: as for `samestep.Step`.
@@ -124,6 +124,7 @@ def check(  # noqa: PLR0913 - what is run, and how, each with a default
         ...     return torch.nn.Linear(2, 1), lambda model, x: model(x).square().mean()
         >>> print(check(build, torch.randn(10, 2), towers=4, processes=False))
         same bits: 4 towers, 3 steps, placements 1, 1, 2, 3 workers
+        note: stand-ins took the workers' places, and share the globals, environment and caches of ...
     """
     if not callable(build):
         raise ConfigError(
@@ -170,7 +171,8 @@ class _Built:
         model.to(job.device)
         towers = Towers(model, self.towers, job=job, **self.options)
         # The learning rate only has to move the weights, and not so far that they become infinite.
-        optimizer = optimizer or torch.optim.SGD(towers.parameters, lr=1e-3)
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = optimizer or torch.optim.SGD(trainable, lr=1e-3)
         return Step(towers, loss_fn, optimizer, autocast=self.autocast), itertools.cycle(self.batches)
 
 

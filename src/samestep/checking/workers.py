@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
-import multiprocessing.connection
 import os
 import pickle
+import signal
 import sys
-import threading
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from samestep.checking.recorder import Subject, Trial, record
 from samestep.checking.recording import Recording
@@ -18,31 +19,11 @@ from samestep.errors import LostWorkerError, UsageError
 from samestep.streams import seed_globals, stream_seed
 from samestep.workers.environment import environment, worker_environment
 from samestep.workers.job import init
+from samestep.workers.process import end_with_parent
 from samestep.workers.rendezvous import open_store
 from samestep.workers.transport import is_lost_connection
 
-__all__ = ["Workers", "why_not_elsewhere"]
-
-
-@dataclass(frozen=True)
-class _Seat:
-    """One worker's place in a job of processes on this machine."""
-
-    rank: int
-    world_size: int
-    port: int
-
-    def environment(self) -> dict[str, str]:
-        """Return what torchrun would set, with a store that the parent keeps."""
-        return {
-            "RANK": str(self.rank),
-            "LOCAL_RANK": str(self.rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_WORLD_SIZE": str(self.world_size),
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": str(self.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }
+__all__ = ["Workers", "recordings", "why_not_elsewhere"]
 
 
 class Workers:
@@ -57,32 +38,39 @@ class Workers:
     def __init__(self, most: int, *, device: str, threads: int) -> None:
         self._device = device
         self._threads = threads
+        context = multiprocessing.get_context("spawn")
         self._pool = ProcessPoolExecutor(
-            most, mp_context=multiprocessing.get_context("spawn"), initializer=_end_with_parent
+            most, mp_context=context, initializer=end_with_parent, initargs=(signal.SIGKILL,)
         )
 
-    def record(self, subject: Subject, trial: Trial, num_workers: int) -> list[Recording]:
-        """Run one job, and return what each worker recorded of `subject`, which must be picklable.
-
-        Raises:
-            UsageError: the calling script starts itself again in every worker.
-        """
+    def record(self, subject: Subject, trial: Trial, num_workers: int) -> list[Any]:
+        """Run one job, and return what each worker recorded or raised; `subject` must be picklable."""
         store = open_store()  # a job's own, so that no key is stale
-        seats = [_Seat(rank, num_workers, store.port) for rank in range(num_workers)]
-        pickled = pickle.dumps(subject)
+        work = partial(_work, pickle.dumps(subject), trial, self._device, self._threads)
         with worker_environment(self._threads, []):
-            futures = [
-                self._pool.submit(_work, pickled, trial, seat, self._device, self._threads) for seat in seats
-            ]
+            seats = [_as_torchrun(rank, num_workers, store.port) for rank in range(num_workers)]
+            futures = [self._pool.submit(work, seat) for seat in seats]
             wait(futures)
-        _raise_root_cause(futures)
-        return [future.result() for future in futures]
+        return [future.exception() or future.result() for future in futures]
 
     def __enter__(self) -> Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
+
+
+def _as_torchrun(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """Return the environment of one worker, with a store that the parent keeps."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
 
 def why_not_elsewhere(subject: Subject) -> str | None:
@@ -97,31 +85,24 @@ def why_not_elsewhere(subject: Subject) -> str | None:
     return None
 
 
-def _end_with_parent() -> None:
-    """Leave no process behind where the parent is killed."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    sentinel = parent.sentinel
+def recordings(outcomes: Sequence[Any]) -> list[Recording]:
+    """Return what workers recorded, or raise the error that is not merely the loss of another worker.
 
-    def watch() -> None:
-        multiprocessing.connection.wait([sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _raise_root_cause(futures: list[Future[Recording]]) -> None:
-    """Raise the error that is not merely the loss of another worker, if there is any error."""
-    errors = [error for future in futures if (error := future.exception()) is not None]
-    if not errors:
-        return
-    first = min(errors, key=_is_of_another_worker)
+    Raises:
+        UsageError: the calling script starts itself again in every worker.
+    """
+    errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    found = [outcome for outcome in outcomes if isinstance(outcome, Recording)]
+    first = min(errors, key=_is_of_another_worker, default=None)
     if isinstance(first, BrokenProcessPool):
         raise UsageError(
             "a worker process ended before it had done anything: in a script, call samestep.check under "
             "`if __name__ == '__main__':`, because every worker imports the script"
         ) from first
-    raise first
+    is_told = any(recording.error is not None for recording in found)
+    if first is not None and not (is_told and _is_of_another_worker(first)):
+        raise first
+    return found
 
 
 def _is_of_another_worker(error: BaseException) -> bool:
@@ -129,20 +110,21 @@ def _is_of_another_worker(error: BaseException) -> bool:
     return isinstance(error, LostWorkerError) or is_lost_connection(error)
 
 
-def _work(pickled: bytes, trial: Trial, seat: _Seat, device: str, threads: int) -> Recording:
+def _work(pickled: bytes, trial: Trial, device: str, threads: int, seat: dict[str, str]) -> Recording:
     """Be one worker of one job."""
     # Its functions have the group of the moment they are imported as a default argument. An optimizer imports
     # it, by way of torch.compile; a group that is still referred to there is never closed.
     import torch.distributed.nn  # noqa: F401
 
-    with environment(seat.environment()):
+    with environment(seat):
         job = init(device, threads=threads)
         try:
             # What importing the user's code draws may differ between workers.
-            seed_globals(stream_seed(trial.number, "import", seat.world_size, seat.rank), job.device)
+            seed_globals(stream_seed(trial.number, "import", job.world_size, job.rank), job.device)
             subject: Subject = pickle.loads(pickled)
             recording = record(subject, job, trial)
-            job.barrier()
+            if recording.error is None:  # else others may be in the middle of a step
+                job.barrier()
             return recording
         finally:
             job.transport.close()  # also where it failed: the others notice, and stop waiting

@@ -17,9 +17,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 from torch.utils.data import DataLoader
 
 from samestep.data.readers import BatchedReader, Reader, Request, is_batched
+from samestep.data.single_rows import warn_of_single_rows
 from samestep.data.stream import RequestSampler, Stream
 from samestep.errors import ConfigError, UsageError
 from samestep.identity import check_same
@@ -44,6 +46,10 @@ class PlacedTowers(Protocol):
     """What a `TowerLoader` needs of `samestep.Towers`; `placement` may change between any two steps."""
 
     @property
+    def model(self) -> nn.Module:
+        """What is trained."""
+
+    @property
     def placement(self) -> Placement:
         """Which towers each worker runs."""
 
@@ -59,6 +65,8 @@ class TowerLoader:
     Around `dataset[example]` torch's CPU generator, Python's `random` and NumPy's legacy generator are
     seeded from (seed, epoch, example), and around `collate_fn` from (seed, position, tower). Examples are
     read with one CPU thread, in loader processes and without.
+
+    Where a batch leaves some tower a single row and the model has a `BatchNorm1d`, there is a warning.
 
     A batch's slices are read one by one, small ones up to 4 MiB together: a loader process holds
     `prefetch_factor` of these, not batches. They are handed out when they are asked for, in order; one that
@@ -108,6 +116,13 @@ class TowerLoader:
         batched = is_batched(dataset)
         _check(dataset, batch_size, drop_last)
         _check_options(dataloader_options, collate_fn if batched else None)
+        warn_of_single_rows(
+            towers.model,
+            towers.placement.num_towers,
+            examples=len(dataset),
+            batch_size=batch_size,
+            drop_last=drop_last,
+        )
         self.dataset = dataset
         self.batch_size = batch_size
         self.seed = seed

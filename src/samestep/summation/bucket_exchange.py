@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from samestep.summation.buckets import FAILED, Bucket, pack, unpack
+from samestep.summation.buckets import Bucket, pack, unpack
 from samestep.summation.gradients import Gradients, add_partial_sums, divide
 from samestep.summation.plan import Plan
+from samestep.workers.collectives import post_to_all
 from samestep.workers.job import Job
-from samestep.workers.transport import Pending, Tensors
+from samestep.workers.transport import Pending
 
-__all__ = ["BucketExchange", "LocalBucket", "Node", "SharedBucket", "exchange_bucket"]
+__all__ = ["LocalBucket", "Node", "SharedBucket"]
 
 Node = tuple[range, Gradients]
 """A subtree of the canonical tree, as the towers under it, and its sum."""
@@ -22,28 +23,25 @@ Node = tuple[range, Gradients]
 class LocalBucket:
     """The bucket of a job of one worker: nothing is sent, so nothing is packed."""
 
-    def __init__(self, bucket: Bucket, nodes: Sequence[Node] | None) -> None:
-        self._bucket = bucket
-        self._gradients = [] if nodes is None else nodes[0][1]
-        self._divisor = torch.ones(())
-        self.has_failed = nodes is None
+    def __init__(self, bucket: Bucket, nodes: Sequence[Node]) -> None:
+        ((_, gradients),) = nodes
+        self._gradients = list(zip(bucket.parameters, gradients, strict=True))
 
-    def post(self, outgoing: Tensors, incoming: Tensors, what: str) -> None:
+    def post(self, beside: Sequence[Sequence[Tensor]], what: str) -> None:
         """Do nothing."""
 
     def average(self, divisor: Tensor, what: str) -> None:
-        """Note what to divide by."""
-        self._divisor = divisor
+        """Divide in place."""
+        for _, gradient in self._gradients:
+            if gradient is not None:
+                divide(gradient, divisor, out=gradient)
 
     def wait(self) -> None:
         """Do nothing."""
 
-    def gradients(self) -> Iterator[tuple[int, Tensor | None]]:
-        """Divide in place."""
-        for index, gradient in zip(self._bucket.parameters, self._gradients, strict=True):
-            if gradient is not None:
-                divide(gradient, self._divisor, out=gradient)
-            yield index, gradient
+    def gradients(self) -> Iterable[tuple[int, Tensor | None]]:
+        """Return the averages by parameter."""
+        return self._gradients
 
 
 class SharedBucket:
@@ -51,62 +49,50 @@ class SharedBucket:
 
     Workers send each other the shards of their subtrees; each finishes the canonical tree on its own shard
     and divides once; then all send each other the finished shards. The averages end in the memory of this
-    worker's first subtree, which is made for the step and given away with the gradients.
-
-    Args:
-        job: of this worker.
-        plan: of the step.
-        bucket: which one.
-        nodes: this worker's partial sums; None where it met an error.
+    worker's first subtree, which is made for the step and given away with the gradients. Without nodes, the
+    bucket is sent unfilled.
     """
 
     def __init__(self, job: Job, plan: Plan, bucket: Bucket, nodes: Sequence[Node] | None) -> None:
         self._job = job
         self._plan = plan
         self._bucket = bucket
-        self._others = [worker for worker in range(job.world_size) if worker != job.rank]
-        like = torch.empty(0, dtype=bucket.dtype, device=job.device)
+        like, size = torch.empty(0, dtype=bucket.dtype, device=job.device), len(bucket.shards[job.rank])
         self._rows = [like.new_empty(bucket.num_elements) for _ in plan.spans[job.rank]]
         self._used_here = [True] * len(bucket.parameters)
-        if nodes is None:
-            for row in self._rows:
-                row.fill_(FAILED)
-        else:
-            self._fill(nodes)
-        size = len(bucket.shards[job.rank])
-        self._arrived = {worker: like.new_empty(len(plan.spans[worker]), size) for worker in self._others}
+        if nodes is not None:
+            for row, (_, gradients) in zip(self._rows, nodes, strict=True):
+                pack(bucket, row, gradients)
+            columns = zip(*(gradients for _, gradients in nodes), strict=True)
+            self._used_here = [any(gradient is not None for gradient in column) for column in columns]
+        # All workers' sums of the shard that this one averages.
+        self._sums = [
+            self._cut(worker) if worker == job.rank else list(like.new_empty(len(spans), size))
+            for worker, spans in enumerate(plan.spans)
+        ]
         self._pending: Pending | None = None
 
-    def _fill(self, nodes: Sequence[Node]) -> None:
-        for row, (_, gradients) in zip(self._rows, nodes, strict=True):
-            pack(self._bucket, row, gradients)
-        columns = zip(*([g is not None for g in gradients] for _, gradients in nodes), strict=True)
-        self._used_here = [any(column) for column in columns]
+    def _cut(self, worker: int) -> list[Tensor]:
+        shard = self._bucket.shards[worker]
+        return [row[shard.start : shard.stop] for row in self._rows]
 
-    def post(self, outgoing: Tensors, incoming: Tensors, what: str) -> None:
-        """Start to send each worker its shard of this worker's partial sums."""
-        sent = {worker: [*outgoing.get(worker, ()), *self._partial_sums(worker)] for worker in self._others}
-        filled = {worker: [*incoming.get(worker, ()), *self._arrived[worker]] for worker in self._others}
-        self._pending = self._job.transport.post(sent, filled, what)
+    def post(self, beside: Sequence[Sequence[Tensor]], what: str) -> None:
+        """Start to send each worker its shard of this worker's partial sums, and what of `beside` is ours."""
+        others = [worker for worker in range(self._job.world_size) if worker != self._job.rank]
+        outgoing = {worker: [*beside[self._job.rank], *self._cut(worker)] for worker in others}
+        incoming = {worker: [*beside[worker], *self._sums[worker]] for worker in others}
+        self._pending = self._job.transport.post(outgoing, incoming, what)
 
     def average(self, divisor: Tensor, what: str) -> None:
         """Finish the tree on this worker's shard, divide, and start to send the shard to all."""
         self.wait()
         rank = self._job.rank
-        partial_sums: Mapping[int, Sequence[Tensor]] = {
-            **{worker: list(rows) for worker, rows in self._arrived.items()},
-            rank: self._partial_sums(rank),
-        }
         averages = [self._rows[0][shard.start : shard.stop] for shard in self._bucket.shards]
-        divide(add_partial_sums(self._plan.spans, partial_sums, rank), divisor, out=averages[rank])
-        self._arrived.clear()
+        divide(add_partial_sums(self._plan.spans, self._sums, rank), divisor, out=averages[rank])
+        self._sums.clear()
         del self._rows[1:]
         if not self._bucket.is_whole:
-            self._pending = self._job.transport.post(
-                {worker: [averages[rank]] for worker in self._others},
-                {worker: [averages[worker]] for worker in self._others},
-                what,
-            )
+            self._pending = post_to_all(self._job.transport, [[shard] for shard in averages], what)
 
     def wait(self) -> None:
         """Wait for what is under way."""
@@ -114,26 +100,6 @@ class SharedBucket:
         if pending is not None:
             pending.wait()
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether some worker met an error instead of filling the bucket."""
-        return self._job.device.type == "cpu" and bool(self._bucket.flags_in(self._rows[0])[-1].isnan())
-
-    def gradients(self) -> Iterator[tuple[int, Tensor | None]]:
-        """Yield views of the averages."""
-        yield from unpack(self._bucket, self._rows[0], self._used_here)
-
-    def _partial_sums(self, worker: int) -> list[Tensor]:
-        shard = self._bucket.shards[worker]
-        return [row[shard.start : shard.stop] for row in self._rows]
-
-
-BucketExchange = LocalBucket | SharedBucket
-"""`post`, `average`, `wait` and `gradients`, in this order, on all workers alike."""
-
-
-def exchange_bucket(job: Job, plan: Plan, bucket: Bucket, nodes: Sequence[Node] | None) -> BucketExchange:
-    """Return the way of a bucket with this worker's partial sums; None stands for an error."""
-    if job.world_size == 1:
-        return LocalBucket(bucket, nodes)
-    return SharedBucket(job, plan, bucket, nodes)
+    def gradients(self) -> Iterable[tuple[int, Tensor | None]]:
+        """Return views of the averages by parameter."""
+        return unpack(self._bucket, self._rows[0], self._used_here)

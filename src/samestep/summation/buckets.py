@@ -22,9 +22,6 @@ ABSENT = -0.0
 USED = float("inf")
 """Flags a parameter that some tower used: stays what it is under addition and division."""
 
-FAILED = float("nan")
-"""Flags a bucket of a worker that met an error: stays what it is, too, whatever is added to it."""
-
 _ALIGNMENT_BYTES = 64
 
 _SMALL_BYTES = 2**19
@@ -36,21 +33,16 @@ class Bucket:
     """A group of parameters: their gradients travel as one flat tensor.
 
     The flat tensor holds the gradients at `offsets`, each aligned to 64 bytes, then at `flags` one flag for
-    each parameter and one for the bucket, then padding up to `num_elements`, a multiple of the number of
-    workers.
-
-    Attributes:
-        parameters: the parameters, by index.
-        shards: which elements each worker averages; all of them, where the bucket is small.
+    each parameter, then padding up to a multiple of the number of workers.
     """
 
-    parameters: tuple[int, ...]
+    parameters: tuple[int, ...]  # by index
     offsets: tuple[int, ...]
     layouts: tuple[Layout, ...]
     flags: int
     num_elements: int
     dtype: torch.dtype
-    shards: tuple[range, ...]
+    shards: tuple[range, ...]  # which elements each worker averages; all of them, where the bucket is small
 
     @property
     def is_whole(self) -> bool:
@@ -58,8 +50,8 @@ class Bucket:
         return len(self.shards[0]) == self.num_elements
 
     def flags_in(self, flat: Tensor) -> Tensor:
-        """Return the flags of the parameters and, last, of the bucket."""
-        return flat[self.flags : self.flags + len(self.parameters) + 1]
+        """Return the flags of the parameters."""
+        return flat[self.flags : self.flags + len(self.parameters)]
 
 
 def lay_out_buckets(
@@ -67,28 +59,22 @@ def lay_out_buckets(
 ) -> tuple[Bucket, ...]:
     """Group parameters, last one first as backward produces them, into buckets of one dtype each.
 
-    Args:
-        layouts: of the parameters' gradients; None for those that are in no bucket.
-        bucket_bytes: a bucket is closed once it holds as much; a larger parameter is one by itself.
-        num_workers: W, the shards of a bucket.
-
-    Returns:
-        At least one bucket, because the first one brings the scalars along; it may be empty.
+    Those whose layout is None are in no bucket. A parameter above `bucket_bytes` is a bucket by itself.
+    There is always a bucket, perhaps an empty one, because the first one brings the scalars along.
     """
-    groups: list[list[int]] = []
-    open_groups: dict[torch.dtype, tuple[list[int], int]] = {}
+    groups: list[dict[int, Layout]] = []
+    newest: dict[torch.dtype, tuple[dict[int, Layout], int]] = {}
     for index, layout in reversed(list(enumerate(layouts))):
         if layout is None:
             continue
         size = layout.num_elements * layout.dtype.itemsize
-        group, held = open_groups.get(layout.dtype, ([], 0))
+        group, held = newest.get(layout.dtype, ({}, 0))
         if not group or held + size > bucket_bytes:
-            group, held = [], 0
+            group, held = {}, 0
             groups.append(group)
-        group.append(index)
-        open_groups[layout.dtype] = (group, held + size)
-    in_groups = [{i: each for i in group if (each := layouts[i]) is not None} for group in groups]
-    return tuple(_lay_out(group, num_workers) for group in in_groups or [{}])
+        group[index] = layout
+        newest[layout.dtype] = group, held + size
+    return tuple(_lay_out(group, num_workers) for group in groups or [{}])
 
 
 def _lay_out(group: dict[int, Layout], num_workers: int) -> Bucket:
@@ -100,7 +86,7 @@ def _lay_out(group: dict[int, Layout], num_workers: int) -> Bucket:
         offsets.append(end)
         end += -(-layout.num_elements // step) * step
     whole = num_workers * step
-    num_elements = -(-(end + len(group) + 1) // whole) * whole
+    num_elements = max(1, -(-(end + len(group)) // whole)) * whole
     is_small = num_workers * num_elements * dtype.itemsize <= _SMALL_BYTES
     shards = [range(num_elements)] * num_workers if is_small else even_ranges(num_elements, num_workers)
     return Bucket(tuple(group), tuple(offsets), layouts, end, num_elements, dtype, tuple(shards))
@@ -116,17 +102,17 @@ def views(bucket: Bucket, flat: Tensor) -> list[Tensor]:
 
 def pack(bucket: Bucket, flat: Tensor, gradients: Gradients) -> None:
     """Copy one subtree's gradients of a bucket's parameters to their places, and set the flags."""
-    pairs = list(zip(views(bucket, flat), gradients, strict=True))
-    present = [(place, gradient) for place, gradient in pairs if gradient is not None]
-    if present:
-        torch._foreach_copy_([place for place, _ in present], [gradient for _, gradient in present])
     flags = bucket.flags_in(flat).fill_(USED)
-    if len(present) == len(pairs):
-        return
-    for position, (place, gradient) in enumerate(pairs):
+    places, present = [], []
+    for position, (place, gradient) in enumerate(zip(views(bucket, flat), gradients, strict=True)):
         if gradient is None:
             flags[position] = ABSENT
             place.fill_(ABSENT)
+        else:
+            places.append(place)
+            present.append(gradient)
+    if present:
+        torch._foreach_copy_(places, present)
 
 
 def unpack(bucket: Bucket, flat: Tensor, used_here: Sequence[bool]) -> Iterator[tuple[int, Tensor | None]]:

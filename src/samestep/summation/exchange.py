@@ -6,29 +6,32 @@ the network, and where W divides T into runs of a power of two the bytes moved a
 
 With the first bucket travel the scalars (`scalars.py`) and a header: numbers that must be the same on every
 worker, and flags. A worker that met an error, or that has a new plan, sends its first message all the same,
-unfilled, and says so in the header. So all workers learn of it, and none waits for a message that never
-comes.
+unfilled, and says so in the header; one that met an error later says so beside its last bucket. So all
+learn of it before anybody has an average, and none waits for a message that never comes.
+
+A worker has committed to the step once it has sent its last bucket: others may then finish without it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import reduce
 from operator import or_
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from samestep.errors import DisagreementError, LostWorkerError
-from samestep.summation.bucket_exchange import BucketExchange, Node, exchange_bucket
+from samestep.summation.bucket_exchange import LocalBucket, Node, SharedBucket
 from samestep.summation.gradients import Gradients
 from samestep.summation.plan import Plan
 from samestep.summation.scalars import ScalarExchange, Scalars, TowerScalars
 from samestep.summation.sparse_exchange import SparseExchange
 from samestep.workers.agreement import agree
+from samestep.workers.collectives import post_to_all
 from samestep.workers.job import Job
-from samestep.workers.transport import Pending
 
 __all__ = ["Exchange"]
 
@@ -36,67 +39,72 @@ _FINE, _FAILED, _CHANGED = range(3)
 """A worker's status, in its header."""
 
 
+class MustMatch(Protocol):
+    """Anything with a hash that must be the same on all workers, and the words to say in what they differ."""
+
+    def hash(self) -> int: ...
+
+    def in_words(self) -> dict[str, object]: ...
+
+
 class Exchange:
     """One step's exchange of one worker: `start`, `send` for each bucket as it fills, `finish`.
 
     In a step with sums to count, or of the whole batch, `compare` comes first. Everything but `compare` and
-    `finish` only starts what can be started; all workers start the same things in the same order.
+    `finish` only starts what can be started; all workers start the same things in the same order. What waits
+    raises `DisagreementError` where numbers that must match differ, or another worker met an error.
 
     Args:
         job: of this worker.
         plan: that all workers have agreed on.
         must_match: numbers that must be the same on every worker, "step" among them.
+        rest: what else must be the same; its words say more where workers differ.
         flags: called once, when the first bucket is sent; its bits are OR-ed over all workers.
-
-    Attributes:
-        plan: see above.
-        where: names the step in messages.
-        is_over: whether the workers found an error or a difference; then all of them raise.
     """
 
     def __init__(
-        self, job: Job, plan: Plan, must_match: Mapping[str, int], *, flags: Callable[[], int] = int
+        self,
+        job: Job,
+        plan: Plan,
+        must_match: Mapping[str, int],
+        *,
+        rest: MustMatch | None = None,
+        flags: Callable[[], int] = int,
     ) -> None:
         self.plan = plan
+        self.where = f"step {must_match['step']}"
+        self.is_over = False  # whether the workers found an error or a difference; then all of them raise
+        self.is_committed = False
         self._job = job
         self._must_match = must_match
-        self.where = f"step {must_match['step']}"
         self._ask_flags = flags
-        self._others = [worker for worker in range(job.world_size) if worker != job.rank]
         self._described: Mapping[str, object] = {**must_match, **plan.description}
+        self._rest = rest
+        self._hash_of_rest = 0 if rest is None or job.world_size == 1 else rest.hash()
         self._status = _FINE
         self._error: BaseException | None = None
-        self.is_over = False
         self._compared = not (plan.sums or plan.is_whole_batch)
         self._scalars = ScalarExchange(job, plan)
         self._known: Scalars | None = None
-        self._headers: dict[int, Tensor] = {}
-        self._buckets: list[BucketExchange] = []
+        self._headers: list[Tensor] = []
+        self._closings: list[Tensor] = []  # each worker's status when it sent its last of several buckets
+        self._buckets: list[LocalBucket | SharedBucket] = []
 
     def compare(self, counts: Tensor) -> Tensor:
-        """Return what all towers count, float64 [T, K], given this worker's, once all workers agree.
-
-        It is a message of its own, before the first pass.
-
-        Raises:
-            DisagreementError: numbers that must match differ, or another worker met an error.
-        """
+        """Return what all towers count, float64 [T, K], given this worker's, before the first pass."""
         self._compared = True
-        sizes = [len(towers) for towers in self.plan.placement.ranges]
-        tables = [counts.new_empty(size, counts.shape[1]) for size in sizes]
+        tables = [counts.new_empty(len(own), counts.shape[1]) for own in self.plan.placement.ranges]
         tables[self._job.rank] = counts
-        headers = self._new_headers()
-        self._post({worker: [headers[worker], tables[worker]] for worker in headers}, "counts").wait()
+        headers = self._for_all([0, *self._header])
+        rows = list(zip(headers, tables, strict=True))
+        post_to_all(self._job.transport, rows, f"{self.where}, counts").wait()
         self._check(headers)
         return torch.cat(tables)
 
     def change_to(self, plan: Plan) -> None:
-        """Agree on a new plan, which must be the same on all workers.
+        """Agree on a new plan, or raise `DisagreementError` on all workers.
 
         The message is laid out by the plan that they had before, because one that kept it expects that.
-
-        Raises:
-            DisagreementError: other workers have a different one, or met an error.
         """
         self._described = {**self._must_match, **plan.description}
         self._status = _CHANGED
@@ -106,18 +114,19 @@ class Exchange:
     def fail(self, error: BaseException) -> NoReturn:
         """Send the other workers an error, instead of what they wait for, and raise it.
 
-        What has been sent before stays as it was; the last message that is still to come says so.
+        Buckets that are still to be sent are sent unfilled.
         """
-        if self.is_over or isinstance(error, LostWorkerError) or self._job.world_size == 1:
+        if isinstance(error, LostWorkerError):
             self.is_over = True
+        if self._job.world_size == 1 or self.is_over or self.is_committed:
             raise error
         self._status, self._error = _FAILED, error
-        if not self._buckets:
-            self._send_unfilled()
-        else:
+        with suppress(LostWorkerError):  # what went wrong here says more
+            if not self._buckets:
+                self._send_unfilled()
             while len(self._buckets) < len(self.plan.buckets):
                 self.send(None)
-            self.finish(None)
+            self._wait_for_last()
         raise error
 
     def _send_unfilled(self) -> None:
@@ -133,55 +142,47 @@ class Exchange:
         self._scalars.put(towers)
 
     def send(self, nodes: Sequence[Node] | None) -> None:
-        """Send the next bucket's partial sums, and go on with the bucket before it.
+        """Send the next bucket's sums of this worker's subtrees, and go on with the bucket before it.
 
-        Args:
-            nodes: of this worker's subtrees; None where it met an error.
+        `nodes` are None where it met an error.
         """
         bucket = self.plan.buckets[len(self._buckets)]
-        if self._buckets:
-            self._average(self._buckets[-1])
-        exchange = exchange_bucket(self._job, self.plan, bucket, nodes)
-        outgoing: dict[int, list[Tensor]] = {}
-        incoming: dict[int, list[Tensor]] = {}
+        is_last = len(self._buckets) + 1 == len(self.plan.buckets)
+        beside: list[list[Tensor]] = [[] for _ in range(self._job.world_size)]
         if not self._buckets:
-            self._headers = self._new_headers(0 if nodes is None else self._ask_flags())
-            for worker in self._others:
-                own = self._job.rank
-                outgoing[worker] = [self._headers[own], *self._scalars.of(own)]
-                incoming[worker] = [self._headers[worker], *self._scalars.of(worker)]
-        exchange.post(outgoing, incoming, f"{self.where}, gradients")
-        self._buckets.append(exchange)
+            self._headers = self._for_all([0 if nodes is None else self._ask_flags(), *self._header])
+            beside = [[header, *self._scalars.of(worker)] for worker, header in enumerate(self._headers)]
+        else:
+            self._average(self._buckets[-1])
+            if is_last:
+                self._closings = self._for_all([self._status])
+                beside = [[closing] for closing in self._closings]
+        self.is_committed = is_last and self._status == _FINE and self._job.world_size > 1
+        if nodes is not None and self._job.world_size == 1:
+            self._buckets.append(LocalBucket(bucket, nodes))
+        else:
+            self._buckets.append(SharedBucket(self._job, self.plan, bucket, nodes))
+        self._buckets[-1].post(beside, f"{self.where}, gradients")
 
-    def finish(self, sparse_sums: Sequence[Gradients] | None) -> list[tuple[int, Tensor | None]]:
+    def finish(self, sparse_sums: Sequence[Gradients]) -> list[tuple[int, Tensor | None]]:
         """Wait for everything; return (parameter index, averaged gradient) for each parameter.
 
-        Args:
-            sparse_sums: for each of this worker's subtrees, the gradients of `plan.sparse`; None where it
-                met an error.
-
-        Raises:
-            DisagreementError: another worker met an error after it had sent its first bucket.
+        `sparse_sums` has, for each of this worker's subtrees, the gradients of `plan.sparse`.
         """
         divisor = self.scalars.divisor
-        sparse = SparseExchange(self._job, self.plan, sparse_sums, self.where)
+        self._wait_for_last()
+        sparse = SparseExchange(self._job, self.plan, sparse_sums, self.where) if self.plan.sparse else None
         self._average(self._buckets[-1])
-        gradients = list(sparse.gradients(divisor))
+        gradients = sparse.finish(divisor) if sparse else []
         # Taken off, so that no gradient lives here once the caller has let go of it.
         buckets, self._buckets = self._buckets, []
         for bucket in buckets:
             bucket.wait()
-        if sparse.has_failed or any(bucket.has_failed for bucket in buckets):
-            self._settle()
         return [*(each for bucket in buckets for each in bucket.gradients()), *gradients]
 
     @property
     def scalars(self) -> Scalars:
-        """The scalars of all towers, once it is clear that all workers agree.
-
-        Raises:
-            DisagreementError: numbers that must match differ, or another worker met an error.
-        """
+        """The scalars of all towers, once it is clear that all workers agree."""
         if self._known is None:
             self._wait_for_first()
             self._known = self._scalars.result()
@@ -190,37 +191,40 @@ class Exchange:
     @property
     def flags(self) -> int:
         """The bits that any worker has set, once `scalars` are there."""
-        return reduce(or_, (int(header[0]) for header in self._headers.values()))
+        return reduce(or_, (int(header[0]) for header in self._headers))
 
-    def _average(self, bucket: BucketExchange) -> None:
+    def _average(self, bucket: LocalBucket | SharedBucket) -> None:
         bucket.average(self.scalars.divisor, f"{self.where}, averages")
 
     def _wait_for_first(self) -> None:
         self._buckets[0].wait()
         self._check(self._headers)
 
-    def _new_headers(self, flags: int = 0) -> dict[int, Tensor]:
-        """Return this worker's header, int64 [n], and one for each other worker to be filled."""
-        own = torch.tensor([flags, self._status, self.plan.fingerprint, *self._must_match.values()])
-        return {
-            worker: own if worker == self._job.rank else torch.empty_like(own)
-            for worker in range(self._job.world_size)
-        }
+    def _wait_for_last(self) -> None:
+        self._buckets[-1].wait()
+        if any(int(closing) != _FINE for closing in self._closings):
+            self._settle()
 
-    def _check(self, headers: Mapping[int, Tensor]) -> None:
+    @property
+    def _header(self) -> list[int]:
+        return [self._status, self.plan.fingerprint, *self._must_match.values(), self._hash_of_rest]
+
+    def _for_all(self, own: Sequence[int]) -> list[Tensor]:
+        """Return this worker's numbers, int64 [n], and memory for those of each other worker."""
+        numbers = torch.tensor(own)
+        all_numbers = [torch.empty_like(numbers) for _ in range(self._job.world_size)]
+        all_numbers[self._job.rank] = numbers
+        return all_numbers
+
+    def _check(self, headers: Sequence[Tensor]) -> None:
         own = headers[self._job.rank]
-        if own[1] != _FINE or any(not torch.equal(header[1:], own[1:]) for header in headers.values()):
+        if own[1] != _FINE or any(not torch.equal(header[1:], own[1:]) for header in headers):
             self._settle()
 
     def _settle(self) -> None:
         """Exchange errors and descriptions, and raise unless all workers have the same and none failed."""
         self.is_over = True
-        agree(self._job, self._described, where=self.where, error=self._error)
+        rest = {} if self._rest is None else self._rest.in_words()
+        agree(self._job, {**self._described, **rest}, where=self.where, error=self._error)
         if self._status != _CHANGED:
             raise DisagreementError(f"{self.where}: workers differ, and none of them can say in what")
-
-    def _post(self, rows: Mapping[int, Sequence[Tensor]], what: str) -> Pending:
-        """Send this worker's tensors to all others, and fill theirs."""
-        outgoing = dict.fromkeys(self._others, rows[self._job.rank])
-        incoming = {worker: rows[worker] for worker in self._others}
-        return self._job.transport.post(outgoing, incoming, f"{self.where}, {what}")

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from samestep.errors import UsageError
 from samestep.summation import sparse
+from samestep.summation.bucket_exchange import Node
 from samestep.summation.exchange import Exchange
-from samestep.summation.gradients import Gradients, add_gradients, norms_of, squared_sum
+from samestep.summation.gradients import (
+    Gradients,
+    add_gradients,
+    as_real,
+    like_parameter,
+    norms_of,
+    squared_sum,
+)
 from samestep.summation.plan import Plan, grad_dtype
 from samestep.summation.tree import TreeSum
 
@@ -29,61 +37,56 @@ class GradientSum:
 
     A step that measures keeps each tower's gradients apart until their norms are taken, and folds them
     then: the same additions, so the same bits, for one more gradient in memory.
-
-    Args:
-        plan: what all workers have agreed on.
-        parameters: those of the plan, in its order.
-        towers: this worker's.
     """
 
     def __init__(self, plan: Plan, parameters: Sequence[Tensor], towers: range) -> None:
         self.plan = plan
         self._parameters = parameters
         self._towers = towers
-        self._dtypes = [each.gradient.dtype for each in plan.parameters]
         self._bucket_of = {i: n for n, bucket in enumerate(plan.buckets) for i in bucket.parameters}
         self._exchange: Exchange | None = None
         self._clear()
-        self._hooks = self._add_hooks() if plan.placement.num_workers > 1 else []
+        self._hooks = []
+        if plan.placement.num_workers > 1:
+            for index in self._bucket_of:
+                hook = partial(self._gradient_is_ready, index)
+                self._hooks.append(parameters[index].register_post_accumulate_grad_hook(hook))
 
     def _clear(self) -> None:
         num_towers = self.plan.placement.num_towers
         self._dense: TreeSum[Gradients] = TreeSum(num_towers, add=add_gradients)
         self._sparse: TreeSum[Gradients] = TreeSum(num_towers, add=add_gradients)
-        self._norms: dict[int, dict[int, list[Tensor]]] | None = None
-        self._live = range(self._towers.start, self._towers.start)
-        self._missing: list[set[int]] = []
+        self._norms: dict[int, dict[int, list[Tensor]]] | None = None  # by tower and parameter
+        self._live = range(self._towers.start, self._towers.start)  # towers whose sum is on the parameters
+        self._missing: list[set[int]] = []  # of each bucket, what the last backward has not produced yet
         self._num_sent = 0
+        self._last: Sequence[Node] | None = None  # the last bucket's, which commits the worker to the step
 
     def start(self, exchange: Exchange, *, measures: bool) -> None:
-        """Begin a step.
-
-        Args:
-            exchange: where the partial sums go.
-            measures: whether to take the norms of each tower's gradient.
-        """
+        """Begin a step, which may measure the norms of each tower's gradient."""
         self._clear()
         self._exchange = exchange
         self._norms = {} if measures else None
         for parameter in self._parameters:
             parameter.grad = None
 
-    def backward(self, tower: int, backward: Callable[[], None] | None, *, is_last: bool) -> None:
+    def backward(
+        self, tower: int, backward: Callable[[], None] | None, *, is_last: bool, at_once: bool = True
+    ) -> None:
         """Run a tower's backward, in tower order, and take the gradients that it leaves on the parameters.
 
-        Args:
-            tower: its index.
-            backward: None where there are no gradients.
-            is_last: whether to send what it produces, because no other tower of this worker has rows.
+        Where no other tower of this worker has rows, they are sent while backward goes on. Not so where it
+        may not give a parameter its gradient `at_once`: then autograd may not add to a sibling's sum either.
         """
         self._live = range(tower, tower + 1)
-        self._put_sibling_back()
-        if is_last:
+        if at_once:
+            self._put_sibling_back()
+        if is_last and at_once:
             self._missing = [set(bucket.parameters) for bucket in self.plan.buckets]
         if backward is not None:
             backward()
         if self.plan.sparse:
-            self._sparse.push(range(tower, tower + 1), self._take_sparse())
+            self._sparse.push(range(tower, tower + 1), self._take(self.plan.sparse))
         if is_last:
             self._send_rest()
         else:
@@ -92,18 +95,18 @@ class GradientSum:
     def finish(self) -> list[tuple[int, Tensor | None]]:
         """Send what is not sent yet, and return (parameter index, averaged gradient) for each parameter."""
         assert self._exchange is not None
+        self._check_clean()
         self._send_rest()
+        last, self._last = self._last, None  # no gradient lives here once the caller has let go of it
+        self._exchange.send(last)
+        del last
         if self.plan.sparse:
-            for tower in range(self._live.stop, self._towers.stop):
-                self._sparse.push(range(tower, tower + 1), [None] * len(self.plan.sparse))
+            self._push_absent(self._sparse, len(self.plan.sparse))
         exchange, self._exchange = self._exchange, None
         return exchange.finish([gradients for _, gradients in self._sparse.nodes])
 
     def squares(self) -> Tensor | None:
-        """Return the squared norm of what each of this worker's towers handed in, float64 [towers].
-
-        None in a step that does not measure.
-        """
+        """Return the squared norm of each tower's gradient, float64 [towers], in a step that measures."""
         if self._norms is None:
             return None
         device = self._parameters[0].device
@@ -113,44 +116,54 @@ class GradientSum:
             [squared_sum([n for index in sorted(each) for n in each[index]], device) for each in norms]
         )
 
+    def clear(self) -> None:
+        """Let go of what an abandoned step has added, and of the gradients on the parameters."""
+        self._clear()
+        for parameter in self._parameters:
+            parameter.grad = None
+
     def close(self) -> None:
         """Take the hooks off the parameters."""
         for hook in self._hooks:
             hook.remove()
 
-    def _add_hooks(self) -> list[RemovableHandle]:
-        def hook(index: int) -> Callable[[Tensor], None]:
-            return lambda _: self._gradient_is_ready(index)
-
-        return [
-            parameter.register_post_accumulate_grad_hook(hook(index))
-            for index, parameter in enumerate(self._parameters)
-            if index in self._bucket_of
-        ]
-
-    def _gradient_is_ready(self, index: int) -> None:
+    def _gradient_is_ready(self, index: int, _: Tensor) -> None:
         """Note that backward has finished a parameter's gradient; send the buckets that are whole."""
         if not self._missing:
             return
         missing = self._missing[self._bucket_of[index]]
-        if index not in missing:
+        if index not in missing and self._bucket_of[index] < self._num_sent:
             name = self.plan.parameters[index].name
             self._fail(
                 f"parameter {name} got a gradient twice in one backward (reentrant activation checkpointing "
                 "does that); use torch.utils.checkpoint with use_reentrant=False"
             )
         missing.discard(index)
-        while self._num_sent < len(self._missing) and not self._missing[self._num_sent]:
+        while self._num_sent < len(self._missing) - 1 and not self._missing[self._num_sent]:
             self._send_next()
+
+    def _check_clean(self) -> None:
+        for parameter, layout in zip(self._parameters, self.plan.parameters, strict=True):
+            if parameter.grad is not None:
+                self._fail(
+                    f"{layout.name} has a gradient that did not come from tower.backward(loss), and would "
+                    "not be averaged: call backward() of penalties and the like after average()"
+                )
 
     def _send_rest(self) -> None:
-        while self._num_sent < len(self.plan.buckets):
-            self._send_next()
+        """Send all buckets but the last one, which `finish` sends."""
         self._missing = []
+        while self._num_sent < len(self.plan.buckets) - 1:
+            self._send_next()
+        if self._last is None:
+            self._last = self._fold_next()
 
     def _send_next(self) -> None:
-        """Fold the next bucket's last gradients, in the order that all workers share, and send it."""
         assert self._exchange is not None
+        self._exchange.send(self._fold_next())
+
+    def _fold_next(self) -> Sequence[Node]:
+        """Add the last gradients of the next bucket, in the order that all workers share."""
         parameters = self.plan.buckets[self._num_sent].parameters
         self._num_sent += 1
         folded: TreeSum[Gradients] = TreeSum(self._dense.num_leaves, add=add_gradients)
@@ -160,9 +173,13 @@ class GradientSum:
                 gradients[index] = None
         if self._live:
             folded.push(self._live, self._take(parameters))
-        for tower in range(self._live.stop, self._towers.stop):  # those without rows come last
-            folded.push(range(tower, tower + 1), [None] * len(parameters))
-        self._exchange.send(folded.nodes)
+        self._push_absent(folded, len(parameters))
+        return folded.nodes
+
+    def _push_absent(self, total: TreeSum[Gradients], num_parameters: int) -> None:
+        """Count the towers without rows, which come last."""
+        without = range(self._live.stop, self._towers.stop)
+        total.push_leaves(without, [[None] * num_parameters for _ in without])
 
     def _put_sibling_back(self) -> None:
         """Let autograd add to the sum of the tower's left sibling, where there is one of the right dtype."""
@@ -171,49 +188,36 @@ class GradientSum:
             return
         span, gradients = left
         pairs = list(zip(self._parameters, gradients, strict=True))
-        if any(g is not None and g.dtype != grad_dtype(parameter) for parameter, g in pairs):
+        if any(g is not None and g.dtype != grad_dtype(parameter).to_real() for parameter, g in pairs):
             self._dense.push(span, gradients)
             return
         self._live = range(span.start, self._live.stop)
         for parameter, gradient in pairs:
-            parameter.grad = gradient
+            parameter.grad = None if gradient is None else like_parameter(gradient, parameter)
 
     def _take(self, indices: Sequence[int]) -> Gradients:
-        """Take gradients for the buckets, where sparse ones do not belong."""
-        gradients = self._take_any([index for index in indices if index in self._bucket_of])
-        for index, gradient in gradients.items():
-            if gradient is not None and gradient.is_sparse:
-                self._fail(
-                    f"{self.plan.parameters[index].name} got a sparse gradient, which was not expected: "
-                    "list the parameter in Towers(..., sparse_parameters=[...]), or set sparse=True on its "
-                    "nn.Embedding or nn.EmbeddingBag before Towers is made"
-                )
-        self._measure(gradients)
-        return [gradients.get(index) for index in indices]
-
-    def _take_sparse(self) -> Gradients:
-        taken = self._take_any(self.plan.sparse)
-        gradients = {i: None if gradient is None else sparse.owned(gradient) for i, gradient in taken.items()}
-        self._measure(gradients)
-        return list(gradients.values())
-
-    def _take_any(self, indices: Sequence[int]) -> dict[int, Tensor | None]:
-        taken: dict[int, Tensor | None] = {}
+        """Take gradients off the parameters, in the dtypes in which they are summed, and measure them."""
+        taken: Gradients = []
         for index in indices:
-            gradient, self._parameters[index].grad = self._parameters[index].grad, None
-            if gradient is not None and gradient.dtype != self._dtypes[index]:
-                gradient = gradient.to(self._dtypes[index])
-            taken[index] = gradient
-        return taken
-
-    def _measure(self, gradients: Mapping[int, Tensor | None]) -> None:
-        """In a step that measures, note the norms of what the current tower has just produced."""
-        if self._norms is None:
-            return
-        norms = self._norms.setdefault(self._live.start, {})
-        for index, gradient in gradients.items():
+            parameter, layout = self._parameters[index], self.plan.parameters[index]
+            gradient, parameter.grad = parameter.grad, None
             if gradient is not None:
-                norms[index] = norms_of(gradient)
+                if not (layout.is_sparse or gradient.is_sparse):
+                    gradient = as_real(gradient)
+                if gradient.dtype != layout.gradient.dtype:
+                    gradient = gradient.to(layout.gradient.dtype)
+                if layout.is_sparse:
+                    gradient = sparse.owned(gradient)
+                elif gradient.is_sparse:
+                    self._fail(
+                        f"{layout.name} got a sparse gradient, which was not expected: list the parameter in "
+                        "Towers(..., sparse_parameters=[...]), or set sparse=True on its nn.Embedding or "
+                        "nn.EmbeddingBag before Towers is made"
+                    )
+                if self._norms is not None:
+                    self._norms.setdefault(self._live.start, {})[index] = norms_of(gradient)
+            taken.append(gradient)
+        return taken
 
     def _fail(self, problem: str) -> None:
         assert self._exchange is not None

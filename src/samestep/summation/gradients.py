@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from samestep.errors import ConfigError
 from samestep.summation import sparse
-from samestep.summation.tree import TreeSum
+from samestep.summation.tree import TreeSum, join
 
 __all__ = [
     "Gradients",
@@ -29,19 +29,29 @@ _PIECE = 2**20
 """Norms are taken of pieces of this many elements: float32 sums of many more lose digits."""
 
 
-def add_gradients(left: Gradients, right: Gradients) -> Gradients:
-    """Add two towers' gradients, in place on `left` where dense; an absent gradient adds nothing.
+def as_real(gradient: Tensor) -> Tensor:
+    """Return a dense gradient with the two parts of complex numbers as a last dimension."""
+    return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
 
-    Sparse gradients must be coalesced.
-    """
-    sums = [theirs if ours is None else ours for ours, theirs in zip(left, right, strict=True)]
+
+def like_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Return a gradient as the parameter's `grad` wants it: complex again, and in its dtype."""
+    if parameter.is_complex() and not gradient.is_complex():
+        gradient = torch.view_as_complex(gradient)
+    return gradient.to(parameter.grad_dtype or gradient.dtype)  # None allows any
+
+
+def add_gradients(left: Gradients, right: Gradients) -> Gradients:
+    """Add two towers' gradients, in place on `left` where dense; sparse ones must be coalesced."""
+    sums: Gradients = []
     dense = []
-    for position, (ours, theirs) in enumerate(zip(left, right, strict=True)):
+    for ours, theirs in zip(left, right, strict=True):
         if ours is None or theirs is None:
-            continue
-        if ours.is_sparse or theirs.is_sparse:
-            sums[position] = sparse.add(ours, theirs)
+            sums.append(theirs if ours is None else ours)
+        elif ours.is_sparse or theirs.is_sparse:
+            sums.append(sparse.add(ours, theirs))
         else:
+            sums.append(ours)
             dense.append((ours, theirs))
     if dense:
         torch._foreach_add_([ours for ours, _ in dense], [theirs for _, theirs in dense])
@@ -49,27 +59,15 @@ def add_gradients(left: Gradients, right: Gradients) -> Gradients:
 
 
 def add_partial_sums(
-    spans: Sequence[Sequence[range]], partial_sums: Mapping[int, Sequence[Tensor]], own: int
+    spans: Sequence[Sequence[range]], partial_sums: Sequence[Sequence[Tensor]], own: int
 ) -> Tensor:
-    """Finish the canonical tree: add all workers' subtrees, element by element, and return the sum.
-
-    Works in place, and so that the sum ends in this worker's own memory, where it is wanted.
-
-    Args:
-        spans: each worker's subtrees; together they cover all towers.
-        partial_sums: for each worker, the sums of its subtrees, all of one shape.
-        own: this worker.
-    """
+    """Finish the tree on all workers' partial sums, in place; the sum ends in the memory of worker `own`."""
     ours = {part.untyped_storage().data_ptr() for part in partial_sums[own]}
 
     def add(left: Tensor, right: Tensor) -> Tensor:
         return torch.add(left, right, out=right if right.untyped_storage().data_ptr() in ours else left)
 
-    total: TreeSum[Tensor] = TreeSum(spans[-1][-1].stop, add=add)
-    for worker, of_worker in enumerate(spans):
-        for span, part in zip(of_worker, partial_sums[worker], strict=True):
-            total.push(span, part)
-    return total.root()
+    return join(spans, partial_sums, spans[-1][-1].stop, add)
 
 
 def divide(total: Tensor, count: Tensor, *, out: Tensor) -> None:
@@ -90,7 +88,7 @@ def divide(total: Tensor, count: Tensor, *, out: Tensor) -> None:
 
 
 def norms_of(gradient: Tensor) -> list[Tensor]:
-    """Return the 2-norms of the pieces of a gradient, 0-dim, float32 or wider; sparse ones as they are."""
+    """Return the 2-norms of the pieces of a gradient, 0-dim, float32 or wider."""
     values = sparse.stored(sparse.coalesced(gradient))
     dtype = torch.promote_types(values.dtype, torch.float32)
     return [torch.linalg.vector_norm(piece, dtype=dtype) for piece in values.reshape(-1).split(_PIECE)]
@@ -112,15 +110,14 @@ def average_gradients(
     .. math:: g = \sum_t w_t g_t / \sum_t w_t
 
     Args:
-        tower_grads: one entry for each tower, each a list of (gradient or None, parameter) with the
-            parameters in the same order. Any shapes and floating dtypes.
+        tower_grads: for each tower a list of (gradient or None, parameter), with the parameters in the same
+            order. Any shapes and floating dtypes.
         weights: how much each tower counts, at least 0 and not all 0; by default all the same.
 
     Returns:
-        (averaged gradient, parameter) for each parameter of the first tower, in the dtype of the gradients.
-        It is None where no tower had one; a tower without one counts as zero where others have it. It is
-        sparse, and coalesced, where all towers' are sparse; a dense one makes it dense. The inputs are
-        not changed.
+        (averaged gradient, parameter) for each parameter, in the dtype of the gradients: None where no tower
+        had one, and zero is counted for a tower without. Sparse and coalesced where all towers' gradients are
+        sparse; a dense one makes it dense. The inputs are not changed.
 
     Raises:
         ConfigError: no towers, towers of different lengths or shapes, or weights that do not fit.
@@ -160,8 +157,7 @@ def _check_towers(towers: list[list[tuple[Tensor | None, Tensor]]], weights: lis
     for index, pairs in enumerate(towers):
         if len(pairs) != len(towers[0]):
             raise ConfigError(
-                f"tower {index} has {len(pairs)} gradients, tower 0 has {len(towers[0])}: expected the same "
-                "number"
+                f"tower {index} has {len(pairs)} gradients, tower 0 has {len(towers[0])}: expected as many"
             )
         for position, (gradient, _) in enumerate(pairs):
             expected = towers[0][position][1].shape

@@ -20,8 +20,16 @@ class Layout:
 
     @classmethod
     def of(cls, parameter: Tensor, dtype: torch.dtype) -> Layout:
-        """Return the layout of a parameter's gradient that is summed in `dtype`."""
+        """Return the layout of a parameter's gradient that is summed in `dtype`.
+
+        Autograd gives it the strides of the parameter where those are dense, and row-major ones elsewhere. A
+        complex one that is summed in a real dtype has its two parts as a last dimension.
+        """
         strides = torch.empty_like(parameter, device="meta").stride()
+        if strides != parameter.stride():
+            strides = torch.empty(parameter.shape, device="meta").stride()
+        if parameter.is_complex() and not dtype.is_complex:
+            return cls((*parameter.shape, 2), (*(2 * stride for stride in strides), 1), dtype)
         return cls(tuple(parameter.shape), tuple(strides), dtype)
 
     @property

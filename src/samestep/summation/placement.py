@@ -12,16 +12,14 @@ __all__ = ["Placement", "even_ranges"]
 
 
 def even_ranges(length: int, num_ranges: int) -> list[range]:
-    """Cut `0..length-1` into `num_ranges` contiguous ranges, with sizes that differ by at most one.
-
-    The longer ranges come first; ranges are empty where `length < num_ranges`.
+    """Cut `0..length-1` into contiguous ranges, as even as possible, the longer ones first.
 
     >>> even_ranges(7, 3)
     [range(0, 3), range(3, 5), range(5, 7)]
     """
     size, longer = divmod(length, num_ranges)
     starts = [index * size + min(index, longer) for index in range(num_ranges + 1)]
-    return [range(starts[index], starts[index + 1]) for index in range(num_ranges)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
 
 
 @dataclass(frozen=True)
@@ -53,14 +51,10 @@ class Placement:
 
     @classmethod
     def even(cls, num_towers: int, num_workers: int) -> Placement:
-        """Return ranges that are as even as possible, the longer ones first.
-
-        Args:
-            num_towers: logical slices of the global batch, T >= 1.
-            num_workers: processes of the job, 1 <= W <= T.
+        """Return ranges of T towers on W workers that are as even as possible, the longer ones first.
 
         Raises:
-            ConfigError: T or W is out of range.
+            ConfigError: not 1 <= W <= T.
         """
         if num_towers < 1:
             raise ConfigError(f"towers = {num_towers}: expected at least 1")

@@ -24,19 +24,12 @@ def grad_dtype(parameter: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """One trainable parameter, and how its gradient is summed.
+    """One trainable parameter, and how its gradient is summed."""
 
-    Attributes:
-        name: as in `model.named_parameters()`.
-        gradient: the layout and dtype in which gradients are added.
-        dtype: of the parameter itself.
-        is_sparse: whether its gradient may be sparse; then it travels apart from the buckets.
-    """
-
-    name: str
+    name: str  # as in `model.named_parameters()`
     gradient: Layout
-    dtype: torch.dtype
-    is_sparse: bool = False
+    dtype: torch.dtype  # of the parameter itself
+    is_sparse: bool = False  # whether its gradient may be sparse; then it travels apart from the buckets
 
     def __str__(self) -> str:
         kind = ", perhaps sparse" if self.is_sparse else ""
@@ -47,43 +40,26 @@ class ParameterLayout:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """What each tower hands in of the model's buffers.
+    """What each tower hands in of the model's buffers."""
 
-    Attributes:
-        names: each buffer's name, kind and policy, in words.
-        num_counters: integer buffers that count, C.
-        num_moments: numbers that are added over the towers, S.
-    """
-
-    names: tuple[str, ...] = ()
-    num_counters: int = 0
-    num_moments: int = 0
+    names: tuple[str, ...] = ()  # each buffer's name, kind and policy, in words
+    num_counters: int = 0  # integer buffers that count, C
+    num_moments: int = 0  # numbers that are added over the towers, S
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What all workers must have alike, so that the messages of one fit the others.
-
-    Attributes:
-        placement: which towers each worker runs.
-        parameters: those that require grad, in the model's order.
-        buckets: in which their gradients travel.
-        buffers: what is handed in of the model's buffers.
-        sums: names of the sums that the loss consists of; none where it is one sum.
-        is_whole_batch: whether the loss is one of the whole batch.
-        new_tensors: parameters and buffers that have been put into the model since its values were last
-            shared, in words; all workers take over the first worker's.
-        version: how often tensors have been put in.
-    """
+    """What all workers must have alike, so that the messages of one fit the others."""
 
     placement: Placement
-    parameters: tuple[ParameterLayout, ...]
+    parameters: tuple[ParameterLayout, ...]  # those that require grad, in the model's order
     buckets: tuple[Bucket, ...]
     buffers: BufferLayout = BufferLayout()
-    sums: tuple[str, ...] = ()
-    is_whole_batch: bool = False
+    sums: tuple[str, ...] = ()  # names of the sums that the loss consists of; none where it is one sum
+    is_whole_batch: bool = False  # whether the loss is one of the whole batch
+    # Put into the model since its values were last shared, in words; all take over the first worker's.
     new_tensors: tuple[str, ...] = ()
-    version: int = 0
+    version: int = 0  # how often tensors have been put in
 
     @classmethod
     def of(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,55 +19,32 @@ __all__ = ["ScalarExchange", "Scalars", "TowerScalars"]
 
 @dataclass(frozen=True)
 class TowerScalars:
-    """One tower's numbers.
+    """One tower's numbers."""
 
-    Attributes:
-        count: what its gradient is divided by, in the end, together with those of the others.
-        loss_sums: [K].
-        counters: [C].
-        moments: float64 [S], added along the canonical tree.
-    """
-
-    count: float | Tensor
-    loss_sums: Tensor
-    counters: Tensor
-    moments: Tensor
+    count: float | Tensor  # the sum of all towers' counts is what the gradient is divided by
+    loss_sums: Tensor  # [K]
+    counters: Tensor  # [C]
+    moments: Tensor  # float64 [S]
 
 
 @dataclass(frozen=True)
 class Scalars:
-    """The numbers of all towers.
+    """The numbers of all towers, float64."""
 
-    Attributes:
-        counts: float64 [T].
-        loss_sums: float64 [T, K].
-        counters: float64 [T, C].
-        moments: float64 [S], sums over all towers along the canonical tree.
-        count: float64 0-dim, the sum of the towers' counts.
-    """
+    counts: Tensor  # [T]
+    loss_sums: Tensor  # [T, K]
+    counters: Tensor  # [T, C]
+    moments: Tensor  # [S], added along the canonical tree
 
-    counts: Tensor
-    loss_sums: Tensor
-    counters: Tensor
-    moments: Tensor
-    count: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "count", self.counts.sum())
-
-    @property
+    @cached_property
     def divisor(self) -> Tensor:
-        """The count, but 1 where that is 0, so that the flag of an unused parameter stays what it is."""
-        return torch.where(self.count == 0, 1, self.count)
+        """The sum of the counts, but 1 where that is 0, which would change an unused parameter's flag."""
+        count = self.counts.sum()
+        return torch.where(count == 0, 1, count)
 
 
 class ScalarExchange:
-    """Every worker's rows of numbers; they travel with the first bucket.
-
-    Args:
-        job: of this worker.
-        plan: of the step.
-    """
+    """Every worker's rows of numbers; they travel with the first bucket."""
 
     def __init__(self, job: Job, plan: Plan) -> None:
         self._job = job
@@ -78,11 +56,10 @@ class ScalarExchange:
 
     def put(self, towers: Sequence[TowerScalars]) -> None:
         """Take the numbers of all this worker's towers, in order."""
-        rank, like = self._job.rank, self._tables[0]
-        self._tables[rank] = _table(towers, like)
+        rank = self._job.rank
+        self._tables[rank] = _table(towers, self._tables[rank])
         moments: TreeSum[Tensor] = TreeSum(self._plan.placement.num_towers, add=Tensor.add_)
-        for tower, scalars in zip(self._plan.placement.towers(rank), towers, strict=True):
-            moments.push(range(tower, tower + 1), scalars.moments)
+        moments.push_leaves(self._plan.placement.towers(rank), [each.moments for each in towers])
         self._moments[rank] = torch.stack([total for _, total in moments.nodes])
 
     def of(self, worker: int) -> list[Tensor]:
@@ -93,7 +70,7 @@ class ScalarExchange:
         """Return the numbers of all towers, once those of all workers are there."""
         sizes = [1, self._plan.num_sums, self._plan.buffers.num_counters]
         counts, loss_sums, counters = torch.cat(self._tables).split(sizes, dim=1)
-        moments = {worker: list(rows) for worker, rows in enumerate(self._moments)}
+        moments = [list(rows) for rows in self._moments]
         total = add_partial_sums(self._plan.spans, moments, self._job.rank)
         return Scalars(counts[:, 0], loss_sums, counters, total)
 

@@ -21,15 +21,7 @@ Size = tuple[int, int]
 
 
 def find_sparse(model: nn.Module, listed: Sequence[nn.Parameter]) -> list[str]:
-    """Name the parameters that get sparse gradients: those listed, and weights of sparse embeddings.
-
-    Raises:
-        ConfigError: one that is listed is not a parameter of the model that requires grad.
-
-    Example:
-        >>> find_sparse(nn.Sequential(nn.Embedding(9, 2, sparse=True), nn.Linear(2, 2)), [])
-        ['0.weight']
-    """
+    """Name the parameters that get sparse gradients: those listed, and weights of sparse embeddings."""
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     for position, parameter in enumerate(listed):
         if id(parameter) not in names:

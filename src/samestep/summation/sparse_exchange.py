@@ -8,7 +8,7 @@ never with the size of the parameter, unless a tower's gradient is dense.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,83 +16,47 @@ from torch import Tensor
 from samestep.summation import sparse
 from samestep.summation.gradients import Gradients, add_gradients, divide
 from samestep.summation.plan import Plan
-from samestep.summation.tree import TreeSum
+from samestep.summation.tree import join
+from samestep.workers.collectives import post_to_all
 from samestep.workers.job import Job
-from samestep.workers.transport import Alone, Pending
 
 __all__ = ["SparseExchange"]
 
-_FAILED = -2
-"""Stands for sizes where a worker met an error."""
-
 
 class SparseExchange:
-    """One step's sparse gradients: made, then `gradients`, on all workers alike.
+    """One step's sparse gradients: made, then `finish`, on all workers alike.
 
     Making it starts the first round, so that it runs beside the last bucket's averages.
-
-    Args:
-        job: of this worker.
-        plan: of the step.
-        sums: for each of this worker's subtrees, a gradient for each of `plan.sparse`; None where it met an
-            error.
-        where: names the step if a worker is lost.
-
-    Attributes:
-        has_failed: whether some worker met an error, once `gradients` has been read.
     """
 
-    def __init__(self, job: Job, plan: Plan, sums: Sequence[Gradients] | None, where: str) -> None:
+    def __init__(self, job: Job, plan: Plan, sums: Sequence[Gradients], where: str) -> None:
         self._job = job
         self._plan = plan
-        self._where = where
-        self._layouts = [plan.parameters[index].gradient for index in plan.sparse]
-        self._sums: dict[int, Sequence[Gradients]] = {job.rank: sums or []}
-        self._others = [worker for worker in range(job.world_size) if worker != job.rank]
-        self.has_failed = sums is None and bool(plan.sparse)
-        self._pending: Pending = Alone().post({}, {}, "")
-        self._sizes: dict[int, Tensor] = {}
-        if plan.sparse:
-            self._post_sizes()
+        self._sums = [*sums]  # of `plan.sparse`, for each of this worker's subtrees
+        self._what = f"{where}, sparse gradients"
+        self._sizes = [
+            torch.zeros(len(spans), len(plan.sparse), 2, dtype=torch.int64) for spans in plan.spans
+        ]
+        self._sizes[job.rank] = torch.tensor([[sparse.measure(g) for g in gradients] for gradients in sums])
+        self._pending = post_to_all(job.transport, [[table] for table in self._sizes], self._what)
 
-    def _post_sizes(self) -> None:
-        tables = [torch.full((len(spans), len(self._layouts), 2), _FAILED) for spans in self._plan.spans]
-        for table, gradients in zip(tables[self._job.rank], self._sums[self._job.rank], strict=False):
-            table.copy_(torch.tensor([sparse.measure(gradient) for gradient in gradients]))
-        self._sizes = {worker: tables[worker] for worker in self._others}
-        incoming = {worker: [table] for worker, table in self._sizes.items()}
-        self._pending = self._post([tables[self._job.rank]], incoming, "sizes of sparse gradients")
-
-    def gradients(self, divisor: Tensor) -> Iterator[tuple[int, Tensor | None]]:
-        """Finish the tree, divide once, and yield (parameter index, averaged gradient)."""
+    def finish(self, divisor: Tensor) -> list[tuple[int, Tensor | None]]:
+        """Finish the tree, divide once, and return (parameter index, averaged gradient)."""
         self._pending.wait()
-        self.has_failed |= any(bool((table == _FAILED).any()) for table in self._sizes.values())
-        if self.has_failed or not self._layouts:
-            return
-        for worker, table in self._sizes.items():
-            self._sums[worker] = [self._memory(row) for row in table.tolist()]
-        incoming = {worker: _tensors(self._sums[worker]) for worker in self._others}
-        self._post(_tensors(self._sums[self._job.rank]), incoming, "sparse gradients").wait()
-        for index, gradient in zip(self._plan.sparse, self._finish_tree(), strict=True):
+        sums = [[self._memory(row) for row in table.tolist()] for table in self._sizes]
+        sums[self._job.rank], self._sums = self._sums, []
+        post_to_all(self._job.transport, [_tensors(each) for each in sums], self._what).wait()
+        one_by_one = (sums.pop(0) for _ in self._plan.spans)  # so that memory goes as it has been added
+        averages = join(self._plan.spans, one_by_one, self._plan.placement.num_towers, add_gradients)
+        for gradient in averages:
             if gradient is not None:
                 divide(sparse.stored(gradient), divisor, out=sparse.stored(gradient))
-            yield index, gradient
-
-    def _finish_tree(self) -> Gradients:
-        total: TreeSum[Gradients] = TreeSum(self._plan.placement.num_towers, add=add_gradients)
-        for worker, spans in enumerate(self._plan.spans):
-            for span, gradients in zip(spans, self._sums.pop(worker), strict=True):
-                total.push(span, gradients)
-        return total.root()
-
-    def _post(self, own: Sequence[Tensor], incoming: Mapping[int, Sequence[Tensor]], what: str) -> Pending:
-        outgoing = dict.fromkeys(self._others, own)
-        return self._job.transport.post(outgoing, incoming, f"{self._where}, {what}")
+        return list(zip(self._plan.sparse, averages, strict=True))
 
     def _memory(self, sizes: Sequence[sparse.Size]) -> Gradients:
+        layouts = [self._plan.parameters[index].gradient for index in self._plan.sparse]
         return [
-            sparse.empty(layout, size, self._job.device)
-            for layout, size in zip(self._layouts, sizes, strict=True)
+            sparse.empty(layout, size, self._job.device) for layout, size in zip(layouts, sizes, strict=True)
         ]
 
 

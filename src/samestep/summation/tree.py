@@ -12,43 +12,28 @@ whoever holds the subtrees of all workers can finish the sum without knowing who
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Generic, TypeVar
 
-__all__ = ["TreeSum", "subtrees"]
+__all__ = ["TreeSum", "join", "subtrees"]
 
 Value = TypeVar("Value")
 
 
-def siblings(left: range, right: range, num_leaves: int) -> bool:
-    """Say whether two adjacent subtrees are the two children of one node of the tree.
-
-    >>> siblings(range(4, 6), range(6, 7), num_leaves=7), siblings(range(4, 6), range(6, 7), num_leaves=8)
-    (True, False)
-    """
-    width = 2 * len(left)
-    return left.start % width == 0 and right.stop == min(left.start + width, num_leaves)
-
-
 @dataclass
 class TreeSum(Generic[Value]):
-    """A running sum along the canonical tree, folded like a binary counter.
+    """A running sum along the canonical tree of `num_leaves`, folded like a binary counter.
 
     Subtrees are pushed from left to right; two that are siblings are added at once. For K leaves from the
     first on, at most ⌈log2 K⌉ + 1 values are alive at a time, the one being pushed included; for K leaves
-    from anywhere, 2·log2(K + 2) − 2.
+    from anywhere, 2·log2(K + 2) − 2. `add(left, right)` may work in place on `left`.
 
-    Args:
-        num_leaves: leaves of the whole tree, T.
-        add: `add(left, right)` returns the sum; it may work in place on `left`.
-
-    Example:
-        >>> total = TreeSum(3, add=lambda left, right: f"({left}+{right})")
-        >>> for leaf in range(3):
-        ...     total.push(range(leaf, leaf + 1), str(leaf))
-        >>> total.root()
-        '((0+1)+2)'
+    >>> total = TreeSum(3, add=lambda left, right: f"({left}+{right})")
+    >>> total.push_leaves(range(3), ["0", "1", "2"])
+    >>> total.nodes
+    [(range(0, 3), '((0+1)+2)')]
     """
 
     num_leaves: int
@@ -58,21 +43,42 @@ class TreeSum(Generic[Value]):
     def push(self, span: range, value: Value) -> None:
         """Add the subtree over the leaves in `span`, which must follow those pushed before."""
         assert not self.nodes or self.nodes[-1][0].stop == span.start
-        while self.nodes and siblings(self.nodes[-1][0], span, self.num_leaves):
-            left_span, left = self.nodes.pop()
+        while (sibling := self.pop_sibling(span)) is not None:
+            left_span, left = sibling
             span, value = range(left_span.start, span.stop), self.add(left, value)
         self.nodes.append((span, value))
 
+    def push_leaves(self, leaves: range, values: Iterable[Value]) -> None:
+        """Add a value for each leaf."""
+        for leaf, value in zip(leaves, values, strict=True):
+            self.push(range(leaf, leaf + 1), value)
+
     def pop_sibling(self, span: range) -> tuple[range, Value] | None:
-        """Take back the newest subtree if it is the left sibling of the one over `span`."""
-        if self.nodes and siblings(self.nodes[-1][0], span, self.num_leaves):
-            return self.nodes.pop()
-        return None
+        """Take back the newest subtree if it and the one over `span` are the children of one node."""
+        if not self.nodes:
+            return None
+        left = self.nodes[-1][0]
+        width = 2 * len(left)
+        are_siblings = left.start % width == 0 and span.stop == min(left.start + width, self.num_leaves)
+        return self.nodes.pop() if are_siblings else None
 
     def root(self) -> Value:
         """Return the sum over all leaves."""
         assert [span for span, _ in self.nodes] == [range(self.num_leaves)]
         return self.nodes[0][1]
+
+
+def join(
+    spans: Iterable[Iterable[range]],
+    sums: Iterable[Iterable[Value]],
+    num_leaves: int,
+    add: Callable[[Value, Value], Value],
+) -> Value:
+    """Finish the tree: add all workers' subtrees."""
+    total = TreeSum(num_leaves, add=add)
+    for span, value in zip(chain.from_iterable(spans), chain.from_iterable(sums), strict=True):
+        total.push(span, value)
+    return total.root()
 
 
 def subtrees(leaves: range, num_leaves: int) -> list[range]:
@@ -82,6 +88,5 @@ def subtrees(leaves: range, num_leaves: int) -> list[range]:
     [range(3, 4), range(4, 7)]
     """
     spans: TreeSum[None] = TreeSum(num_leaves, add=lambda left, right: None)
-    for leaf in leaves:
-        spans.push(range(leaf, leaf + 1), None)
+    spans.push_leaves(leaves, [None] * len(leaves))
     return [span for span, _ in spans.nodes]

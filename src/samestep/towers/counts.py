@@ -20,7 +20,6 @@ __all__ = [
     "count_slices",
     "is_known_to_count",
     "loss_sum",
-    "mean_loss",
     "wrong_counts",
 ]
 
@@ -31,47 +30,23 @@ at least 0."""
 
 @dataclass(frozen=True)
 class LossSum:
-    """What a tower hands in, in units of a power of two (see `StepRun.unit`).
+    """What a tower hands in, in units of a power of two (see `StepRun`)."""
 
-    Attributes:
-        total: 0-dim, float32 or float64: what backward starts from.
-        sums: [K], without graph: one for each name, or one where there are no names.
-        count: how much the tower counts.
-    """
-
-    total: Tensor
-    sums: Tensor
+    total: Tensor  # 0-dim, float32 or float64: what backward starts from
+    sums: Tensor  # [K], without graph: one for each name, or one where there are no names
     count: float | Tensor
 
 
-def mean_loss(who: str, loss: Tensor, rows: int, unit: int) -> LossSum:
-    """Return the sum that a mean over a tower's rows stands for.
-
-    Raises:
-        UsageError: `loss` is not a scalar that requires grad.
-    """
-    _check_scalar(f"{who}: loss", loss)
-    if not loss.requires_grad:
-        raise UsageError(f"{who}: loss does not require grad, so it has no gradient")
-    total = _at_least_float32(loss) * (rows / unit)
-    return LossSum(total, total.detach().reshape(1), rows / unit)
-
-
-def loss_sum(who: str, total: Tensor, count: float | Tensor, unit: int) -> LossSum:
-    """Return a sum and what it is divided by.
-
-    Raises:
-        UsageError: `total` is not a scalar, or does not require grad although it counts something; or
-            `count` is not one number.
-    """
-    _check_scalar(f"{who}: total", total)
-    if isinstance(count, Tensor) and count.numel() != 1:
-        raise UsageError(f"{who}: count has shape {tuple(count.shape)}, expected one number")
+def loss_sum(what: str, loss: Tensor, factor: float, count: float | Tensor) -> LossSum:
+    """Return `loss * factor` and what it counts."""
+    if not isinstance(loss, Tensor) and isinstance(loss, (int, float)) and float(count) == 0:
+        loss = torch.tensor(float(loss), dtype=torch.float32)
+    _check_scalar(what, loss)
     # A sum over nothing may be a constant; then there is nothing to run backward through.
-    if not total.requires_grad and float(count) != 0:
-        raise UsageError(f"{who}: total does not require grad, so it has no gradient")
-    scaled = _at_least_float32(total) * (1 / unit)
-    return LossSum(scaled, scaled.detach().reshape(1), count / unit)
+    if not loss.requires_grad and float(count) != 0:
+        raise UsageError(f"{what} does not require grad, so it has no gradient")
+    total = _at_least_float32(loss) * factor
+    return LossSum(total, total.detach().reshape(1), count)
 
 
 def is_known_to_count(count: float | Tensor) -> bool:
@@ -79,28 +54,21 @@ def is_known_to_count(count: float | Tensor) -> bool:
     return (not isinstance(count, Tensor) or count.device.type == "cpu") and float(count) > 0
 
 
-def wrong_counts(
-    step: int, names: Sequence[str], counts: Tensor, is_known_to_count: bool
-) -> BatchError | None:
-    """Return what is wrong with the towers' counts, alike on every worker; None where nothing is.
+def wrong_counts(step: int, names: Sequence[str], counts: Tensor, has_count: bool) -> BatchError | None:
+    """Return what is wrong with the towers' counts, float64 [T], alike on every worker.
 
-    Args:
-        step: its number.
-        names: of the sums that the loss consists of.
-        counts: float64 [T].
-        is_known_to_count: whether some tower of this worker counts something.
+    `has_count` says whether some tower of this worker is known to count something.
     """
     if counts.device.type == "cpu":  # a GPU would be waited for; there the average is not finite
-        wrong = (~(counts >= 0) | counts.isinf()).nonzero()
-        if len(wrong):
-            tower = int(wrong[0])
+        wrong = _first_wrong(counts)
+        if wrong is not None:
             return BatchError(
-                f"step {step}: tower {tower} has the count {float(counts[tower]):g}, expected a finite "
+                f"step {step}: tower {wrong[0]} has the count {float(counts[wrong[0]]):g}, expected a finite "
                 "number of at least 0; nothing was updated"
             )
     # Nor is one waited for where a count here is known to be above 0. If all are 0, none is, and all workers
     # look; if not, it does not matter who looks.
-    if is_known_to_count or float(counts.sum()) != 0:
+    if has_count or float(counts.sum()) != 0:
         return None
     what = f"the towers' counts of {', '.join(names)}" if names else "the towers' counts"
     return BatchError(
@@ -119,16 +87,11 @@ class NamedCounts:
 
     over the names that count something. A tower hands in :math:`R \sum_k S_{kt} / N_k` and counts its rows,
     of which there are R in all.
-
-    Attributes:
-        names: of the sums, K of them.
-        counts: float64 [T, K], on the CPU.
-        rows: R.
     """
 
     names: tuple[str, ...]
-    counts: Tensor
-    rows: int
+    counts: Tensor  # float64 [T, K], on the CPU
+    rows: int  # R
 
     @cached_property
     def totals(self) -> list[float]:
@@ -136,23 +99,17 @@ class NamedCounts:
         totals: list[float] = self.counts.sum(0).tolist()
         return totals
 
-    def loss_sum(self, who: str, losses: Mapping[str, Tensor], tower: int, rows: int, unit: int) -> LossSum:
-        """Return what a tower hands in.
-
-        Raises:
-            UsageError: `losses` has other names, or holds something else than scalars; or none of them
-                requires grad although the tower counts.
-        """
+    def loss_sum(self, who: str, losses: Any, tower: int, share: float, unit: int) -> LossSum:
+        """Return what a tower hands in that has `share` of `unit` rows."""
         sums = self._in_order(who, losses)
-        used = [(s, total) for s, total in zip(sums, self.totals, strict=True) if total > 0]
         # In this order on every worker, so that the bits are the same.
-        parts = [s * (self.rows / (total * unit)) for s, total in used]
-        total = reduce(torch.add, parts)
+        means = [s * (self.rows / (n * unit)) for s, n in zip(sums, self.totals, strict=True) if n > 0]
+        total = reduce(torch.add, means)
         if not total.requires_grad and bool(self.counts[tower].any()):
             raise UsageError(f"{who}: no sum requires grad, so it has no gradient")
-        return LossSum(total, torch.stack([s.detach().double() for s in sums]) / unit, rows / unit)
+        return LossSum(total, torch.stack([s.detach().double() for s in sums]) / unit, share)
 
-    def _in_order(self, who: str, losses: Mapping[str, Tensor]) -> list[Tensor]:
+    def _in_order(self, who: str, losses: Any) -> list[Tensor]:
         expected = ", ".join(self.names)
         if not isinstance(losses, Mapping):
             raise UsageError(
@@ -170,11 +127,7 @@ class NamedCounts:
 
 
 def check_counts(counts: Mapping[str, Count] | None) -> tuple[str, ...]:
-    """Return the names of the sums, none for a loss that is one sum.
-
-    Raises:
-        ConfigError: `counts` is no mapping of functions, or is empty.
-    """
+    """Return the names of the sums, none for a loss that is one sum."""
     if counts is None:
         return ()
     if not isinstance(counts, Mapping) or not counts or not all(map(callable, counts.values())):
@@ -188,13 +141,9 @@ def check_counts(counts: Mapping[str, Count] | None) -> tuple[str, ...]:
 def count_slices(
     counts: Mapping[str, Count], towers: range, slices: Mapping[int, Any], device: torch.device
 ) -> Tensor:
-    """Return what each of a worker's towers counts, float64 [towers, names] on the CPU; 0 without rows.
-
-    Raises:
-        BatchError: a count is not a finite number of at least 0.
-    """
+    """Return what each of a worker's towers counts, float64 [towers, names] on the CPU; 0 without rows."""
     table = torch.zeros(len(towers), len(counts), dtype=torch.float64)
-    for tower, batch in slices.items() if counts else ():
+    for tower, batch in slices.items():
         # Gathered on the device, so that a GPU is waited for once a tower.
         values = [torch.as_tensor(count(batch), device=device).detach() for count in counts.values()]
         for name, value in zip(counts, values, strict=True):
@@ -202,9 +151,9 @@ def count_slices(
                 shape = tuple(value.shape)
                 raise BatchError(f"tower {tower}: the count of {name} has shape {shape}, expected one number")
         table[tower - towers.start] = torch.stack([value.reshape(()).double() for value in values]).cpu()
-    wrong = (~(table >= 0) | table.isinf()).nonzero()
-    if len(wrong):
-        row, column = wrong[0].tolist()
+    wrong = _first_wrong(table)
+    if wrong is not None:
+        row, column = wrong
         raise BatchError(
             f"tower {towers.start + row}: the count of {list(counts)[column]} is {table[row, column]:g}, "
             "expected a finite number of at least 0"
@@ -212,9 +161,20 @@ def count_slices(
     return table
 
 
+def _first_wrong(counts: Tensor) -> list[int] | None:
+    """Return the index of the first count that is negative or not finite."""
+    wrong: list[list[int]] = (~(counts >= 0) | counts.isinf()).nonzero().tolist()
+    return wrong[0] if wrong else None
+
+
 def _check_scalar(what: str, value: Tensor) -> None:
     if not isinstance(value, Tensor):
-        raise UsageError(f"{what} is a {type(value).__name__}, expected a scalar tensor")
+        hint = "; for a sum and what it counts, call tower.backward_sum(total, count)"
+        raise UsageError(
+            f"{what} is a {type(value).__name__}, expected a scalar tensor{hint * isinstance(value, tuple)}"
+        )
+    if value.is_complex():
+        raise UsageError(f"{what} is complex, expected a real number")
     if value.numel() != 1:
         raise UsageError(f"{what} has shape {tuple(value.shape)}, expected a scalar")
 

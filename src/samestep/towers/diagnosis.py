@@ -12,79 +12,55 @@ from torch import Tensor
 from samestep.summation.placement import even_ranges
 from samestep.summation.sparse import coalesced, stored
 from samestep.towers.report import Report
-from samestep.towers.run import Tower
+from samestep.towers.tower import Tower
 from samestep.towers.towers import Towers
 
-__all__ = ["explain", "explain_whole", "first_nonfinite"]
+__all__ = ["explain", "first_nonfinite"]
 
 _NONE = -1
 _MAX_TOWERS = 4
 
 
-def first_nonfinite(towers: Towers, run: Callable[[Tower], None]) -> list[str | None]:
-    """Run the towers of the last step again, and look at each one's own gradient.
+def first_nonfinite(towers: Towers, run_tower: Callable[[Tower], None]) -> list[str | None]:
+    """Run the last step's passes again, and name each tower's first parameter without a finite gradient.
 
-    All workers must call this, and all get the same answer. Weights and `p.grad` stay as they are; the
-    buffers get their values from before the step.
-
-    Args:
-        towers: their last step is looked at; the weights must be those that it began with.
-        run: runs one tower: forward, and `tower.backward(loss)`.
-
-    Returns:
-        For each of the T towers the name of its first parameter, in the model's order, with a gradient
-        that is not finite; None where all are, and where the tower had no rows.
+    All workers must call this, with the weights that the step began with; all get the same answer. Weights
+    and `p.grad` stay as they are; the buffers get their values from before the step.
     """
-    mine = towers.placement.towers(towers.job.rank)
-    found = torch.full((len(mine), 1), _NONE)
-    averaged = [parameter.grad for parameter in towers.parameters]
-    try:
-        _clear(towers.parameters)
-        # Whatever goes wrong in here must not hide what is being explained.
-        with contextlib.suppress(Exception), contextlib.closing(towers.replay()) as turns:
-            for tower in turns:
-                run(tower)
-                found[tower.index - mine.start] = _first(towers.parameters)
-                _clear(towers.parameters)
-    finally:
-        for parameter, gradient in zip(towers.parameters, averaged, strict=True):
-            parameter.grad = gradient
-    names = [name for name, parameter in towers.model.named_parameters() if parameter.requires_grad]
-    return [names[index] if index != _NONE else None for index in towers.gather(found)[:, 0].tolist()]
+    run = towers._last
+    found = torch.full((len(run.own_towers), 1), _NONE)
+    # Whatever goes wrong in here must not hide what is being explained.
+    with contextlib.suppress(Exception), contextlib.closing(towers._replay()) as turns:
+        for tower in turns:
+            run_tower(tower)
+            found[tower.index - run.own_towers.start] = _first(run.parameters)
+    indices = run.gather(found, "towers")[:, 0].tolist()
+    return [None if index == _NONE else run.plan.parameters[index].name for index in indices]
 
 
-def explain(report: Report, parameters: Sequence[str | None]) -> str:
-    """Say, in one line, where an averaged gradient that is not finite came from.
+def explain(report: Report, parameters: Sequence[str | None] | None) -> str:
+    """Say where an averaged gradient that is not finite came from.
 
-    Args:
-        report: of the step.
-        parameters: each tower's first parameter with a gradient that is not finite, if any.
+    `parameters` is what `first_nonfinite` returned; None after a loss of the whole batch.
     """
+    if parameters is None:
+        where = f"the loss of the whole batch, {report.rows} rows, is {report.loss:g}"
+    else:
+        bad = _bad_towers(report, parameters)
+        where = "; ".join(bad[:_MAX_TOWERS]) or "the loss and the gradient of each tower are finite"
+        if len(bad) > _MAX_TOWERS:
+            where += f"; and {len(bad) - _MAX_TOWERS} more"
+    return f"step {report.step}: the averaged gradient is not finite ({where}); nothing was updated"
+
+
+def _bad_towers(report: Report, parameters: Sequence[str | None]) -> list[str]:
+    bad = []
     ranges = even_ranges(report.rows, len(parameters))
-    towers = list(zip(ranges, report.tower_losses, parameters, strict=True))
-    bad = [
-        _describe(tower, *each)
-        for tower, each in enumerate(towers)
-        if each[2] is not None or (each[0] and not math.isfinite(each[1]))
-    ]
-    where = "; ".join(bad[:_MAX_TOWERS]) + f"; and {len(bad) - _MAX_TOWERS} more" * (len(bad) > _MAX_TOWERS)
-    nowhere = "the loss and the gradient of each tower are finite"
-    return (
-        f"step {report.step}: the averaged gradient is not finite ({where or nowhere}); nothing was updated"
-    )
-
-
-def explain_whole(report: Report) -> str:
-    """Say that the averaged gradient of a loss of the whole batch is not finite."""
-    return (
-        f"step {report.step}: the averaged gradient is not finite (the loss of the whole batch, "
-        f"{report.rows} rows, is {report.loss:g}); nothing was updated"
-    )
-
-
-def _describe(tower: int, rows: range, loss: float, parameter: str | None) -> str:
-    text = f"tower {tower}, rows {rows.start} to {rows.stop - 1}, loss {loss:g}"
-    return text if parameter is None else f"{text}, first in the gradient of {parameter}"
+    for tower, (rows, loss, name) in enumerate(zip(ranges, report.tower_losses, parameters, strict=True)):
+        if name is not None or (rows and not math.isfinite(loss)):
+            text = f"tower {tower}, rows {rows.start} to {rows.stop - 1}, loss {loss:g}"
+            bad.append(text if name is None else f"{text}, first in the gradient of {name}")
+    return bad
 
 
 def _first(parameters: Sequence[Tensor]) -> int:
@@ -94,8 +70,3 @@ def _first(parameters: Sequence[Tensor]) -> int:
         if gradient is not None and not bool(stored(coalesced(gradient)).isfinite().all()):
             return index
     return _NONE
-
-
-def _clear(parameters: Sequence[Tensor]) -> None:
-    for parameter in parameters:
-        parameter.grad = None

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Sized
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
-
-import torch
-from torch import Tensor
-
-from samestep.summation.gradients import norms_of, squared_sum
 
 __all__ = ["GradientNorms", "NoiseScale"]
 
@@ -20,6 +15,7 @@ _DECAY = 0.9
 _SETTLED = 10
 
 
+@dataclass
 class NoiseScale:
     r"""The gradient noise scale, smoothed over the steps at which it is measured.
 
@@ -30,20 +26,14 @@ class NoiseScale:
     it they save few. Both estimates are averaged before they are divided, because a ratio of noisy numbers
     is biased.
 
-    Attributes:
-        signal: the smoothed estimate of |G|².
-        noise: the smoothed estimate of tr Σ.
-        num_measured: measurements so far.
-
     References:
         McCandlish, Kaplan, Amodei & OpenAI Dota Team, "An Empirical Model of Large-Batch Training", 2018,
         section 2.2 and appendix A.1. https://arxiv.org/abs/1812.06162
     """
 
-    def __init__(self) -> None:
-        self.signal = 0.0
-        self.noise = 0.0
-        self.num_measured = 0
+    signal: float = 0.0  # the smoothed estimate of |G|²
+    noise: float = 0.0  # the smoothed estimate of tr Σ
+    num_measured: int = 0
 
     @property
     def value(self) -> float | None:
@@ -70,7 +60,7 @@ class NoiseScale:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs."""
-        return {"signal": self.signal, "noise": self.noise, "num_measured": self.num_measured}
+        return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
@@ -81,42 +71,12 @@ class NoiseScale:
 
 @dataclass(frozen=True)
 class GradientNorms:
-    """The norms of the gradients of one step.
+    """The norms of the gradients of one step."""
 
-    Attributes:
-        squares: the squared 2-norm of each tower's own mean gradient; NaN where it counts 0.
-        counts: each tower's, at least 0.
-        rows: each tower's.
-        average: the squared 2-norm of the average over all towers.
-    """
-
-    squares: Sequence[float]
+    squares: Sequence[float]  # the squared 2-norm of each tower's own mean gradient; NaN where it counts 0
     counts: Sequence[float]
     rows: Sequence[int]
-    average: float
-
-    @classmethod
-    def of(
-        cls,
-        squares: Tensor,
-        counts: Tensor,
-        rows: Sequence[Sized],
-        gradients: Sequence[Tensor | None],
-        scale: float = 1.0,
-    ) -> GradientNorms:
-        """Measure them.
-
-        Args:
-            squares: the squared norm of each tower's *summed* gradient, float64 [T].
-            counts: float64 [T].
-            rows: each tower's.
-            gradients: the averages.
-            scale: that all gradients were multiplied by.
-        """
-        means = torch.where(counts > 0, squares / scale**2 / counts.square(), torch.nan)
-        norms = [norm for gradient in gradients if gradient is not None for norm in norms_of(gradient)]
-        average = squared_sum(norms, counts.device) / scale**2
-        return cls(means.tolist(), counts.tolist(), [len(part) for part in rows], float(average))
+    average: float  # the squared 2-norm of the average over all towers
 
     @property
     def of_towers(self) -> list[float]:
@@ -134,11 +94,8 @@ class GradientNorms:
             = v \Big(\sum_t \frac{b_t}{B \omega_t} - 1\Big), \quad
             \mathrm{E} |g|^2 = |G|^2 + v, \quad \operatorname{tr} \Sigma = B v.
 
-        With T towers of b rows each, counted by rows, the factor is T − 1, and these are the estimators
-        that the paper makes of batches of b and of T·b rows.
-
-        References:
-            McCandlish et al., 2018, appendix A.1. https://arxiv.org/abs/1812.06162
+        With T towers of b rows each, counted by rows, the factor is T − 1, and these are the estimators that
+        McCandlish et al. make of batches of b and of T·b rows (appendix A.1).
         """
         towers = [each for each in zip(self.squares, self.counts, self.rows, strict=True) if each[1] > 0]
         if len(towers) < 2:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -16,84 +15,67 @@ from samestep.errors import UsageError
 from samestep.workers.collectives import gather_objects
 from samestep.workers.job import Job
 
-__all__ = ["AllOutputs", "TowerOutputs", "gather"]
+__all__ = ["Outline", "gather", "take_apart"]
 
 
 class _Kind(NamedTuple):
-    """A tensor but for its rows and values."""
+    """A tensor but for its values."""
 
     dtype: torch.dtype
     device_type: str
-    row: tuple[int, ...]
+    shape: tuple[int, ...]
 
     def __str__(self) -> str:
-        shape = ", ".join(["rows", *map(str, self.row)])
+        shape = ", ".join(["rows", *map(str, self.shape[1:])])
         return f"{str(self.dtype).removeprefix('torch.')} [{shape}] on {self.device_type}"
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Return memory for such a tensor that another worker has."""
+        own_device = device if self.device_type == device.type else "cpu"
+        return torch.empty(self.shape, dtype=self.dtype, device=own_device)
 
 
 @dataclass(frozen=True)
-class _Shape:
+class Outline:
     """A tower's outputs but for their values; `nest` has a number in each tensor's place."""
 
     kinds: tuple[_Kind, ...]
-    rows: tuple[int, ...]
     nest: Any
 
     @property
     def spec(self) -> pytree.TreeSpec:
+        """How the tensors are nested."""
         return pytree.tree_structure(self.nest)
 
-    def is_like(self, other: _Shape) -> bool:
-        """Whether both are the same, rows included."""
-        return self.rows == other.rows and self.difference(other) is None
+    @property
+    def sizes(self) -> str:
+        """The tensors' dtypes and shapes, in words."""
+        return ", ".join(f"{str(k.dtype).removeprefix('torch.')} {list(k.shape)}" for k in self.kinds)
 
-    def difference(self, other: _Shape) -> str | None:
+    def difference(self, other: Outline) -> str | None:
         """Say where two towers' outputs differ in more than their rows."""
         if self.spec != other.spec:
             return f"{self.nest}, {other.nest}"
-        pairs = enumerate(zip_longest(self.kinds, other.kinds))
+        pairs = enumerate(zip(map(str, self.kinds), map(str, other.kinds), strict=True))
         return next((f"tensor {n}: {mine}, {theirs}" for n, (mine, theirs) in pairs if mine != theirs), None)
 
 
-@dataclass(frozen=True)
-class TowerOutputs:
-    """One tower's outputs, taken apart.
-
-    Attributes:
-        tensors: in the order of the nest, each with rows first.
-        shape: what they are but for their values.
-    """
-
-    tensors: list[Tensor]
-    shape: _Shape
-
-    @classmethod
-    def open(cls, outputs: Any) -> TowerOutputs:
-        """Take a nest apart.
-
-        Raises:
-            UsageError: something in it is not a tensor, has no rows, or the nest cannot be sent.
-        """
-        tensors, spec = pytree.tree_flatten(outputs)
-        if not tensors:
-            raise UsageError(f"forward returned a {type(outputs).__name__} without tensors")
-        for each in tensors:
-            if not isinstance(each, Tensor) or each.ndim == 0 or each.layout != torch.strided:
-                raise UsageError(f"forward returned {_name(each)}: expected dense tensors, rows first")
-        nest = pytree.tree_unflatten(list(range(len(tensors))), spec)
-        try:
-            pickle.dumps(nest)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise UsageError(
-                f"forward returned what cannot be sent to other workers ({error}): use dicts and tuples"
-            ) from None
-        kinds = tuple(_Kind(t.dtype, t.device.type, tuple(t.shape[1:])) for t in tensors)
-        return cls(tensors, _Shape(kinds, tuple(map(len, tensors)), nest))
-
-    def copy(self) -> TowerOutputs:
-        """Return contiguous copies without a graph: they look alike on every worker."""
-        tensors = [t.detach().clone(memory_format=torch.contiguous_format) for t in self.tensors]
-        return TowerOutputs(tensors, self.shape)
+def take_apart(outputs: Any) -> tuple[list[Tensor], Outline]:
+    """Return the tensors of a nest, and what it is but for their values."""
+    tensors, spec = pytree.tree_flatten(outputs)
+    if not tensors:
+        raise UsageError(f"forward returned a {type(outputs).__name__} without tensors")
+    for each in tensors:
+        if not isinstance(each, Tensor) or each.ndim == 0 or each.layout != torch.strided:
+            raise UsageError(f"forward returned {_name(each)}: expected dense tensors, rows first")
+    nest = pytree.tree_unflatten(list(range(len(tensors))), spec)
+    try:
+        pickle.dumps(nest)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UsageError(
+            f"forward returned what cannot be sent to other workers ({error}): use dicts and tuples"
+        ) from None
+    return tensors, Outline(tuple(_Kind(t.dtype, t.device.type, tuple(t.shape)) for t in tensors), nest)
 
 
 def _name(value: Any) -> str:
@@ -102,64 +84,33 @@ def _name(value: Any) -> str:
     return "a 0-dimensional tensor" if value.ndim == 0 else f"a tensor with the layout {value.layout}"
 
 
-@dataclass(frozen=True)
-class AllOutputs:
-    """All towers' outputs, alike on every worker.
+def gather(
+    job: Job, own: Mapping[int, list[Tensor]], own_outlines: Mapping[int, Outline], where: str
+) -> tuple[list[list[Tensor]], pytree.TreeSpec]:
+    """Return the tensors of all towers with rows, in their order, on every worker, and how they are nested.
 
-    Attributes:
-        tensors: of each tower with rows, in tower order.
-        spec: how they are nested.
+    `own` are those of this worker's towers, contiguous; some workers may have none.
     """
-
-    tensors: list[list[Tensor]]
-    spec: pytree.TreeSpec
-
-    def concatenated(self) -> Any:
-        """Return the nest with each tensor's rows of all towers, in tower order."""
-        columns = zip(*self.tensors, strict=True)
-        return pytree.tree_unflatten([torch.cat(column) for column in columns], self.spec)
-
-
-def gather(job: Job, own: Mapping[int, TowerOutputs], where: str) -> AllOutputs:
-    """Return all towers' outputs on every worker.
-
-    Args:
-        job: all its workers must call this.
-        own: copies of the outputs of this worker's towers that have rows; some workers may have none.
-        where: names the step in messages.
-
-    Raises:
-        UsageError: towers' outputs differ in more than their rows.
-    """
-    own_shapes = {tower: outputs.shape for tower, outputs in own.items()}
-    all_shapes: list[dict[int, _Shape]] = gather_objects(job.transport, own_shapes, f"{where}, outputs")
-    first = all_shapes[0][0]  # tower 0 always has rows
-    for tower, shape in (item for shapes in all_shapes for item in shapes.items()):
-        difference = first.difference(shape)
+    outlines: list[Mapping[int, Outline]] = gather_objects(job.transport, own_outlines, f"{where}, outputs")
+    first = outlines[0][0]  # tower 0 always has rows
+    for tower, outline in (item for of_worker in outlines for item in of_worker.items()):
+        difference = first.difference(outline)
         if difference:
             raise UsageError(
                 f"{where}: forward returned different outputs for towers 0 and {tower} ({difference}); only "
                 "the numbers of rows may differ"
             )
-    tensors = {tower: outputs.tensors for tower, outputs in own.items()}
-    others = {worker: shapes for worker, shapes in enumerate(all_shapes) if worker != job.rank}
-    for shapes in others.values():
-        tensors |= {tower: _empty(shape, job.device) for tower, shape in shapes.items()}
-    outgoing = {worker: _as_bytes(tensors, own_shapes) for worker in others}
-    incoming = {worker: _as_bytes(tensors, shapes) for worker, shapes in others.items()}
+    tensors = dict(own)
+    others = {worker: of_worker for worker, of_worker in enumerate(outlines) if worker != job.rank}
+    for of_worker in others.values():
+        for tower, outline in of_worker.items():
+            tensors[tower] = [kind.empty(job.device) for kind in outline.kinds]
+    outgoing = dict.fromkeys(others, _as_bytes(tensors, own_outlines))
+    incoming = {worker: _as_bytes(tensors, of_worker) for worker, of_worker in others.items()}
     job.transport.post(outgoing, incoming, f"{where}, outputs").wait()
-    return AllOutputs([tensors[tower] for tower in sorted(tensors)], first.spec)
+    return [tensors[tower] for tower in sorted(tensors)], first.spec
 
 
-def _empty(shape: _Shape, device: torch.device) -> list[Tensor]:
-    return [
-        torch.empty(
-            (rows, *kind.row), dtype=kind.dtype, device=device if kind.device_type == device.type else "cpu"
-        )
-        for kind, rows in zip(shape.kinds, shape.rows, strict=True)
-    ]
-
-
-def _as_bytes(tensors: Mapping[int, list[Tensor]], towers: Mapping[int, _Shape]) -> list[Tensor]:
+def _as_bytes(tensors: Mapping[int, list[Tensor]], towers: Mapping[int, Outline]) -> list[Tensor]:
     """Return views that every backend can move, whatever the dtype."""
     return [tensor.view(-1).view(torch.uint8) for tower in towers for tensor in tensors[tower]]

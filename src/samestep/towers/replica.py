@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -11,16 +12,20 @@ from torch import Tensor, nn
 
 from samestep.buffers.model_buffers import ModelBuffers
 from samestep.buffers.named_buffers import find_named_buffers
+from samestep.buffers.outside import averaged_parameters
 from samestep.buffers.policies import Policy, check_policies
 from samestep.buffers.statistics import Mode, check_norms
+from samestep.buffers.watch import Watch
 from samestep.errors import ConfigError
-from samestep.summation.buckets import DEFAULT_BUCKET_BYTES
 from samestep.summation.gradient_sum import GradientSum
 from samestep.summation.layout import Layout
 from samestep.summation.placement import Placement
 from samestep.summation.plan import ParameterLayout, Plan, grad_dtype
 from samestep.summation.sparse import find_sparse
+from samestep.towers.hooks import HookCheck
+from samestep.towers.root import check_wrappers
 from samestep.workers.collectives import broadcast
+from samestep.workers.environment import under_launcher, world_size
 from samestep.workers.job import Job
 from samestep.workers.rendezvous import has_group
 
@@ -29,101 +34,79 @@ __all__ = ["Replica", "Settings", "job_alone"]
 _MOST_PLANS = 8
 """Kept for a model that stays as it is, for those who change between kinds of steps or placements."""
 
+_QUICK = attrgetter("requires_grad", "dtype", "grad_dtype")
+
 
 @dataclass(frozen=True)
 class Settings:
     """The settings of `Towers` that the arithmetic depends on; the same on all workers."""
 
-    seed: int = 0
-    statistics: Mode = "mean"
-    buffers: Mapping[str, Policy] = field(default_factory=dict)
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES
-    accumulate_dtype: torch.dtype | None = None
-    on_zero_count: Literal["raise", "skip"] = "raise"
-    noise_every: int = 20
+    seed: int
+    statistics: Mode
+    buffers: Mapping[str, Policy]
+    bucket_bytes: int
+    accumulate_dtype: torch.dtype | None
+    on_zero_count: Literal["raise", "skip"]
+    noise_every: int
 
     def __post_init__(self) -> None:
+        every = self.noise_every
         if self.on_zero_count not in ("raise", "skip"):
             raise ConfigError(f"on_zero_count = {self.on_zero_count!r}: expected 'raise' or 'skip'")
-        if (
-            isinstance(self.noise_every, bool)
-            or not isinstance(self.noise_every, int)
-            or self.noise_every < 0
-        ):
-            raise ConfigError(f"noise_every = {self.noise_every!r}: expected an int >= 0; 0 never measures")
+        if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+            raise ConfigError(f"noise_every = {every!r}: expected an int >= 0; 0 never measures")
 
     @property
     def must_match(self) -> dict[str, Any]:
         """The settings, in a form that workers can compare."""
-        policies = list(self.buffers.items())  # because their order counts
-        settings = asdict(self) | {"accumulate_dtype": str(self.accumulate_dtype)}
-        del settings["buffers"]
+        settings = asdict(self)
+        policies = list(settings.pop("buffers").items())  # because their order counts
         return settings | {"buffer policies": policies}
 
 
 def job_alone(model: nn.Module) -> Job:
-    """Return the job of this process alone, on the model's device.
-
-    Raises:
-        ConfigError: there are several workers.
-    """
-    if has_group():
+    """Return the job of this process alone, on the model's device."""
+    if has_group() or (under_launcher() and world_size() > 1):
         raise ConfigError("job is missing: there are several workers, so pass job=samestep.init()")
     parameter = next(model.parameters(), None)
     return Job(torch.device("cpu") if parameter is None else parameter.device)
 
 
 class Replica:
-    """A worker's copy of the model. Before each step it is checked for changes, and the plan follows them.
+    """A worker's copy of the model. Before each step it is checked for changes, and the plan follows them."""
 
-    Args:
-        model: to be trained.
-        job: of this worker.
-        settings: of the arithmetic.
-        sparse_parameters: as for `Towers`.
-
-    Attributes:
-        parameters: those that require grad, in the model's order, when `plan` was last asked for.
-        buffers: the model's.
-
-    Raises:
-        ConfigError: the model cannot be trained, or a setting does not fit it.
-    """
-
-    parameters: list[nn.Parameter]
+    parameters: list[nn.Parameter]  # that require grad, in the model's order, when `plan` was last asked for
     buffers: ModelBuffers
 
     def __init__(
         self, model: nn.Module, job: Job, settings: Settings, sparse_parameters: Sequence[nn.Parameter]
     ) -> None:
         self.model = model
-        self._job = job
-        self._settings = settings
+        self.job = job
+        self.settings = settings
         self._listed_sparse: list[str] = find_sparse(model, sparse_parameters)
         self._sum: GradientSum | None = None
         self._known: set[object] = set()
         self._new: dict[str, str] = {}
         self._version = 0
         self._plans: dict[tuple[Placement, tuple[str, ...], bool], Plan] = {}
+        self.has_reentrant = False  # whether a backward may come to a parameter twice
+        check_wrappers(model)
         check_norms(model, settings.statistics)
         check_policies(find_named_buffers(model), settings.buffers)
         self._look_at_model()
 
     def plan(self, placement: Placement, sums: tuple[str, ...] = (), *, is_whole_batch: bool = False) -> Plan:
-        """Return the plan of a step with the model as it is now.
-
-        Raises:
-            ConfigError: the model has become one that cannot be trained.
-        """
-        if self._signature() != self._seen or not self.buffers.are_current:
+        """Return the plan of a step with the model as it is now."""
+        if self._has_changed() or not self.buffers.are_current:
             self.model.zero_grad()  # a parameter frozen since must not keep the last step's gradient
             self._look_at_model()
+        self._check_hooks(warn=self.job.is_first)
         if len(self._plans) > _MOST_PLANS:
             self._plans.clear()
         plain, key = (placement, (), False), (placement, sums, is_whole_batch)
         if plain not in self._plans:
-            bucket_bytes = self._settings.bucket_bytes
-            plan = Plan.of(placement, self._layouts, self.buffers.layout, bucket_bytes)
+            plan = Plan.of(placement, self._layouts, self.buffers.layout, self.settings.bucket_bytes)
             self._plans[plain] = replace(plan, new_tensors=tuple(self._new.values()), version=self._version)
         if key not in self._plans:
             self._plans[key] = replace(self._plans[plain], sums=sums, is_whole_batch=is_whole_batch)
@@ -134,25 +117,47 @@ class Replica:
         if self._sum is None or self._sum.plan.buckets is not plan.buckets:
             if self._sum is not None:
                 self._sum.close()
-            self._sum = GradientSum(plan, self.parameters, plan.placement.towers(self._job.rank))
+            self._sum = GradientSum(plan, self.parameters, plan.placement.towers(self.job.rank))
         return self._sum
 
     def _look_at_model(self) -> None:
         """Note the parameters and buffers that there are."""
-        _check_model(self.model, self._job)
+        self._check_model()
         modules = list(self.model.modules())
         self._note_new_tensors(modules)
         self._registries = [each for m in modules for each in (m._parameters, m._modules)]
+        self._buffers = [m._buffers for m in modules]
         # Kept, so that no other object can come to have the same id.
         self._held = [value for each in self._registries for value in each.values()]
         self._all = [p for p in dict.fromkeys(self._held) if isinstance(p, nn.Parameter)]
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        averaged_parameters.update({id(p): p for p in named.values()})
         self.parameters = list(named.values())
         sparse = {*self._listed_sparse, *find_sparse(self.model, ())}
         self._layouts = tuple(self._lay_out(name, p, name in sparse) for name, p in named.items())
-        self.buffers = ModelBuffers(self.model, self._settings.statistics, self._settings.buffers, self._job)
+        self._check_hooks = HookCheck(list(named), self.parameters)
+        self.buffers = ModelBuffers(self.model, self.settings.statistics, self.settings.buffers, self.job)
+        self.watch = Watch(self.model, self.buffers.fixed, self.buffers.shared)
         self._plans = {}
-        self._seen = self._signature()
+        self._seen, self._seen_quickly = self._signature(), self._quick_signature()
+
+    def _check_model(self) -> None:
+        for name, tensor in self._named_tensors():
+            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+            if nn.parameter.is_lazy(tensor):
+                raise ConfigError(f"{kind} {name} has no shape yet: run the model once before making Towers")
+            if tensor.device != self.job.device:
+                raise ConfigError(
+                    f"{kind} {name} is on {tensor.device}, the worker's device is {self.job.device}: "
+                    "call model.to(job.device) first"
+                )
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise ConfigError(
+                f"{type(self.model).__name__} has no parameter that requires grad: there is nothing to train"
+            )
+
+    def _named_tensors(self) -> list[tuple[str, Tensor]]:
+        return [*self.model.named_parameters(), *self.model.named_buffers()]
 
     def _note_new_tensors(self, modules: Sequence[nn.Module]) -> None:
         """Note the parameters and buffers that were not there before.
@@ -170,49 +175,52 @@ class Replica:
             parameters = set(map(id, module._parameters.values()))
             self._known |= parameters
             new |= parameters - known
-        named = [*self.model.named_parameters(), *self.model.named_buffers()]
-        found = {name: f"{name} {tuple(t.shape)} {t.dtype}" for name, t in named if id(t) in new}
+        found = {n: f"{n} {tuple(t.shape)} {t.dtype}" for n, t in self._named_tensors() if id(t) in new}
         self._new |= found
         self._version += bool(found)
 
     def _lay_out(self, name: str, parameter: Tensor, is_sparse: bool) -> ParameterLayout:
-        dtype = self._settings.accumulate_dtype or grad_dtype(parameter)
+        dtype = self.settings.accumulate_dtype or grad_dtype(parameter)
+        if not is_sparse:
+            dtype = dtype.to_real()
         return ParameterLayout(name, Layout.of(parameter, dtype), parameter.dtype, is_sparse)
 
-    def _signature(self) -> tuple[object, object]:
-        """Return what changes with the model: a microsecond a parameter, so that every step can look."""
-        ids = [id(value) for each in self._registries for value in each.values()]
+    def _has_changed(self) -> bool:
+        """Whether the model is another one than when it was last looked at; shapes, where memory moved."""
+        if self._quick_signature() == self._seen_quickly:
+            return False
+        self._seen_quickly = self._quick_signature()
+        return self._signature() != self._seen
+
+    def _quick_signature(self) -> tuple[object, ...]:
+        """Return what changes with the model, or with where it lies: 0.2 microseconds a parameter."""
+        return self._ids(), list(map(_QUICK, self._all)), list(map(Tensor.data_ptr, self._all))
+
+    def _signature(self) -> tuple[object, ...]:
         kinds = [(p.requires_grad, p.dtype, p.shape, p.stride(), p.device, p.grad_dtype) for p in self._all]
-        return ids, kinds
+        return self._ids(), kinds
+
+    def _ids(self) -> tuple[object, ...]:
+        ids = [id(value) for each in self._registries for value in each.values()]
+        return ids, list(map(len, self._registries)), list(map(len, self._buffers))
 
     def start_from_first_worker(self) -> None:
         """Give every worker the first worker's values of all tensors that have not been shared before."""
-        named = [*self.model.named_parameters(), *self.model.named_buffers()]
-        tensors = [tensor.detach() for name, tensor in named if name in self._new]
+        tensors = [_unexpanded(tensor) for name, tensor in self._named_tensors() if name in self._new]
         self._new = {}
         values = [tensor.contiguous() for tensor in tensors]
-        flat = [value.reshape(-1).view(torch.uint8) for value in values]  # no backend knows all dtypes
-        broadcast(self._job.transport, flat, "the first worker's weights")
+        # As bytes, because no backend knows all dtypes; a tensor of one element may have any strides.
+        flat = [value.as_strided((value.numel(),), (1,)).view(torch.uint8) for value in values]
+        broadcast(self.job.transport, flat, "the first worker's weights")
         for tensor, value in zip(tensors, values, strict=True):
             if value is not tensor:
                 tensor.copy_(value)
 
 
-def _check_model(model: nn.Module, job: Job) -> None:
-    _check_tensors("parameter", model.named_parameters(), job)
-    _check_tensors("buffer", model.named_buffers(), job)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(
-            f"{type(model).__name__} has no parameter that requires grad: there is nothing to train"
-        )
-
-
-def _check_tensors(kind: str, named: Iterable[tuple[str, Tensor]], job: Job) -> None:
-    for name, tensor in named:
-        if nn.parameter.is_lazy(tensor):
-            raise ConfigError(f"{kind} {name} has no shape yet: run the model once before making Towers")
-        if tensor.device != job.device:
-            raise ConfigError(
-                f"{kind} {name} is on {tensor.device}, the worker's device is {job.device}: "
-                "call model.to(job.device) first"
-            )
+def _unexpanded(tensor: Tensor) -> Tensor:
+    """Return a view in which no element of an expanded tensor is there twice, so that it can be written."""
+    tensor = tensor.detach()
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor

@@ -5,36 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from samestep.summation.scalars import Scalars
-from samestep.towers.run import StepInputs
-
-__all__ = ["Report", "mean_losses", "report_of", "total_loss"]
+__all__ = ["Report", "mean_losses", "total_loss", "total_norm"]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a step returns, alike on all workers. Losses, count and norm are computed when they are read.
+    """What a step returns, alike on all workers. Losses and count are computed when they are read.
 
     Attributes:
         step: number of the step, from 0.
         rows: rows of the global batch.
         loss_sums: each tower's summed losses, float64 [T, K]: one column for each of `names`, or one; 0 where
-            the tower had no rows. [1, 1] after a loss of the whole batch, which is one.
-        counts: what the sums count in each tower, float64 [T, K]; the number 1 after a loss of the whole
-            batch.
-        gradients: the averaged gradients, for `grad_norm`.
+            the tower had no rows. [1, 1] after a loss of the whole batch.
+        counts: what these sums count, of the same shape; 1 after a loss of the whole batch.
+        norm: the 2-norm of the averaged gradient, 0-dim; see `grad_norm`.
         names: of the K sums that the loss consists of; empty where it is one sum without a name.
         skipped: whether the update was left out, because the average was not finite or nothing counted.
         tower_grad_norms: the 2-norm of each tower's own mean gradient, before any loss scale, on the steps
             that measure it, otherwise None; NaN for a tower that counts 0.
-        noise_scale: the gradient noise scale in rows (see `samestep.towers.noise`), smoothed over steps that
-            measured it, this one included; infinite where the noise hides the gradient; None before the
-            first, and where there are not two towers that count.
+        noise_scale: the gradient noise scale in rows, smoothed over the steps that measured it, this one
+            included; infinite where the noise hides the gradient; None before the first measurement.
         flags: the bits that any worker has set (see `Towers.__call__`).
 
     Example:
@@ -53,7 +47,7 @@ class Report:
     rows: int
     loss_sums: Tensor
     counts: Tensor
-    gradients: Sequence[Tensor]
+    norm: Tensor
     names: tuple[str, ...] = ()
     skipped: bool = False
     tower_grad_norms: list[float] | None = None
@@ -83,10 +77,15 @@ class Report:
 
     @cached_property
     def grad_norm(self) -> float:
-        """The 2-norm of the averaged gradient. Read it before something changes the gradients."""
-        # A norm in half precision would have two or three digits.
-        wide = [g.float() if g.dtype in (torch.float16, torch.bfloat16) else g for g in self.gradients]
-        return float(torch.nn.utils.get_total_norm(wide))
+        """The 2-norm of the averaged gradient, as `Towers.average` gave it."""
+        return float(self.norm)
+
+
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the 2-norm of all gradients together, 0-dim."""
+    # A norm in half precision would have two or three digits.
+    wide = [g.float() if g.dtype in (torch.float16, torch.bfloat16) else g for g in gradients]
+    return torch.nn.utils.get_total_norm(wide)
 
 
 def mean_losses(sums: Tensor, counts: Tensor) -> Tensor:
@@ -99,15 +98,3 @@ def total_loss(sums: Tensor, counts: Tensor) -> Tensor:
     has_any = counts.sum(-2) > 0
     means = torch.where(has_any, mean_losses(sums, counts), 0).sum(-1)
     return torch.where(has_any.any(-1), means, torch.nan)
-
-
-def report_of(inputs: StepInputs, scalars: Scalars, gradients: Sequence[Tensor], **more: Any) -> Report:
-    """Return the report of a step; `more` are attributes that neither inputs nor scalars know."""
-    # The loss of a whole batch is tower 0's.
-    num_counted = 1 if inputs.is_whole_batch else len(scalars.counts)
-    counts = scalars.counts[:num_counted, None] * inputs.unit
-    if inputs.counts is not None:
-        counts = inputs.counts.counts.to(counts.device)
-    loss_sums = scalars.loss_sums[:num_counted] * inputs.unit
-    rows = inputs.local.rows
-    return Report(inputs.step, rows, loss_sums, counts, gradients, names=inputs.names, **more)

@@ -2,216 +2,152 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import InitVar, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from samestep.buffers.model_buffers import ModelBuffers
-from samestep.errors import UsageError
-from samestep.streams import GlobalStreams, seed_globals, tower_seed
+from samestep.buffers.outside import graph_of, note_outside_gradients
+from samestep.errors import BatchError, Error, UsageError
+from samestep.streams import keep_globals, seed_globals, tower_seed
 from samestep.summation.exchange import Exchange
 from samestep.summation.gradient_sum import GradientSum
+from samestep.summation.gradients import norms_of, squared_sum
+from samestep.summation.placement import even_ranges
 from samestep.summation.scalars import TowerScalars
 from samestep.towers.batch import LocalBatch
-from samestep.towers.counts import LossSum, NamedCounts, is_known_to_count, loss_sum, mean_loss
-from samestep.workers.job import Job
+from samestep.towers.counts import (
+    Count,
+    LossSum,
+    NamedCounts,
+    count_slices,
+    is_known_to_count,
+    loss_sum,
+    wrong_counts,
+)
+from samestep.towers.noise import GradientNorms
+from samestep.towers.replica import Replica
+from samestep.towers.report import Report, total_norm
+from samestep.towers.tower import Tower
+from samestep.workers.collectives import gather_rows
 
-__all__ = ["LossScale", "StepInputs", "StepRun", "Tower"]
-
-
-class LossScale(Protocol):
-    """What is needed of a gradient scaler, such as `torch.amp.GradScaler`."""
-
-    def scale(self, outputs: Tensor) -> Tensor:
-        """Return the loss times the scale."""
-
-    def get_scale(self) -> float:
-        """Return the scale."""
-
-
-class Tower:
-    """One logical slice of the batch: what the loop over `towers(batch)` yields.
-
-    Attributes:
-        index: 0 <= index < T.
-        batch: the tower's own rows of the batch, nested as the batch is.
-        rows: how many, at least 1.
-
-    Example:
-        >>> from samestep import Towers
-        >>> model = torch.nn.Linear(2, 1)
-        >>> towers = Towers(model, 2)
-        >>> for tower in towers(torch.randn(5, 2)):
-        ...     print(tower, tuple(tower.batch.shape))
-        ...     tower.backward(model(tower.batch).square().mean())
-        Tower(index=0, rows=3) (3, 2)
-        Tower(index=1, rows=2) (2, 2)
-    """
-
-    def __init__(self, index: int, batch: Any, rows: int, run: StepRun) -> None:
-        self.index = index
-        self.batch = batch
-        self.rows = rows
-        self._run = run
-
-    def backward(self, loss: Tensor | Mapping[str, Tensor]) -> None:
-        """Hand in the tower's loss: compute its gradient and keep it for `Towers.average`.
-
-        Args:
-            loss: the mean over the tower's rows, a scalar that requires grad. Where the step began with
-                `counts`, a mapping that has a sum for each of their names.
-
-        Raises:
-            UsageError: the tower has handed in already, its turn is over, `loss` is not what the step
-                expects, or gradients came from `loss.backward()`.
-            DisagreementError: workers turn out to have different batches.
-        """
-        self._run.take_mean(self, loss)
-
-    def backward_sum(self, total: Tensor, count: float | Tensor) -> None:
-        """Hand in a loss that is a sum over something other than rows, such as valid tokens or pixels.
-
-        The step's loss is the sum of all towers' totals, divided once by the sum of all their counts.
-
-        Args:
-            total: the sum, a scalar that requires grad; where the count is 0 it need not require grad.
-            count: how many things it is a sum over, at least 0: a number or 0-dim tensor.
-
-        Raises:
-            UsageError: as for `backward`, or `count` is not one number.
-            DisagreementError: workers turn out to have different batches.
-
-        Example:
-            >>> from samestep import Towers
-            >>> model, words = torch.nn.Embedding(9, 1), torch.tensor([[3, 1, 0], [4, 0, 0]])  # 0 is padding
-            >>> towers = Towers(model, 2)
-            >>> for tower in towers(words):
-            ...     valid = tower.batch > 0
-            ...     tower.backward_sum(model(tower.batch).squeeze(-1)[valid].square().sum(), valid.sum())
-            >>> towers.average().count
-            3.0
-        """
-        self._run.take_sum(self, total, count)
-
-    def __repr__(self) -> str:
-        return f"Tower(index={self.index}, rows={self.rows})"
+__all__ = ["StepRun"]
 
 
-@dataclass(frozen=True)
-class StepInputs:
-    """What a step begins with.
-
-    Attributes:
-        step: its number.
-        seed: of all random streams.
-        local: this worker's rows.
-        rows: how many rows each of this worker's towers has; those without any are left out.
-        counts: what the sums of the loss count; None where the loss is one sum.
-        scaler: scales each loss before backward, if there is one.
-        is_whole_batch: whether the loss is one of the whole batch, which counts once.
-    """
+@dataclass(eq=False, repr=False)
+class StepRun:
+    """A step of this worker, from its batch to its average."""
 
     step: int
     seed: int
     local: LocalBatch
-    rows: Mapping[int, int]
-    counts: NamedCounts | None = None
-    scaler: LossScale | None = None
-    is_whole_batch: bool = False
+    replica: InitVar[Replica]
+    exchange: Exchange
+    scaler: torch.amp.GradScaler | None
+
+    def __post_init__(self, replica: Replica) -> None:
+        self.job = replica.job
+        self.watch = replica.watch
+        self._replica = replica
+        self._is_dropped = False
+        self.parameters = replica.parameters
+        self.plan = self.exchange.plan
+        self.own_towers = self.plan.placement.towers(self.job.rank)
+        self._counts: NamedCounts | None = None
+        self._has_count = False  # whether a tower of this worker is known to count something
+        self._buffers = replica.buffers
+        self._gradients: GradientSum | None = replica.gradient_sum(self.plan)
+        every, num_towers = replica.settings.noise_every, self.plan.placement.num_towers
+        is_noise_due = every > 0 and self.step % every == 0 and num_towers > 1
+        self._gradients.start(self.exchange, measures=is_noise_due and not self.plan.is_whole_batch)
+        self._scalars: dict[int, TowerScalars] = {}
+        self._done: set[int] = set()
+        self._turn: Tower | None = None
+        self._passes = ExitStack()
+        self._has_begun = False
 
     @property
-    def unit(self) -> int:
+    def _unit(self) -> int:
         """The largest power of two that is at most the batch's rows: the unit of sums and counts.
 
         Scaling by it is exact. It keeps sums of gradients at the size of means, which float16 needs, and
         makes the division at the root one by 1 where the batch is a power of two. A loss of the whole batch
         is no sum over rows; its unit is 1.
         """
-        return 1 if self.is_whole_batch else 1 << (self.local.rows.bit_length() - 1)
+        return 1 if self.plan.is_whole_batch else 1 << (self.local.rows.bit_length() - 1)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of the sums that the loss consists of; none where it is one sum."""
-        return () if self.counts is None else self.counts.names
-
-
-class StepRun:
-    """A step of this worker between its batch and its average.
-
-    Args:
-        inputs: what the step begins with.
-        job: of this worker.
-        buffers: the model's.
-        parameters: those that get gradients.
-        gradients: adds them up; None, as `exchange`, where the towers of a step run once more, for a closer
-            look: then they stay on the parameters.
-        exchange: what the sums are sent through.
-    """
-
-    def __init__(
-        self,
-        inputs: StepInputs,
-        job: Job,
-        buffers: ModelBuffers,
-        parameters: Sequence[Tensor],
-        gradients: GradientSum | None,
-        exchange: Exchange | None,
-    ) -> None:
-        self.inputs = inputs
-        self.has_count = False
-        self._job = job
-        self._buffers = buffers
-        self._parameters = parameters
-        self._gradients = gradients
-        self._exchange = exchange
-        self._scalars: dict[int, TowerScalars] = {}
-        self._done: set[int] = set()
-        self._turn: Tower | None = None
-        self._outside: GlobalStreams | None = None
-        self._has_begun = False
+    def count(self, counts: Mapping[str, Count]) -> None:
+        """Find out what the sums of the loss count in the towers of all workers."""
+        try:
+            own = count_slices(counts, self.own_towers, self.local.slices, self.job.device)
+        except Exception as error:
+            self.exchange.fail(error)
+        self._counts = NamedCounts(tuple(counts), self.exchange.compare(own), self.local.rows)
+        if not any(self._counts.totals):
+            self.local = replace(self.local, slices={})  # nothing counts, so no pass is worth its time
 
     def turns(self) -> Iterator[Tower]:
-        """Yield the towers that have rows, in order, each under its own streams, from the shared buffers.
-
-        Raises:
-            UsageError: a turn ended, and the tower had not handed in.
-        """
-        inputs = self.inputs
-        self._outside = GlobalStreams.capture(self._job.device)
-        try:
-            self._begin_passes()
-            for index in inputs.local.slices:
-                tower = Tower(index, inputs.local.slices[index], inputs.rows[index], self)
+        """Yield the towers that have rows, in order, each under its own streams, from the shared buffers."""
+        rows = self.plan.placement.rows(self.job.rank, self.local.rows)
+        with self._passes:
+            # `finish` closes this too: whoever calls `next` on the generator may never reach its end.
+            self._passes.enter_context(keep_globals(self.job.device))
+            self._passes.callback(self.watch.outside.stop_looking)
+            self._passes.callback(self._buffers.end_passes)
+            self._buffers.start_step()
+            self._has_begun = True
+            for index in self.local.slices:
+                with self._telling_others():
+                    batch = self.local.slices[index]
                 self._buffers.start_tower()
-                seed_globals(tower_seed(inputs.seed, inputs.step, index), self._job.device)
-                self._turn = tower
+                seed_globals(tower_seed(self.seed, self.step, index), self.job.device)
+                if self.watch.looks:
+                    self.watch.outside.start_looking()
+                self._turn = tower = Tower(index, batch, len(rows[index]), self)
+                del batch
                 yield tower
                 self._turn = None
-                self._check_done(tower)
+                if self._is_dropped:
+                    return
+                with self._telling_others():
+                    self._check_done(tower)
                 del tower  # its rows, before those of the next one are read
-        finally:
-            self._end_passes()
 
-    def _begin_passes(self) -> None:
-        self._buffers.start_step()
-        self._has_begun = True
-
-    def _end_passes(self) -> None:
-        """Put the streams back, unless that is done: who calls `next` on turns may hold on to them."""
-        outside, self._outside = self._outside, None
-        if outside is not None:
-            outside.restore()
-            if self._has_begun:
-                self._buffers.end_passes()
+    def drop(self) -> None:
+        """Leave the step: streams and buffers are as before it, gradients are None."""
+        self._is_dropped = True
+        self.put_back()
+        if self._gradients is not None:
+            self._gradients.clear()
 
     def put_back(self) -> None:
         """Leave the streams and the model's buffers as they were before the step."""
-        self._end_passes()
+        self._passes.close()
         if self._has_begun:
             self._buffers.put_back()
+
+    def replay(self) -> Generator[Tower]:
+        """Run the towers of a finished step once more, with the weights as they are now.
+
+        In its turn, a tower leaves the gradient of its sum on the parameters. Afterwards they have those of
+        before, and the buffers their values from before the step.
+        """
+        averaged = [parameter.grad for parameter in self.parameters]
+        self._gradients = self.scaler = None
+        self._done.clear()
+        self.put_back()
+        try:
+            for tower in self.turns():
+                for parameter in self.parameters:
+                    parameter.grad = None
+                yield tower
+        finally:
+            self.put_back()
+            for parameter, gradient in zip(self.parameters, averaged, strict=True):
+                parameter.grad = gradient
 
     def _check_done(self, tower: Tower) -> None:
         if tower.index not in self._done:
@@ -221,34 +157,53 @@ class StepRun:
             raise UsageError(f"{tower!r}: {called}; call tower.backward(loss) once for every tower")
 
     def _has_gradients(self) -> bool:
-        return any(parameter.grad is not None for parameter in self._parameters)
+        return any(parameter.grad is not None for parameter in self.parameters)
 
     def take_mean(self, tower: Tower, loss: Tensor | Mapping[str, Tensor]) -> None:
         """Take a tower's mean loss, or its sums by name; see `Tower.backward`."""
-        self._check_turn(tower)
-        inputs, who = self.inputs, repr(tower)
-        if inputs.counts is not None:
-            named = inputs.counts.loss_sum(who, loss, tower.index, tower.rows, inputs.unit)  # type: ignore[arg-type]
-            self._take(tower, named)
-        elif isinstance(loss, Mapping):
-            raise UsageError(
-                f"{who}: loss is a mapping, but the step was started without counts: start it with "
-                "towers(batch, counts={name: count, ...}), or Step(..., counts=...)"
-            )
-        else:
-            self._take(tower, mean_loss(who, loss, tower.rows, inputs.unit))
+        with self._telling_others():
+            self._check_turn(tower)
+            share = tower.rows / self._unit
+            if self._counts is not None:
+                found = self._counts.loss_sum(repr(tower), loss, tower.index, share, self._unit)
+            elif isinstance(loss, Mapping):
+                raise UsageError(
+                    f"{tower!r}: loss is a mapping, but the step was started without counts: start it with "
+                    "towers(batch, counts={name: count, ...}), or Step(..., counts=...)"
+                )
+            else:
+                found = loss_sum(f"{tower!r}: loss", loss, share, share)
+        self._take(tower, found)
 
     def take_sum(self, tower: Tower, total: Tensor, count: float | Tensor) -> None:
         """Take a tower's sum and its count; see `Tower.backward_sum`."""
-        self._check_turn(tower)
-        if self.inputs.counts is not None:
-            raise UsageError(
-                f"{tower!r}: backward_sum cannot be used in a step that was started with counts; call "
-                "tower.backward({name: sum})"
-            )
-        self._take(tower, loss_sum(repr(tower), total, count, self.inputs.unit))
+        with self._telling_others():
+            self._check_turn(tower)
+            if self._counts is not None:
+                raise UsageError(
+                    f"{tower!r}: backward_sum cannot be used in a step that was started with counts; call "
+                    "tower.backward({name: sum})"
+                )
+            if isinstance(count, Tensor) and count.numel() != 1:
+                raise UsageError(f"{tower!r}: count has shape {tuple(count.shape)}, expected one number")
+            if not isinstance(count, (int, float, Tensor)):
+                raise UsageError(f"{tower!r}: count is {count!r}, expected a number or 0-dim tensor")
+            found = loss_sum(f"{tower!r}: total", total, 1 / self._unit, count / self._unit)
+        self._take(tower, found)
+
+    @contextmanager
+    def _telling_others(self) -> Iterator[None]:
+        """End the step on all workers where this one finds an error."""
+        try:
+            yield
+        except Error as error:
+            if self._gradients is None:  # a closer look, of this worker alone
+                raise
+            self.exchange.fail(error)
 
     def _check_turn(self, tower: Tower) -> None:
+        if self._gradients is not None and self.exchange.is_over:
+            raise UsageError(f"{tower!r}: step {self.step} is over, because a worker met an error in it")
         if tower.index in self._done or tower is not self._turn:
             why = "has run backward already" if tower.index in self._done else "is not the current tower"
             raise UsageError(
@@ -261,72 +216,111 @@ class StepRun:
             )
 
     def _take(self, tower: Tower, loss: LossSum) -> None:
-        scaler, total = self.inputs.scaler, loss.total
-        scaled = total if scaler is None else scaler.scale(total)
-        self.add(tower, loss, scaled.backward if total.requires_grad else None)
+        scaled = loss.total if self.scaler is None else self.scaler.scale(loss.total)
+        self.add(tower, loss, scaled.backward if loss.total.requires_grad else None)
 
     def add(self, tower: Tower, loss: LossSum, backward: Callable[[], None] | None) -> None:
-        """Note a tower's scalars, then run its backward and take the gradients.
-
-        Args:
-            tower: the current one.
-            loss: what it adds to the loss.
-            backward: leaves its gradients on the parameters; None where there are none.
-        """
+        """Note a tower's scalars, run its `backward`, if there is one, and take the gradients it leaves."""
         self._done.add(tower.index)
+        self.watch.outside.stop_looking()
         if self._gradients is None:
             if backward is not None:
                 backward()
             return
-        self.has_count |= is_known_to_count(loss.count)
-        counters, moments = self._buffers.counters(), self._buffers.moments(tower.index, tower.rows)
+        self._has_count |= is_known_to_count(loss.count)
+        with self._telling_others():
+            self.watch.check_pass(f"step {self.step}, tower {tower.index}")
+            counters, moments = self._buffers.counters(), self._buffers.moments(tower.index, tower.rows)
         self._scalars[tower.index] = TowerScalars(loss.count, loss.sums, counters, moments)
-        is_last = tower.index == max(self.inputs.local.slices)
+        is_last = tower.index == max(self.local.slices)
         if is_last:
             self._start_exchange()
-        self._gradients.backward(tower.index, backward, is_last=is_last)
+        leaves = self._look_at_graph(loss.total) if self.watch.looks else []
+        at_once = not self._replica.has_reentrant
+        self._gradients.backward(tower.index, backward, is_last=is_last, at_once=at_once)
+        note_outside_gradients(leaves)
 
-    @property
-    def exchange(self) -> Exchange:
-        """Where the sums of this step go."""
-        assert self._exchange is not None
-        return self._exchange
+    def _look_at_graph(self, loss: Tensor) -> list[Tensor]:
+        """Return the leaves of a loss's graph; note whether backward may come to a parameter twice."""
+        nodes = list(graph_of(loss))
+        if any(node.name() == "CheckpointFunctionBackward" for node in nodes):  # reentrant
+            self._replica.has_reentrant = True
+        return [node.variable for node in nodes if hasattr(node, "variable")]
+
+    def _start_exchange(self) -> None:
+        """Give the scalars of all this worker's towers to the exchange; those without rows count 0."""
+        buffers, like = self.plan.buffers, torch.zeros(0, dtype=torch.float64, device=self.job.device)
+        sizes = (self.plan.num_sums, buffers.num_counters, buffers.num_moments)
+        for tower in self.own_towers:
+            if tower not in self._scalars:
+                self._scalars[tower] = TowerScalars(0.0, *map(like.new_zeros, sizes))
+        self.exchange.start([self._scalars[tower] for tower in self.own_towers])
 
     def check_complete(self) -> None:
-        """Check that all of this worker's towers have handed in.
-
-        Raises:
-            UsageError: some have not.
-        """
-        missing = [tower for tower in self.inputs.local.slices if tower not in self._done]
+        """Check that all of this worker's towers have handed in."""
+        missing = [tower for tower in self.local.slices if tower not in self._done]
         if missing:
             which = f"tower{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
             verb = "has" if len(missing) == 1 else "have"
             raise UsageError(
-                f"average() at step {self.inputs.step}: {which} {verb} not run; every tower must run once"
+                f"average() at step {self.step}: {which} {verb} not run; every tower must run once"
             )
 
     def finish(self) -> list[tuple[int, Tensor | None]]:
         """Return (parameter index, averaged gradient) for each parameter."""
         assert self._gradients is not None
-        self._end_passes()
-        if not self.inputs.local.slices:
-            self._begin_passes()  # without towers there may have been no loop
-            self._buffers.end_passes()
-            self._start_exchange()
-        return self._gradients.finish()
+        try:
+            self._passes.close()
+            if not self.local.slices:
+                next(self.turns(), None)  # there may have been no loop
+                self._start_exchange()
+            with self._telling_others():
+                self.watch.end_step(f"step {self.step}: a pass")
+            return self._gradients.finish()
+        except Exception:
+            self.drop()
+            raise
 
-    def squares(self) -> Tensor | None:
-        """Return the squared norms of this worker's towers; see `GradientSum.squares`."""
-        return None if self._gradients is None else self._gradients.squares()
+    def wrong_counts(self) -> BatchError | None:
+        """Return what is wrong with the towers' counts, if anything is."""
+        counts = self.exchange.scalars.counts * self._unit
+        return wrong_counts(self.step, self.plan.sums, counts, self._has_count)
 
-    def _start_exchange(self) -> None:
-        """Give the scalars of all this worker's towers to the exchange; those without rows count 0."""
-        plan, like = self.exchange.plan, torch.zeros(0, dtype=torch.float64, device=self._job.device)
-        for tower in plan.placement.towers(self._job.rank):
-            if tower not in self._scalars:
-                moments = like.new_zeros(plan.buffers.num_moments)
-                counters = like.new_zeros(plan.buffers.num_counters)
-                zeros = TowerScalars(0.0, like.new_zeros(plan.num_sums), counters, moments)
-                self._scalars[tower] = zeros
-        self.exchange.start([self._scalars[t] for t in plan.placement.towers(self._job.rank)])
+    def norms(self, gradients: Sequence[Tensor | None]) -> GradientNorms | None:
+        """Return the norms of the towers' gradients and of their averages, in a step that measures them."""
+        own = None if self._gradients is None else self._gradients.squares()
+        if own is None:
+            return None
+        scale = 1.0 if self.scaler is None else self.scaler.get_scale()
+        counts, sums = self.exchange.scalars.counts, self.gather(own, "norms")
+        squares = torch.where(counts > 0, sums / scale**2 / counts.square(), torch.nan).tolist()
+        rows = [len(part) for part in even_ranges(self.local.rows, len(squares))]
+        norms = [norm for gradient in gradients if gradient is not None for norm in norms_of(gradient)]
+        average = float(squared_sum(norms, counts.device) / scale**2)
+        return GradientNorms(squares, counts.tolist(), rows, average)
+
+    def gather(self, values: Tensor, what: str) -> Tensor:
+        """Return a tensor with a row for each tower, [T, ...], from those of every worker's towers."""
+        sizes = [len(towers) for towers in self.plan.placement.ranges]
+        return gather_rows(self.job.transport, values, sizes, f"{self.exchange.where}, {what}")
+
+    def update_buffers(self) -> None:
+        """Give the model's buffers the values that all towers' passes make together."""
+        scalars, rows = self.exchange.scalars, self.local.rows
+        num_ran = min(rows, self.plan.placement.num_towers)  # those without rows come last
+        self._buffers.finish(scalars.moments, rows, scalars.counters[:num_ran])
+
+    def report(self, gradients: Sequence[Tensor], **more: Any) -> Report:
+        """Return the step's report; `more` are the attributes that only `Towers` knows."""
+        scalars = self.exchange.scalars
+        # The loss of a whole batch is tower 0's.
+        num_counted = 1 if self.plan.is_whole_batch else len(scalars.counts)
+        counts = scalars.counts[:num_counted, None] * self._unit
+        if self._counts is not None:
+            counts = self._counts.counts.to(counts.device)
+        loss_sums = scalars.loss_sums[:num_counted] * self._unit
+        more |= {"names": self.plan.sums, "flags": self.exchange.flags}
+        norm = total_norm(gradients)
+        if self.scaler is not None:
+            norm = norm / self.scaler.scale(torch.ones_like(norm))
+        return Report(self.step, self.local.rows, loss_sums, counts, norm, **more)

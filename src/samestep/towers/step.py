@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from samestep.errors import ConfigError, NonFiniteError
+from samestep.errors import ConfigError, Error, NonFiniteError, UsageError
 from samestep.towers.counts import Count, check_counts
-from samestep.towers.diagnosis import explain, explain_whole, first_nonfinite
+from samestep.towers.diagnosis import explain, first_nonfinite
 from samestep.towers.report import Report
-from samestep.towers.run import Tower
+from samestep.towers.tower import Tower
 from samestep.towers.towers import Towers
 
 __all__ = ["LossFunction", "Schedule", "Step"]
@@ -33,10 +33,10 @@ With `forward`: loss_fn(model, all_outputs, batch) -> the loss of the whole batc
 class Schedule(Protocol):
     """Anything with `step()`, such as torch's learning rate schedulers."""
 
-    def step(self) -> Any:
-        """Move on by one update."""
+    def step(self) -> Any: ...  # noqa: D102
 
 
+@dataclass(eq=False, repr=False)
 class Step:
     """One whole optimizer step, the same on every worker.
 
@@ -60,7 +60,8 @@ class Step:
 
     Raises:
         ConfigError: an `autocast` or `on_nonfinite` that does not exist, `clip_norm` not above 0, or
-            `counts` that are no mapping of functions.
+            `counts` that are no mapping of functions; when it is called, an optimizer of parameters that
+            `towers` does not average the gradients of.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -70,46 +71,35 @@ class Step:
         10
     """
 
-    def __init__(  # noqa: PLR0913 - the parts of a step, each with a default
-        self,
-        towers: Towers,
-        loss_fn: LossFunction,
-        optimizer: torch.optim.Optimizer,
-        *,
-        forward: Callable[[nn.Module, Any], Any] | None = None,
-        clip_norm: float | None = None,
-        autocast: torch.dtype | None = None,
-        scheduler: Schedule | None = None,
-        averaged_model: AveragedModel | None = None,
-        on_nonfinite: Literal["raise", "skip"] = "raise",
-        counts: Mapping[str, Count] | None = None,
-    ) -> None:
-        check_counts(counts)
-        if autocast not in (None, torch.bfloat16, torch.float16):
-            raise ConfigError(f"autocast = {autocast}: expected torch.bfloat16, torch.float16 or None")
-        if clip_norm is not None and not clip_norm > 0:
-            raise ConfigError(f"clip_norm = {clip_norm}: expected a number above 0, or None")
-        if on_nonfinite not in ("raise", "skip"):
-            raise ConfigError(f"on_nonfinite = {on_nonfinite!r}: expected 'raise' or 'skip'")
-        self.towers = towers
-        self.loss_fn = loss_fn
-        self.optimizer = optimizer
-        self.forward = forward
-        self.clip_norm = clip_norm
-        self.autocast = autocast
-        self.scheduler = scheduler
-        self.averaged_model = averaged_model
-        self.on_nonfinite = on_nonfinite
-        self.counts = counts
-        device = towers.job.device.type
-        self.scaler = torch.amp.GradScaler(device) if autocast is torch.float16 else None
+    towers: Towers
+    loss_fn: LossFunction
+    optimizer: torch.optim.Optimizer
+    _: KW_ONLY
+    forward: Callable[[nn.Module, Any], Any] | None = None
+    clip_norm: float | None = None
+    autocast: torch.dtype | None = None
+    scheduler: Schedule | None = None
+    averaged_model: AveragedModel | None = None
+    on_nonfinite: Literal["raise", "skip"] = "raise"
+    counts: Mapping[str, Count] | None = None
+    scaler: torch.amp.GradScaler | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        check_counts(self.counts)
+        if self.autocast not in (None, torch.bfloat16, torch.float16):
+            raise ConfigError(f"autocast = {self.autocast}: expected torch.bfloat16, torch.float16 or None")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ConfigError(f"clip_norm = {self.clip_norm}: expected a number above 0, or None")
+        if self.on_nonfinite not in ("raise", "skip"):
+            raise ConfigError(f"on_nonfinite = {self.on_nonfinite!r}: expected 'raise' or 'skip'")
+        device = self.towers.job.device.type
+        self.scaler = torch.amp.GradScaler(device) if self.autocast is torch.float16 else None
 
     def __call__(self, batch: Any, *, flags: Callable[[], int] = int) -> Report:
-        """Take one step.
+        """Take one step; `batch` and `flags` are as for `Towers.__call__`.
 
-        Args:
-            batch: a global batch, or a `LocalBatch` from a `TowerLoader`.
-            flags: as for `Towers.__call__`.
+        The settings of the step and of the optimizer must be the same on all workers. Where the passes raise,
+        the step is abandoned (see `Towers.abandon`).
 
         Raises:
             NonFiniteError: the averaged gradient is NaN or infinite and `on_nonfinite` is "raise". It names
@@ -117,30 +107,61 @@ class Step:
                 passes run once more. Weights and buffers are still those of before.
             BatchError: nothing in the batch counts, and `towers` does not skip such batches.
         """
+        self.towers._check_averages(self.optimizer)
+        try:
+            report = self._average(batch, flags)
+        except BaseException:
+            # The others need not wait for this worker; what is raised here says why.
+            with contextlib.suppress(Error):
+                self.towers.abandon()
+            raise
+        if report.skipped:
+            return report
+        if self._prepare_gradients(report):
+            self._update()
+            return report
+        return self._leave_out(report)
+
+    def _average(self, batch: Any, flags: Callable[[], int]) -> Report:
+        towers = self.towers
+        options: dict[str, Any] = {"scaler": self.scaler, "flags": flags, "must_match": self._must_match}
         if self.forward is None:
-            for tower in self.towers(batch, counts=self.counts, scaler=self.scaler, flags=flags):
+            for tower in towers(batch, counts=self.counts, **options):
                 self._run(tower)
                 del tower  # its rows, before those of the next one are read
         else:
-            model = self.towers.model
+            forward, loss = partial(self.forward, towers.model), partial(self.loss_fn, towers.model)
             with self._precision():
-                forward, loss = partial(self.forward, model), partial(self.loss_fn, model)
-                self.towers.whole_batch(batch, forward, loss, scaler=self.scaler, flags=flags)
-        report = self.towers.average()
-        if report.skipped:
-            return report
-        if not self._prepare_gradients(report):
-            return self._leave_out(report)
-        self._update()
-        return report
+                towers.whole_batch(batch, forward, loss, **options)
+        return towers.average()
+
+    @property
+    def _must_match(self) -> dict[str, Any]:
+        """What else a step depends on; tensors, such as a learning rate on a GPU, are not waited for."""
+        settings: dict[str, Any] = {
+            name: getattr(self, name) for name in ("clip_norm", "autocast", "on_nonfinite")
+        }
+        settings["optimizer"] = type(self.optimizer).__name__
+        for number, group in enumerate(self.optimizer.param_groups):
+            settings |= {
+                f"{name} of parameter group {number}": value
+                for name, value in group.items()
+                if isinstance(value, (bool, int, float, str, tuple, type(None)))
+            }
+        return settings
 
     def _run(self, tower: Tower) -> None:
         with self._precision():
             result = self.loss_fn(self.towers.model, tower.batch)
-        if isinstance(result, tuple):
+        if not isinstance(result, tuple):
+            tower.backward(result)
+        elif len(result) == 2:
             tower.backward_sum(*result)
         else:
-            tower.backward(result)
+            raise UsageError(
+                f"{tower!r}: loss_fn returned a tuple of {len(result)}, expected the mean loss, or a sum and "
+                "what it counts"
+            )
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         if self.autocast is None:
@@ -154,10 +175,7 @@ class Step:
         if not math.isfinite(report.grad_norm):
             return False
         if self.clip_norm is not None:
-            is_double = any(gradient.dtype == torch.float64 for gradient in report.gradients)
-            dtype = torch.float64 if is_double else torch.float32
-            norm = torch.tensor(report.grad_norm, dtype=dtype, device=self.towers.job.device)
-            torch.nn.utils.clip_grads_with_norm_(self.towers.parameters, self.clip_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(self.towers._last.parameters, self.clip_norm, report.norm)
         return True
 
     def _update(self) -> None:
@@ -172,12 +190,11 @@ class Step:
             self.averaged_model.update_parameters(self.towers.model)
 
     def _leave_out(self, report: Report) -> Report:
+        self.towers._last.put_back()
         if self.scaler is not None:
             self.scaler.step(self.optimizer)  # does nothing but note that it was asked
             self.scaler.update()
         elif self.on_nonfinite == "raise":
-            if self.forward is not None:
-                raise NonFiniteError(explain_whole(report))
-            raise NonFiniteError(explain(report, first_nonfinite(self.towers, self._run)))
-        self.towers.put_back_buffers()
-        return dataclasses.replace(report, skipped=True)
+            parameters = None if self.forward is not None else first_nonfinite(self.towers, self._run)
+            raise NonFiniteError(explain(report, parameters))
+        return replace(report, skipped=True)

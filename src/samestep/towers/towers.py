@@ -13,8 +13,10 @@ and every other placement gives the same bits.
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -22,30 +24,26 @@ from torch import Tensor, nn
 
 from samestep.buffers.policies import Policy
 from samestep.buffers.statistics import Mode
-from samestep.errors import BatchError, ConfigError, UsageError
-from samestep.identity import check_same
+from samestep.errors import AbandonedError, ConfigError, DisagreementError, Error, UsageError, one_line
+from samestep.identity import check_same, compare, fingerprint
 from samestep.summation.buckets import DEFAULT_BUCKET_BYTES
 from samestep.summation.exchange import Exchange
-from samestep.summation.placement import Placement, even_ranges
-from samestep.summation.scalars import Scalars
+from samestep.summation.gradients import like_parameter
+from samestep.summation.placement import Placement
 from samestep.summation.sparse import stored
 from samestep.towers.batch import LocalBatch, cut
-from samestep.towers.counts import (
-    Count,
-    LossSum,
-    NamedCounts,
-    check_counts,
-    count_slices,
-    wrong_counts,
-)
-from samestep.towers.noise import GradientNorms, NoiseScale
+from samestep.towers.counts import Count, check_counts
+from samestep.towers.must_match import MustMatch
+from samestep.towers.noise import NoiseScale
 from samestep.towers.replica import Replica, Settings, job_alone
-from samestep.towers.report import Report, report_of
-from samestep.towers.run import LossScale, StepInputs, StepRun, Tower
-from samestep.towers.whole_batch import Forward, WholeBatch, WholeLoss
+from samestep.towers.report import Report
+from samestep.towers.root import Also, together
+from samestep.towers.run import StepRun
+from samestep.towers.tower import Tower
+from samestep.towers.whole_batch import Forward, WholeLoss, run_whole_batch
 from samestep.workers.agreement import agree
-from samestep.workers.collectives import gather_rows
 from samestep.workers.job import Job
+from samestep.workers.process import keep_freed_memory
 
 __all__ = ["Towers"]
 
@@ -62,25 +60,23 @@ class Towers:
         num_towers: T, part of the experiment like the batch size.
         job: from `samestep.init`; by default a job of this process alone.
         seed: of all towers' random streams.
-        statistics: how batch-norm statistics are combined: "mean", "pooled" or "first"; see
-            `samestep.buffers.statistics`.
-        buffers: how other buffers that a forward changes are combined: from name pattern to "mean", "first"
-            or "ignore"; see `samestep.buffers.policies`.
+        statistics: how batch-norm statistics are combined; see `samestep.buffers.statistics`.
+        buffers: how other buffers that a forward changes are combined, by name pattern; see
+            `samestep.buffers.policies`.
         bucket_bytes: gradients are sent in buckets of about this many bytes.
-        accumulate_dtype: sum gradients in this dtype; by default in each parameter's `grad_dtype`, which is
-            torch's attribute for the dtype of `p.grad`, and by default that of the parameter.
-        sparse_parameters: parameters that may get sparse gradients. The weights of `nn.Embedding` and
-            `nn.EmbeddingBag` with `sparse=True` are found without it. The average is sparse, and coalesced,
-            where the gradients of all towers that used the parameter are sparse; otherwise it is dense.
-        on_zero_count: what happens where the counts of all towers are 0: "raise" a `BatchError`, or "skip"
-            the step, which leaves every `p.grad` None and sets `Report.skipped`. With "skip" and counts
-            that are tensors on a GPU, `average` waits for the GPU.
+        accumulate_dtype: sum gradients in this dtype; by default in each parameter's `grad_dtype`, torch's
+            attribute for the dtype of `p.grad`.
+        sparse_parameters: that may get sparse gradients; weights of `nn.Embedding` and `nn.EmbeddingBag` with
+            `sparse=True` are found without it. The average is sparse, and coalesced, where the gradients of
+            all towers that used the parameter are.
+        on_zero_count: where the counts of all towers are 0, "raise" a `BatchError`, or "skip" the step, which
+            leaves every `p.grad` None; then `average` waits for counts that are tensors on a GPU.
         noise_every: measure the gradient noise scale at every n-th step; 1 is always, 0 never.
+        also: what the loss trains beside the model: modules, such as a loss head, or parameters, such as a
+            temperature, one or several. Their gradients are averaged, too, and their buffers shared.
 
     Attributes:
-        model: see above.
-        job: see above.
-        seed: see above.
+        model, job, seed: see above.
         noise: the smoothed gradient noise scale.
 
     Raises:
@@ -98,6 +94,8 @@ class Towers:
         (10.0, torch.Size([1, 2]))
     """
 
+    _last: StepRun  # that has been averaged
+
     def __init__(  # noqa: PLR0913 - the settings of the arithmetic, each with a default
         self,
         model: nn.Module,
@@ -112,6 +110,7 @@ class Towers:
         sparse_parameters: Sequence[nn.Parameter] = (),
         on_zero_count: Literal["raise", "skip"] = "raise",
         noise_every: int = 20,
+        also: Also | None = None,
     ) -> None:
         self._settings = Settings(
             seed, statistics, dict(buffers or {}), bucket_bytes, accumulate_dtype, on_zero_count, noise_every
@@ -120,49 +119,42 @@ class Towers:
         self.job = job if job is not None else job_alone(model)
         self.seed = seed
         self.noise = NoiseScale()
+        if self.job.device.type == "cpu":
+            keep_freed_memory()
         self._step = 0
-        self._set_up(num_towers, sparse_parameters)
         self._run: StepRun | None = None
-        self._last: StepRun | None = None
-        self._again: StepRun | None = None
-
-    def _set_up(self, num_towers: int, sparse_parameters: Sequence[nn.Parameter]) -> None:
-        """Check the model and the settings on every worker, then that they are the same on all."""
+        # Every worker checks its own before the first message, so that none waits for one that has raised.
         must_match: dict[str, Any] = {"towers": num_towers, **self._settings.must_match}
         error: Exception | None = None
         try:
             self._placement = Placement.even(num_towers, self.job.world_size)
-            self._replica = Replica(self.model, self.job, self._settings, sparse_parameters)
+            self._root = together(model, also)
+            self._replica = Replica(self._root, self.job, self._settings, sparse_parameters)
             self._plan = self._replica.plan(self._placement)
             must_match |= self._plan.description
         except Exception as found:
             error = found
-        agree(self.job, must_match, where="Towers", error=error)
+        mine = fingerprint(self.job.device)
+        errors, differences = compare(agree(self.job, must_match, where="Towers", error=error, message=mine))
+        if errors:
+            raise DisagreementError(f"Towers: {errors[0]}")
+        if differences and self.job.is_first:
+            warnings.warn(f"{differences[0]}: the bits may depend on which of them computes", stacklevel=2)
         self._replica.start_from_first_worker()
 
     @property
     def step(self) -> int:
-        """Steps taken so far; while the last one is run once more, those taken before it."""
-        return self._step if self._again is None else self._again.inputs.step
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters that the last step averaged the gradients of, in the model's order."""
-        return self._replica.parameters
+        """Steps taken so far."""
+        return self._step
 
     @property
     def placement(self) -> Placement:
-        """Which towers each worker runs; others may be set between two steps, on all workers alike.
-
-        Raises:
-            ConfigError: on setting, it has another number of towers or workers.
-            UsageError: on setting, the last step has not been averaged.
-        """
+        """Which towers each worker runs; others may be set between two steps, on all workers alike."""
         return self._placement
 
     @placement.setter
     def placement(self, placement: Placement) -> None:
-        self._check_averaged()
+        self._check_no_step("set placement")
         if not isinstance(placement, Placement):
             raise ConfigError(
                 f"placement = {placement!r}: expected a samestep.Placement, such as Placement.even(8, 2) or "
@@ -186,9 +178,8 @@ class Towers:
 
         Raises:
             ConfigError: it is of another number of towers, or of another seed.
-            UsageError: a step has begun and has not been averaged.
         """
-        self._check_averaged()
+        self._check_no_step("load a state")
         check_same(state, {"towers": self._placement.num_towers, "seed": self.seed}, "towers")
         self._step = int(state["step"])
         self.noise.load_state_dict(state["noise"])
@@ -198,8 +189,9 @@ class Towers:
         batch: Any,
         *,
         counts: Mapping[str, Count] | None = None,
-        scaler: LossScale | None = None,
+        scaler: torch.amp.GradScaler | None = None,
         flags: Callable[[], int] = int,
+        must_match: Mapping[str, Any] | None = None,
     ) -> Iterator[Tower]:
         """Start a step and return this worker's towers that have rows, in order.
 
@@ -212,46 +204,39 @@ class Towers:
                 to the worker's device when its turn comes: until the last turn, do not write to the batch.
             counts: for a loss that is a sum of several means, each over something else: what each of them
                 counts, by name, as `count(tower_batch)` -> a number or 0-dim tensor. Each tower then hands
-                in a mapping with a sum for each name. The gradient is that of the sum over names of all
-                towers' sums over all towers' counts; a name that counts 0 adds nothing. The counts
-                travel in one small message before the first pass.
-            scaler: a `torch.amp.GradScaler` whose scale each loss is multiplied by before backward; the
-                average is scaled, the report is not.
+                in a mapping with a sum for each name. The loss is the sum over names of all towers' sums
+                over all towers' counts; a name that counts 0 adds nothing.
+            scaler: its scale multiplies each loss before backward; the average is scaled, the report is not.
             flags: called once a step, just before this worker sends its first message: returns an int
                 whose bits are OR-ed over all workers into `Report.flags`, such as a request to stop.
+            must_match: what else must be the same on all workers, by name, such as the learning rate; values
+                are compared by their `repr`, with the first message.
 
         Raises:
-            BatchError: numbers of rows disagree, there are none, something cannot be cut, or nothing counts
-                (see `on_zero_count`); in the loop, the batch was written to.
+            BatchError: numbers of rows disagree, there are none, something cannot be cut, or a count is
+                negative or not finite; in the loop, the batch was written to.
             ConfigError: `counts` is not a mapping of functions, or the model cannot be trained any more.
-            DisagreementError: workers came with different batches or models. On a worker that finds out
-                while the passes run, the error comes from `Tower.backward` or `average`.
-            UsageError: the last step has not been averaged.
+            DisagreementError: workers came with different batches or models; where the passes are running
+                already, `Tower.backward` or `average` raises it.
+            UsageError: the last step was interrupted in `average`, or a hook on a parameter would see sums of
+                towers. A step that is still open is abandoned first.
 
         Example:
             >>> model = torch.nn.Linear(2, 1)
             >>> towers = Towers(model, 4)
-            >>> batch = {"x": torch.randn(10, 2), "y": torch.tensor([-1.0, 0, 1, 2, 3, 4, 5, 6, 7, 8])}
-            >>> counts = {"labels": lambda part: (part["y"] >= 0).sum(), "rows": lambda part: len(part["y"])}
-            >>> for tower in towers(batch, counts=counts):
-            ...     found = model(tower.batch["x"])[:, 0]
-            ...     error = (found - tower.batch["y"]).square() * (tower.batch["y"] >= 0)
-            ...     tower.backward({"labels": error.sum(), "rows": 0.01 * found.square().sum()})
+            >>> counts = {"positive": lambda part: (part > 0).any(1).sum(), "rows": len}
+            >>> for tower in towers(torch.tensor([[1.0, 2.0], [-1.0, 1.0], [-1.0, -2.0]]), counts=counts):
+            ...     found, has_positive = model(tower.batch)[:, 0], (tower.batch > 0).any(1)
+            ...     tower.backward({"positive": found[has_positive].sum(), "rows": found.square().sum()})
             >>> report = towers.average()
             >>> report.loss == sum(report.losses.values()), report.count
-            (True, 19.0)
+            (True, 5.0)
         """
-        names = check_counts(counts)
-        local, exchange = self._begin(batch, names, flags)
-        named = None
+        self._run = run = self._begin(batch, scaler, flags, must_match, sums=check_counts(counts))
         if counts is not None:
-            named = self._count(counts, local, exchange)
-            if not any(named.totals):
-                local = replace(local, slices={})  # nothing counts, so no pass is worth its time
-        self._run = self._start(
-            StepInputs(self._step, self.seed, local, self._rows(local), named, scaler), exchange
-        )
-        return self._run.turns()
+            with self._ending_on_error(run):
+                run.count(counts)
+        return run.turns()
 
     def whole_batch(
         self,
@@ -259,15 +244,15 @@ class Towers:
         forward: Forward,
         loss: WholeLoss,
         *,
-        scaler: LossScale | None = None,
+        scaler: torch.amp.GradScaler | None = None,
         flags: Callable[[], int] = int,
+        must_match: Mapping[str, Any] | None = None,
     ) -> None:
         """Run a step whose loss is no sum over rows, instead of the loop over towers; then call `average`.
 
         Every tower runs forward without grad; the loss is computed on all outputs, alike on every worker;
-        then every tower runs forward again, under the same random streams, and the gradient of its outputs
-        is pushed through. So the average is the gradient of the whole batch's loss, for the memory of one
-        tower's activations and the time of a second forward.
+        then every tower runs forward again, under the same random streams, and the gradient of its outputs is
+        pushed through: the gradient of the whole batch's loss, for the memory of one tower's activations.
 
         Args:
             batch: as for `__call__`.
@@ -281,12 +266,11 @@ class Towers:
                 from the global generators, which are seeded from (seed, step).
             scaler: as for `__call__`.
             flags: as for `__call__`.
+            must_match: as for `__call__`.
 
         Raises:
             BatchError, DisagreementError: as for `__call__`.
-            UsageError: the last step has not been averaged; outputs are not nested dense tensors, or differ
-                between towers or passes; the loss is not a scalar that requires grad, or uses the batch
-                where that is a `LocalBatch`.
+            UsageError: as for `__call__`, or outputs or loss are not as above.
 
         Example:
             >>> model = torch.nn.Linear(2, 3)
@@ -296,35 +280,14 @@ class Towers:
             >>> towers.average().count
             1.0
         """
-        local, exchange = self._begin(batch, (), flags, is_whole_batch=True)
-        whole = WholeBatch(self.model, self.job, forward, loss, seed=self.seed, step=self._step)
-        inputs = StepInputs(
-            self._step, self.seed, local, self._rows(local), scaler=scaler, is_whole_batch=True
-        )
-        run: StepRun | None = None
-        try:
-            whole.run_ahead(local.slices)
-            exchange.compare(torch.zeros(len(self._own_towers), 0, dtype=torch.float64))
-            value = whole.differentiate(batch, self.parameters, None if scaler is None else scaler.scale)
-            run = self._start(inputs, exchange)
-            for tower in run.turns():
-                # The loss counts once, as tower 0's. Nothing here may hold on to a tower's outputs.
-                count = float(tower.index == 0)
-                total = LossSum(value, (value * count).reshape(1), count)
-                run.add(tower, total, whole.run_again(tower.index, tower.batch))
-        except Exception as error:
-            if run is not None:
-                run.put_back()
-            exchange.fail(error)
-        self._run = run
+        self._run = run = self._begin(batch, scaler, flags, must_match, is_whole_batch=True)
+        with self._ending_on_error(run):
+            run_whole_batch(run, self._root, batch, forward, loss)
 
     def average(self) -> Report:
         """Finish the step: every worker's `p.grad` becomes the average over all towers.
 
         A parameter that no tower used keeps `grad = None`.
-
-        Returns:
-            The step's report, the same on every worker.
 
         Raises:
             UsageError: some of this worker's towers have not run.
@@ -334,34 +297,97 @@ class Towers:
         run = self._run
         if run is None:
             raise UsageError("average() without a batch: loop over towers(batch) first")
-        run.check_complete()
-        self._run, self._last = None, run
-        try:
-            found = run.finish()
-        except BaseException:
-            run.put_back()
-            raise
-        scalars = run.exchange.scalars
-        error = wrong_counts(self._step, run.inputs.names, scalars.counts * run.inputs.unit, run.has_count)
+        with self._ending_on_error(run):
+            run.check_complete()
+            averages = run.finish()
+        self._last, error = run, run.wrong_counts()
         if error is not None:
-            return self._leave_out(run, scalars, error)
+            self._run = None
+            run.put_back()
+            if self._settings.on_zero_count == "raise" or (run.exchange.scalars.counts != 0).any():
+                raise error
+            return self._report(run, [], skipped=True)
         gradients: list[Tensor] = []
-        for index, gradient in found:
+        for index, gradient in averages:
             if gradient is not None:
-                self.parameters[index].grad = own = _as_grad_of(self.parameters[index], gradient)
-                gradients.append(stored(own))
-        tower_norms = self._measure(run, scalars, [gradient for _, gradient in found])
-        num_ran = min(run.inputs.local.rows, self._placement.num_towers)  # those without rows come last
-        self._replica.buffers.finish(
-            scalars.moments, run.inputs.local.rows, range(num_ran), scalars.counters[:num_ran]
-        )
-        return self._report(run, scalars, gradients, tower_grad_norms=tower_norms)
+                parameter = run.parameters[index]
+                parameter.grad = like_parameter(gradient, parameter)
+                gradients.append(stored(parameter.grad))
+        norms = run.norms([gradient for _, gradient in averages])
+        run.update_buffers()
+        if norms is not None:
+            self.noise.measure(norms)
+        self._run = None
+        return self._report(run, gradients, tower_grad_norms=None if norms is None else norms.of_towers)
+
+    def abandon(self) -> None:
+        """Leave the step that has begun, as if it had not: instead of `average`, after an exception, Ctrl-C.
+
+        Buffers and random generators are as before the step, its number stays, every `p.grad` is None. On all
+        other workers `average` raises `AbandonedError`; they, too, may begin the step again. Without an open
+        step nothing happens.
+
+        Raises:
+            UsageError: `average` was interrupted when it had sent all that other workers need, so they may
+                have taken the step.
+            LostWorkerError: another worker is gone.
+        """
+        run = self._run
+        if run is None:
+            return
+        if run.exchange.is_committed:
+            raise UsageError(
+                f"step {self._step} was interrupted in average(), when other workers may have taken it: end "
+                "this process, and go on from a checkpoint"
+            )
+        self._run = None
+        run.drop()
+        cause = sys.exception()
+        reason = "" if cause is None else f" after {one_line(f'{type(cause).__name__}: {cause}')}"
+        with contextlib.suppress(AbandonedError, DisagreementError):
+            run.exchange.fail(AbandonedError(reason))
+
+    @contextlib.contextmanager
+    def _ending_on_error(self, run: StepRun) -> Iterator[None]:
+        """End a step in which this worker's code, or the exchange, raises; an interrupt leaves it open."""
+        try:
+            yield
+        except Error as error:
+            self._run = None
+            run.drop()
+            run.exchange.fail(error)
+        except Exception:
+            self.abandon()
+            raise
+
+    def _check_averages(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer of parameters that require grad and that nobody averages."""
+        known = set(map(id, self._root.parameters()))
+        for number, group in enumerate(optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                if parameter.requires_grad and id(parameter) not in known:
+                    raise ConfigError(
+                        f"optimizer: parameter {position} of group {number}, {list(parameter.shape)}, is not "
+                        "part of the model, so nobody averages its gradient: pass it as Towers(model, ..., "
+                        "also=...), or make the optimizer anew where a layer was replaced"
+                    )
+
+    def _report(self, run: StepRun, gradients: Sequence[Tensor], **more: Any) -> Report:
+        self._step += 1
+        return run.report(gradients, noise_scale=self.noise.value, **more)
 
     def _begin(
-        self, batch: Any, sums: tuple[str, ...], flags: Callable[[], int], *, is_whole_batch: bool = False
-    ) -> tuple[LocalBatch, Exchange]:
+        self,
+        batch: Any,
+        scaler: torch.amp.GradScaler | None,
+        flags: Callable[[], int],
+        must_match: Mapping[str, Any] | None,
+        *,
+        sums: tuple[str, ...] = (),
+        is_whole_batch: bool = False,
+    ) -> StepRun:
         """Cut the batch, and agree with the other workers on a new plan, if there is one."""
-        self._check_averaged()
+        self.abandon()
         local, plan, error = LocalBatch(0, {}), self._plan, None
         try:
             plan = self._replica.plan(self._placement, sums, is_whole_batch=is_whole_batch)
@@ -369,114 +395,30 @@ class Towers:
             local = cut(batch, self._placement, self.job, is_read_twice=is_read_twice)
         except Exception as found:
             error = found
-        must_match = {"step": self._step, "rows": local.rows, "batch fingerprint": local.fingerprint}
-        exchange = Exchange(self.job, self._plan, must_match, flags=flags)
+        numbers = {"step": self._step, "rows": local.rows, "batch fingerprint": local.fingerprint}
         if error is not None:
-            exchange.fail(error)
+            Exchange(self.job, self._plan, numbers).fail(error)
         if plan.fingerprint != self._plan.fingerprint:
-            exchange.change_to(plan)
+            Exchange(self.job, self._plan, numbers).change_to(plan)
             self._replica.start_from_first_worker()
-        if plan is not self._plan:
-            self._plan, exchange = plan, Exchange(self.job, plan, must_match, flags=flags)
-        return local, exchange
+        self._plan = plan
+        watch = self._replica.watch
+        watch.start_step(self._step)
+        threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+        settings = {"CPU threads": threads, "default dtype": dtype, **(must_match or {})}
+        exchange = Exchange(self.job, plan, numbers, rest=MustMatch(settings, watch), flags=flags)
+        return StepRun(self._step, self.seed, local, self._replica, exchange, scaler)
 
-    def _count(self, counts: Mapping[str, Count], local: LocalBatch, exchange: Exchange) -> NamedCounts:
-        """Return what the sums of the loss count in all towers."""
-        try:
-            own = count_slices(counts, self._own_towers, local.slices, self.job.device)
-        except Exception as error:
-            exchange.fail(error)
-        return NamedCounts(tuple(counts), exchange.compare(own), local.rows)
-
-    def _start(self, inputs: StepInputs, exchange: Exchange) -> StepRun:
-        gradients = self._replica.gradient_sum(self._plan)
-        gradients.start(exchange, measures=self._is_noise_due and not inputs.is_whole_batch)
-        return StepRun(inputs, self.job, self._replica.buffers, self.parameters, gradients, exchange)
-
-    @property
-    def _own_towers(self) -> range:
-        return self._placement.towers(self.job.rank)
-
-    def _rows(self, local: LocalBatch) -> dict[int, int]:
-        rows = self._placement.rows(self.job.rank, local.rows)
-        return {tower: len(part) for tower, part in rows.items()}
-
-    def _check_averaged(self) -> None:
+    def _check_no_step(self, what: str) -> None:
         if self._run is not None and self._run.exchange.is_over:  # all workers have raised, and none stepped
-            self._run.put_back()
-            self._run = None
+            self.abandon()
         if self._run is not None:
-            raise UsageError(f"step {self._step} has not been averaged: call average() before the next batch")
+            raise UsageError(f"cannot {what} in step {self._step}: call average(), or abandon(), first")
 
-    def _leave_out(self, run: StepRun, scalars: Scalars, error: BatchError) -> Report:
-        self.put_back_buffers()
-        if self._settings.on_zero_count == "skip" and not (scalars.counts != 0).any():
-            return self._report(run, scalars, [], skipped=True)
-        raise error
-
-    def _report(self, run: StepRun, scalars: Scalars, gradients: Sequence[Tensor], **more: Any) -> Report:
-        more |= {"noise_scale": self.noise.value, "flags": run.exchange.flags}
-        self._step += 1
-        return report_of(run.inputs, scalars, gradients, **more)
-
-    @property
-    def _is_noise_due(self) -> bool:
-        every = self._settings.noise_every
-        return every > 0 and self._step % every == 0 and self._placement.num_towers > 1
-
-    def _measure(
-        self, run: StepRun, scalars: Scalars, gradients: Sequence[Tensor | None]
-    ) -> list[float] | None:
-        """Take the towers' gradients into the noise scale, and return the norm of each one's mean."""
-        own = run.squares()
-        if own is None:
-            return None
-        squares = self._gather(own, "norms")
-        rows = even_ranges(run.inputs.local.rows, self._placement.num_towers)
-        scale = 1.0 if run.inputs.scaler is None else run.inputs.scaler.get_scale()
-        norms = GradientNorms.of(squares, scalars.counts, rows, gradients, scale)
-        self.noise.measure(norms)
-        return norms.of_towers
-
-    def _gather(self, values: Tensor, what: str) -> Tensor:
-        sizes = [len(towers) for towers in self._placement.ranges]
-        return gather_rows(self.job.transport, values, sizes, f"step {self._step}, {what}")
-
-    def put_back_buffers(self) -> None:
-        """Give the model's buffers, such as batch-norm statistics, the values from before the last step."""
-        self._replica.buffers.put_back()
-
-    def replay(self) -> Generator[Tower]:
-        """Run this worker's towers of the last step once more, for a closer look.
-
-        They get the same rows, random streams and buffers, and the weights as they are now. `backward`
-        leaves the gradient of the tower's sum on the parameters. Nothing is kept: afterwards the buffers are
-        those of before the step.
-
-        Raises:
-            UsageError: there is no step to look at.
-        """
-        if self._last is None or self._run is not None:
-            raise UsageError("replay() needs a step that has been averaged: call average() first")
-        inputs = replace(self._last.inputs, scaler=None)
-        self._again = StepRun(inputs, self.job, self._replica.buffers, self.parameters, None, None)
-        self.put_back_buffers()
+    def _replay(self) -> Generator[Tower]:
+        """Run this worker's towers of the last step once more; see `StepRun.replay`."""
+        self._step -= 1  # what the loss may ask for
         try:
-            yield from self._again.turns()
+            yield from self._last.replay()
         finally:
-            self._again = None
-            self.put_back_buffers()
-
-    def gather(self, values: Tensor) -> Tensor:
-        """Return a tensor with a row for each tower, [T, ...], from those of every worker's towers.
-
-        Args:
-            values: [towers of this worker, ...]; else of the same shape and dtype on all workers, which
-                must all call this.
-        """
-        return self._gather(values, "towers")
-
-
-def _as_grad_of(parameter: Tensor, gradient: Tensor) -> Tensor:
-    wanted = parameter.grad_dtype  # None allows any
-    return gradient if wanted is None else gradient.to(wanted)
+            self._step += 1

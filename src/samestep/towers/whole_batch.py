@@ -18,22 +18,26 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from samestep.errors import UsageError
 from samestep.streams import keep_globals, seed_globals, stream_seed, tower_seed
 from samestep.towers.batch import GlobalBatch, LocalBatch
 from samestep.towers.copier import Copier, copied
+from samestep.towers.counts import LossSum, loss_sum
 from samestep.towers.nest import mapped
-from samestep.towers.outputs import AllOutputs, TowerOutputs, gather
-from samestep.workers.job import Job
+from samestep.towers.outputs import Outline, gather, take_apart
+from samestep.towers.run import StepRun
+from samestep.towers.tower import Tower
 
-__all__ = ["Forward", "WholeBatch", "WholeLoss"]
+__all__ = ["Forward", "WholeLoss", "run_whole_batch"]
 
 Forward = Callable[[Any], Any]
 """forward(tower_batch) -> outputs: a tensor or nested tensors, rows first."""
@@ -42,153 +46,111 @@ WholeLoss = Callable[[Any, Any], Tensor]
 """loss(all_outputs, batch) -> a scalar, from the outputs of all towers and the global batch."""
 
 
-class WholeBatch:
-    """One step's loss of the whole batch, on one worker: `run_ahead`, `differentiate`, `run_again`.
-
-    Args:
-        model: `forward` and `loss` use its parameters and buffers.
-        job: this process's view of the job.
-        forward: see `Forward`.
-        loss: see `WholeLoss`.
-        seed: of all streams.
-        step: number of the step.
-    """
-
-    def __init__(
-        self, model: nn.Module, job: Job, forward: Forward, loss: WholeLoss, *, seed: int, step: int
-    ) -> None:
-        self._model = model
-        self._job = job
-        self._forward = forward
-        self._loss = loss
-        self._seed = seed
-        self._step = step
-        self._own: dict[int, TowerOutputs] = {}
-        self._all: AllOutputs | None = None
-        self._gradients: dict[int, list[Tensor | None]] = {}
-        self._of_parameters: list[tuple[Tensor, Tensor]] = []
-
-    def run_ahead(self, slices: Mapping[int, Any]) -> None:
-        """Run the towers' forwards without grad, keep copies of their outputs, and leave no other trace.
-
-        Args:
-            slices: the batch of each of this worker's towers.
-        """
-        kept = _KeptBuffers(self._model)
-        with keep_globals(self._job.device), torch.no_grad():
-            for tower, batch in slices.items():
-                seed_globals(tower_seed(self._seed, self._step, tower), self._job.device)
-                # A copy, because a forward may write to its batch, and is to see the same again.
-                own_batch = mapped(copied, batch)
-                try:
-                    self._own[tower] = TowerOutputs.open(self._forward(own_batch)).copy()
-                finally:
-                    kept.restore()
-        # Casts of the weights made without grad would serve the second pass and cut it off from them:
-        # https://github.com/pytorch/pytorch/issues/112583
-        torch.clear_autocast_cache()
-
-    def differentiate(
-        self, batch: Any, parameters: Sequence[Tensor], scale: Callable[[Tensor], Tensor] | None
-    ) -> Tensor:
-        """Gather all outputs, and compute the loss and its gradients, alike on every worker.
-
-        Args:
-            batch: the global batch, or a `LocalBatch`.
-            parameters: those of the model that the loss itself may use.
-            scale: applied to the loss before backward, such as a gradient scaler's.
-
-        Returns:
-            The loss, not scaled: 0-dim, float32 or float64.
-
-        Raises:
-            UsageError: the loss is not a scalar that requires grad, or towers' outputs differ in more than
-                their rows.
-        """
-        self._all = gather(self._job, self._own, f"step {self._step}")
-        for tensor in (tensor for outputs in self._all.tensors for tensor in outputs):
-            tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
-        with keep_globals(self._job.device):
-            seed_globals(stream_seed(self._seed, "whole batch", self._step), self._job.device)
-            loss = _checked(self._loss(self._all.concatenated(), self._batch_for_loss(batch)))
-            self._keep_gradients(loss if scale is None else scale(loss), parameters)
-        return loss.detach().reshape(()).to(self._job.device)
-
-    def run_again(self, tower: int, batch: Any) -> Callable[[], None]:
-        """Run a tower's forward as before, and return what pushes the gradient of its outputs through.
-
-        Where that is called, the gradient of the loss's own parameters is part of tower 0's.
-
-        Raises:
-            UsageError: the outputs have other shapes than before.
-        """
-        outputs = TowerOutputs.open(self._forward(batch))
-        before = self._own.pop(tower)
-        if not outputs.shape.is_like(before.shape):
-            raise UsageError(
-                f"step {self._step}, tower {tower}: forward returned {_sizes(before)} in the first pass and "
-                f"{_sizes(outputs)} in the second: both passes must compute the same"
-            )
-        return partial(self._push, tower, outputs.tensors)
-
-    def _keep_gradients(self, loss: Tensor, parameters: Sequence[Tensor]) -> None:
-        """Differentiate with respect to all outputs and the parameters; keep what this worker needs."""
-        assert self._all is not None
-        wanted = [
-            (n, i) for n, each in enumerate(self._all.tensors) for i, t in enumerate(each) if t.requires_grad
-        ]
-        sources = [self._all.tensors[tower][index] for tower, index in wanted]
-        with self._no_autocast():
-            found = torch.autograd.grad(loss, [*sources, *parameters], allow_unused=True)
-        of_outputs = dict(zip(wanted, found, strict=False))
-        for tower, outputs in self._own.items():
-            slices = [of_outputs.get((tower, index)) for index in range(len(outputs.tensors))]
-            # Copies, so that the gradient of all towers' outputs can go.
-            self._gradients[tower] = [
-                None if g is None else g.clone(memory_format=torch.contiguous_format) for g in slices
-            ]
-        if 0 in self._own:
-            of_parameters = zip(parameters, found[len(sources) :], strict=True)
-            self._of_parameters = [(p, _as_grad(p, g)) for p, g in of_parameters if g is not None]
-        self._all = None
-
-    def _push(self, tower: int, tensors: Sequence[Tensor]) -> None:
-        if tower == 0:
-            for parameter, gradient in self._of_parameters:
-                parameter.grad = gradient  # autograd adds the forward's part to it
-            self._of_parameters.clear()
-        gradients = self._gradients.pop(tower)
-        pairs = [(t, g) for t, g in zip(tensors, gradients, strict=True) if t.requires_grad and g is not None]
-        if pairs:
-            with self._no_autocast():
-                torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
-
-    def _no_autocast(self) -> torch.autocast:
-        return torch.autocast(self._job.device.type, enabled=False)
-
-    def _batch_for_loss(self, batch: Any) -> Any:
-        if isinstance(batch, LocalBatch):
-            return _AbsentBatch()
-        whole = GlobalBatch.open(batch)
-        return whole.take(range(whole.rows), Copier(self._job.device))
+def run_whole_batch(run: StepRun, model: nn.Module, batch: Any, forward: Forward, loss: WholeLoss) -> None:
+    """Run the forwards of this worker's towers, the loss of all outputs, and the towers' second passes."""
+    own = _run_ahead(run, model, forward)
+    run.exchange.compare(torch.zeros(len(run.own_towers), 0, dtype=torch.float64))
+    value = _differentiate(run, own, batch, loss)
+    run.watch.note(rehash=True)  # what the loss writes is the same on all workers
+    for tower in run.turns():
+        # The loss counts once, as tower 0's. Nothing here may hold on to a tower's outputs.
+        count = float(tower.index == 0)
+        total = LossSum(value, (value * count).reshape(1), count)
+        run.add(tower, total, _run_again(run, tower, own.pop(tower.index), forward))
 
 
-def _checked(loss: Any) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        found = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise UsageError(f"the loss of the whole batch is {found}, expected a scalar tensor")
-    if not loss.requires_grad:
-        raise UsageError("the loss of the whole batch does not require grad: it depends on no output")
-    return loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
+@dataclass
+class _Pass:
+    """What a tower's first pass gave, and then what its second one starts from."""
+
+    outline: Outline
+    outputs: list[Tensor]  # contiguous copies without a graph: they look alike on every worker
+    gradients: list[Tensor | None] = field(default_factory=list)  # of the outputs
+    of_parameters: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # in tower 0: the loss's own
+
+    def push(self, outputs: Sequence[Tensor], device_type: str) -> None:
+        """Leave the gradients on the parameters, given the outputs of the second pass."""
+        for parameter, gradient in self.of_parameters:
+            parameter.grad = gradient  # autograd adds the forward's part to it
+        self.of_parameters.clear()
+        pairs = zip(outputs, self.gradients, strict=True)
+        found = [(t, g) for t, g in pairs if t.requires_grad and g is not None]
+        if found:
+            with torch.autocast(device_type, enabled=False):
+                torch.autograd.backward([t for t, _ in found], [g for _, g in found])
+
+
+def _run_ahead(run: StepRun, model: nn.Module, forward: Forward) -> dict[int, _Pass]:
+    """Run the towers' forwards without grad, and leave no other trace than copies of their outputs."""
+    own: dict[int, _Pass] = {}
+    kept = _KeptBuffers(model)
+    with keep_globals(run.job.device), torch.no_grad():
+        for tower, batch in run.local.slices.items():
+            seed_globals(tower_seed(run.seed, run.step, tower), run.job.device)
+            # A copy, because a forward may write to its batch, and is to see the same again.
+            own_batch = mapped(copied, batch)
+            try:
+                tensors, outline = take_apart(forward(own_batch))
+                own[tower] = _Pass(outline, [_contiguous_copy(tensor.detach()) for tensor in tensors])
+                run.watch.check(f"step {run.step}, tower {tower}")
+            finally:
+                kept.restore()
+                run.watch.note()  # that is a write, too
+    # Casts of the weights made without grad would serve the second pass and cut it off from them:
+    # https://github.com/pytorch/pytorch/issues/112583
+    torch.clear_autocast_cache()
+    return own
+
+
+def _differentiate(run: StepRun, own: dict[int, _Pass], batch: Any, loss: WholeLoss) -> Tensor:
+    """Gather all outputs, and replace this worker's by their gradients; return the loss, not scaled."""
+    outputs = {tower: each.outputs for tower, each in own.items()}
+    outlines = {tower: each.outline for tower, each in own.items()}
+    everyone, spec = gather(run.job, outputs, outlines, f"step {run.step}")
+    wanted = [t for tensors in everyone for t in tensors if t.is_floating_point() or t.is_complex()]
+    for tensor in wanted:
+        tensor.requires_grad_()
+    with keep_globals(run.job.device):
+        seed_globals(stream_seed(run.seed, "whole batch", run.step), run.job.device)
+        columns = [torch.cat(column) for column in zip(*everyone, strict=True)]
+        whole = _AbsentBatch()
+        if not isinstance(batch, LocalBatch):
+            whole = GlobalBatch.open(batch).take(range(run.local.rows), Copier(run.job.device))
+        result = loss(pytree.tree_unflatten(columns, spec), whole)
+        value = loss_sum("the loss of the whole batch", result, 1.0, 1.0).total
+        scaled = value if run.scaler is None else run.scaler.scale(value)
+        with torch.autocast(run.job.device.type, enabled=False):
+            found = torch.autograd.grad(scaled, [*wanted, *run.parameters], allow_unused=True)
+    of_outputs = {id(tensor): gradient for tensor, gradient in zip(wanted, found, strict=False)}
+    for each in own.values():
+        # Copies, so that the gradient of all towers' outputs can go.
+        slices = [of_outputs.get(id(tensor)) for tensor in each.outputs]
+        each.gradients = [None if gradient is None else _contiguous_copy(gradient) for gradient in slices]
+        each.outputs = []
+    if 0 in own:
+        of_parameters = zip(run.parameters, found[len(wanted) :], strict=True)
+        own[0].of_parameters = [(p, _as_grad(p, g)) for p, g in of_parameters if g is not None]
+    return value.detach().reshape(()).to(run.job.device)
+
+
+def _run_again(run: StepRun, tower: Tower, ahead: _Pass, forward: Forward) -> Callable[[], None]:
+    """Run a tower's forward as before, and return what pushes the gradient of its outputs through."""
+    outputs, outline = take_apart(forward(tower.batch))
+    if outline.kinds != ahead.outline.kinds or outline.spec != ahead.outline.spec:
+        raise UsageError(
+            f"step {run.step}, tower {tower.index}: forward returned {ahead.outline.sizes} in the first pass "
+            f"and {outline.sizes} in the second: both passes must compute the same"
+        )
+    return partial(ahead.push, outputs, run.job.device.type)
+
+
+def _contiguous_copy(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _as_grad(parameter: Tensor, gradient: Tensor) -> Tensor:
     """Return a gradient in memory of its own, laid out as autograd would, so that it can be added to."""
     return gradient if gradient.is_sparse else torch.empty_like(parameter).copy_(gradient)
-
-
-def _sizes(outputs: TowerOutputs) -> str:
-    return ", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in outputs.tensors)
 
 
 class _KeptBuffers:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from samestep.errors import DisagreementError, Error, LostWorkerError
-from samestep.workers.collectives import broadcast, broadcast_object, gather_objects
+from samestep.errors import AbandonedError, DisagreementError, Error, LostWorkerError, who_has_what
+from samestep.workers.collectives import broadcast, gather_objects
 from samestep.workers.job import Job
 
 __all__ = ["agree", "difference", "from_first_worker"]
@@ -21,45 +21,35 @@ Values = Mapping[str, Any]
 
 
 def agree(
-    job: Job,
-    must_match: Values,
-    *,
-    where: str,
-    error: BaseException | None = None,
-    message: Any = None,
+    job: Job, must_match: Values, *, where: str, error: BaseException | None = None, message: Any = None
 ) -> list[Any]:
-    """Raise on every worker unless all have the same values and none has an error.
+    """Raise on every worker unless all have the same values and none has an error; return all messages.
 
-    Args:
-        job: all its workers must call this.
-        must_match: what must be the same everywhere; values that can be pickled and compared.
-        where: begins the error message, such as "step 3".
-        error: what went wrong on this worker before, if anything did.
-        message: anything else for the other workers; it may differ from theirs.
-
-    Returns:
-        The messages of all workers.
-
-    Raises:
-        DisagreementError: values differ, or another worker has an error.
-        LostWorkerError: another worker is gone.
-        BaseException: this worker's own `error`.
+    All workers must call this. `error` is what went wrong on this worker before: it is raised here, and as a
+    `DisagreementError` elsewhere; an `AbandonedError` as such. Messages may differ. `where` begins the error,
+    such as "step 3".
     """
     own = (dict(must_match), None if error is None else _in_words(error), message)
     all_values = gather_objects(job.transport, own, where)
     if error is not None:
         raise error
-    failed = [f"worker {worker} failed: {text}" for worker, (_, text, _) in enumerate(all_values) if text]
+    failed = [f"worker {worker} {text}" for worker, (_, text, _) in enumerate(all_values) if text]
     if failed:
-        raise DisagreementError(f"{where}: {'; '.join(failed)}")
+        abandoned = all(text is None or text.startswith(_ABANDONED) for _, text, _ in all_values)
+        raise (AbandonedError if abandoned else DisagreementError)(f"{where}: {'; '.join(failed)}")
     sentence = difference([values for values, _, _ in all_values])
     if sentence:
         raise DisagreementError(f"{where}: {sentence}")
     return [each for _, _, each in all_values]
 
 
+_ABANDONED = "abandoned the step"
+
+
 def _in_words(error: BaseException) -> str:
-    return str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
+    if isinstance(error, AbandonedError):
+        return f"{_ABANDONED}{error}"
+    return f"failed: {error}" if isinstance(error, Error) else f"failed: {type(error).__name__}: {error}"
 
 
 def difference(all_values: Sequence[Values]) -> str | None:
@@ -67,59 +57,39 @@ def difference(all_values: Sequence[Values]) -> str | None:
 
     >>> difference([{"towers": 8}, {"towers": 7}, {"towers": 8}])
     'worker 1 has towers = 7, the others have 8'
+
+    A value called "?NAME: HINT" may differ; where that called NAME does, too, the hint is given.
     """
-    for name in all_values[0]:
-        values = [seen.get(name) for seen in all_values]
-        if all(value == values[0] for value in values):
-            continue
-        if isinstance(values[0], (list, tuple)):
-            return _difference_in_lists(name, values)
-        return _in_a_sentence(name, values)
-    return None
-
-
-def _difference_in_lists(name: str, values: Sequence[Any]) -> str:
-    """Narrow the difference down to the first entry that differs."""
-    for index in range(max(len(value) for value in values)):
-        entries = [value[index] if index < len(value) else "nothing" for value in values]
-        if any(entry != entries[0] for entry in entries):
-            return _in_a_sentence(f"{name}[{index}]", entries)
-    raise AssertionError("lists that differ have an entry that differs")
-
-
-def _in_a_sentence(name: str, values: Sequence[Any]) -> str:
-    texts = [str(value) for value in values]
-    usual, count = Counter(texts).most_common(1)[0]
-    if count == 1 or 2 * count == len(texts):
-        return ", ".join(f"worker {worker} has {name} = {text}" for worker, text in enumerate(texts))
-    odd = [f"worker {worker} has {name} = {text}" for worker, text in enumerate(texts) if text != usual]
-    return f"{', '.join(odd)}, the others have {usual}"
+    values: dict[str, list[Any]] = {n: [seen.get(n) for seen in all_values] for n in all_values[0]}
+    differing = [name for name, found in values.items() if any(each != found[0] for each in found)]
+    first = next((name for name in differing if name[0] != "?"), None)
+    if first is None:
+        return None
+    hints = "".join(f"; {name.partition(': ')[2]}" for name in differing if name.startswith(f"?{first}: "))
+    if not isinstance(values[first][0], (list, tuple)):
+        return who_has_what(first, values[first]) + hints
+    rows = enumerate(zip_longest(*values[first], fillvalue="nothing"))
+    index, entries = next((n, row) for n, row in rows if any(entry != row[0] for entry in row))
+    return who_has_what(f"{first}[{index}]", entries) + hints
 
 
 def from_first_worker(job: Job, work: Callable[[], T]) -> T:
-    """Do something on worker 0 alone, and return its result on all workers.
+    """Do something on worker 0 alone, and return its result on all workers, which must all call this.
 
-    Args:
-        job: all its workers must call this.
-        work: returns a nest of tensors in host memory and values that can be pickled.
-
-    Raises:
-        Error: what `work` raised on worker 0, the same on all.
-        LostWorkerError: on the others, if it raised something else.
+    The result is a nest of tensors in host memory and values that can be pickled. An `Error` is raised on all
+    workers; after any other exception of worker 0 the others raise a `LostWorkerError`.
     """
     if job.world_size == 1:
         return work()
-    error: Error | None = None
     result: Any = None
-    if job.is_first:
-        try:
-            result = work()
-        except Error as raised:
-            error = raised
-        except BaseException:
-            _share((LostWorkerError("worker 0 failed"), None), job)
-            raise
-    error, result = _share((error, result), job)
+    error: Error | None = LostWorkerError("worker 0 failed")
+    try:
+        if job.is_first:
+            result, error = work(), None
+    except Error as raised:
+        error = raised
+    finally:
+        error, result = _share((error, result), job)
     if error is not None:
         raise error
     return result  # type: ignore[no-any-return]
@@ -129,7 +99,7 @@ def _share(nest: Any, job: Job) -> Any:
     """Send worker 0's nest to all, its tensors by themselves: pickled they would need twice the memory."""
     what = "what worker 0 found"
     outline = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), nest) if job.is_first else None
-    outline = broadcast_object(job.transport, outline, what)
+    outline = gather_objects(job.transport, outline, what)[0]
     if not job.is_first:
         nest = pytree.tree_map_only(Tensor, lambda meta: torch.empty_like(meta, device="cpu"), outline)
     tensors = [t for t in pytree.tree_leaves(nest) if isinstance(t, Tensor) and t.numel()]

@@ -9,44 +9,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.workers.transport import Transport
+from samestep.workers.transport import Pending, Transport
 
-__all__ = ["barrier", "broadcast", "broadcast_object", "gather_objects", "gather_rows"]
-
-
-def barrier(transport: Transport, what: str) -> None:
-    """Wait for all workers."""
-    gather_rows(transport, torch.zeros(1, dtype=torch.uint8), [1] * transport.world_size, what)
+__all__ = ["broadcast", "gather_objects", "gather_rows", "post_to_all"]
 
 
 def gather_rows(transport: Transport, values: Tensor, sizes: Sequence[int], what: str) -> Tensor:
-    """Return the rows of all workers, in their order, given this worker's.
+    """Return the rows of all workers, in their order, given this worker's and how many each has.
 
-    Args:
-        transport: of this worker.
-        values: [rows, ...]; else of the same shape and dtype on all workers.
-        sizes: each worker's rows.
-        what: names the exchange if a worker is lost.
-
-    Raises:
-        LostWorkerError: a worker is gone or silent.
+    `values` is [rows, ...], else of the same shape and dtype on all; `what` names it if a worker is lost.
     """
     parts = [values.new_empty(size, *values.shape[1:]) for size in sizes]
     parts[transport.rank] = values.contiguous()
-    others = [worker for worker in range(transport.world_size) if worker != transport.rank]
-    outgoing = {worker: [parts[transport.rank]] for worker in others}
-    transport.post(outgoing, {worker: [parts[worker]] for worker in others}, what).wait()
+    post_to_all(transport, [[part] for part in parts], what).wait()
     return torch.cat(parts)
+
+
+def post_to_all(transport: Transport, tensors: Sequence[Sequence[Tensor]], what: str) -> Pending:
+    """Start to send this worker's of all workers' tensors to the others, and to fill theirs."""
+    others = [worker for worker in range(transport.world_size) if worker != transport.rank]
+    outgoing = dict.fromkeys(others, tensors[transport.rank])
+    return transport.post(outgoing, {worker: tensors[worker] for worker in others}, what)
 
 
 def gather_objects(transport: Transport, value: Any, what: str) -> list[Any]:
     """Return the values of all workers, in their order, given this worker's; they must be picklable."""
     if transport.world_size == 1:
         return [value]
-    own = _pickled(value)
+    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     sizes = gather_rows(transport, torch.tensor([len(own)]), [1] * transport.world_size, what).tolist()
     parts = gather_rows(transport, own, sizes, what).split(sizes)
-    return [value if worker == transport.rank else _unpickled(part) for worker, part in enumerate(parts)]
+    return [
+        value if worker == transport.rank else pickle.loads(part.numpy().tobytes())
+        for worker, part in enumerate(parts)
+    ]
 
 
 def broadcast(transport: Transport, tensors: Sequence[Tensor], what: str) -> None:
@@ -63,24 +59,3 @@ def broadcast(transport: Transport, tensors: Sequence[Tensor], what: str) -> Non
             incoming[rank - num_ready] = tensors
         transport.post(outgoing, incoming, what).wait()
         num_ready *= 2
-
-
-def broadcast_object(transport: Transport, value: Any, what: str) -> Any:
-    """Return worker 0's value, which must be picklable, on all workers."""
-    if transport.world_size == 1:
-        return value
-    pickled = _pickled(value) if transport.rank == 0 else torch.empty(0, dtype=torch.uint8)
-    size = torch.tensor([len(pickled)])
-    broadcast(transport, [size], what)
-    if transport.rank != 0:
-        pickled = torch.empty(int(size), dtype=torch.uint8)
-    broadcast(transport, [pickled], what)
-    return value if transport.rank == 0 else _unpickled(pickled)
-
-
-def _pickled(value: Any) -> Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-
-
-def _unpickled(tensor: Tensor) -> Any:
-    return pickle.loads(tensor.numpy().tobytes())

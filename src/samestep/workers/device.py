@@ -9,7 +9,15 @@ import torch
 
 from samestep.errors import ConfigError
 
-__all__ = ["check_threads", "device_named", "make_cuda_deterministic", "num_cores"]
+__all__ = [
+    "check_threads",
+    "device_named",
+    "gpu_of",
+    "has_tf32",
+    "make_cuda_deterministic",
+    "num_cores",
+    "set_tf32",
+]
 
 
 def num_cores() -> int:
@@ -36,8 +44,18 @@ def device_named(name: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
-def make_cuda_deterministic(device: torch.device) -> None:
-    """Choose the device, and kernels without random order, rounding or autotuning."""
+def gpu_of(device: torch.device) -> str:
+    """Return what tells this GPU from all others, on any host; nothing for a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def has_tf32(device: torch.device) -> bool:
+    """Say whether the device can multiply in TF32: NVIDIA GPUs from Ampere on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def make_cuda_deterministic(device: torch.device, *, tf32: bool = False) -> None:
+    """Choose the device, and kernels without random order, autotuning or, unless asked for, TF32."""
     torch.cuda.set_device(device)
     wanted = ":4096:8"
     if os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", wanted) not in (wanted, ":16:8"):
@@ -48,5 +66,17 @@ def make_cuda_deterministic(device: torch.device) -> None:
         )
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
+    # Else every torch.empty is filled; whoever reads one before it is written to has other bits anyway.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    set_tf32(tf32)
+
+
+def set_tf32(wanted: bool) -> None:
+    """Let the GPU multiply float32 numbers in TF32, or not."""
+    # By both of torch's interfaces: the older alone leaves convolutions to torch.backends.fp32_precision, and
+    # after the newer alone the older one's getters raise.
+    torch.backends.cuda.matmul.allow_tf32 = wanted
+    torch.backends.cudnn.allow_tf32 = wanted
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    for products in (cuda.matmul, cudnn.conv, cudnn.rnn):  # type: ignore[attr-defined]
+        products.fp32_precision = "tf32" if wanted else "ieee"  # type: ignore[union-attr]

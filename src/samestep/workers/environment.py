@@ -1,21 +1,18 @@
-"""The environment variables that a launcher sets for its workers: read and set here only."""
+"""The environment variables that a launcher sets for its workers, where torch has no function to ask."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 __all__ = [
     "environment",
     "error_file",
     "launched_by_samestep",
-    "local_rank",
-    "local_world_size",
     "may_restart",
     "rank",
-    "under_elastic_agent",
     "under_launcher",
     "worker_environment",
     "world_size",
@@ -25,11 +22,6 @@ __all__ = [
 def under_launcher() -> bool:
     """Whether a launcher such as torchrun started this process and gave it a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def under_elastic_agent() -> bool:
-    """Whether torch's elastic agent, as in torchrun, started this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def launched_by_samestep() -> bool:
@@ -52,38 +44,22 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def local_rank() -> int:
-    """Return this worker's number on its host, 0 where there is no launcher."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def local_world_size() -> int:
-    """Return the number of workers on this host, 1 where there is no launcher."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
 def error_file() -> Path | None:
     """Return the file in which torch's launcher looks for this worker's error; None without a launcher."""
     name = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(name) if name else None
 
 
-@contextmanager
-def worker_environment(threads: int, signals: list[str]) -> Iterator[None]:
-    """Set, for a while, what workers inherit from the process that launches them.
-
-    Args:
-        threads: CPU threads of each worker, also for the libraries that size their pools at start.
-        signals: names of the signals that torch's launcher passes on to the workers.
-    """
-    wanted = {
-        "SAMESTEP_LAUNCHED": "1",
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signals),
-    }
-    with environment(wanted):
-        yield
+def worker_environment(threads: int, signals: list[str]) -> AbstractContextManager[None]:
+    """Set, for a while, what workers inherit; `signals` names those that are passed on to them."""
+    return environment(
+        {
+            "SAMESTEP_LAUNCHED": "1",
+            "OMP_NUM_THREADS": str(threads),  # for libraries that size their pools at start
+            "MKL_NUM_THREADS": str(threads),
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signals),
+        }
+    )
 
 
 @contextmanager

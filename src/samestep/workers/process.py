@@ -21,10 +21,10 @@ def end_with_parent(number: signal.Signals) -> None:
 
 
 def join_own_group() -> None:
-    """Leave the process group, so that a signal to the group spares this process; end with the parent.
+    """Leave the process group, and end with the parent.
 
-    For helpers of a worker: launchers and terminals signal a whole group, and a helper that ends first
-    would make the worker fail in the step that it is to finish.
+    Launchers and terminals signal a whole group, and a helper that ends before its worker would make the
+    worker fail in the step that it is to finish.
     """
     os.setpgid(0, 0)
     end_with_parent(signal.SIGKILL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -14,7 +15,8 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from samestep.errors import LostWorkerError
-from samestep.workers.environment import local_world_size, world_size
+from samestep.workers.device import gpu_of
+from samestep.workers.environment import world_size
 from samestep.workers.transport import Alone, ProcessGroup, Transport, is_lost_connection, lost_worker
 
 __all__ = ["has_group", "join", "open_store"]
@@ -38,19 +40,12 @@ def join(device: torch.device, timeout_s: float) -> Transport:
     torch's elastic agent keeps its store when it restarts workers, and with it the addresses of those
     before; see pytorch#135712. So the workers first agree on an unused prefix: worker 0's own name, which
     it sends to every process that it sees, until one for each rank has received it.
-
-    Args:
-        device: what this worker computes on.
-        timeout_s: seconds to wait for the others, and later for any message.
-
-    Raises:
-        LostWorkerError: some of the others are gone, or have not joined within the timeout.
     """
     if world_size() == 1:
         return Alone()
     if not dist.is_initialized():
         try:
-            _make_group(_backend(device), timeout_s)
+            _make_group(gpu_of(device), timeout_s)
         except RuntimeError as error:
             if not is_lost_connection(error):
                 raise
@@ -59,26 +54,15 @@ def join(device: torch.device, timeout_s: float) -> Transport:
     return ProcessGroup(device, timeout_s)
 
 
-def _backend(device: torch.device) -> str:
-    if device.type == "cpu":
-        return "gloo"
-    # NCCL refuses two ranks on one GPU; gloo carries CUDA tensors through host memory.
-    return "cpu:gloo,cuda:nccl" if local_world_size() <= torch.cuda.device_count() else "gloo"
-
-
-def _make_group(backend: str, timeout_s: float) -> None:
+def _make_group(gpu: str, timeout_s: float) -> None:
     timeout = timedelta(seconds=timeout_s)
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     name = f"{socket.gethostname()}/{os.getpid()}/{time.time_ns()}"
     prefix = _gather(store, name, world_size, timeout_s) if rank == 0 else _follow(store, name, rank)
-    dist.init_process_group(
-        backend,
-        store=PrefixStore(f"samestep/{prefix}", store),
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-    )
+    store = PrefixStore(f"samestep/{prefix}", store)
+    backend = _agree_on_backend(store, gpu, rank, world_size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def _gather(store: Store, name: str, world_size: int, timeout_s: float) -> str:
@@ -92,9 +76,8 @@ def _gather(store: Store, name: str, world_size: int, timeout_s: float) -> str:
                 store.set(f"samestep/follow/{seen}", name)
         missing = [rank for rank in missing if not store.check([f"samestep/heard/{name}/{rank}"])]
         if missing and time.monotonic() > deadline_s:
-            raise LostWorkerError(
-                f"start of {world_size} workers: {_names(missing)} did not join within {timeout_s:g} s"
-            )
+            who = f"worker{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+            raise LostWorkerError(f"start of {world_size} workers: {who} did not join within {timeout_s:g} s")
         time.sleep(_POLL_S if missing else 0)
     return name
 
@@ -107,5 +90,25 @@ def _follow(store: Store, name: str, rank: int) -> str:
     return first
 
 
-def _names(ranks: Sequence[int]) -> str:
-    return f"worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+def _agree_on_backend(store: Store, gpu: str, rank: int, world_size: int) -> str:
+    """Return NCCL for GPUs, where every worker has one of its own: however many of them each worker sees.
+
+    Otherwise gloo, which carries CUDA tensors through host memory. NCCL refuses two workers on one GPU.
+    """
+    store.set(f"gpu/{rank}", gpu)
+    gpus = [seen.decode() for seen in store.multi_get([f"gpu/{worker}" for worker in range(world_size)])]
+    shared = _shared(gpus)
+    if shared and rank == 0:
+        warnings.warn(
+            f"{shared} compute on one GPU: all gradients travel through host memory (gloo instead of NCCL); "
+            "give each worker a GPU of its own",
+            stacklevel=5,
+        )
+    return "cpu:gloo,cuda:nccl" if all(gpus) and not shared else "gloo"
+
+
+def _shared(gpus: Sequence[str]) -> str:
+    """Name the workers that share the first GPU that several have; nothing where none is shared."""
+    gpu = next((gpu for gpu in gpus if gpu and gpus.count(gpu) > 1), None)
+    sharing = [str(worker) for worker, other in enumerate(gpus) if other == gpu]
+    return f"workers {', '.join(sharing[:-1])} and {sharing[-1]}" if sharing else ""

@@ -27,11 +27,7 @@ class Pending(Protocol):
     """Messages on their way; nothing may touch their tensors before `wait` returns."""
 
     def wait(self) -> None:
-        """Wait until everything has been sent and has arrived; on NCCL, until the GPU's stream has.
-
-        Raises:
-            LostWorkerError: a worker is gone, or did not answer within the timeout.
-        """
+        """Wait until everything has been sent and has arrived; on NCCL, until the GPU's stream has."""
 
 
 class Transport(Protocol):
@@ -39,31 +35,18 @@ class Transport(Protocol):
 
     Between two workers, messages arrive in the order in which they were posted; each must be received with
     the sizes with which it was sent. All messages between workers go through `post`.
-
-    Attributes:
-        rank: this worker's number, 0 <= rank < world_size.
-        world_size: workers in the job, W.
     """
 
     @property
     def rank(self) -> int:
-        """This worker's number."""
+        """This worker's number, 0 <= rank < world_size."""
 
     @property
     def world_size(self) -> int:
         """Workers in the job, W."""
 
     def post(self, outgoing: Tensors, incoming: Tensors, what: str) -> Pending:
-        """Start to send to and to receive from other workers.
-
-        Args:
-            outgoing: what to send.
-            incoming: what to fill.
-            what: names the exchange in the message if a worker is lost.
-
-        Raises:
-            LostWorkerError: a worker is gone.
-        """
+        """Start to send `outgoing` and to fill `incoming`; `what` names it if a worker is lost."""
 
     def close(self) -> None:
         """Leave the job; nothing may be posted afterwards."""
@@ -78,15 +61,10 @@ class Alone:
 
     def post(self, outgoing: Tensors, incoming: Tensors, what: str) -> Pending:
         """Do nothing."""
-        return _Arrived()
+        return _Posted(what, 0.0)
 
     def close(self) -> None:
         """Do nothing."""
-
-
-class _Arrived:
-    def wait(self) -> None:
-        pass
 
 
 class ProcessGroup:
@@ -94,10 +72,6 @@ class ProcessGroup:
 
     Everything is made of sends and receives, because gloo's own `all_gather` takes about twice the time of
     those it consists of, and because these run in gloo's thread while this one computes.
-
-    Args:
-        device: what this worker computes on.
-        timeout_s: seconds after which a worker that does not answer counts as lost.
     """
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
@@ -108,108 +82,95 @@ class ProcessGroup:
 
     def post(self, outgoing: Tensors, incoming: Tensors, what: str) -> Pending:
         """Start to send to and to receive from other workers; see `Transport`."""
-        pending = _Posted(what, self._timeout_s)
+        posted = _Posted(what, self._timeout_s)
         operations: list[dist.P2POp] = []
         for distance in range(1, self.world_size):
             source = (self.rank - distance) % self.world_size
             target = (self.rank + distance) % self.world_size
-            for message in self._messages(incoming.get(source, ())):
-                operations.append(dist.P2POp(dist.irecv, message.to_fill(), source))
-                pending.incoming.append(message)
-            for message in self._messages(outgoing.get(target, ())):
-                operations.append(dist.P2POp(dist.isend, message.packed(), target))
-        pending.start([operation for operation in operations if operation.tensor.device.type == "cpu"])
-        pending.start_batch([operation for operation in operations if operation.tensor.device.type == "cuda"])
-        return pending
+            for tensors in _messages(incoming.get(source, ())):
+                message = tensors[0]
+                if self._is_packed(tensors):
+                    size = sum(tensor.nbytes for tensor in tensors)
+                    message = torch.empty(size, dtype=torch.uint8, device=self._device(tensors))
+                    posted.packed.append((message, tensors))
+                operations.append(dist.P2POp(dist.irecv, message, source))
+            for tensors in _messages(outgoing.get(target, ())):
+                message = tensors[0]
+                if self._is_packed(tensors):
+                    message = torch.cat([_bytes(tensor) for tensor in tensors]).to(self._device(tensors))
+                operations.append(dist.P2POp(dist.isend, message, target))
+        posted.start([operation for operation in operations if operation.tensor.device.type == "cpu"])
+        posted.start_batch([operation for operation in operations if operation.tensor.device.type == "cuda"])
+        return posted
 
     def close(self) -> None:
         """Leave the process group."""
         gc.collect()  # a group that outlives the interpreter aborts the process; see pytorch#190489
         dist.destroy_process_group()
 
-    def _messages(self, tensors: Sequence[Tensor]) -> list[_Message]:
-        """Sort tensors into messages, alike on both ends: small ones of a device share one."""
-        small: dict[str, list[Tensor]] = {}
-        messages = []
-        for tensor in tensors:
-            if tensor.nbytes > _SMALL_BYTES:
-                messages.append(_Message([tensor], self._through_host))
-            elif tensor.numel():
-                small.setdefault(tensor.device.type, []).append(tensor)
-        return [*(_Message(group, self._through_host) for group in small.values()), *messages]
+    def _is_packed(self, tensors: Sequence[Tensor]) -> bool:
+        return len(tensors) > 1 or (self._through_host and tensors[0].device.type != "cpu")
+
+    def _device(self, tensors: Sequence[Tensor]) -> torch.device:
+        """Return where a message lies: in host memory where the backend cannot send from the GPU."""
+        return torch.device("cpu") if self._through_host else tensors[0].device
+
+
+def _messages(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Sort tensors into messages, alike on both ends: small ones of a device share one."""
+    small: dict[str, list[Tensor]] = {}
+    large = []
+    for tensor in tensors:
+        if tensor.nbytes > _SMALL_BYTES:
+            large.append([tensor])
+        elif tensor.numel():
+            small.setdefault(tensor.device.type, []).append(tensor)
+    return [*small.values(), *large]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 @dataclass
 class _Posted:
     what: str
     timeout_s: float
-    works: list[dist.Work] = field(default_factory=list)
-    peers: list[int] = field(default_factory=list)
-    incoming: list[_Message] = field(default_factory=list)
+    works: list[tuple[dist.Work, int | None]] = field(default_factory=list)
+    packed: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)
 
     def start(self, operations: Sequence[dist.P2POp]) -> None:
         """Start operations on gloo, which takes them one by one, so that an error names the worker."""
         for operation in operations:
             try:
-                self.works.append(operation.op(operation.tensor, operation.peer))
+                self.works.append((operation.op(operation.tensor, operation.peer), operation.peer))
             except RuntimeError as error:
                 raise self._lost(error, operation.peer) from error
-            self.peers.append(operation.peer)
 
     def start_batch(self, operations: list[dist.P2POp]) -> None:
         """Start operations on NCCL, which would wait for each other if they came one by one."""
         try:
-            self.works += dist.batch_isend_irecv(operations) if operations else []
+            works = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
             raise self._lost(error) from error
+        self.works += [(work, None) for work in works]  # one for the whole batch: it names no worker
 
     def wait(self) -> None:
-        for position, work in enumerate(self.works):
+        for work, peer in self.works:
             try:
                 work.wait()
             except RuntimeError as error:
-                # NCCL returns one work for a whole batch, which does not say which worker is lost.
-                peer = self.peers[position] if len(self.works) == len(self.peers) else None
                 raise self._lost(error, peer) from error
-        for message in self.incoming:
-            message.unpack()
+        for message, tensors in self.packed:
+            parts = message.split([tensor.nbytes for tensor in tensors])
+            for tensor, part in zip(tensors, parts, strict=True):
+                _bytes(tensor).copy_(part)
         self.works.clear()
-        self.incoming.clear()
+        self.packed.clear()
 
     def _lost(self, error: RuntimeError, peer: int | None = None) -> LostWorkerError:
         who = "another worker" if peer is None else f"worker {peer}"
         return lost_worker(self.what, who, self.timeout_s, error)
-
-
-class _Message:
-    """Tensors that travel together, through host memory where the backend cannot send from the GPU."""
-
-    def __init__(self, tensors: list[Tensor], through_host: bool) -> None:
-        self._tensors = tensors
-        self._device = torch.device("cpu") if through_host else tensors[0].device
-        self._is_plain = len(tensors) == 1 and tensors[0].device.type == self._device.type
-        self._buffer = tensors[0]
-
-    def packed(self) -> Tensor:
-        """Return what to send."""
-        if self._is_plain:
-            return self._tensors[0]
-        return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in self._tensors]).to(self._device)
-
-    def to_fill(self) -> Tensor:
-        """Return where the message should arrive."""
-        if not self._is_plain:
-            size = sum(tensor.nbytes for tensor in self._tensors)
-            self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
-        return self._buffer
-
-    def unpack(self) -> None:
-        """Copy the message that arrived to where it belongs."""
-        if self._is_plain:
-            return
-        parts = self._buffer.split([tensor.nbytes for tensor in self._tensors])
-        for tensor, part in zip(self._tensors, parts, strict=True):
-            tensor.reshape(-1).view(torch.uint8).copy_(part)
 
 
 def lost_worker(what: str, who: str, timeout_s: float, error: BaseException) -> LostWorkerError:

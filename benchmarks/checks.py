@@ -1,0 +1,99 @@
+"""What watching a step costs: the time in its checks, as a share of the step.
+
+    python benchmarks/checks.py [--steps 128]
+
+One worker on one CPU thread, in CPU time. Timed are, in a step of each model: the look at the model and its
+hooks, the notes before the passes, the checks after each, those after the last, and the hash of the batch.
+The wider look at graphs and at nets beside the model comes at every 32nd step and is part of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import samestep
+from samestep.buffers.watch import Watch
+from samestep.towers.batch import GlobalBatch
+from samestep.towers.replica import Replica
+from samestep.towers.run import StepRun
+from step import MODELS, loss_of
+
+CHECKS: list[tuple[type, str]] = [
+    (Replica, "plan"),
+    (Watch, "start_step"),
+    (Watch, "check_pass"),
+    (Watch, "end_step"),
+    (StepRun, "_look_at_graph"),
+    (GlobalBatch, "fingerprint"),
+]
+
+
+def deep_net() -> nn.Module:
+    """Return 50 layers with batch norm: 200 parameters, 150 buffers."""
+    layers: list[nn.Module] = [nn.Linear(64, 128)]
+    for _ in range(50):
+        layers += [nn.Linear(128, 128), nn.BatchNorm1d(128), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(128, 10))
+
+
+def timed(spent: Counter[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that adds what it takes, in seconds, to `spent`; not what others in it do twice."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if spent["depth"]:
+            return function(*args, **kwargs)
+        spent["depth"] += 1
+        started = time.thread_time()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            spent[name] += time.thread_time() - started  # type: ignore[assignment]
+            spent["depth"] -= 1
+
+    return wrapper
+
+
+def main() -> None:
+    """Print one line for each model."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=128)
+    steps = parser.parse_args().steps
+    torch.set_num_threads(1)
+    spent: Counter[str] = Counter()
+    for kind, name in CHECKS:
+        setattr(kind, name, timed(spent, name, getattr(kind, name)))
+    models = {**MODELS, "50 layers": (deep_net, (64,), 128)}
+    for label, (build, shape, rows) in models.items():
+        for num_towers in (2, 8):
+            towers = samestep.Towers(build(), num_towers)
+            batch = torch.randn(rows * num_towers, *shape), torch.randint(0, 10, (rows * num_towers,))
+            spent.clear()
+            times = []
+            for _ in range(steps):
+                started = time.thread_time()
+                for tower in towers(batch):
+                    tower.backward(loss_of(towers.model, tower.batch))
+                towers.average()
+                times.append(time.thread_time() - started)
+            del spent["depth"]
+            checks_s = sum(spent.values()) / steps
+            step_s = statistics.median(times)
+            parts = ", ".join(f"{name} {1e6 * s / steps:.0f}" for name, s in spent.most_common())
+            print(
+                f"{label}, {num_towers} towers: step {1e3 * step_s:.2f} ms, checks {1e6 * checks_s:.0f} us = "
+                f"{100 * checks_s / step_s:.2f}% ({parts})"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""What passes use beside the model: nets with buffers of their own, and parameters that nobody averages."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from samestep.buffers.weight_hash import crc_of
+from samestep.errors import BufferPolicyError, UsageError
+from samestep.identity import uncompiled
+
+__all__ = ["OutsideNets", "averaged_parameters", "graph_of", "note_outside_gradients"]
+
+_SMALL_BYTES = 2**16
+_MOST_NAMES = 4
+
+averaged_parameters: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+"""The parameters that some `Towers` of this process averages the gradients of, by id."""
+
+_outside_gradients: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+"""What passes have left on parameters that no `Towers` knows, by the parameter's id."""
+
+
+def graph_of(loss: Tensor) -> Iterator[Any]:
+    """Yield the nodes of a loss's graph; those of leaves have a `variable`."""
+    nodes: list[Any] = [loss.grad_fn]
+    seen: set[Any] = {None}
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            nodes.extend(each for each, _ in node.next_functions)
+
+
+def note_outside_gradients(leaves: Iterable[Tensor]) -> None:
+    """After a backward, note the gradients of parameters that no `Towers` averages."""
+    for leaf in leaves:
+        if leaf.grad is not None and isinstance(leaf, nn.Parameter) and id(leaf) not in averaged_parameters:
+            _outside_gradients[id(leaf)] = leaf.grad
+
+
+def _refuse_outside_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if not _outside_gradients:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and _outside_gradients.get(id(parameter)) is parameter.grad:
+                raise UsageError(
+                    f"{type(optimizer).__name__}.step() would update a parameter of shape "
+                    f"{list(parameter.shape)} with the gradient of this worker's towers alone, because it is "
+                    "not part of the model: pass it, or its module, as Towers(model, ..., also=...)"
+                )
+
+
+register_optimizer_step_pre_hook(_refuse_outside_gradients)
+
+
+class _Seen(NamedTuple):
+    name: str
+    tensor: Tensor
+    version: int
+    crc: int
+
+
+class OutsideNets:
+    """Finds nets that a pass runs and that change their buffers, though they are not part of the model.
+
+    They are found by a global hook, in the forwards of some steps, and looked at in every step from then on.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        self._inside = weakref.WeakSet(modules)
+        # A compiled module would run without its parts' hooks, and warn of this one.
+        self._is_compiled = any(uncompiled(module) is not module for module in modules)
+        self._seen: weakref.WeakKeyDictionary[nn.Module, list[_Seen]] = weakref.WeakKeyDictionary()
+        self._hook: Any = None
+
+    def start_step(self) -> None:
+        """Note the buffers of all nets that are known."""
+        for module in list(self._seen):
+            self._seen[module] = _buffers_of(module)
+
+    def start_looking(self) -> None:
+        """Note every other net that runs, until `stop_looking`."""
+        if not self._is_compiled and self._hook is None:
+            self._hook = register_module_forward_pre_hook(self._note)
+
+    def stop_looking(self) -> None:
+        """Note no more nets."""
+        hook, self._hook = self._hook, None
+        if hook is not None:
+            hook.remove()
+
+    def _note(self, module: nn.Module, args: Any) -> None:
+        if module._buffers and module not in self._inside and module not in self._seen:
+            self._seen[module] = _buffers_of(module)
+
+    def check(self, who: str) -> None:
+        """Raise if `who` changed a buffer of such a net.
+
+        Raises:
+            BufferPolicyError: names the buffers and their module.
+        """
+        for module, before in self._seen.items() if self._seen else ():
+            changed = [
+                seen.name
+                for seen in before
+                if (now := module._buffers.get(seen.name)) is not seen.tensor
+                or (now._version if not now.is_inference() else -1) != seen.version
+                or _crc(now) != seen.crc
+            ]
+            if changed:
+                raise BufferPolicyError(
+                    f"{who} changed {', '.join(changed[:_MOST_NAMES])} of a {type(module).__name__} that is "
+                    "not part of the model, so workers would end with different values: call eval() on that "
+                    "net for the pass, or pass it as Towers(model, ..., also=net), which shares its buffers"
+                )
+
+
+def _buffers_of(module: nn.Module) -> list[_Seen]:
+    return [
+        _Seen(name, tensor, -1 if tensor.is_inference() else tensor._version, _crc(tensor))
+        for name, tensor in module._buffers.items()
+        if tensor is not None
+    ]
+
+
+def _crc(tensor: Tensor) -> int:
+    """Hash a small tensor in host memory; batch norm's kernels write without a new version."""
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.nbytes > _SMALL_BYTES:
+        return 0
+    return crc_of(tensor.detach().contiguous())

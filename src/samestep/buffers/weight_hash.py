@@ -1,0 +1,151 @@
+"""A hash of the weights' own bytes, one slice of them at every step.
+
+It finds what version counters do not show: what was written through `.data`, and workers that came apart.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from samestep.summation.placement import even_ranges
+
+__all__ = ["Hashes", "Place", "WeightHash", "crc_of"]
+
+NUM_SLICES = 32
+_ALIGNMENT_BYTES = 64
+_SLICE_BYTES = 2**12
+_SMALL_BYTES = 2**17
+"""Buffers without a policy are hashed at every step, up to so many bytes in all."""
+
+
+class Place(Protocol):
+    """Where a module keeps a parameter or a buffer; a forward may put another tensor there."""
+
+    @property
+    def name(self) -> str:
+        """As in `model.state_dict()`."""
+
+    def get(self) -> Tensor | None:
+        """Return the tensor that is there now."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    place: Place
+    elements: slice
+    is_fixed: bool
+
+
+class WeightHash:
+    """Hashes one of up to 32 slices of the weights, and small buffers without a policy at every step.
+
+    Args:
+        fixed: what a pass must not change: parameters, and buffers without a policy.
+        shared: what it may change; at the start of a step all workers have the same.
+        always: those of `fixed` to hash at every step, if they are small.
+    """
+
+    def __init__(self, fixed: Sequence[Place], shared: Sequence[Place], always: Sequence[Place]) -> None:
+        self._always: list[_Piece] = []
+        held = 0
+        for place in sorted(always, key=_num_bytes):
+            held += _num_bytes(place)
+            if held <= _SMALL_BYTES:
+                self._always.append(_Piece(place, slice(None), is_fixed=True))
+        done = {piece.place.name for piece in self._always}
+        self._slices = _cut([(p, True) for p in fixed if p.name not in done] + [(p, False) for p in shared])
+
+    def of(self, step: int, *, fixed_only: bool = False) -> Hashes:
+        """Return the hashes of the step's slice."""
+        pieces = [*self._always, *self._slices[step % len(self._slices)]]
+        pairs = [(piece, piece.place.get()) for piece in pieces if piece.is_fixed or not fixed_only]
+        return Hashes([(piece, tensor) for piece, tensor in pairs if tensor is not None])
+
+
+def crc_of(tensor: Tensor, elements: slice = slice(None)) -> int:
+    """Return the CRC-32 of a contiguous tensor in host memory, or of a range of its elements.
+
+    Read where it lies, because `Tensor.numpy` would keep the owner from resizing it ever after.
+    """
+    start, stop, _ = elements.indices(tensor.numel())
+    if stop <= start:
+        return 0
+    size = tensor.element_size()
+    return zlib.crc32(
+        (ctypes.c_char * ((stop - start) * size)).from_address(tensor.data_ptr() + start * size)
+    )
+
+
+class Hashes:
+    """Hashes of pieces of tensors, by name. A GPU computes them while the host goes on."""
+
+    def __init__(self, pieces: Sequence[tuple[_Piece, Tensor]] = ()) -> None:
+        self._names = [piece.place.name for piece, _ in pieces]
+        self._values: list[int] = []
+        self.is_ready = not any(tensor.is_cuda for _, tensor in pieces)
+        if self.is_ready:
+            self._values = [crc_of(_flat(tensor), piece.elements) for piece, tensor in pieces]
+        else:
+            parts = [_as_ints(_flat(tensor)[piece.elements]) for piece, tensor in pieces]
+            found = torch.stack([torch.hash_tensor(part).view(torch.int64) for part in parts])
+            self._copy = found.to("cpu", non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def by_name(self) -> dict[str, int]:
+        """Return them; on a GPU after they have been computed."""
+        if not self.is_ready:
+            self._copied.synchronize()
+            self._values, self.is_ready = self._copy.tolist(), True
+        return dict(zip(self._names, self._values, strict=True))
+
+
+def _cut(places: Sequence[tuple[Place, bool]]) -> list[list[_Piece]]:
+    """Cut tensors, end to end, into slices of about the same number of bytes."""
+    total = sum(_num_bytes(place) for place, _ in places)
+    num_slices = min(NUM_SLICES, max(1, -(-total // _SLICE_BYTES)))
+    slices: list[list[_Piece]] = [[] for _ in range(num_slices)]
+    ends = [each.stop for each in even_ranges(total, num_slices)]
+    offset, index = 0, 0
+    for place, is_fixed in places:
+        size, start = _num_bytes(place), 0
+        while start < size:
+            tensor = place.get()
+            assert tensor is not None
+            stop = min(size, max(ends[index] - offset, start))
+            stop = min(size, stop + -stop % _ALIGNMENT_BYTES)
+            if stop > start:
+                elements = slice(start // tensor.element_size(), stop // tensor.element_size())
+                slices[index].append(_Piece(place, elements, is_fixed))
+            start = stop
+            if offset + start >= ends[index] and index + 1 < num_slices:
+                index += 1
+        offset += size
+    return slices
+
+
+def _num_bytes(place: Place) -> int:
+    tensor = place.get()
+    return 0 if tensor is None or tensor.layout != torch.strided else tensor.numel() * tensor.element_size()
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return all elements in a row: where the memory is dense, without a copy."""
+    if tensor.is_contiguous() and not tensor.is_conj():
+        return tensor if tensor.device.type == "cpu" else tensor.detach().view(-1)
+    tensor = tensor.detach()
+    if not tensor.is_contiguous() and tensor.stride() == torch.empty_like(tensor, device="meta").stride():
+        return tensor.as_strided((tensor.numel(),), (1,))
+    return tensor.contiguous().resolve_conj().as_strided((tensor.numel(),), (1,))
+
+
+def _as_ints(flat: Tensor) -> Tensor:
+    ints = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    return flat.view(ints.get(flat.element_size(), torch.int64))

@@ -1,0 +1,57 @@
+"""Hooks that users put on parameters: which would see sums of towers, and what the others see."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+from torch import nn
+
+from samestep.errors import UsageError
+
+__all__ = ["HookCheck"]
+
+_MOST_NAMES = 4
+_hooks = attrgetter("_post_accumulate_grad_hooks", "_backward_hooks")
+
+
+class HookCheck:
+    """Looks at the hooks of the same parameters before every step."""
+
+    def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
+        self._names = names
+        self._parameters = parameters
+        self._sizes: object = [(None, None)] * len(parameters)
+
+    def __call__(self, *, warn: bool) -> None:
+        """Refuse post-accumulate hooks of users; say once, if `warn`, what hooks on gradients see."""
+        held = list(map(_hooks, self._parameters))
+        if held == self._sizes:  # no hooks at all
+            return
+        sizes = [(after and len(after), before and len(before)) for after, before in held]
+        if sizes == self._sizes:
+            return
+        foreign = [name for name, (after, _) in zip(self._names, held, strict=True) if _is_users(after)]
+        if foreign:
+            raise UsageError(
+                f"{', '.join(foreign[:_MOST_NAMES])}: a post-accumulate-grad hook would see sums of towers, "
+                "which depend on the number of workers; remove it, and do its work, such as clipping or "
+                "optimizer.step() after average()"
+            )
+        self._sizes = sizes
+        hooked = [name for name, (_, before) in zip(self._names, held, strict=True) if _is_users(before)]
+        if hooked and warn:
+            warnings.warn(
+                f"a hook on {', '.join(hooked[:_MOST_NAMES])} sees each tower's sum of gradients, over the "
+                "largest power of two that is at most the batch's rows, not the mean: factors and masks are "
+                "exact, thresholds are not; use those after average()",
+                stacklevel=6,
+            )
+
+
+def _is_users(hooks: Mapping[int, Any] | None) -> bool:
+    """Whether some hook is not one of samestep's own."""
+    functions = [getattr(hook, "func", hook) for hook in (hooks or {}).values()]
+    return any(not (getattr(each, "__module__", "") or "").startswith("samestep.") for each in functions)

@@ -1,0 +1,61 @@
+"""The module that a step trains: the user's model, and what is beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from samestep.errors import ConfigError
+
+__all__ = ["Also", "check_wrappers", "together"]
+
+Also = nn.Module | nn.Parameter | Iterable[nn.Module | nn.Parameter] | Mapping[str, nn.Module | nn.Parameter]
+
+_WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
+
+
+def together(model: nn.Module, also: Also | None) -> nn.Module:
+    """Return a module of the model, whose tensors keep their names, and of what is beside it."""
+    if also is None:
+        return model
+    root = nn.Module()
+    root._modules[""] = model  # an empty name adds nothing to the names below it
+    if isinstance(also, nn.Module | nn.Parameter):
+        root.also = also
+        return root
+    root.also = nn.Module()
+    for name, each in _named(also):
+        if not isinstance(each, nn.Module | nn.Parameter):
+            raise ConfigError(
+                f"also holds a {type(each).__name__}: expected a module, an nn.Parameter, or several of them"
+            )
+        setattr(root.also, name, each)
+    return root
+
+
+def _named(also: Any) -> list[tuple[str, Any]]:
+    if not isinstance(also, Iterable):
+        raise ConfigError(
+            f"also is a {type(also).__name__}: expected a module, an nn.Parameter, or several of them"
+        )
+    return (
+        list(also.items()) if isinstance(also, Mapping) else [(str(n), each) for n, each in enumerate(also)]
+    )
+
+
+def check_wrappers(model: nn.Module) -> None:
+    """Refuse what averages or shards gradients itself."""
+    for name, module in model.named_modules():
+        if type(module).__name__ in _WRAPPERS and type(module).__module__.startswith("torch."):
+            raise ConfigError(
+                f"{name or 'the model'} is a {type(module).__name__}, which averages gradients itself: pass "
+                "the model that it wraps, model.module"
+            )
+    for name, parameter in model.named_parameters():
+        if type(parameter).__name__ == "DTensor":
+            raise ConfigError(
+                f"parameter {name} is a DTensor, sharded or replicated by fully_shard or the like: pass the "
+                "plain model"
+            )

@@ -1,0 +1,80 @@
+"""A tower: one logical slice of the batch, as the loop over a step's towers sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from samestep.towers.run import StepRun
+
+__all__ = ["Tower"]
+
+
+class Tower:
+    """One logical slice of the batch: what the loop over `towers(batch)` yields.
+
+    Attributes:
+        index: 0 <= index < T.
+        batch: the tower's own rows of the batch, nested as the batch is.
+        rows: how many, at least 1.
+
+    Example:
+        >>> from samestep import Towers
+        >>> model = torch.nn.Linear(2, 1)
+        >>> towers = Towers(model, 2)
+        >>> for tower in towers(torch.randn(5, 2)):
+        ...     print(tower, tuple(tower.batch.shape))
+        ...     tower.backward(model(tower.batch).square().mean())
+        Tower(index=0, rows=3) (3, 2)
+        Tower(index=1, rows=2) (2, 2)
+    """
+
+    def __init__(self, index: int, batch: Any, rows: int, run: StepRun) -> None:
+        self.index = index
+        self.batch = batch
+        self.rows = rows
+        self._run = run
+
+    def backward(self, loss: Tensor | Mapping[str, Tensor]) -> None:
+        """Hand in the tower's loss: compute its gradient and keep it for `Towers.average`.
+
+        Args:
+            loss: the mean over the tower's rows, a scalar that requires grad. Where the step began with
+                `counts`, a mapping that has a sum for each of their names.
+
+        Raises:
+            UsageError: the tower has handed in already, its turn is over, `loss` is not what the step
+                expects, or gradients came from `loss.backward()`.
+            DisagreementError: workers turn out to have different batches.
+        """
+        self._run.take_mean(self, loss)
+
+    def backward_sum(self, total: Tensor, count: float | Tensor) -> None:
+        """Hand in a loss that is a sum over something other than rows, such as valid tokens or pixels.
+
+        The step's loss is the sum of all towers' totals, divided once by the sum of all their counts.
+
+        Args:
+            total: the sum, a scalar that requires grad; where the count is 0 it need not require grad.
+            count: how many things it is a sum over, at least 0: a number or 0-dim tensor.
+
+        Raises:
+            UsageError, DisagreementError: as for `backward`, or `count` is not one number.
+
+        Example:
+            >>> from samestep import Towers
+            >>> model, words = torch.nn.Embedding(9, 1), torch.tensor([[3, 1, 0], [4, 0, 0]])  # 0 is padding
+            >>> towers = Towers(model, 2)
+            >>> for tower in towers(words):
+            ...     valid = tower.batch > 0
+            ...     tower.backward_sum(model(tower.batch).squeeze(-1)[valid].square().sum(), valid.sum())
+            >>> towers.average().count
+            3.0
+        """
+        self._run.take_sum(self, total, count)
+
+    def __repr__(self) -> str:
+        return f"Tower(index={self.index}, rows={self.rows})"

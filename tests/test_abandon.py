@@ -1,0 +1,222 @@
+"""A step that is abandoned, by whom and wherever, is as if it had not begun: the next bits are the same."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings, strategies as st
+from torch import nn
+
+import samestep
+from samestep import AbandonedError, Placement, Towers
+
+from .simulation import Faults, simulate, values
+
+STEPS = 3
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(9, 4, sparse=True)
+        self.norm = nn.BatchNorm1d(4)
+        self.linear = nn.Linear(4, 3)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x):
+        hidden = self.norm(self.words(x).mean(1))
+        self.seen.mul_(0.5).add_(hidden.detach().mean(0))
+        return self.linear(F.dropout(hidden, 0.2))
+
+
+def words_of(step):
+    return torch.randint(9, (15, 2), generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model, words):
+    return model(words).square().mean()
+
+
+def train(job, kind="plain", statistics="mean", bucket_bytes=2**20, leave=lambda step, rank, where: False):
+    """Train; a worker for which `leave` is true abandons the first attempt at a step at that point."""
+    model = Net()
+    towers = Towers(
+        model, 7, job=job, statistics=statistics, buffers={"seen": "mean"}, bucket_bytes=bucket_bytes
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(STEPS):
+        for attempt in (0, 1):
+            where = (step, job.rank, attempt)
+            try:
+                run_towers(towers, kind, step, lambda at, w=where: w[2] == 0 and leave(w[0], w[1], at))
+                report = towers.average()
+                break
+            except (AbandonedError, KeyError):
+                assert attempt == 0
+                towers.abandon()
+                assert all(p.grad is None for p in model.parameters())
+        optimizer.step()
+        assert report.step == step
+    return samestep.digest(model)
+
+
+def run_towers(towers, kind, step, leaves_at):
+    model, words = towers.model, words_of(step)
+    counts = {"rows": len} if kind == "counts" else None
+    if leaves_at("before") and kind != "whole":
+        for _ in towers(words, counts=counts):
+            break
+        raise KeyError
+    if kind == "whole":
+
+        def loss(outputs, batch):
+            return outputs.square().mean()
+
+        def forward(part):
+            if leaves_at("whole"):
+                raise KeyError
+            return model(part)
+
+        towers.whole_batch(words, forward, loss)
+    else:
+        for tower in towers(words, counts=counts):
+            if leaves_at(tower.index):
+                raise KeyError
+            total = loss_of(model, tower.batch)
+            tower.backward(total if counts is None else {"rows": total * tower.rows})
+    if leaves_at("after"):
+        raise KeyError
+
+
+POINTS = ["before", "whole", "after", *range(7)]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    known = {}
+
+    def digest(kind, statistics):
+        if (kind, statistics) not in known:
+            known[kind, statistics] = values(lambda job: train(job, kind, statistics), 1)[0]
+        return known[kind, statistics]
+
+    return digest
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_whoever_abandons_whatever_step_the_bits_stay(expected, data):
+    kind = data.draw(st.sampled_from(["plain", "counts", "whole"]))
+    statistics = data.draw(st.sampled_from(["mean", "pooled"]))
+    num_workers = data.draw(st.integers(1, 4))
+    who = data.draw(
+        st.dictionaries(
+            st.integers(0, STEPS - 1),
+            st.dictionaries(st.integers(0, num_workers - 1), st.sampled_from(POINTS), max_size=num_workers),
+        )
+    )
+    bucket_bytes = data.draw(st.sampled_from([16, 64, 2**20]))
+    seed = data.draw(st.integers(0, 99))
+
+    def leave(step, rank, where):
+        return who.get(step, {}).get(rank) == where
+
+    def work(job):
+        return train(job, kind, statistics, bucket_bytes, leave)
+
+    assert set(values(work, num_workers, seed)) == {expected(kind, statistics)}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2), st.integers(1, 60), st.sampled_from(POINTS), st.integers(0, 99))
+def test_a_worker_that_dies_while_others_abandon_is_named(victim, event, where, seed):
+    def work(job):
+        return train(job, leave=lambda step, rank, point: rank == 0 and point == where)
+
+    outcomes = simulate(work, 3, seed, Faults(killed={victim: event}))
+    digests = {outcome.value for outcome in outcomes if outcome.error is None}
+    assert len(digests) <= 1
+    for rank, outcome in enumerate(outcomes):
+        if rank != victim and outcome.error is not None:
+            assert isinstance(outcome.error, samestep.Error), outcome.text
+
+
+def test_the_next_batch_abandons_a_step_that_was_left_open():
+    def work(job):
+        model = Net()
+        towers = Towers(model, 7, job=job, buffers={"seen": "mean"})
+        for step in range(2):
+            for tower in towers(words_of(step)):
+                if tower.index % 2:
+                    break
+                tower.backward(loss_of(model, tower.batch))
+            assert towers.step == step
+            for tower in towers(words_of(step)):
+                tower.backward(loss_of(model, tower.batch))
+            towers.average()
+            torch.optim.SGD(model.parameters(), 0.1).step()
+        return samestep.digest(model)
+
+    assert len({value for num in (1, 2, 3) for value in values(work, num)}) == 1
+
+
+def test_abandoning_without_a_step_or_after_the_average_does_nothing():
+    model = Net()
+    towers = Towers(model, 3, buffers={"seen": "mean"})
+    towers.abandon()
+    for tower in towers(words_of(0)):
+        tower.backward(loss_of(model, tower.batch))
+    towers.average()
+    towers.abandon()
+    assert towers.step == 1
+    assert model.linear.weight.grad is not None
+
+
+def test_a_step_that_was_abandoned_cannot_be_averaged():
+    model = Net()
+    towers = Towers(model, 3, buffers={"seen": "mean"})
+    for tower in towers(words_of(0)):
+        tower.backward(loss_of(model, tower.batch))
+    towers.abandon()
+    with pytest.raises(samestep.UsageError, match="without a batch"):
+        towers.average()
+
+
+def test_pooled_layers_and_generators_are_as_before():
+    model = Net()
+    towers = Towers(model, 3, statistics="pooled", buffers={"seen": "mean"})
+    before = samestep.digest(model), torch.get_rng_state()
+    turns = iter(towers(words_of(0)))
+    tower = next(turns)
+    tower.backward(loss_of(model, tower.batch))
+    assert model.norm.momentum == 1.0
+    towers.abandon()
+    assert model.norm.momentum == 0.1
+    assert not model.norm._forward_hooks
+    assert samestep.digest(model) == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+    assert next(turns, None) is None
+
+
+def test_other_cuts_after_an_abandoned_step():
+    def work(job):
+        model = Net()
+        towers = Towers(model, 7, job=job, buffers={"seen": "mean"}, bucket_bytes=64)
+        for tower in towers(words_of(0)):
+            if tower.index == 4:
+                towers.abandon()
+                break
+            tower.backward(loss_of(model, tower.batch))
+        with contextlib.suppress(AbandonedError, samestep.UsageError):
+            towers.average()
+        if job.world_size > 1:
+            towers.placement = Placement((0, *range(2, 1 + job.world_size), 7))
+        for tower in towers(words_of(0)):
+            tower.backward(loss_of(model, tower.batch))
+        towers.average()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        return samestep.digest(model)
+
+    assert len({value for num in (1, 2, 3) for value in values(work, num)}) == 1

@@ -1,0 +1,536 @@
+"""Programs that leave the guarantee's ground hear so by name, on every worker, at any number of them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import samestep
+from samestep import Error, Step, Towers
+from samestep.errors import BufferPolicyError, ConfigError, DisagreementError, UsageError
+
+from .simulation import simulate
+
+PROGRAMS = {}
+
+
+def refused(error, *words):
+    """A program that must end on every worker with this error, whose text has these words."""
+
+    def register(function):
+        PROGRAMS[function.__name__] = (function, error, words)
+        return function
+
+    return register
+
+
+def batch_of(step, rows=21):
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "x": torch.randn(rows, 6, generator=generator),
+        "y": torch.randint(3, (rows,), generator=generator),
+    }
+
+
+def net():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def loss_of(model, batch):
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def train(model, job, steps=3, loss=loss_of, optimizer=None, after=None, **settings):
+    towers = Towers(model, 5, job=job, **settings)
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(steps):
+        for tower in towers(batch_of(step)):
+            tower.backward(loss(model, tower.batch))
+        towers.average()
+        optimizer.step()
+        if after is not None:
+            after(step)
+    return samestep.digest(model)
+
+
+# ---- parameters written in a pass --------------------------------------------------------------------
+
+
+@refused(UsageError, "0.weight", "step 0", "tower", "optimizer.step()")
+def an_embedding_with_max_norm(job):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 6, max_norm=0.5), nn.Flatten(), nn.Linear(12, 3))
+
+    def loss(m, b):
+        return m((b["x"][:, :2].abs() * 3).long().clamp(max=8)).square().mean()
+
+    train(model, job, loss=loss)
+
+
+class Momentum(nn.Module):
+    """An encoder and its moving average, updated in the forward."""
+
+    def __init__(self, through_data):
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key = nn.Linear(6, 3), nn.Linear(6, 3)
+        self.key.requires_grad_(False)
+        self.through_data = through_data
+
+    @torch.no_grad()
+    def follow(self):
+        for q, k in zip(self.query.parameters(), self.key.parameters(), strict=True):
+            if self.through_data:
+                k.data = k.data * 0.9 + q.data * 0.1
+            else:
+                k.mul_(0.9).add_(q, alpha=0.1)
+
+    def forward(self, x):
+        self.follow()
+        return self.query(x) * self.key(x)
+
+
+@refused(UsageError, "key.weight", "step 0")
+def a_momentum_encoder_in_the_forward(job):
+    train(Momentum(False), job)
+
+
+@refused(UsageError, "key.weight", "step 0")
+def a_momentum_encoder_through_data(job):
+    train(Momentum(True), job)
+
+
+class InitializedByData(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(6, 3)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.how, self.is_ready = how, False
+
+    def forward(self, x):
+        out = self.linear(x)
+        if not self.is_ready:
+            self.is_ready = True
+            value = 1 / out.detach().std(0, correction=0)
+            if self.how == "data":
+                self.scale.data.copy_(value)
+            elif self.how == "no grad":
+                with torch.no_grad():
+                    self.scale.copy_(value)
+            else:
+                self.scale = nn.Parameter(value)
+        return out * self.scale
+
+
+@refused(UsageError, "scale", "step 0")
+def initialisation_by_data(job):
+    train(InitializedByData("no grad"), job)
+
+
+@refused(UsageError, "scale", "step 0")
+def initialisation_through_data(job):
+    train(InitializedByData("data"), job)
+
+
+@refused(UsageError, "scale", "step 0")
+def a_parameter_replaced_in_a_pass(job):
+    train(InitializedByData("replace"), job)
+
+
+@refused(UsageError, "0.weight")
+def weights_clipped_through_data_in_the_loss(job):
+    def loss(model, batch):
+        model[0].weight.data.clamp_(-0.1, 0.1)
+        return loss_of(model, batch)
+
+    train(net(), job, steps=40, loss=loss)
+
+
+@refused(UsageError, "0.weight")
+def one_value_of_a_large_layer_changed_in_late_passes(job):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 60_000), nn.Linear(60_000, 3))
+    calls = []
+
+    def loss(m, b):
+        calls.append(1)
+        if len(calls) > 3:
+            m[0].weight.data[33_333, 3] += 1e-3
+        return loss_of(m, b)
+
+    train(model, job, steps=40, loss=loss, optimizer=torch.optim.SGD(model.parameters(), 1e-4))
+
+
+@refused(UsageError, "0.weight", "step 0", "average()")
+def an_optimizer_inside_the_pass(job):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    towers = Towers(model, 5, job=job)
+    for tower in towers(batch_of(0)):
+        tower.backward(loss_of(model, tower.batch))
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        optimizer.zero_grad()
+    towers.average()
+
+
+# ---- gradients beside the average --------------------------------------------------------------------
+
+
+def penalty(model):
+    return 0.01 * sum(p.square().sum() for p in model.parameters())
+
+
+@refused(UsageError, "average()")
+def a_penalty_after_the_loop_and_before_the_average(job):
+    model = net()
+    towers = Towers(model, 5, job=job)
+    for tower in towers(batch_of(0)):
+        tower.backward(loss_of(model, tower.batch))
+    penalty(model).backward()
+    towers.average()
+
+
+@refused(UsageError, "loss.backward()")
+def a_penalty_in_a_pass(job):
+    model = net()
+    towers = Towers(model, 5, job=job)
+    for tower in towers(batch_of(0)):
+        penalty(model).backward()
+        tower.backward(loss_of(model, tower.batch))
+    towers.average()
+
+
+@refused(UsageError, "gradient", "tower.backward(loss)")
+def a_penalty_after_a_tower(job):
+    model = net()
+    towers = Towers(model, 5, job=job)
+    for tower in towers(batch_of(0)):
+        tower.backward(loss_of(model, tower.batch))
+        penalty(model).backward()
+    towers.average()
+
+
+@refused(UsageError, "2.bias", "post-accumulate", "after average()")
+def a_clamp_in_a_post_accumulate_hook(job):
+    model = net()
+    model[2].bias.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-0.01, 0.01))
+    train(model, job)
+
+
+@refused(UsageError, "0.weight", "post-accumulate", "optimizer.step() after average()")
+def an_optimizer_in_backward(job):
+    model = net()
+    optimizers = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
+
+    def update(p):
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(update)
+    train(model, job)
+
+
+@refused(UsageError, "2.bias", "post-accumulate")
+def a_hook_that_comes_later(job):
+    model = net()
+
+    def after(step):
+        if step == 1:
+            model[2].bias.register_post_accumulate_grad_hook(lambda p: None)
+
+    train(model, job, after=after)
+
+
+# ---- parameters that nobody averages -----------------------------------------------------------------
+
+
+def with_temperature(temperature):
+    return lambda model, batch: F.cross_entropy(model(batch["x"]) * temperature.exp(), batch["y"])
+
+
+@refused(UsageError, "also=", "[]")
+def a_temperature_in_the_models_optimizer(job):
+    model, temperature = net(), nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([*model.parameters(), temperature], 0.1)
+    train(model, job, loss=with_temperature(temperature), optimizer=optimizer)
+
+
+@refused(UsageError, "also=")
+def a_loss_head_with_an_optimizer_of_its_own(job):
+    model, head = net(), nn.Linear(3, 3)
+    of_head = torch.optim.SGD(head.parameters(), 0.1)
+    train(
+        model,
+        job,
+        loss=lambda m, b: F.cross_entropy(head(m(b["x"])), b["y"]),
+        after=lambda step: of_head.step(),
+    )
+
+
+@refused(ConfigError, "also=", "optimizer")
+def a_step_with_a_parameter_beside_the_model(job):
+    model, temperature = net(), nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([*model.parameters(), temperature], 0.1)
+    step = Step(Towers(model, 5, job=job), with_temperature(temperature), optimizer)
+    for number in range(3):
+        step(batch_of(number))
+
+
+@refused(ConfigError, "also=", "optimizer")
+def a_step_whose_optimizer_holds_a_layer_that_was_replaced(job):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = Step(Towers(model, 5, job=job), loss_of, optimizer)
+    step(batch_of(0))
+    model[2] = nn.Linear(8, 3)
+    step(batch_of(1))
+
+
+# ---- buffers -----------------------------------------------------------------------------------------
+
+
+class Cached(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(6, 3)
+        self.how = how
+        self.calls = 0
+        if how != "registered":
+            self.register_buffer("seen", torch.zeros(6) if how != "wide" else torch.zeros(9, 6))
+
+    def forward(self, x):
+        self.calls += 1
+        if self.how == "data":
+            self.seen.data += x.mean(0)
+        elif self.how == "wide":
+            self.seen.data[3] += x.mean(0)
+        elif self.how == "registered":
+            self.register_buffer("seen", x.mean(0))
+        elif self.calls > 5:
+            F.batch_norm(x, self.seen, torch.ones(6), training=True)
+        return self.linear(x - self.seen if self.how == "registered" else x - self.seen.sum())
+
+
+@refused(BufferPolicyError, "seen", "step 0")
+def a_buffer_written_through_data(job):
+    train(Cached("data"), job)
+
+
+@refused(BufferPolicyError, "seen", "step 0")
+def a_matrix_written_through_data(job):
+    train(Cached("wide"), job)
+
+
+@refused(BufferPolicyError, "seen", "step 0")
+def a_buffer_registered_in_a_forward(job):
+    train(Cached("registered"), job)
+
+
+@refused(BufferPolicyError, "seen")
+def functional_batch_norm_after_some_steps(job):
+    train(Cached("batch norm"), job, steps=8)
+
+
+def nets():
+    torch.manual_seed(0)
+    generator = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6))
+    discriminator = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+    return generator, discriminator
+
+
+@refused(BufferPolicyError, "running_mean", "also=")
+def a_discriminator_with_norms_in_the_generators_passes(job):
+    generator, discriminator = nets()
+    Towers(discriminator, 5, job=job)
+    train(generator, job, loss=lambda g, b: F.softplus(-discriminator(g(b["x"]))).mean())
+
+
+@refused(BufferPolicyError, "running_mean", "also=")
+def a_net_without_towers_in_the_passes(job):
+    generator, discriminator = nets()
+    train(generator, job, loss=lambda g, b: F.softplus(-discriminator(g(b["x"]))).mean())
+
+
+@refused(BufferPolicyError, "running_mean", "also=", "eval()")
+def a_teacher_in_training_mode(job):
+    model, (_, teacher) = net(), nets()
+
+    def loss(m, b):
+        with torch.no_grad():
+            target = teacher(b["x"])
+        return (m(b["x"]) - target).square().mean()
+
+    train(model, job, loss=loss)
+
+
+# ---- losses ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hand_in", "words"),
+    [
+        (lambda tower, loss: tower.backward(None), ("None", "expected a scalar tensor")),
+        (lambda tower, loss: tower.backward((loss, 3)), ("tuple", "backward_sum(total, count)")),
+        (lambda tower, loss: tower.backward(loss.item()), ("float", "expected a scalar tensor")),
+        (lambda tower, loss: tower.backward(loss.detach()), ("does not require grad",)),
+        (lambda tower, loss: tower.backward(loss.expand(2)), ("shape (2,)",)),
+        (lambda tower, loss: tower.backward_sum(loss, None), ("count", "None")),
+        (lambda tower, loss: tower.backward_sum(loss, "3"), ("count", "'3'")),
+        (lambda tower, loss: tower.backward_sum(None, 3), ("None",)),
+        (lambda tower, loss: tower.backward_sum(1.0, 3), ("float",)),
+        (lambda tower, loss: tower.backward(loss * 1j), ("complex",)),
+    ],
+)
+def test_what_is_no_loss_is_refused(hand_in, words):
+    model = net()
+    towers = Towers(model, 5)
+    for tower in towers(batch_of(0)):
+        with pytest.raises(UsageError) as caught:
+            hand_in(tower, loss_of(model, tower.batch))
+        assert all(word in str(caught.value) for word in words), caught.value
+        break
+
+
+@pytest.mark.parametrize("result", [None, 3.0, (), (1, 2, 3), "loss"], ids=repr)
+def test_what_a_loss_function_must_not_return_is_refused(result):
+    model = net()
+    step = Step(Towers(model, 5), lambda m, b: result, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(UsageError, match=r"loss_fn|loss"):
+        step(batch_of(0))
+
+
+# ---- workers that have come apart --------------------------------------------------------------------
+
+
+@refused(DisagreementError, "worker", "lr")
+def another_learning_rate_in_a_step(job):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1 if job.rank else 0.2)
+    step = Step(Towers(model, 5, job=job), loss_of, optimizer)
+    for number in range(40):
+        step(batch_of(number))
+
+
+@refused(DisagreementError, "worker", "optimizer")
+def another_optimizer_in_a_step(job):
+    model = net()
+    kind = torch.optim.SGD if job.rank else torch.optim.Adam
+    step = Step(Towers(model, 5, job=job), loss_of, kind(model.parameters(), 0.1))
+    step(batch_of(0))
+
+
+@refused(DisagreementError, "worker", "autocast")
+def another_precision_in_a_step(job):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    precision = torch.bfloat16 if job.rank else None
+    step = Step(Towers(model, 5, job=job), loss_of, optimizer, autocast=precision)
+    step(batch_of(0))
+
+
+@refused(DisagreementError, "worker", "clip_norm")
+def another_clipping_in_a_step(job):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = Step(Towers(model, 5, job=job), loss_of, optimizer, clip_norm=1.0 + job.rank)
+    step(batch_of(0))
+
+
+@refused(DisagreementError, "worker", "weights")
+def another_learning_rate_in_a_loop(job):
+    model = net()
+    train(model, job, steps=40, optimizer=torch.optim.SGD(model.parameters(), 0.1 + 0.1 * job.rank))
+
+
+@refused(DisagreementError, "worker", "weights", "0.bias")
+def an_edit_on_the_first_worker(job):
+    model = net()
+
+    def after(step):
+        if step == 1 and job.is_first:
+            with torch.no_grad():
+                model[0].bias[3] = 0.5
+
+    train(model, job, steps=40, after=after)
+
+
+@refused(DisagreementError, "worker", "weights")
+def one_bit_of_a_large_layer_on_the_last_worker(job):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 60_000), nn.Linear(60_000, 3))
+
+    def after(step):
+        if step == 1 and job.rank == job.world_size - 1:
+            model[0].weight.data.view(torch.int32)[7_777, 3] ^= 1
+
+    optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+    train(model, job, steps=40, after=after, optimizer=optimizer)
+
+
+@refused(DisagreementError, "worker", "batch")
+def one_changed_value_in_the_batch(job):
+    model = net()
+    towers = Towers(model, 5, job=job)
+    batch = {"x": torch.randn(500, 600, generator=torch.Generator().manual_seed(0))[:, :600]}
+    if job.rank == job.world_size - 1:
+        batch["x"][337, 411] += 1e-4
+    for tower in towers(batch):
+        tower.backward(model(tower.batch["x"][:, :6]).square().mean())
+    towers.average()
+
+
+ONLY_APART = {
+    "another_learning_rate_in_a_step",
+    "another_optimizer_in_a_step",
+    "another_precision_in_a_step",
+    "another_clipping_in_a_step",
+    "another_learning_rate_in_a_loop",
+    "an_edit_on_the_first_worker",
+    "one_bit_of_a_large_layer_on_the_last_worker",
+    "one_changed_value_in_the_batch",
+}
+"""Programs that are in order where there is one worker."""
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_all_workers_are_told(name, num_workers):
+    work, error, words = PROGRAMS[name]
+    if num_workers == 1 and name in ONLY_APART:
+        return
+    for outcome in simulate(work, num_workers, num_workers):
+        assert isinstance(outcome.error, Error), outcome
+        if not isinstance(outcome.error, error):
+            # Another worker was the first to say so, in these words.
+            assert isinstance(outcome.error, DisagreementError), outcome.text
+            assert "worker" in outcome.text
+        assert all(word in outcome.text for word in words), outcome.text
+
+
+# ---- models that somebody else averages --------------------------------------------------------------
+
+
+def test_a_model_in_distributed_data_parallel_is_refused():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(net())
+        with pytest.raises(ConfigError, match=r"DistributedDataParallel.*model\.module"):
+            Towers(model, 4)
+        with pytest.raises(ConfigError, match=r"0 is a DistributedDataParallel"):
+            Towers(nn.Sequential(model), 4)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_launcher_without_init_is_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"samestep\.init"):
+        Towers(net(), 4)
