@@ -404,10 +404,10 @@ class Noted(Noisy):
 
 
 class Large(Noted):
-    """Rows of 1 MiB."""
+    """Rows of 4 MiB."""
 
     def __getitem__(self, example):
-        return {**super().__getitem__(example), "rest": torch.zeros(1 << 18)}
+        return {**super().__getitem__(example), "rest": torch.zeros(1 << 20)}
 
 
 def test_slices_are_read_when_they_are_asked_for():

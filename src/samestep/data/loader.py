@@ -68,7 +68,7 @@ class TowerLoader:
 
     Where a batch leaves some tower a single row and the model has a `BatchNorm1d`, there is a warning.
 
-    A batch's slices are read one by one, small ones up to 1 MiB together: a loader process holds
+    A batch's slices are read one by one, small ones up to 4 MiB together: a loader process holds
     `prefetch_factor` of these, not batches. They are handed out when they are asked for, in order; one that
     is asked for again, or later, is read again.
     What was read ahead is for the towers' current placement. When that has been replaced, it is dropped and

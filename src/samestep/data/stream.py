@@ -21,7 +21,7 @@ from samestep.towers.nest import PLAIN, entries
 __all__ = ["RequestSampler", "Stream", "read_ahead"]
 
 _NUM_AHEAD = 2
-_SMALL_BYTES = 1 << 20  # a call for each of many small towers would cost more than it saves
+_SMALL_BYTES = 4 << 20  # a call for each of many small towers would cost more than it saves
 
 _Place: TypeAlias = tuple[int, int]  # a batch's position, and a tower
 _Examples: TypeAlias = Mapping[int, NDArray[np.int64]]
@@ -40,7 +40,7 @@ class RequestSampler:
 class Stream:
     """Slices that are read ahead in order. Those that have gone by are read again, where they are asked for.
 
-    A tower is read by itself, or with others of its batch that together hold no more than 1 MiB.
+    A tower is read by itself, or with others of its batch that together hold no more than 4 MiB.
 
     Args:
         requests: one for each batch, in order.
