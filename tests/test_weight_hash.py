@@ -9,7 +9,15 @@ from torch import Tensor
 
 from samestep.buffers.weight_hash import NUM_SLICES, WeightHash
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+]
 
 
 @dataclass

@@ -21,6 +21,7 @@ __all__ = ["Hashes", "Place", "WeightHash", "crc_of"]
 NUM_SLICES = 32
 _ALIGNMENT_BYTES = 64
 _SLICE_BYTES = 2**12
+_LARGE_BYTES, _COLUMNS = 2**16, 1018
 _SMALL_BYTES = 2**17
 """Buffers without a policy are hashed at every step, up to so many bytes in all."""
 
@@ -72,15 +73,20 @@ class WeightHash:
 def crc_of(tensor: Tensor, elements: slice = slice(None)) -> int:
     """Return the CRC-32 of a contiguous tensor in host memory, or of a range of its elements.
 
-    Read where it lies, because `Tensor.numpy` would keep the owner from resizing it ever after.
+    Of many elements it is that of the sums of their 64-bit words in a table of 1018 columns, which takes half
+    the time. Read where it lies, because `Tensor.numpy` would keep the owner from resizing it ever after.
     """
     start, stop, _ = elements.indices(tensor.numel())
+    size, crc = tensor.element_size(), 0
+    if (stop - start) * size >= _LARGE_BYTES and tensor.data_ptr() % 8 == start * size % 8 == 0:
+        row = _COLUMNS * 8 // size
+        whole = slice(start, stop - (stop - start) % row)
+        sums = tensor.detach().view(-1)[whole].view(torch.int64).view(-1, _COLUMNS).sum(0)
+        start, crc = whole.stop, crc_of(sums)
     if stop <= start:
-        return 0
-    size = tensor.element_size()
-    return zlib.crc32(
-        (ctypes.c_char * ((stop - start) * size)).from_address(tensor.data_ptr() + start * size)
-    )
+        return crc
+    memory = (ctypes.c_char * ((stop - start) * size)).from_address(tensor.data_ptr() + start * size)
+    return zlib.crc32(memory, crc)
 
 
 class Hashes:
