@@ -488,3 +488,13 @@ def test_watching_leaves_torch_compile_on():
     flags = sys.modules["torch.utils._python_dispatch"]
     finding_of(lambda: (network(planted.Counter()), planted.loss_of), workers=(3,))
     assert not flags._is_in_torch_dispatch_mode
+
+
+def test_what_is_trained_beside_the_model_comes_fourth():
+    def build():
+        torch.manual_seed(0)
+        model, temperature = nn.Linear(5, 4), nn.Parameter(torch.zeros(()))
+        optimizer = torch.optim.SGD([*model.parameters(), temperature], 0.1)
+        return model, lambda m, x: (m(x) * temperature.exp()).square().mean(), optimizer, temperature
+
+    assert samestep.check(build, torch.randn(16, 5), towers=4, processes=False).same

@@ -486,7 +486,21 @@ def one_changed_value_in_the_batch(job):
     towers.average()
 
 
+@refused(DisagreementError, "worker", "batch fingerprint", "one worker alone drew from it")
+def an_evaluation_on_the_first_worker_that_shifts_the_order(job):
+    torch.manual_seed(0)
+    model, data = net(), torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
+    towers = Towers(model, 5, job=job)
+    for _ in range(2):
+        for tower in towers(data[torch.randperm(40)[:20]]):
+            tower.backward(model(tower.batch).square().mean())
+        towers.average()
+        if job.is_first:
+            F.dropout(model(data), 0.5)
+
+
 ONLY_APART = {
+    "an_evaluation_on_the_first_worker_that_shifts_the_order",
     "another_learning_rate_in_a_step",
     "another_optimizer_in_a_step",
     "another_precision_in_a_step",

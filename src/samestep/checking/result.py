@@ -20,6 +20,7 @@ from samestep.summation.placement import Placement
 from samestep.towers.batch import LocalBatch
 from samestep.towers.copier import Copier
 from samestep.towers.nest import entries
+from samestep.towers.root import Also, together
 from samestep.towers.step import LossFunction, Step
 from samestep.towers.towers import Towers
 from samestep.workers.environment import under_launcher
@@ -167,23 +168,25 @@ class _Built:
     options: Mapping[str, Any]
 
     def __call__(self, job: Job) -> tuple[Step, Iterable[Any]]:
-        model, loss_fn, optimizer = _unpack(self.build())
-        model.to(job.device)
-        towers = Towers(model, self.towers, job=job, **self.options)
+        model, loss_fn, optimizer, also = _unpack(self.build())
+        together(model, also).to(job.device)
+        towers = Towers(model, self.towers, job=job, also=also, **self.options)
         # The learning rate only has to move the weights, and not so far that they become infinite.
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = optimizer or torch.optim.SGD(trainable, lr=1e-3)
         return Step(towers, loss_fn, optimizer, autocast=self.autocast), itertools.cycle(self.batches)
 
 
-def _unpack(result: Any) -> tuple[nn.Module, LossFunction, torch.optim.Optimizer | None]:
-    if isinstance(result, tuple) and len(result) in (2, 3):
-        model, loss_fn, optimizer = (*result, None)[:3]
+def _unpack(result: Any) -> tuple[nn.Module, LossFunction, torch.optim.Optimizer | None, Also | None]:
+    if isinstance(result, tuple) and len(result) in (2, 3, 4):
+        model, loss_fn, optimizer, also = (*result, None, None)[:4]
         is_optimizer = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
         if isinstance(model, nn.Module) and callable(loss_fn) and is_optimizer:
-            return model, loss_fn, optimizer
+            return model, loss_fn, optimizer, also
     kinds = [type(one).__name__ for one in result] if isinstance(result, tuple) else type(result).__name__
-    raise ConfigError(f"build() returned {kinds}: expected (model, loss_fn) or (model, loss_fn, optimizer)")
+    raise ConfigError(
+        f"build() returned {kinds}: expected (model, loss_fn), (model, loss_fn, optimizer) or those and also"
+    )
 
 
 def _batches(batch: Any, steps: int) -> list[Any]:

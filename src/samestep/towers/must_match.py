@@ -32,6 +32,6 @@ class MustMatch:
         generator = zlib.crc32(bytes(torch.get_rng_state().tolist()))
         return {
             **{name: repr(value) for name, value in self.settings.items()},
-            **{f"weights in {name}": value for name, value in self.watch.hashes.items()},
+            **{f"hash of the weights in {name}": value for name, value in self.watch.hashes.items()},
             f"?batch fingerprint: {_DRAWN}": generator,
         }
