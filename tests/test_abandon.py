@@ -106,7 +106,7 @@ def expected():
     return digest
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=45, deadline=None)
 @given(st.data())
 def test_whoever_abandons_whatever_step_the_bits_stay(expected, data):
     kind = data.draw(st.sampled_from(["plain", "counts", "whole"]))
@@ -257,7 +257,7 @@ class Waiting:
         self.transport.strike()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     st.integers(1, 14),
     st.sampled_from(["plain", "counts", "whole"]),
@@ -266,7 +266,7 @@ class Waiting:
     st.integers(0, 99),
 )
 def test_an_interrupt_in_an_exchange_ends_the_step_on_all_or_is_said_to_come_too_late(
-    at, kind, num_workers, bucket_bytes, seed
+    expected, at, kind, num_workers, bucket_bytes, seed
 ):
     def work(job):
         transport = Interrupted(job.transport, at if job.rank == 1 else 0)
@@ -303,6 +303,6 @@ def test_an_interrupt_in_an_exchange_ends_the_step_on_all_or_is_said_to_come_too
             for outcome in outcomes
         )
         return
-    assert {outcome.value for outcome in outcomes} == set(values(lambda job: train(job, kind), 1)), [
+    assert {outcome.value for outcome in outcomes} == {expected(kind, "mean")}, [
         outcome.text for outcome in outcomes
     ]
