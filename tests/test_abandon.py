@@ -306,3 +306,36 @@ def test_an_interrupt_in_an_exchange_ends_the_step_on_all_or_is_said_to_come_too
     assert {outcome.value for outcome in outcomes} == {expected(kind, "mean")}, [
         outcome.text for outcome in outcomes
     ]
+
+
+def test_after_an_error_that_all_workers_meet_at_the_end_the_step_can_be_taken_again():
+    """Towers that count differently are found when everything has been sent."""
+
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = nn.Linear(2, 1)
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, x):
+            self.calls += 1
+            return self.linear(x)
+
+    def work(job):
+        model = Counting()
+        towers = Towers(model, 4, job=job)
+        batch = torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
+        for tower in towers(batch):
+            losses = [model(tower.batch).mean() for _ in range(1 + tower.index % 2)]
+            tower.backward(losses[0])
+        with pytest.raises(samestep.BufferPolicyError, match="integer buffers must count alike"):
+            towers.average()
+        assert model.linear.weight.grad is None
+        assert model.calls == 0
+        for tower in towers(batch):
+            tower.backward(model(tower.batch).mean())
+        assert towers.average().step == 0
+        return samestep.digest(model)
+
+    assert len({value for num in (1, 2, 3) for value in values(work, num)}) == 1

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from samestep.errors import ConfigError
 
-__all__ = ["Also", "check_wrappers", "together"]
+__all__ = ["Also", "check_optimizer", "check_wrappers", "together"]
 
 Also = nn.Module | nn.Parameter | Iterable[nn.Module | nn.Parameter] | Mapping[str, nn.Module | nn.Parameter]
 
@@ -59,3 +60,16 @@ def check_wrappers(model: nn.Module) -> None:
                 f"parameter {name} is a DTensor, sharded or replicated by fully_shard or the like: pass the "
                 "plain model"
             )
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, root: nn.Module) -> None:
+    """Refuse an optimizer of parameters that require grad and that nobody averages."""
+    known = set(map(id, root.parameters()))
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if parameter.requires_grad and id(parameter) not in known:
+                raise ConfigError(
+                    f"optimizer: parameter {position} of group {number}, {list(parameter.shape)}, is not "
+                    "part of the model, so nobody averages its gradient: pass it as Towers(model, ..., "
+                    "also=...), or make the optimizer anew where a layer was replaced"
+                )

@@ -17,6 +17,7 @@ from samestep.errors import ConfigError, Error, NonFiniteError, UsageError
 from samestep.towers.counts import Count, check_counts
 from samestep.towers.diagnosis import explain, first_nonfinite
 from samestep.towers.report import Report
+from samestep.towers.root import check_optimizer
 from samestep.towers.tower import Tower
 from samestep.towers.towers import Towers
 
@@ -107,7 +108,7 @@ class Step:
                 passes run once more. Weights and buffers are still those of before.
             BatchError: nothing in the batch counts, and `towers` does not skip such batches.
         """
-        self.towers._check_averages(self.optimizer)
+        check_optimizer(self.optimizer, self.towers._root)
         try:
             report = self._average(batch, flags)
         except BaseException:

@@ -313,8 +313,9 @@ class Towers:
                 parameter = run.parameters[index]
                 parameter.grad = like_parameter(gradient, parameter)
                 gradients.append(stored(parameter.grad))
-        norms = run.norms([gradient for _, gradient in averages])
-        run.update_buffers()
+        with self._ending_on_error(run):
+            norms = run.norms([gradient for _, gradient in averages])
+            run.update_buffers()
         if norms is not None:
             self.noise.measure(norms)
         self._run = None
@@ -330,7 +331,6 @@ class Towers:
         Raises:
             UsageError: `average` was interrupted when it had sent all that other workers need, so they may
                 have taken the step.
-            LostWorkerError: another worker is gone.
         """
         run = self._run
         if run is None:
@@ -359,18 +359,6 @@ class Towers:
         except Exception:
             self.abandon()
             raise
-
-    def _check_averages(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer of parameters that require grad and that nobody averages."""
-        known = set(map(id, self._root.parameters()))
-        for number, group in enumerate(optimizer.param_groups):
-            for position, parameter in enumerate(group["params"]):
-                if parameter.requires_grad and id(parameter) not in known:
-                    raise ConfigError(
-                        f"optimizer: parameter {position} of group {number}, {list(parameter.shape)}, is not "
-                        "part of the model, so nobody averages its gradient: pass it as Towers(model, ..., "
-                        "also=...), or make the optimizer anew where a layer was replaced"
-                    )
 
     def _report(self, run: StepRun, gradients: Sequence[Tensor], **more: Any) -> Report:
         self._step += 1
