@@ -530,8 +530,9 @@ def expanded_buffers(job):
 def parameters_with_odd_strides(job):
     torch.manual_seed(0)
     model = net()
-    model[0].weight = nn.Parameter(torch.randn(6, 16)[:, ::2].T)
-    model[2].weight = nn.Parameter(torch.randn(2, 8, 3)[1].T)
+    model[0] = nn.Linear(6, 999)
+    model[0].weight = nn.Parameter(torch.randn(6, 1998)[:, ::2].T)
+    model[2].weight = nn.Parameter(torch.randn(2, 999, 3)[1].T)
     towers = Towers(model, 5, job=job)
     step = Step(towers, loss_of, sgd(model), clip_norm=0.01)
     norms = [step(batch_of(number)).grad_norm for number in range(3)]

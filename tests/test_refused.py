@@ -69,6 +69,33 @@ def an_embedding_with_max_norm(job):
     train(model, job, loss=loss)
 
 
+def wide():
+    """A model of which a step hashes a small part: what the other checks find, they find alone."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 60_000), nn.Linear(60_000, 3))
+
+
+@refused(UsageError, "0.bias", "step 0, tower")
+def a_write_to_a_large_model(job):
+    def loss(m, b):
+        with torch.no_grad():
+            m[0].bias[77] += 1
+        return loss_of(m, b)
+
+    model = wide()
+    train(model, job, loss=loss, optimizer=torch.optim.SGD(model.parameters(), 1e-4))
+
+
+@refused(UsageError, "0.bias", "step 0: a pass")
+def new_memory_in_a_large_model(job):
+    def loss(m, b):
+        m[0].bias.data = m[0].bias.data + 1
+        return loss_of(m, b)
+
+    model = wide()
+    train(model, job, loss=loss, optimizer=torch.optim.SGD(model.parameters(), 1e-4))
+
+
 class Momentum(nn.Module):
     """An encoder and its moving average, updated in the forward."""
 
