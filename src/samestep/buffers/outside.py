@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from samestep.buffers.weight_hash import crc_of
 from samestep.errors import BufferPolicyError, UsageError
-from samestep.identity import uncompiled
+from samestep.identity import checksum_of, uncompiled
 
 __all__ = ["OutsideNets", "averaged_parameters", "graph_of", "note_outside_gradients"]
 
@@ -114,7 +113,7 @@ class OutsideNets:
                 seen.name
                 for seen in before
                 if (now := module._buffers.get(seen.name)) is not seen.tensor
-                or (now._version if not now.is_inference() else -1) != seen.version
+                or _version(now) != seen.version
                 or _crc(now) != seen.crc
             ]
             if changed:
@@ -127,14 +126,18 @@ class OutsideNets:
 
 def _buffers_of(module: nn.Module) -> list[_Seen]:
     return [
-        _Seen(name, tensor, -1 if tensor.is_inference() else tensor._version, _crc(tensor))
+        _Seen(name, tensor, _version(tensor), _crc(tensor))
         for name, tensor in module._buffers.items()
         if tensor is not None
     ]
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _crc(tensor: Tensor) -> int:
     """Hash a small tensor in host memory; batch norm's kernels write without a new version."""
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.nbytes > _SMALL_BYTES:
         return 0
-    return crc_of(tensor.detach().contiguous())
+    return checksum_of(tensor.detach().contiguous())

@@ -28,8 +28,8 @@ class Watch:
     """Compares the model before and after passes: tensors, version counters, data pointers, and hashes.
 
     Version counters show ordinary writes; after each tower in the steps that look more closely, otherwise
-    after the last one. What goes through `.data`, and what batch norm's
-    kernels write, shows in a hash of the bytes at the end of the passes: that of a slice of the model.
+    after the last one. What goes through `.data`, and what batch norm's kernels write, shows in a hash of the
+    bytes at the end of the passes: that of a slice of the model.
     """
 
     def __init__(self, model: nn.Module, fixed: Sequence[NamedBuffer], shared: Sequence[NamedBuffer]) -> None:

@@ -5,8 +5,6 @@ It finds what version counters do not show: what was written through `.data`, an
 
 from __future__ import annotations
 
-import ctypes
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,14 +12,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from samestep.identity import checksum_of
 from samestep.summation.placement import even_ranges
 
-__all__ = ["Hashes", "Place", "WeightHash", "crc_of"]
+__all__ = ["Hashes", "Place", "WeightHash"]
 
 NUM_SLICES = 32
 _ALIGNMENT_BYTES = 64
 _SLICE_BYTES = 2**12
-_LARGE_BYTES, _COLUMNS = 2**16, 1018
 _SMALL_BYTES = 2**17
 """Buffers without a policy are hashed at every step, up to so many bytes in all."""
 
@@ -70,25 +68,6 @@ class WeightHash:
         return Hashes([(piece, tensor) for piece, tensor in pairs if tensor is not None])
 
 
-def crc_of(tensor: Tensor, elements: slice = slice(None)) -> int:
-    """Return the CRC-32 of a contiguous tensor in host memory, or of a range of its elements.
-
-    Of many elements it is that of the sums of their 64-bit words in a table of 1018 columns, which takes half
-    the time. Read where it lies, because `Tensor.numpy` would keep the owner from resizing it ever after.
-    """
-    start, stop, _ = elements.indices(tensor.numel())
-    size, crc = tensor.element_size(), 0
-    if (stop - start) * size >= _LARGE_BYTES and tensor.data_ptr() % 8 == start * size % 8 == 0:
-        row = _COLUMNS * 8 // size
-        whole = slice(start, stop - (stop - start) % row)
-        sums = tensor.detach().view(-1)[whole].view(torch.int64).view(-1, _COLUMNS).sum(0)
-        start, crc = whole.stop, crc_of(sums)
-    if stop <= start:
-        return crc
-    memory = (ctypes.c_char * ((stop - start) * size)).from_address(tensor.data_ptr() + start * size)
-    return zlib.crc32(memory, crc)
-
-
 class Hashes:
     """Hashes of pieces of tensors, by name. A GPU computes them while the host goes on."""
 
@@ -97,7 +76,7 @@ class Hashes:
         self._values: list[int] = []
         self.is_ready = not any(tensor.is_cuda for _, tensor in pieces)
         if self.is_ready:
-            self._values = [crc_of(_flat(tensor), piece.elements) for piece, tensor in pieces]
+            self._values = [checksum_of(_flat(tensor), piece.elements) for piece, tensor in pieces]
         else:
             parts = [_as_ints(_flat(tensor)[piece.elements]) for piece, tensor in pieces]
             found = torch.stack([torch.hash_tensor(part).view(torch.int64) for part in parts])

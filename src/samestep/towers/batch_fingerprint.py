@@ -13,13 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from samestep.identity import checksum, checksum_of
 from samestep.towers.columns import Branch, Column, Node, Whole
 from samestep.towers.nest import entries
 
 __all__ = ["fingerprint"]
-
-_LANES = 1024
-_BLOCK_BYTES = 8 * _LANES
 
 
 def fingerprint(node: Node) -> int:
@@ -58,25 +56,10 @@ def _crc_of_tensor(tensor: Tensor) -> int | None:
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_nested:
         return None
     values = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # NumPy does not know all dtypes, and bytes need a dimension.
-    return _crc(values.reshape(-1).view(torch.uint8).numpy())
+    return checksum_of(values)
 
 
 def _crc_of_array(array: NDArray[Any]) -> int:
     if array.dtype.hasobject:
         return zlib.crc32(json.dumps(array.tolist(), default=_described, skipkeys=True).encode())
-    return _crc(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-
-
-def _crc(content: NDArray[np.uint8]) -> int:
-    """Return a checksum at the speed of memory, several times that of CRC-32.
-
-    Blocks of 8 KB are a matrix of 64-bit integers, of which the sums of all rows and of all columns are
-    taken: one value that is changed, or two that are swapped, change one of them.
-    """
-    num_blocks = len(content) // _BLOCK_BYTES
-    if num_blocks < 4:
-        return zlib.crc32(content.data)
-    blocks = content[: num_blocks * _BLOCK_BYTES].view(np.int64).reshape(num_blocks, _LANES)
-    crc = zlib.crc32(content[num_blocks * _BLOCK_BYTES :].data)
-    return zlib.crc32(blocks.sum(0), zlib.crc32(blocks.sum(1), crc))
+    return checksum(np.ascontiguousarray(array).reshape(-1).view(np.uint8))

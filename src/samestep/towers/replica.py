@@ -187,9 +187,10 @@ class Replica:
 
     def _has_changed(self) -> bool:
         """Whether the model is another one than when it was last looked at; shapes, where memory moved."""
-        if self._quick_signature() == self._seen_quickly:
+        quick = self._quick_signature()
+        if quick == self._seen_quickly:
             return False
-        self._seen_quickly = self._quick_signature()
+        self._seen_quickly = quick
         return self._signature() != self._seen
 
     def _quick_signature(self) -> tuple[object, ...]:
