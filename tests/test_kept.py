@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import samestep
 from samestep import AbandonedError, Step, TowerLoader, Towers
 
+from .nets import batch_of, loss_of, net, take_step
 from .simulation import simulate, values
 
 PROGRAMS = {}
@@ -24,32 +25,9 @@ def program(function):
     return function
 
 
-def batch_of(step, rows=21):
-    generator = torch.Generator().manual_seed(step)
-    return {
-        "x": torch.randn(rows, 6, generator=generator),
-        "y": torch.randint(3, (rows,), generator=generator),
-    }
-
-
-def net():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
 def norm_net():
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-
-
-def loss_of(model, batch):
-    return F.cross_entropy(model(batch["x"]), batch["y"])
-
-
-def take_step(towers, batch, loss=loss_of):
-    for tower in towers(batch):
-        tower.backward(loss(towers.model, tower.batch))
-    return towers.average()
 
 
 def sgd(model, lr=0.1):

@@ -9,6 +9,7 @@ from torch.nn.utils import prune
 import samestep
 from samestep import Step, Towers
 
+from .nets import batch_of, loss_of, take_step
 from .simulation import values
 
 PROGRAMS = {}
@@ -19,27 +20,9 @@ def program(function):
     return function
 
 
-def batch_of(step, rows=21):
-    generator = torch.Generator().manual_seed(step)
-    return {
-        "x": torch.randn(rows, 6, generator=generator),
-        "y": torch.randint(3, (rows,), generator=generator),
-    }
-
-
 def classifier():
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 3))
-
-
-def loss_of(model, batch):
-    return F.cross_entropy(model(batch["x"]), batch["y"])
-
-
-def take_step(towers, batch):
-    for tower in towers(batch):
-        tower.backward(loss_of(towers.model, tower.batch))
-    return towers.average()
 
 
 @program

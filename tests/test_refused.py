@@ -10,6 +10,7 @@ import samestep
 from samestep import Error, Step, Towers
 from samestep.errors import BufferPolicyError, ConfigError, DisagreementError, UsageError
 
+from .nets import batch_of, loss_of, net
 from .simulation import simulate
 
 PROGRAMS = {}
@@ -23,23 +24,6 @@ def refused(error, *words):
         return function
 
     return register
-
-
-def batch_of(step, rows=21):
-    generator = torch.Generator().manual_seed(step)
-    return {
-        "x": torch.randn(rows, 6, generator=generator),
-        "y": torch.randint(3, (rows,), generator=generator),
-    }
-
-
-def net():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def loss_of(model, batch):
-    return F.cross_entropy(model(batch["x"]), batch["y"])
 
 
 def train(model, job, steps=3, loss=loss_of, optimizer=None, after=None, **settings):

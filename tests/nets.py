@@ -1,0 +1,28 @@
+"""A small classifier, its batches, its loss and its step, for programs that are written around them."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def batch_of(step, rows=21):
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "x": torch.randn(rows, 6, generator=generator),
+        "y": torch.randint(3, (rows,), generator=generator),
+    }
+
+
+def net():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def loss_of(model, batch):
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def take_step(towers, batch, loss=loss_of):
+    for tower in towers(batch):
+        tower.backward(loss(towers.model, tower.batch))
+    return towers.average()
