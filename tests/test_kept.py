@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import samestep
 from samestep import AbandonedError, Step, TowerLoader, Towers
+from samestep.errors import ConfigError, DisagreementError
 
 from .nets import batch_of, loss_of, net, take_step
 from .simulation import simulate, values
@@ -621,6 +622,46 @@ def test_the_others_are_told_that_a_step_was_abandoned_and_why():
                 assert isinstance(outcome.error, AbandonedError), outcome.text
                 assert f"worker {guilty}" in outcome.text
                 assert "KeyError: 'pixels'" in outcome.text
+
+
+class Failing(torch.utils.data.Dataset):
+    """Rows, one of which cannot be read."""
+
+    def __len__(self):
+        return 15
+
+    def __getitem__(self, index):
+        if index == 11:
+            raise OSError("picture 11 is cut off")
+        return torch.randn(6)
+
+
+def test_rows_that_one_worker_cannot_read_end_the_step_on_all():
+    def work(job):
+        towers = Towers(net(), 5, job=job)
+        for tower in towers(next(iter(TowerLoader(Failing(), 15, towers)))):
+            tower.backward(towers.model(tower.batch).square().mean())
+        return towers.average()
+
+    for num_workers in (1, 2, 3):
+        errors = [outcome.error for outcome in simulate(work, num_workers)]
+        assert [type(error) for error in errors].count(OSError) == 1
+        told = [str(error) for error in errors if isinstance(error, DisagreementError)]
+        assert len(told) == num_workers - 1
+        assert all("picture 11 is cut off" in text for text in told)
+
+
+def test_an_optimizer_of_other_parameters_on_one_worker_is_told_to_all():
+    def work(job):
+        model = net()
+        beside = [nn.Parameter(torch.ones(2))] if job.rank == 1 else []
+        optimizer = torch.optim.SGD([*model.parameters(), *beside], 0.1)
+        return Step(Towers(model, 5, job=job), loss_of, optimizer)(batch_of(0))
+
+    for num_workers in (2, 3):
+        for rank, outcome in enumerate(simulate(work, num_workers)):
+            assert isinstance(outcome.error, ConfigError if rank == 1 else AbandonedError), outcome.text
+            assert "also=" in outcome.text
 
 
 @program

@@ -284,6 +284,13 @@ def a_loss_head_with_an_optimizer_of_its_own(job):
     )
 
 
+@refused(ConfigError, "buffer graph", "sparse_coo", "values")
+def a_sparse_buffer(job):
+    model = net()
+    model.register_buffer("graph", torch.eye(6).to_sparse())
+    train(model, job, buffers={"graph": "ignore"})
+
+
 @refused(ConfigError, "also=", "optimizer")
 def a_step_with_a_parameter_beside_the_model(job):
     model, temperature = net(), nn.Parameter(torch.zeros(()))

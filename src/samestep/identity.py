@@ -7,6 +7,7 @@ import hashlib
 import os
 import platform
 import re
+import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -70,6 +71,7 @@ def digest(model: nn.Module | Mapping[str, Tensor]) -> str:
     return sha256.hexdigest()
 
 
+_Memory = ctypes.c_char * sys.maxsize  # made once: a type for each size costs more than a checksum
 _LANES = 1024
 _BLOCK_BYTES = 8 * _LANES
 
@@ -97,8 +99,8 @@ def checksum_of(tensor: Tensor, elements: slice = slice(None)) -> int:
     if stop <= start:
         return 0
     size = tensor.element_size()
-    memory = (ctypes.c_char * ((stop - start) * size)).from_address(tensor.data_ptr() + start * size)
-    return checksum(memory)
+    memory = _Memory.from_address(tensor.data_ptr() + start * size)
+    return checksum(memoryview(memory)[: (stop - start) * size])
 
 
 # torch.compile puts a module below another one, under this name:

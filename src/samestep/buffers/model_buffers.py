@@ -45,7 +45,7 @@ class ModelBuffers:
         self._handed_in = [buffer for buffer in buffers if assigned.get(buffer.name) != "ignore"]
         self._registries = [buffer.registry for buffer in self._handed_in]
         self._attributes = [buffer.attribute for buffer in self._handed_in]
-        self._kinds = self._current_kinds()
+        self._kinds, self._memory = self._current_kinds(), self._current_memory()
         self._collectors: list[AveragedBuffers | PooledNorm | FirstBuffers] = [*find_statistics(model, mode)]
         if mean := [buffer for buffer in buffers if assigned.get(buffer.name) == "mean"]:
             self._collectors.append(AveragedBuffers(mean))
@@ -66,8 +66,18 @@ class ModelBuffers:
     @property
     def are_current(self) -> bool:
         """Whether layers' modes and buffers' shapes and dtypes are as they were when this was made."""
-        modes = [norm.training for _, norm in self._norms]
-        return modes == self._modes and self._current_kinds() == self._kinds
+        if [norm.training for _, norm in self._norms] != self._modes:
+            return False
+        memory = self._current_memory()
+        if memory == self._memory:
+            return True
+        self._memory = memory
+        return self._current_kinds() == self._kinds
+
+    def _current_memory(self) -> list[tuple[int, int] | None]:
+        """Return what changes where a buffer's kind does, quickly: where it lies, and its size."""
+        tensors = map(dict.get, self._registries, self._attributes)
+        return [None if tensor is None else (tensor.data_ptr(), tensor.numel()) for tensor in tensors]
 
     def _current_kinds(self) -> list[tuple[object, object] | None]:
         tensors = map(dict.get, self._registries, self._attributes)

@@ -30,7 +30,14 @@ class Watch:
     Version counters show ordinary writes; after each tower in the steps that look more closely, otherwise
     after the last one. What goes through `.data`, and what batch norm's kernels write, shows in a hash of the
     bytes at the end of the passes: that of a slice of the model.
+
+    Attributes:
+        pointers: where parameters, and buffers that no pass may change, lay when `note` was called.
+        num_entries: parameters, buffers and modules that there were then.
     """
+
+    pointers: list[int]
+    num_entries: int
 
     def __init__(self, model: nn.Module, fixed: Sequence[NamedBuffer], shared: Sequence[NamedBuffer]) -> None:
         self._places = [*find_named_parameters(model), *fixed]
@@ -38,30 +45,33 @@ class Watch:
         self._attributes = [place.attribute for place in self._places]
         self._registries = [r for m in model.modules() for r in (m._parameters, m._buffers, m._modules)]
         self._entries = list(map(set, self._registries))
+        self._tensors: list[Tensor | None] = []
         self._hash = WeightHash(self._places, shared, fixed)
         self._before = self._late = Hashes()
         self._late_after: Hashes | None = None
         self.outside = OutsideNets(model)
         self._num_steps = 0
+        self.note()
 
     def start_step(self, step: int) -> None:
-        """Note what is there, before the first pass."""
+        """Note what else is there, after `note` and before the first pass."""
         self._step = step
         self._late, self._before = self._before, self._hash.of(step)
         self.looks = self._num_steps % _LOOK_EVERY == 0  # whether this step is one of those
         self._num_steps += 1
         self.outside.start_step()
-        self.note()
 
     def note(self, *, rehash: bool = False) -> None:
         """Note what is there now, because what has changed since has changed alike on all workers."""
         if rehash:
             self._before = self._hash.of(self._step)
-        self._tensors = self._current()
-        self._present = [each for each in self._tensors if each is not None and not each.is_inference()]
+        now = self._current()
+        if len(now) != len(self._tensors) or any(map(operator.is_not, now, self._tensors)):
+            self._tensors = now
+            self._present = [each for each in now if each is not None and not each.is_inference()]
         self._versions = list(map(_version, self._present))
-        self._pointers = list(map(Tensor.data_ptr, self._present))
-        self._num_entries = sum(map(len, self._registries))
+        self.pointers = list(map(Tensor.data_ptr, self._present))
+        self.num_entries = sum(map(len, self._registries))
 
     @property
     def hashes(self) -> Mapping[str, int]:
@@ -93,10 +103,10 @@ class Watch:
     def end_step(self, who: str) -> None:
         """Check once more, after the last backward, and by pointers, entries and hashes, too."""
         self.check(who)
-        moved = self._differing(Tensor.data_ptr, self._pointers)
+        moved = self._differing(Tensor.data_ptr, self.pointers)
         if moved:
             self._fail(who, [id(tensor) in moved for tensor in self._tensors])
-        if sum(map(len, self._registries)) != self._num_entries:
+        if sum(map(len, self._registries)) != self.num_entries:
             raise self._explain_entries(who)
         before, after = self._before, self._hash.of(self._step, fixed_only=True)
         if not after.is_ready:  # a GPU is not waited for: the step before is compared

@@ -124,7 +124,7 @@ def _num_bytes(place: Place) -> int:
 def _flat(tensor: Tensor) -> Tensor:
     """Return all elements in a row: where the memory is dense, without a copy."""
     if tensor.is_contiguous() and not tensor.is_conj():
-        return tensor if tensor.device.type == "cpu" else tensor.detach().view(-1)
+        return tensor if tensor.is_cpu else tensor.detach().view(-1)
     tensor = tensor.detach()
     if not tensor.is_contiguous() and tensor.stride() == torch.empty_like(tensor, device="meta").stride():
         return tensor.as_strided((tensor.numel(),), (1,))

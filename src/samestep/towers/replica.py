@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, is_not
 from typing import Any, Literal
 
 import torch
@@ -34,7 +35,7 @@ __all__ = ["Replica", "Settings", "job_alone"]
 _MOST_PLANS = 8
 """Kept for a model that stays as it is, for those who change between kinds of steps or placements."""
 
-_QUICK = attrgetter("requires_grad", "dtype", "grad_dtype")
+_QUICK = attrgetter("requires_grad", "grad_dtype")  # the latter is the dtype where it was not set
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ class Replica:
 
     def plan(self, placement: Placement, sums: tuple[str, ...] = (), *, is_whole_batch: bool = False) -> Plan:
         """Return the plan of a step with the model as it is now."""
+        self.watch.note()
         if self._has_changed() or not self.buffers.are_current:
             self.model.zero_grad()  # a parameter frozen since must not keep the last step's gradient
             self._look_at_model()
@@ -125,11 +127,9 @@ class Replica:
         self._check_model()
         modules = list(self.model.modules())
         self._note_new_tensors(modules)
-        self._registries = [each for m in modules for each in (m._parameters, m._modules)]
-        self._buffers = [m._buffers for m in modules]
-        # Kept, so that no other object can come to have the same id.
-        self._held = [value for each in self._registries for value in each.values()]
-        self._all = [p for p in dict.fromkeys(self._held) if isinstance(p, nn.Parameter)]
+        self._registries = [r for m in modules for r in (m._parameters, m._modules) if r]
+        self._entries = self._current_entries()
+        self._all = [p for p in dict.fromkeys(self._entries) if isinstance(p, nn.Parameter)]
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         averaged_parameters.update({id(p): p for p in named.values()})
         self.parameters = list(named.values())
@@ -139,13 +139,19 @@ class Replica:
         self.buffers = ModelBuffers(self.model, self.settings.statistics, self.settings.buffers, self.job)
         self.watch = Watch(self.model, self.buffers.fixed, self.buffers.shared)
         self._plans = {}
-        self._seen, self._seen_quickly = self._signature(), self._quick_signature()
+        self._seen, self._seen_quickly = self._kinds(), self._quick_kinds()
+        self._num_entries = self.watch.num_entries
 
     def _check_model(self) -> None:
         for name, tensor in self._named_tensors():
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             if nn.parameter.is_lazy(tensor):
                 raise ConfigError(f"{kind} {name} has no shape yet: run the model once before making Towers")
+            if tensor.layout != torch.strided:
+                raise ConfigError(
+                    f"{kind} {name} is {tensor.layout}: workers compare and share dense tensors only; "
+                    "register its indices and values, and make the sparse tensor of them in forward"
+                )
             if tensor.device != self.job.device:
                 raise ConfigError(
                     f"{kind} {name} is on {tensor.device}, the worker's device is {self.job.device}: "
@@ -187,23 +193,26 @@ class Replica:
 
     def _has_changed(self) -> bool:
         """Whether the model is another one than when it was last looked at; shapes, where memory moved."""
-        quick = self._quick_signature()
+        if self.watch.num_entries != self._num_entries:
+            return True
+        entries = self._current_entries()
+        if len(entries) != len(self._entries) or any(map(is_not, entries, self._entries)):
+            return True
+        quick = self._quick_kinds()
         if quick == self._seen_quickly:
             return False
         self._seen_quickly = quick
-        return self._signature() != self._seen
+        return self._kinds() != self._seen
 
-    def _quick_signature(self) -> tuple[object, ...]:
-        """Return what changes with the model, or with where it lies: 0.2 microseconds a parameter."""
-        return self._ids(), list(map(_QUICK, self._all)), list(map(Tensor.data_ptr, self._all))
+    def _current_entries(self) -> list[object]:
+        return list(chain.from_iterable(each.values() for each in self._registries))
 
-    def _signature(self) -> tuple[object, ...]:
-        kinds = [(p.requires_grad, p.dtype, p.shape, p.stride(), p.device, p.grad_dtype) for p in self._all]
-        return self._ids(), kinds
+    def _quick_kinds(self) -> tuple[object, ...]:
+        """Return what changes with the parameters, or with where they lie."""
+        return list(map(_QUICK, self._all)), self.watch.pointers
 
-    def _ids(self) -> tuple[object, ...]:
-        ids = [id(value) for each in self._registries for value in each.values()]
-        return ids, list(map(len, self._registries)), list(map(len, self._buffers))
+    def _kinds(self) -> list[object]:
+        return [(p.requires_grad, p.dtype, p.shape, p.stride(), p.device, p.grad_dtype) for p in self._all]
 
     def start_from_first_worker(self) -> None:
         """Give every worker the first worker's values of all tensors that have not been shared before."""
@@ -216,6 +225,7 @@ class Replica:
         for tensor, value in zip(tensors, values, strict=True):
             if value is not tensor:
                 tensor.copy_(value)
+        self.watch.note()
 
 
 def _unexpanded(tensor: Tensor) -> Tensor:

@@ -62,14 +62,14 @@ def check_wrappers(model: nn.Module) -> None:
             )
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, root: nn.Module) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer, averaged: Iterable[nn.Parameter]) -> None:
     """Refuse an optimizer of parameters that require grad and that nobody averages."""
-    known = set(map(id, root.parameters()))
+    known = set(map(id, averaged))
     for number, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
             if parameter.requires_grad and id(parameter) not in known:
                 raise ConfigError(
                     f"optimizer: parameter {position} of group {number}, {list(parameter.shape)}, is not "
                     "part of the model, so nobody averages its gradient: pass it as Towers(model, ..., "
-                    "also=...), or make the optimizer anew where a layer was replaced"
+                    "also=...), or create the optimizer again if a layer was replaced"
                 )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from samestep.buffers.outside import graph_of, note_outside_gradients
-from samestep.errors import BatchError, Error, UsageError
+from samestep.errors import BatchError, UsageError
 from samestep.streams import keep_globals, seed_globals, tower_seed
 from samestep.summation.exchange import Exchange
 from samestep.summation.gradient_sum import GradientSum
@@ -196,7 +196,7 @@ class StepRun:
         """End the step on all workers where this one finds an error."""
         try:
             yield
-        except Error as error:
+        except Exception as error:
             if self._gradients is None:  # a closer look, of this worker alone
                 raise
             self.exchange.fail(error)

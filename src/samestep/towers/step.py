@@ -108,7 +108,6 @@ class Step:
                 passes run once more. Weights and buffers are still those of before.
             BatchError: nothing in the batch counts, and `towers` does not skip such batches.
         """
-        check_optimizer(self.optimizer, self.towers._root)
         try:
             report = self._average(batch, flags)
         except BaseException:
@@ -127,13 +126,16 @@ class Step:
         towers = self.towers
         options: dict[str, Any] = {"scaler": self.scaler, "flags": flags, "must_match": self._must_match}
         if self.forward is None:
-            for tower in towers(batch, counts=self.counts, **options):
+            turns = towers(batch, counts=self.counts, **options)
+            check_optimizer(self.optimizer, towers._replica.parameters)
+            for tower in turns:
                 self._run(tower)
                 del tower  # its rows, before those of the next one are read
         else:
             forward, loss = partial(self.forward, towers.model), partial(self.loss_fn, towers.model)
             with self._precision():
                 towers.whole_batch(batch, forward, loss, **options)
+            check_optimizer(self.optimizer, towers._replica.parameters)
         return towers.average()
 
     @property
