@@ -664,6 +664,20 @@ def test_an_optimizer_of_other_parameters_on_one_worker_is_told_to_all():
             assert "also=" in outcome.text
 
 
+def test_batches_that_are_never_averaged_are_told_of():
+    def work(job):
+        model = net()
+        towers = Towers(model, 5, job=job)
+        for step in range(2):
+            for tower in towers(batch_of(step)):
+                tower.backward(loss_of(model, tower.batch))
+        towers.average()
+
+    for num_workers in (1, 2, 3):
+        with pytest.warns(UserWarning, match="step 0 is abandoned, though all its towers have run"):
+            values(work, num_workers)
+
+
 @program
 def a_loop_left_by_break(job):
     model = norm_net()

@@ -68,6 +68,7 @@ class StepRun:
         self._turn: Tower | None = None
         self._passes = ExitStack()
         self._has_begun = False
+        self.is_complete = False  # whether the last of this worker's towers has run
 
     @property
     def _unit(self) -> int:
@@ -239,6 +240,7 @@ class StepRun:
         at_once = not self._replica.has_reentrant
         self._gradients.backward(tower.index, backward, is_last=is_last, at_once=at_once)
         note_outside_gradients(leaves)
+        self.is_complete = is_last
 
     def _look_at_graph(self, loss: Tensor) -> list[Tensor]:
         """Return the leaves of a loss's graph; note whether backward may come to a parameter twice."""

@@ -375,6 +375,12 @@ class Towers:
         is_whole_batch: bool = False,
     ) -> StepRun:
         """Cut the batch, and agree with the other workers on a new plan, if there is one."""
+        if self._run is not None and self._run.is_complete and self.job.is_first:
+            warnings.warn(
+                f"step {self._step} is abandoned, though all its towers have run: call average() after every "
+                "batch; to accumulate gradients, pass one larger batch, with more towers",
+                stacklevel=3,
+            )
         self.abandon()
         local, plan, error = LocalBatch(0, {}), self._plan, None
         try:
