@@ -7,8 +7,8 @@ is killed or stops, and when, all come from the seed, so a seed that fails is a 
 Messages between two workers arrive in order, as over gloo. What would abort a process there (a message of
 another size than its receiver expects) is an `AssertionError` here. Memory that a message should fill holds
 garbage until then, and one that a sender still owns is read as late as possible. Posting to a worker that
-is gone fails at once, or when the post is waited for. What a process has for itself, its generators, is put
-away and back where the turn goes to another worker.
+is gone fails at once, or when the post is waited for. Whoever waits for `TIMEOUT` without an answer is told
+so. What a process has for itself, its generators, is put away and back where the turn goes to another worker.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from samestep.streams import GlobalStreams
 
 CPU = torch.device("cpu")
 GARBAGE = 0xFF  # NaN in floating-point numbers, −1 in integers
-_LONGEST_S = 60
+TIMEOUT = 10_000  # how long a wait may take, by the world's clock; a message takes up to 50
+_LONGEST_S = 60  # how long a worker may run, by ours, until it waits
 
 
 class Killed(BaseException):
@@ -51,10 +52,14 @@ class Outcome:
 
 @dataclass
 class Faults:
-    """By rank: at which of its events (a post or a wait, counted from 1) a worker is killed, or stops."""
+    """By rank: at which of its events (a post or a wait, counted from 1) a worker is killed, or stops.
+
+    One that is stalled goes on after some time: (event, time).
+    """
 
     killed: Mapping[int, int] = field(default_factory=dict)
     stopped: Mapping[int, int] = field(default_factory=dict)
+    stalled: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
 
 def simulate(
@@ -71,6 +76,13 @@ def values(work: Callable[[Job], Any], world_size: int, seed: int = 0) -> list[A
         if outcome.error is not None:
             raise outcome.error
     return [outcome.value for outcome in outcomes]
+
+
+def locked() -> threading.Lock:
+    """Return a lock that somebody else has to release: cheaper than a semaphore."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
 
 
 # ---- messages ----------------------------------------------------------------------------------------
@@ -104,11 +116,16 @@ def not_empty(tensors: Iterable[Tensor]) -> list[Tensor]:
 class World:
     """All workers, the messages between them, and the clock.
 
+    Args:
+        draws: whether workers draw from the global generators, which then are put away and back.
+
     Attributes:
-        events: what happened, in order: which worker posted or waited, for what, and when.
+        events: what happened, in order: which worker posted or waited, for what, and when; or its fault.
     """
 
-    def __init__(self, world_size: int, seed: int, faults: Faults | None = None) -> None:
+    def __init__(
+        self, world_size: int, seed: int, faults: Faults | None = None, *, draws: bool = True
+    ) -> None:
         self.random = random.Random(seed)
         self.faults = faults or Faults()
         self.time = 0
@@ -119,38 +136,54 @@ class World:
         self.newest: dict[tuple[int, int], int] = defaultdict(int)
         self.defect: AssertionError | None = None
         self.is_over = False
-        self.turn_is_back = threading.Semaphore(0)
+        self.draws = draws
+        self.chosen: Worker | None = None
+        self.nobody_is_left = locked()
 
     def run(self, work: Callable[[Job], Any]) -> list[Outcome]:
-        outside = GlobalStreams.capture(CPU)
+        outside = self.streams()
         for worker in self.workers:
             worker.streams = outside
             worker.start(work)
         self.choose()
-        while self.chosen is not None:
-            self.chosen.take_turn()
+        self.pass_on()
+        self.watch()
         self.is_over = True
         for worker in self.workers:
             worker.release()
-        outside.restore()
+        if outside is not None:
+            outside.restore()
         if self.defect is not None:
             raise self.defect
         return [worker.outcome for worker in self.workers]
+
+    def streams(self) -> GlobalStreams | None:
+        return GlobalStreams.capture(CPU) if self.draws else None
 
     def choose(self) -> None:
         """Choose the worker whose turn is next: `chosen`, None where nothing can go on."""
         self.chosen = None
         try:
-            while any(worker.is_running and not worker.has_stopped for worker in self.workers):
+            while self.chosen is None:
                 self.deliver()
                 ready = [worker for worker in self.workers if worker.is_ready]
                 if ready:
                     self.chosen = self.random.choice(ready)
+                elif not self.let_time_pass():
                     return
-                if not self.let_time_pass():
-                    self.give_up()
         except AssertionError as defect:  # no worker may take it for an error of its own
             self.defect = defect
+
+    def pass_on(self) -> None:
+        """Let the chosen worker run."""
+        (self.nobody_is_left if self.chosen is None else self.chosen.turn).release()
+
+    def watch(self) -> None:
+        """Wait until nothing can go on."""
+        num_events = -1
+        while not self.nobody_is_left.acquire(timeout=_LONGEST_S):
+            assert len(self.events) > num_events, f"worker {self.chosen.rank} hangs outside waits"
+            num_events = len(self.events)
 
     def send(self, source: int, target: int, tensors: Sequence[Tensor]) -> Message:
         # In order between two workers, as late as chance has it; sometimes the sender may go on at once.
@@ -176,17 +209,17 @@ class World:
                 message.has_arrived = receive.has_arrived = True
 
     def let_time_pass(self) -> bool:
-        """Move the clock to the next message that somebody expects; say whether there is one."""
-        times = [m[0].arrives for pair, m in self.sent.items() if m and self.expected[pair]]
-        if not times:
+        """Move the clock to the next message that somebody expects, or the end of somebody's patience."""
+        times: list[float] = [m[0].arrives for pair, m in self.sent.items() if m and self.expected[pair]]
+        times += [worker.deadline for worker in self.workers if worker.is_running]
+        next_time = min(times, default=math.inf)
+        if next_time == math.inf:
             return False
-        self.time = max(self.time, min(times))
+        self.time = max(self.time, int(next_time))
         return True
 
-    def give_up(self) -> None:
-        """Nothing can arrive any more: all that wait have waited for the timeout."""
-        for worker in self.workers:
-            worker.has_timed_out = not worker.has_stopped
+    def note_fault(self, rank: int, kind: str) -> None:
+        self.events.append((rank, kind, "", self.time))
 
     def end(self, rank: int, *, is_killed: bool) -> None:
         """Let a worker that is gone take nothing more; if killed, drop what it has not delivered."""
@@ -210,11 +243,11 @@ class Worker:
         self.outcome = Outcome()
         self.streams: GlobalStreams | None = None
         self.is_running = True
-        self.has_stopped = False
-        self.has_timed_out = False
         self.num_events = 0
+        self.calls: dict[tuple[int, bool], Callable[[], None]] = {}  # at (event, whether after it)
         self.condition: Callable[[], bool] = lambda: True
-        self.turn = threading.Semaphore(0)
+        self.deadline = math.inf
+        self.turn = locked()
 
     @property
     def world_size(self) -> int:
@@ -234,35 +267,29 @@ class Worker:
         self.world.end(self.rank, is_killed=isinstance(self.outcome.error, Killed))
         if not self.world.is_over:
             self.world.choose()
-            self.world.turn_is_back.release()
+            self.world.pass_on()
 
     @property
     def is_ready(self) -> bool:
-        return self.is_running and not self.has_stopped and (self.has_timed_out or self.condition())
-
-    def take_turn(self) -> None:
-        """Run until another worker is chosen."""
-        self.turn.release()
-        assert self.world.turn_is_back.acquire(timeout=_LONGEST_S), f"worker {self.rank} hangs outside waits"
+        return self.is_running and (self.world.time >= self.deadline or self.condition())
 
     def _take_over(self) -> None:
         """Wait for the turn, and take up the generators as this worker left them."""
         self.turn.acquire()
         if self.world.is_over:
             raise Killed
-        self.streams.restore()
+        if self.streams is not None:
+            self.streams.restore()
 
-    def wait_until(self, condition: Callable[[], bool]) -> bool:
-        """Pass the turn on until the condition holds; say whether it does, and not the timeout came first."""
-        self.condition = condition
+    def wait_until(self, condition: Callable[[], bool], longest: float) -> None:
+        """Pass the turn on until the condition holds, or the time is over."""
+        self.condition, self.deadline = condition, self.world.time + longest
         self.world.choose()
         if self.world.chosen is not self:
-            self.streams = GlobalStreams.capture(CPU)
-            self.world.turn_is_back.release()
+            self.streams = self.world.streams()
+            self.world.pass_on()
             self._take_over()
-        self.condition = lambda: True
-        timed_out, self.has_timed_out = self.has_timed_out, False
-        return condition() or not timed_out
+        self.condition, self.deadline = lambda: True, math.inf
 
     def release(self) -> None:
         """End a thread that waits for a turn that never comes."""
@@ -274,11 +301,24 @@ class Worker:
         self.num_events += 1
         self.world.events.append((self.rank, kind, what, self.world.time))
         # From then on: what runs while the exception passes sends nothing either.
-        if self.world.is_over or self.num_events >= self.world.faults.killed.get(self.rank, math.inf):
+        faults = self.world.faults
+        if self.world.is_over:
             raise Killed
-        if self.world.faults.stopped.get(self.rank) == self.num_events:
-            self.has_stopped = True
-            self.wait_until(lambda: False)
+        if self.num_events >= faults.killed.get(self.rank, math.inf):
+            self.world.note_fault(self.rank, "killed")
+            raise Killed
+        if faults.stopped.get(self.rank) == self.num_events:
+            self.world.note_fault(self.rank, "stopped")
+            self.wait_until(lambda: False, math.inf)
+        event, time = faults.stalled.get(self.rank, (0, 0))
+        if event == self.num_events:
+            self.world.note_fault(self.rank, "stalled")
+            self.wait_until(lambda: False, time)
+        self.call(is_after=False)
+
+    def call(self, *, is_after: bool) -> None:
+        """Call what is to be called at this event."""
+        self.calls.get((self.num_events, is_after), lambda: None)()
 
     def lost_sources(self, peers: Iterable[int]) -> list[int]:
         """Return those of whom nothing can arrive any more."""
@@ -306,6 +346,7 @@ class Worker:
                 as_bytes(tensor).fill_(GARBAGE)
             self.world.expected[source, self.rank].append(receive)
         sent = {target: self.world.send(self.rank, target, tensors) for target, tensors in to_send.items()}
+        self.call(is_after=True)
         return Posted(self, what, received, sent)
 
     def close(self) -> None:
@@ -323,14 +364,14 @@ class Posted:
 
     def wait(self) -> None:
         self.worker.note_event("wait", self.what)
-        has_all = self.worker.wait_until(lambda: self._is_done or bool(self._lost))
+        self.worker.wait_until(lambda: self._is_done or bool(self._lost), TIMEOUT)
         if not self._is_done:
             lost = self._lost
             who, how = (f"worker {lost[0]}", "is gone") if lost else ("another worker", "did not answer")
-            assert lost or not has_all
             raise LostWorkerError(f"{self.what}: {who} {how} at {self.worker.world.time}")
         self.received.clear()
         self.sent.clear()
+        self.worker.call(is_after=True)
 
     @property
     def _is_done(self) -> bool:
