@@ -1,0 +1,252 @@
+"""Whether a schedule went as it should: rules that follow from what was planted, and know nothing of how.
+
+1. A worker takes a step with the right weights and with the flags of all workers, or it leaves it.
+2. Nobody takes a step that another one has left by an exception of its own.
+3. Who leaves a step has raised its own exception; or the error that names all those whose exceptions they were;
+   or says who has another value; or, where a worker was lost before, that one is gone or silent.
+4. Who ends without an error has taken all steps, or stopped where the flags said so; checkpoints were written,
+   on all workers alike, after the steps that the settings and the flags name.
+5. A worker counts as silent only where one has stopped or stalled.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import chain, combinations
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from samestep.app.interruption import StopFlags
+from samestep.errors import AbandonedError, DisagreementError, LostWorkerError
+
+from .protocol import Note, Place
+from .simulation import TIMEOUT, Killed, Outcome, World
+
+if TYPE_CHECKING:
+    from .schedules import Schedule
+
+REFUSED = "when other workers may have taken it"
+FATAL = ("killed", "stopped", "stalled")
+
+
+class Trial:
+    """What is known of one schedule's run."""
+
+    def __init__(
+        self, schedule: Schedule, world: World, log: list[Note], outcomes: list[Outcome], expected: list[list[Tensor]]
+    ) -> None:
+        self.schedule, self.world, self.log, self.outcomes, self.expected = schedule, world, log, outcomes, expected
+        self.losses = {**self.silent_ends(), **self.faults()}  # by event: who was lost
+        self.attempts: dict[tuple[int, int], list[Note]] = defaultdict(list)
+        for note in log:
+            if note.step is not None:
+                self.attempts[note.step, note.attempt].append(note)
+
+    def faults(self) -> dict[int, int]:
+        """Those who were killed, stopped, or stalled for longer than others wait."""
+        return {
+            number: rank
+            for number, (rank, kind, _, _) in enumerate(self.world.events)
+            if kind in FATAL and not (kind == "stalled" and self.schedule.faults.stalled[rank][1] < TIMEOUT)
+        }
+
+    def silent_ends(self) -> dict[int, int]:
+        """Those who ended by an exception that is not the one by which they left a step."""
+        left = {id(note.value) for note in self.log if note.kind == "left"}
+        return {
+            note.event: note.rank
+            for note in self.log
+            if note.kind == "ended"
+            and id(note.value) not in left
+            and not isinstance(note.value, (LostWorkerError, Killed))
+        }
+
+    def is_lost(self, rank: int) -> bool:
+        return rank in self.losses.values()
+
+    def follows_a_loss(self, note: Note) -> bool:
+        return any(event <= note.event for event in self.losses)
+
+
+def judge(
+    schedule: Schedule, world: World, log: list[Note], outcomes: list[Outcome], expected: list[list[Tensor]]
+) -> Counter[str]:
+    """Raise an `AssertionError` unless all went as it should; return what happened, by name."""
+    trial = Trial(schedule, world, log, outcomes, expected)
+    for notes in trial.attempts.values():
+        judge_attempt(trial, notes)
+    for note in log:
+        if note.kind == "ended":
+            judge_last_error(trial, note)
+    for rank, outcome in enumerate(outcomes):
+        if not trial.is_lost(rank):
+            judge_end(trial, rank, outcome)
+    judge_checkpoints(trial)
+    return happened(trial)
+
+
+# ---- attempts at a step ------------------------------------------------------------------------------
+
+
+def judge_attempt(trial: Trial, notes: Sequence[Note]) -> None:
+    asked = [note for note in notes if note.kind == "asked"]
+    struck = {note.rank: words_of(*note.value) for note in reversed(notes) if note.kind == "struck"}
+    left = [note for note in notes if note.kind == "left"]
+    for note in notes:
+        if note.kind == "took":
+            judge_taken(trial, note, asked)
+            assert not [each for each in left if each.rank in struck], f"{told(note)}, but others left it: {left}"
+        elif note.kind == "left":
+            judge_left(trial, note, struck, {each.rank for each in left})
+
+
+def judge_taken(trial: Trial, note: Note, asked: Sequence[Note]) -> None:
+    assert {each.rank for each in asked} == set(range(trial.schedule.num_workers)), f"{told(note)}: not all asked"
+    flags = StopFlags(0)
+    for each in asked:
+        flags |= each.value
+    assert note.value == flags, f"{told(note)} with the flags {note.value}, expected {flags}"
+    judge_weights(trial, note, note.step + 1)
+
+
+def judge_weights(trial: Trial, note: Note, step: int) -> None:
+    pairs = zip(note.weights, trial.expected[step], strict=True)
+    assert all(torch.equal(found, right) for found, right in pairs), f"{told(note)}: wrong weights"
+
+
+def judge_left(trial: Trial, note: Note, struck: dict[int, str], left: set[int]) -> None:
+    error = note.value
+    own = [each.value[0] for each in trial.log if each.kind == "struck" and each.rank == note.rank]
+    if any(error is each for each in own):
+        return
+    if isinstance(error, LostWorkerError):
+        judge_loss(trial, note)
+    else:
+        right = {f"{type(each).__name__}: {each}" for each in errors_for(trial, note.step, struck, left)}
+        assert f"{type(error).__name__}: {error}" in right, f"{told(note)}, expected one of {sorted(right)}"
+
+
+def judge_loss(trial: Trial, note: Note) -> None:
+    assert trial.follows_a_loss(note), f"{told(note)}, but nobody was lost"
+    if "did not answer" in str(note.value):
+        kinds = {kind for _, kind, _, _ in trial.world.events[: note.event]}
+        assert kinds & {"stopped", "stalled"}, f"{told(note)}, but nobody was silent"
+
+
+def errors_for(trial: Trial, step: int, struck: dict[int, str], left: set[int]) -> Iterable[Exception]:
+    """What those may hear who did not fail themselves; who failed and ended since may have told them, or not."""
+    certain = {rank for rank in struck if rank in left}
+    for others in subsets(set(struck) - certain):
+        failed = sorted(certain | set(others))
+        words = "; ".join(f"worker {rank} {struck[rank]}" for rank in failed)
+        if failed:
+            are_abandoned = all(struck[rank].startswith("abandoned") for rank in failed)
+            yield (AbandonedError if are_abandoned else DisagreementError)(f"step {step}: {words}")
+        elif trial.schedule.apart is not None and trial.schedule.apart.step == step:
+            yield from (DisagreementError(f"step {step}: {text}") for text in differences(trial.schedule))
+
+
+def subsets(ranks: Iterable[int]) -> Iterable[tuple[int, ...]]:
+    ranks = list(ranks)
+    return chain.from_iterable(combinations(ranks, number) for number in range(len(ranks) + 1))
+
+
+def words_of(error: BaseException, place: Place) -> str:
+    """How the others hear of an exception: checks that samestep calls fail; user code leaves the step."""
+    name = f"{type(error).__name__}: {error}"
+    if place in ("begin", "count") or (isinstance(place, int) and isinstance(error, RuntimeError)):
+        return f"failed: {error if isinstance(error, RuntimeError) else name}"
+    return f"abandoned the step after {name}"
+
+
+def differences(schedule: Schedule) -> list[str]:
+    """In what order two values are named depends on how many there are: see `who_has_what`."""
+    apart, usual = schedule.apart, schedule.tasks[schedule.apart.step]
+    loss = {"plain": "one sum", "counts": "'a', 'b'", "whole": "of the whole batch"}[usual.kind]
+    name, values = {
+        "rows": ("rows", (11, 10)),
+        "rate": ("rate", (1.5, 0.5)),
+        "plan": ("loss[0]", (loss if usual.kind == "whole" else "'other'", loss)),
+    }[apart.what]
+    if schedule.num_workers > 2:
+        return [f"worker {apart.worker} has {name} = {values[0]}, the others have {values[1]}"]
+    said = [f"worker {n} has {name} = {values[n != apart.worker]}" for n in range(2)]
+    return [", ".join(said)]
+
+
+# ---- the end -----------------------------------------------------------------------------------------
+
+
+def judge_last_error(trial: Trial, note: Note) -> None:
+    """A program ends by what struck it, by that for which it left a step, or because of a loss."""
+    own = [each for each in trial.log if each.rank == note.rank]
+    errors = [each.value[0] for each in own if each.kind == "struck"]
+    is_late = any(isinstance(error, KeyboardInterrupt) for error in errors) and REFUSED in str(note.value)
+    errors += [each.value for each in own if each.kind == "left"]
+    if isinstance(note.value, LostWorkerError):
+        judge_loss(trial, note)
+    elif not (is_late or isinstance(note.value, Killed)):
+        assert any(note.value is error for error in errors), f"{told(note)}, which nobody planted"
+
+
+def judge_end(trial: Trial, rank: int, outcome: Outcome) -> None:
+    own = [note for note in trial.log if note.rank == rank]
+    if outcome.error is not None:
+        ended = own[-1]
+        assert ended.kind == "ended", f"worker {rank} was not over: {outcome.text}"
+        return
+    taken = [note for note in own if note.kind == "took"]
+    stops = [note.step + 1 for note in taken if note.value.reason is not None]
+    steps = min([*stops, len(trial.schedule.tasks)])
+    assert [note.step for note in taken] == [*range(steps)], f"worker {rank} took {[n.step for n in taken]}"
+    reason = taken[-1].value.reason
+    assert outcome.value == (steps, reason), f"worker {rank} ended with {outcome.value}, expected {steps, reason}"
+    assert checkpoints_of(own) == due(trial, taken), f"worker {rank} wrote {checkpoints_of(own)}"
+
+
+def due(trial: Trial, taken: Sequence[Note]) -> list[int]:
+    """After which steps a checkpoint is to be written."""
+    every, last = trial.schedule.checkpoint_every, len(trial.schedule.tasks)
+    return [
+        note.step + 1
+        for note in taken
+        if (note.step + 1) % every == 0 or note.step + 1 == last or note.value  # any flag
+    ]
+
+
+def checkpoints_of(notes: Sequence[Note]) -> list[int]:
+    return [note.value[0] for note in notes if note.kind == "wrote"]
+
+
+def judge_checkpoints(trial: Trial) -> None:
+    for note in trial.log:
+        if note.kind == "wrote":
+            steps = note.value
+            assert steps == steps[:1] * trial.schedule.num_workers, f"{told(note)}: checkpoints of {steps}"
+            judge_weights(trial, note, steps[0])
+    taken = {note.step: note for note in trial.log if note.kind == "took"}
+    written = set(checkpoints_of(trial.log))
+    assert written <= set(due(trial, [*taken.values()])), f"checkpoints of {written}"
+
+
+def told(note: Note) -> str:
+    value = f"{type(note.value).__name__}: {note.value}" if isinstance(note.value, BaseException) else ""
+    return f"worker {note.rank} {note.kind} step {note.step}, attempt {note.attempt} {value}".rstrip()
+
+
+def happened(trial: Trial) -> Counter[str]:
+    """Count what was planted and struck, and how workers ended."""
+    seen = Counter({"schedules": 1, "messages posted": 0})
+    for _, kind, _, _ in trial.world.events:
+        seen[{"post": "messages posted", "wait": "waits"}.get(kind, f"workers {kind}")] += 1
+    for note in trial.log:
+        if note.kind == "struck":
+            seen[f"exceptions in a worker's code: {type(note.value[0]).__name__}"] += 1
+        elif note.kind in ("took", "left", "wrote"):
+            seen[{"took": "steps taken", "left": "steps left", "wrote": "checkpoints"}[note.kind]] += 1
+    for outcome in trial.outcomes:
+        seen[f"workers ended: {type(outcome.error).__name__ if outcome.error else 'without an error'}"] += 1
+    return seen
