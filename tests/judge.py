@@ -169,7 +169,7 @@ def differences(schedule: Schedule) -> list[str]:
     name, values = {
         "rows": ("rows", (11, 10)),
         "rate": ("rate", (1.5, 0.5)),
-        "plan": ("loss[0]", (loss if usual.kind == "whole" else "'other'", loss)),
+        "plan": ("loss[0]", ("'other'", loss)),
     }[apart.what]
     if schedule.num_workers > 2:
         return [f"worker {apart.worker} has {name} = {values[0]}, the others have {values[1]}"]

@@ -198,6 +198,7 @@ class PlainTowers:
         self.weights = first_weights(schedule)
         self.plan = self.plan_of(schedule.tasks[0])
         self.exchange: Exchange | None = None
+        self.opening: Exchange | None = None
         agree(job, {"towers": schedule.num_towers, **self.plan.description}, where="Towers")
         self.share_weights()
 
@@ -208,12 +209,11 @@ class PlainTowers:
 
     def plan_of(self, task: Task) -> Plan:
         s = self.schedule
-        sums = ("a", "b") if task.kind == "counts" else ()
-        trained = task.trained
-        if self.script.is_apart("plan"):
-            sums = ("other",)
         key = (s.sizes, s.sparse, s.bucket_bytes, s.in_shards)
-        return plan_for(task.placement, trained, key, sums, task.kind == "whole")
+        sums = ("a", "b") if task.kind == "counts" else ()
+        if self.script.is_apart("plan"):
+            return plan_for(task.placement, task.trained, key, ("other",), is_whole=False)
+        return plan_for(task.placement, task.trained, key, sums, is_whole=task.kind == "whole")
 
     def take(self, task: Task) -> int:
         """Take a step; return the flags of all workers."""
@@ -234,11 +234,13 @@ class PlainTowers:
             self.script.meet("begin")
         except Exception as found:
             error = found
-        if error is not None:
-            Exchange(self.job, self.plan, numbers).fail(error)
-        if plan.fingerprint != self.plan.fingerprint:
-            Exchange(self.job, self.plan, numbers).change_to(plan)
-            self.share_weights()
+        if error is not None or plan.fingerprint != self.plan.fingerprint:
+            self.opening = opening = Exchange(self.job, self.plan, numbers)
+            with opening.unbroken():
+                if error is not None:
+                    opening.fail(error)
+                opening.change_to(plan)
+                self.share_weights()
         self.plan = plan
         rest = Rate(RATE + self.script.is_apart("rate"))
         self.exchange = Exchange(self.job, plan, numbers, rest=rest, flags=self.flags)
@@ -258,7 +260,7 @@ class PlainTowers:
                 counts = torch.tensor([[count_of(self.step, t), 1.0] for t in towers], dtype=torch.float64)
                 self.exchange.compare(counts)
             elif task.kind == "whole":
-                with self.exchange.committed():
+                with self.exchange.unbroken():
                     self.exchange.compare(torch.zeros(len(towers), 0, dtype=torch.float64))
                     self.gather("outputs")
 
@@ -303,20 +305,23 @@ class PlainTowers:
 
     def abandon(self) -> None:
         """As `Towers.abandon`."""
+        exchange = self.exchange or self.opening
+        if exchange is not None and exchange.is_committed:
+            raise UsageError(f"step {self.step} was interrupted, when other workers may have taken it")
         if self.exchange is None:
             return
-        if self.exchange.is_committed:
-            raise UsageError(f"step {self.step} was interrupted, when other workers may have taken it")
-        self.drop_and_fail(None)
-
-    def drop_and_fail(self, error: Error | None) -> None:
-        exchange, self.exchange = self.exchange, None
-        self.sums.clear()
-        if error is not None:
-            exchange.fail(error)
+        cause = sys.exception()
         with contextlib.suppress(AbandonedError, DisagreementError):
-            cause = sys.exception()
-            exchange.fail(AbandonedError(f" after {type(cause).__name__}: {cause}"))
+            self.leave(AbandonedError(f" after {type(cause).__name__}: {cause}"))
+
+    def leave(self, error: Error) -> None:
+        """As `Towers._leave`."""
+        self.sums.clear()
+        try:
+            self.exchange.fail(error)
+        except Exception:
+            self.exchange = None
+            raise
 
     @contextlib.contextmanager
     def ending_on_error(self) -> Iterator[None]:
@@ -324,7 +329,7 @@ class PlainTowers:
         try:
             yield
         except Error as error:
-            self.drop_and_fail(error)
+            self.leave(error)
         except Exception:
             self.abandon()
             raise
@@ -332,7 +337,7 @@ class PlainTowers:
 
 @lru_cache(maxsize=1000)
 def plan_for(
-    placement: Placement, trained: tuple[int, ...], key: tuple[Any, ...], sums: tuple[str, ...], is_whole: bool
+    placement: Placement, trained: tuple[int, ...], key: tuple[Any, ...], sums: tuple[str, ...], *, is_whole: bool
 ) -> Plan:
     sizes, sparse, bucket_bytes, _ = key
     layouts = tuple(

@@ -8,7 +8,7 @@ Messages between two workers arrive in order, as over gloo. What would abort a p
 another size than its receiver expects) is an `AssertionError` here. Memory that a message should fill holds
 garbage until then, and one that a sender still owns is read as late as possible. Posting to a worker that
 is gone fails at once, or when the post is waited for. Whoever waits for `TIMEOUT` without an answer is told
-so. What a process has for itself, its generators, is put away and back where the turn goes to another worker.
+so, and hangs up. What a process has for itself, its generators, is put away and back where the turn goes to another worker.
 """
 
 from __future__ import annotations
@@ -243,6 +243,7 @@ class Worker:
         self.outcome = Outcome()
         self.streams: GlobalStreams | None = None
         self.is_running = True
+        self.has_hung_up = False
         self.num_events = 0
         self.calls: dict[tuple[int, bool], Callable[[], None]] = {}  # at (event, whether after it)
         self.condition: Callable[[], bool] = lambda: True
@@ -325,8 +326,22 @@ class Worker:
         return [peer for peer in self.lost_targets(peers) if not self.world.sent[peer, self.rank]]
 
     def lost_targets(self, peers: Iterable[int]) -> list[int]:
-        """Return those who will take nothing any more."""
-        return [peer for peer in peers if not self.world.workers[peer].is_running]
+        """Return those who will take nothing any more; whoever has hung up has nobody."""
+        workers = self.world.workers
+        return [p for p in peers if self.has_hung_up or workers[p].has_hung_up or not workers[p].is_running]
+
+    def lost_worker(self, what: str, lost: Sequence[int]) -> LostWorkerError:
+        """Close the connection to those who are lost, and return the error.
+
+        After a timeout gloo closes all connections (`UnboundBuffer::waitRecv` signals all pairs).
+        """
+        for peer in lost:
+            self.world.sent[peer, self.rank].clear()
+        if not lost:
+            self.has_hung_up = True
+            self.world.end(self.rank, is_killed=True)
+        who, how = (f"worker {lost[0]}", "is gone") if lost else ("another worker", "did not answer")
+        return LostWorkerError(f"{what}: {who} {how} at {self.world.time}")
 
     # ---- what `Transport` asks for ---------------------------------------------------------------------
 
@@ -338,7 +353,7 @@ class Worker:
         to_send = {target: content for target, tensors in outgoing.items() if (content := not_empty(tensors))}
         lost = [*self.lost_sources(to_fill), *self.lost_targets(to_send)]
         if lost and self.world.random.random() < 0.5:
-            raise LostWorkerError(f"{what}: worker {lost[0]} is gone at {self.world.time}")
+            raise self.lost_worker(what, lost)
         received = {source: Receive(tensors) for source, tensors in to_fill.items()}
         for source, receive in received.items():
             for tensor in receive.tensors:
@@ -366,9 +381,7 @@ class Posted:
         self.worker.note_event("wait", self.what)
         self.worker.wait_until(lambda: self._is_done or bool(self._lost), TIMEOUT)
         if not self._is_done:
-            lost = self._lost
-            who, how = (f"worker {lost[0]}", "is gone") if lost else ("another worker", "did not answer")
-            raise LostWorkerError(f"{self.what}: {who} {how} at {self.worker.world.time}")
+            raise self.worker.lost_worker(self.what, self._lost)
         self.received.clear()
         self.sent.clear()
         self.worker.call(is_after=True)

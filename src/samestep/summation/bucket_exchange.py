@@ -30,11 +30,14 @@ class LocalBucket:
     def post(self, beside: Sequence[Sequence[Tensor]], what: str) -> None:
         """Do nothing."""
 
-    def average(self, divisor: Tensor, what: str) -> None:
+    def average(self, divisor: Tensor) -> None:
         """Divide in place."""
         for _, gradient in self._gradients:
             if gradient is not None:
                 divide(gradient, divisor, out=gradient)
+
+    def share(self, what: str) -> None:
+        """Do nothing."""
 
     def wait(self) -> None:
         """Do nothing."""
@@ -71,7 +74,7 @@ class SharedBucket:
             for worker, spans in enumerate(plan.spans)
         ]
         self._pending: Pending | None = None
-        self._is_averaged = False
+        self._is_shared = False
 
     def _cut(self, worker: int) -> list[Tensor]:
         shard = self._bucket.shards[worker]
@@ -84,29 +87,28 @@ class SharedBucket:
         incoming = {worker: [*beside[worker], *self._sums[worker]] for worker in others}
         self._pending = self._job.transport.post(outgoing, incoming, what)
 
-    def average(self, divisor: Tensor, what: str) -> None:
-        """Finish the tree on this worker's shard, divide, and start to send the shard to all.
-
-        Called again, after an interrupt, it does what has not been done.
-        """
-        if self._is_averaged:
-            return
+    def average(self, divisor: Tensor) -> None:
+        """Finish the tree on this worker's shard, and divide; called again, after an interrupt, do the rest."""
         self.wait()
-        rank = self._job.rank
-        averages = [self._rows[0][shard.start : shard.stop] for shard in self._bucket.shards]
         if self._sums:
-            divide(add_partial_sums(self._plan.spans, self._sums, rank), divisor, out=averages[rank])
+            rank, shard = self._job.rank, self._bucket.shards[self._job.rank]
+            average = self._rows[0][shard.start : shard.stop]
+            divide(add_partial_sums(self._plan.spans, self._sums, rank), divisor, out=average)
         self._sums.clear()
         del self._rows[1:]
-        if not self._bucket.is_whole:
-            self._pending = post_to_all(self._job.transport, [[shard] for shard in averages], what)
-        self._is_averaged = True
+
+    def share(self, what: str) -> None:
+        """Start to send this worker's average to all, unless that is done or each has the whole."""
+        if not (self._bucket.is_whole or self._is_shared):
+            averages = [[self._rows[0][shard.start : shard.stop]] for shard in self._bucket.shards]
+            self._pending = post_to_all(self._job.transport, averages, what)
+            self._is_shared = True
 
     def wait(self) -> None:
-        """Wait for what is under way."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.wait()
+        """Wait for what is under way; an interrupted wait goes on when called again."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
 
     def gradients(self) -> Iterable[tuple[int, Tensor | None]]:
         """Return views of the averages by parameter."""

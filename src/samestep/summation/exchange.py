@@ -96,9 +96,9 @@ class Exchange:
         tables[self._job.rank] = counts
         headers = self._for_all([0, *self._header])
         rows = list(zip(headers, tables, strict=True))
-        pending = post_to_all(self._job.transport, rows, f"{self.where}, counts")
+        with self.unbroken():
+            post_to_all(self._job.transport, rows, f"{self.where}, counts").wait()
         self._compared = True
-        pending.wait()
         self._check(headers)
         return torch.cat(tables)
 
@@ -164,15 +164,20 @@ class Exchange:
             made = LocalBucket(bucket, nodes)
         else:
             made = SharedBucket(self._job, self.plan, bucket, nodes)
-        made.post(beside, f"{self.where}, gradients")
-        self._buckets.append(made)  # only now: an interrupt may come in between
+        with self.unbroken():
+            made.post(beside, f"{self.where}, gradients")
+            self._buckets.append(made)
 
     @contextmanager
-    def committed(self) -> Iterator[None]:
-        """While messages of others' are exchanged, that an interrupt may not cut short: `abandon` refuses."""
-        self.is_committed = self._job.world_size > 1
-        yield
-        self.is_committed = False
+    def unbroken(self) -> Iterator[None]:
+        """Exchange messages of which nobody knows how many have gone after an interrupt: `abandon` refuses."""
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException:
+            self.is_committed = self._job.world_size > 1
+            raise
 
     def finish(self, sparse_sums: Sequence[Gradients]) -> list[tuple[int, Tensor | None]]:
         """Wait for everything; return (parameter index, averaged gradient) for each parameter.
@@ -204,7 +209,9 @@ class Exchange:
         return reduce(or_, (int(header[0]) for header in self._headers))
 
     def _average(self, bucket: LocalBucket | SharedBucket) -> None:
-        bucket.average(self.scalars.divisor, f"{self.where}, averages")
+        bucket.average(self.scalars.divisor)
+        with self.unbroken():
+            bucket.share(f"{self.where}, averages")
 
     def _wait_for_first(self) -> None:
         self._buckets[0].wait()
@@ -235,6 +242,7 @@ class Exchange:
         """Exchange errors and descriptions, and raise unless all workers have the same and none failed."""
         self.is_over = True
         rest = {} if self._rest is None else self._rest.in_words()
-        agree(self._job, {**self._described, **rest}, where=self.where, error=self._error)
+        with self.unbroken():
+            agree(self._job, {**self._described, **rest}, where=self.where, error=self._error)
         if self._status != _CHANGED:
             raise DisagreementError(f"{self.where}: workers differ, and none of them can say in what")

@@ -17,7 +17,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -123,6 +123,7 @@ class Towers:
             keep_freed_memory()
         self._step = 0
         self._run: StepRun | None = None
+        self._opening: Exchange | None = None  # the last one that had to be over before a step could begin
         # Every worker checks its own before the first message, so that none waits for one that has raised.
         must_match: dict[str, Any] = {"towers": num_towers, **self._settings.must_match}
         error: Exception | None = None
@@ -333,19 +334,27 @@ class Towers:
                 have taken the step.
         """
         run = self._run
-        if run is None:
-            return
-        if run.exchange.is_committed:
+        exchange = self._opening if run is None else run.exchange
+        if exchange is not None and exchange.is_committed:
             raise UsageError(
-                f"step {self._step} was interrupted in average(), when other workers may have taken it: end "
+                f"step {self._step} was interrupted in an exchange, when other workers may have taken it: end "
                 "this process, and go on from a checkpoint"
             )
-        self._run = None
-        run.drop()
+        if run is None:
+            return
         cause = sys.exception()
         reason = "" if cause is None else f" after {one_line(f'{type(cause).__name__}: {cause}')}"
         with contextlib.suppress(AbandonedError, DisagreementError):
-            run.exchange.fail(AbandonedError(reason))
+            self._leave(run, AbandonedError(reason))
+
+    def _leave(self, run: StepRun, error: Error) -> NoReturn:
+        """Leave a step for an error that the others hear of; an interrupt meanwhile leaves it open."""
+        run.drop()
+        try:
+            run.exchange.fail(error)
+        except Exception:
+            self._run = None
+            raise
 
     @contextlib.contextmanager
     def _ending_on_error(self, run: StepRun) -> Iterator[None]:
@@ -353,9 +362,7 @@ class Towers:
         try:
             yield
         except Error as error:
-            self._run = None
-            run.drop()
-            run.exchange.fail(error)
+            self._leave(run, error)
         except Exception:
             self.abandon()
             raise
@@ -390,11 +397,13 @@ class Towers:
         except Exception as found:
             error = found
         numbers = {"step": self._step, "rows": local.rows, "batch fingerprint": local.fingerprint}
-        if error is not None:
-            Exchange(self.job, self._plan, numbers).fail(error)
-        if plan.fingerprint != self._plan.fingerprint:
-            Exchange(self.job, self._plan, numbers).change_to(plan)
-            self._replica.start_from_first_worker()
+        if error is not None or plan.fingerprint != self._plan.fingerprint:
+            self._opening = opening = Exchange(self.job, self._plan, numbers)
+            with opening.unbroken():
+                if error is not None:
+                    opening.fail(error)
+                opening.change_to(plan)
+                self._replica.start_from_first_worker()
         self._plan = plan
         watch = self._replica.watch
         watch.start_step(self._step)
