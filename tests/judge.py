@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from samestep.app.interruption import StopFlags
-from samestep.errors import AbandonedError, DisagreementError, LostWorkerError
+from samestep.errors import AbandonedError, DisagreementError, LostWorkerError, UsageError
 
-from .protocol import Note, Place
+from .protocol import RATE, ROWS, Note, Place
 from .simulation import TIMEOUT, Killed, Outcome, World
 
 if TYPE_CHECKING:
@@ -93,7 +93,8 @@ def judge(
 
 def judge_attempt(trial: Trial, notes: Sequence[Note]) -> None:
     asked = [note for note in notes if note.kind == "asked"]
-    struck = {note.rank: words_of(*note.value) for note in reversed(notes) if note.kind == "struck"}
+    kind = trial.schedule.tasks[notes[0].step].kind
+    struck = {note.rank: words_of(*note.value, kind) for note in reversed(notes) if note.kind == "struck"}
     left = [note for note in notes if note.kind == "left"]
     for note in notes:
         if note.kind == "took":
@@ -154,11 +155,16 @@ def subsets(ranks: Iterable[int]) -> Iterable[tuple[int, ...]]:
     return chain.from_iterable(combinations(ranks, number) for number in range(len(ranks) + 1))
 
 
-def words_of(error: BaseException, place: Place) -> str:
-    """How the others hear of an exception: checks that samestep calls fail; user code leaves the step."""
+def words_of(error: BaseException, place: Place, kind: str) -> str:
+    """How the others hear of an exception: samestep's own checks fail the step, user code abandons it.
+
+    User code runs inside samestep where it counts, and where the loss is one of the whole batch.
+    """
     name = f"{type(error).__name__}: {error}"
-    if place in ("begin", "count") or (isinstance(place, int) and isinstance(error, RuntimeError)):
-        return f"failed: {error if isinstance(error, RuntimeError) else name}"
+    is_own = isinstance(error, UsageError)
+    is_inside = isinstance(place, int) or (kind == "whole" and isinstance(place, tuple))
+    if place in ("begin", "count") or (is_own and is_inside):
+        return f"failed: {error if is_own else name}"
     return f"abandoned the step after {name}"
 
 
@@ -167,8 +173,8 @@ def differences(schedule: Schedule) -> list[str]:
     apart, usual = schedule.apart, schedule.tasks[schedule.apart.step]
     loss = {"plain": "one sum", "counts": "'a', 'b'", "whole": "of the whole batch"}[usual.kind]
     name, values = {
-        "rows": ("rows", (11, 10)),
-        "rate": ("rate", (1.5, 0.5)),
+        "rows": ("rows", (ROWS + 1, ROWS)),
+        "rate": ("rate", (RATE + 1, RATE)),
         "plan": ("loss[0]", ("'other'", loss)),
     }[apart.what]
     if schedule.num_workers > 2:

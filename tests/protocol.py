@@ -36,6 +36,7 @@ Place = str | int | tuple[int, int]
 
 ATTEMPTS = 3
 RATE = 0.5
+ROWS = 15
 NOTHING = torch.zeros(0, dtype=torch.float64)
 
 
@@ -219,8 +220,9 @@ class PlainTowers:
         """Take a step; return the flags of all workers."""
         self.begin(task)
         self.prepare(task)
-        for tower in self.plan.placement.towers(self.job.rank):
-            self.run(task, tower)
+        with self.ending_on_error() if task.kind == "whole" else contextlib.nullcontext():
+            for tower in self.plan.placement.towers(self.job.rank):
+                self.run(task, tower)
         self.script.meet("after")
         return self.average(task)
 
@@ -228,7 +230,7 @@ class PlainTowers:
         """As `Towers._begin`."""
         self.abandon()
         plan, error = self.plan, None
-        numbers = {"step": self.step, "rows": 10 + self.script.is_apart("rows")}
+        numbers = {"step": self.step, "rows": ROWS + self.script.is_apart("rows")}
         try:
             plan = self.plan_of(task)
             self.script.meet("begin")

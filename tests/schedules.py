@@ -26,7 +26,7 @@ from samestep.summation.placement import Placement
 from .judge import judge
 from .protocol import ATTEMPTS, PlainTowers, Place, train, weights_after_each_step
 from .simulation import TIMEOUT, Faults, World
-ModelTowers = weights_on_one_worker = None
+from .small_model import ModelTowers, weights_on_one_worker
 
 KINDS = ("plain", "plain", "counts", "whole")
 

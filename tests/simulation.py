@@ -352,7 +352,7 @@ class Worker:
         to_fill = {source: filled for source, tensors in incoming.items() if (filled := not_empty(tensors))}
         to_send = {target: content for target, tensors in outgoing.items() if (content := not_empty(tensors))}
         lost = [*self.lost_sources(to_fill), *self.lost_targets(to_send)]
-        if lost and self.world.random.random() < 0.5:
+        if lost and (self.has_hung_up or self.world.random.random() < 0.5):
             raise self.lost_worker(what, lost)
         received = {source: Receive(tensors) for source, tensors in to_fill.items()}
         for source, receive in received.items():
