@@ -1,10 +1,10 @@
 """Whether a schedule went as it should: rules that follow from what was planted, and know nothing of how.
 
 1. A worker takes a step with the right weights and with the flags of all workers, or it leaves it.
-2. Nobody takes a step that another one has left by an exception of its own.
-3. Who leaves a step has raised its own exception; or the error that names all those whose exceptions they were;
-   or says who has another value; or, where a worker was lost before, that one is gone or silent.
-4. Who ends without an error has taken all steps, or stopped where the flags said so; checkpoints were written,
+2. Nobody takes a step that another one has left by an exception of its own, or in which values differ.
+3. Who leaves a step has raised its own exception; or the error that names all those whose exceptions they
+   were; or one that says who has another value; or, after a worker was lost, that one is gone or silent.
+4. Who ends without an error has taken all steps, or stopped where the flags said so. Checkpoints were written
    on all workers alike, after the steps that the settings and the flags name.
 5. A worker counts as silent only where one has stopped or stalled.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain, combinations
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,8 @@ from torch import Tensor
 from samestep.app.interruption import StopFlags
 from samestep.errors import AbandonedError, DisagreementError, LostWorkerError, UsageError
 
-from .protocol import RATE, ROWS, Note, Place
+from .program import Note, Place
+from .protocol import RATE, ROWS
 from .simulation import TIMEOUT, Killed, Outcome, World
 
 if TYPE_CHECKING:
@@ -32,16 +34,20 @@ REFUSED = "when other workers may have taken it"
 FATAL = ("killed", "stopped", "stalled")
 
 
+@dataclass
 class Trial:
-    """What is known of one schedule's run."""
+    """A schedule, and what its run left."""
 
-    def __init__(
-        self, schedule: Schedule, world: World, log: list[Note], outcomes: list[Outcome], expected: list[list[Tensor]]
-    ) -> None:
-        self.schedule, self.world, self.log, self.outcomes, self.expected = schedule, world, log, outcomes, expected
-        self.losses = {**self.silent_ends(), **self.faults()}  # by event: who was lost
+    schedule: Schedule
+    world: World
+    log: list[Note]
+    outcomes: list[Outcome]
+    expected: list[list[Tensor]]  # the weights after each step
+
+    def __post_init__(self) -> None:
+        self.losses = {**self.silent_ends(), **self.faults()}  # who was lost, by event
         self.attempts: dict[tuple[int, int], list[Note]] = defaultdict(list)
-        for note in log:
+        for note in self.log:
             if note.step is not None:
                 self.attempts[note.step, note.attempt].append(note)
 
@@ -71,17 +77,14 @@ class Trial:
         return any(event <= note.event for event in self.losses)
 
 
-def judge(
-    schedule: Schedule, world: World, log: list[Note], outcomes: list[Outcome], expected: list[list[Tensor]]
-) -> Counter[str]:
+def judge(trial: Trial) -> Counter[str]:
     """Raise an `AssertionError` unless all went as it should; return what happened, by name."""
-    trial = Trial(schedule, world, log, outcomes, expected)
     for notes in trial.attempts.values():
         judge_attempt(trial, notes)
-    for note in log:
+    for note in trial.log:
         if note.kind == "ended":
             judge_last_error(trial, note)
-    for rank, outcome in enumerate(outcomes):
+    for rank, outcome in enumerate(trial.outcomes):
         if not trial.is_lost(rank):
             judge_end(trial, rank, outcome)
     judge_checkpoints(trial)
@@ -99,13 +102,17 @@ def judge_attempt(trial: Trial, notes: Sequence[Note]) -> None:
     for note in notes:
         if note.kind == "took":
             judge_taken(trial, note, asked)
-            assert not [each for each in left if each.rank in struck], f"{told(note)}, but others left it: {left}"
+            leavers = [told(each) for each in left if each.rank in struck]
+            assert not leavers, f"{told(note)}, but {leavers}"
         elif note.kind == "left":
             judge_left(trial, note, struck, {each.rank for each in left})
 
 
 def judge_taken(trial: Trial, note: Note, asked: Sequence[Note]) -> None:
-    assert {each.rank for each in asked} == set(range(trial.schedule.num_workers)), f"{told(note)}: not all asked"
+    apart = trial.schedule.apart
+    assert apart is None or apart.step != note.step, f"{told(note)}, but {apart}"
+    everybody = set(range(trial.schedule.num_workers))
+    assert {each.rank for each in asked} == everybody, f"{told(note)}: not all were asked for flags"
     flags = StopFlags(0)
     for each in asked:
         flags |= each.value
@@ -123,6 +130,7 @@ def judge_left(trial: Trial, note: Note, struck: dict[int, str], left: set[int])
     own = [each.value[0] for each in trial.log if each.kind == "struck" and each.rank == note.rank]
     if any(error is each for each in own):
         return
+    assert note.rank not in struck, f"{told(note)}, but it {struck[note.rank]}"
     if isinstance(error, LostWorkerError):
         judge_loss(trial, note)
     else:
@@ -138,7 +146,7 @@ def judge_loss(trial: Trial, note: Note) -> None:
 
 
 def errors_for(trial: Trial, step: int, struck: dict[int, str], left: set[int]) -> Iterable[Exception]:
-    """What those may hear who did not fail themselves; who failed and ended since may have told them, or not."""
+    """What those may hear who did not fail; of those who failed and ended since they may know, or not."""
     certain = {rank for rank in struck if rank in left}
     for others in subsets(set(struck) - certain):
         failed = sorted(certain | set(others))
@@ -208,8 +216,8 @@ def judge_end(trial: Trial, rank: int, outcome: Outcome) -> None:
     stops = [note.step + 1 for note in taken if note.value.reason is not None]
     steps = min([*stops, len(trial.schedule.tasks)])
     assert [note.step for note in taken] == [*range(steps)], f"worker {rank} took {[n.step for n in taken]}"
-    reason = taken[-1].value.reason
-    assert outcome.value == (steps, reason), f"worker {rank} ended with {outcome.value}, expected {steps, reason}"
+    end = steps, taken[-1].value.reason
+    assert outcome.value == end, f"worker {rank} ended with {outcome.value}, expected {end}"
     assert checkpoints_of(own) == due(trial, taken), f"worker {rank} wrote {checkpoints_of(own)}"
 
 

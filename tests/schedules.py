@@ -4,7 +4,7 @@ python -m tests.schedules [--count N] [--seed S] [--model]    prints what was pl
 
 A schedule is a run of a few steps on simulated workers, to which things happen: exceptions, interrupts,
 signals, time limits, settings that differ, kills, stalls. Without a model the steps are those of
-`tests/protocol.py`; with one they are `Towers`' own. `tests/judge.py` says whether it went as it should.
+`tests/protocol.py`; with one they are those of `Towers`. `tests/judge.py` says whether all went as it should.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from samestep.app import interruption
 from samestep.summation import buckets
 from samestep.summation.placement import Placement
 
-from .judge import judge
-from .protocol import ATTEMPTS, PlainTowers, Place, train, weights_after_each_step
+from .judge import Trial, judge
+from .program import ATTEMPTS, Place, train
+from .protocol import PlainTowers, weights_after_each_step
 from .simulation import TIMEOUT, Faults, World
 from .small_model import ModelTowers, weights_on_one_worker
 
@@ -190,7 +191,7 @@ def try_schedule(schedule: Schedule, *, with_model: bool = False) -> Counter[str
     ):
         log: list[Any] = []
         outcomes = world.run(lambda job: train(job, schedule, log, kind))
-        return judge(schedule, world, log, outcomes, expected)
+        return judge(Trial(schedule, world, log, outcomes, expected))
 
 
 def command_for(seed: int, *, with_model: bool) -> str:

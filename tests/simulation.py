@@ -7,8 +7,8 @@ is killed or stops, and when, all come from the seed, so a seed that fails is a 
 Messages between two workers arrive in order, as over gloo. What would abort a process there (a message of
 another size than its receiver expects) is an `AssertionError` here. Memory that a message should fill holds
 garbage until then, and one that a sender still owns is read as late as possible. Posting to a worker that
-is gone fails at once, or when the post is waited for. Whoever waits for `TIMEOUT` without an answer is told
-so, and hangs up. What a process has for itself, its generators, is put away and back where the turn goes to another worker.
+is gone fails at once, or when the post is waited for. Whoever waits for `TIMEOUT` without an answer hangs up.
+What a process has for itself, its generators, is put away and back where the turn goes to another worker.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def locked() -> threading.Lock:
 class Message:
     """What one post sends to one worker."""
 
-    tensors: list[Tensor]
+    tensors: list[Tensor]  # as bytes
     arrives: int
     has_arrived: bool = False
 
@@ -101,16 +101,13 @@ class Message:
 class Receive:
     """What one post expects from one worker."""
 
-    tensors: list[Tensor]
+    tensors: list[Tensor]  # as bytes
     has_arrived: bool = False
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
-
-
-def not_empty(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return [tensor for tensor in tensors if tensor.numel()]
+def as_bytes(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return views of those that are not empty."""
+    return [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
 
 
 class World:
@@ -136,6 +133,7 @@ class World:
         self.newest: dict[tuple[int, int], int] = defaultdict(int)
         self.defect: AssertionError | None = None
         self.is_over = False
+        self.gone: set[int] = set()  # those who have ended or hung up
         self.draws = draws
         self.chosen: Worker | None = None
         self.nobody_is_left = locked()
@@ -205,7 +203,7 @@ class World:
                 sizes = [[tensor.nbytes for tensor in each.tensors] for each in (message, receive)]
                 assert sizes[0] == sizes[1], f"{pair[0]} sends {sizes[0]}, {pair[1]} expects {sizes[1]}"
                 for tensor, content in zip(receive.tensors, message.tensors, strict=True):
-                    as_bytes(tensor).copy_(as_bytes(content))
+                    tensor.copy_(content)
                 message.has_arrived = receive.has_arrived = True
 
     def let_time_pass(self) -> bool:
@@ -223,6 +221,7 @@ class World:
 
     def end(self, rank: int, *, is_killed: bool) -> None:
         """Let a worker that is gone take nothing more; if killed, drop what it has not delivered."""
+        self.gone.add(rank)
         for pair, receives in self.expected.items():
             if pair[1] == rank:
                 receives.clear()
@@ -243,7 +242,6 @@ class Worker:
         self.outcome = Outcome()
         self.streams: GlobalStreams | None = None
         self.is_running = True
-        self.has_hung_up = False
         self.num_events = 0
         self.calls: dict[tuple[int, bool], Callable[[], None]] = {}  # at (event, whether after it)
         self.condition: Callable[[], bool] = lambda: True
@@ -327,8 +325,8 @@ class Worker:
 
     def lost_targets(self, peers: Iterable[int]) -> list[int]:
         """Return those who will take nothing any more; whoever has hung up has nobody."""
-        workers = self.world.workers
-        return [p for p in peers if self.has_hung_up or workers[p].has_hung_up or not workers[p].is_running]
+        gone = self.world.gone
+        return [peer for peer in peers if peer in gone or self.rank in gone] if gone else []
 
     def lost_worker(self, what: str, lost: Sequence[int]) -> LostWorkerError:
         """Close the connection to those who are lost, and return the error.
@@ -338,7 +336,6 @@ class Worker:
         for peer in lost:
             self.world.sent[peer, self.rank].clear()
         if not lost:
-            self.has_hung_up = True
             self.world.end(self.rank, is_killed=True)
         who, how = (f"worker {lost[0]}", "is gone") if lost else ("another worker", "did not answer")
         return LostWorkerError(f"{what}: {who} {how} at {self.world.time}")
@@ -349,16 +346,15 @@ class Worker:
         self, outgoing: Mapping[int, Sequence[Tensor]], incoming: Mapping[int, Sequence[Tensor]], what: str
     ) -> Posted:
         self.note_event("post", what)
-        to_fill = {source: filled for source, tensors in incoming.items() if (filled := not_empty(tensors))}
-        to_send = {target: content for target, tensors in outgoing.items() if (content := not_empty(tensors))}
+        to_fill = {source: filled for source, tensors in incoming.items() if (filled := as_bytes(tensors))}
+        to_send = {target: content for target, tensors in outgoing.items() if (content := as_bytes(tensors))}
         lost = [*self.lost_sources(to_fill), *self.lost_targets(to_send)]
-        if lost and (self.has_hung_up or self.world.random.random() < 0.5):
+        if lost and (self.rank in self.world.gone or self.world.random.random() < 0.5):
             raise self.lost_worker(what, lost)
         received = {source: Receive(tensors) for source, tensors in to_fill.items()}
         for source, receive in received.items():
             for tensor in receive.tensors:
-                assert tensor.is_contiguous()
-                as_bytes(tensor).fill_(GARBAGE)
+                tensor.fill_(GARBAGE)
             self.world.expected[source, self.rank].append(receive)
         sent = {target: self.world.send(self.rank, target, tensors) for target, tensors in to_send.items()}
         self.call(is_after=True)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from samestep import Job, Placement, Towers
 
-from .protocol import RATE, ROWS, Script
+from .program import Script
+from .protocol import RATE, ROWS
 
 if TYPE_CHECKING:
     from .schedules import Schedule, Task

@@ -1,9 +1,11 @@
 """Random runs on random placements under random schedules: the bits are those of one worker.
 
-A failure names its seeds: `check(problem, [schedule])` takes the same steps again.
+A failure names its seeds: `check(problem, [schedule])` takes the same steps again. Runs to which things happen
+are those of `tests/schedules.py`; a failure names the command that repeats it.
 """
 
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +15,11 @@ from torch import nn
 import samestep
 from samestep import Towers
 from samestep.errors import AbandonedError, BatchError, DisagreementError, UsageError
+from samestep.summation.bucket_exchange import SharedBucket
+from samestep.summation.exchange import Exchange
 from samestep.summation.placement import Placement
 
+from . import schedules
 from .simulation import values
 
 BIG = 140_000  # as many float32 numbers are sent in shards for W > 1
@@ -198,6 +203,73 @@ def test_every_schedule_takes_the_steps_of_one_worker(problem):
 @pytest.mark.parametrize("problem", range(36, 54))
 def test_a_step_that_failed_on_one_worker_can_be_taken_again(problem):
     check(problem, range(2 * problem, 2 * problem + 2), fails=True)
+
+
+# ---- runs to which things happen ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_thread():
+    """Threads cost more than they give where tensors are small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("first", range(0, 2000, 100))
+def test_whatever_happens_the_bits_or_the_error_are_right(first, one_thread):
+    seen, failed = schedules.run(range(first, first + 100))
+    assert failed == []
+    assert seen["schedules"] == 100
+
+
+@pytest.mark.parametrize("first", range(0, 200, 20))
+def test_whatever_happens_with_a_model_the_bits_or_the_error_are_right(first, one_thread):
+    assert schedules.run(range(first, first + 20), with_model=True)[1] == []
+
+
+def test_everything_happens_in_some_schedule(one_thread):
+    seen, _ = schedules.run(range(100))
+    errors = ("AbandonedError", "DisagreementError", "KeyboardInterrupt", "Killed", "LostWorkerError")
+    assert all(seen[f"workers ended: {error}"] for error in (*errors, "without an error"))
+    assert all(seen[f"workers {fault}"] for fault in ("killed", "stopped", "stalled"))
+
+
+def test_a_seed_is_a_schedule(one_thread):
+    def events(seed):
+        trials = []
+        with mock.patch.object(schedules, "judge", trials.append):
+            schedules.try_schedule(schedules.schedule_of(seed))
+        return trials[0].world.events
+
+    assert [events(seed) for seed in range(20)] == [events(seed) for seed in range(20)]
+
+
+def own_flags(exchange):
+    return int(exchange._headers[exchange._job.rank][0])
+
+
+DEFECTS = {
+    "flags of others are not heard": (Exchange, "flags", property(own_flags)),
+    "who fails tells nobody": (Exchange, "fail", lambda self, error: throw(error)),
+    "nobody looks at how others ended": (Exchange, "_wait_for_last", lambda self: self._buckets[-1].wait()),
+    "headers are not compared": (Exchange, "_check", lambda self, headers: None),
+    "nothing is waited for": (SharedBucket, "wait", lambda self: None),
+}
+
+
+def throw(error):
+    raise error
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_the_judge_finds_a_defect(defect, one_thread):
+    with mock.patch.object(*DEFECTS[defect]):
+        assert any(schedules.run([seed])[1] for seed in range(300))
+
+
+# ---- more --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

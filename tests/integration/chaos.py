@@ -1,12 +1,17 @@
 """Faults at random moments of a run, which goes on each time on another number of workers.
 
 python -m tests.integration.chaos [--faults N] [--seed SEED]    prints what was tried, and how it ended
+
+It runs unattended, also under `nice` on a busy machine: a fault that came too late is tried again, one that
+went wrong is told with its output and does not end the others, and whatever ends it, the table is printed.
 """
 
 import argparse
+import contextlib
 import itertools
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -16,11 +21,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from samestep.errors import Error
+
 from .nursery import SHORT, STEPS, Nursery, Processes, digests_of, steps_of
 
 MAX_WORKERS = 4
 LAST_AIM = STEPS - 8
 """No fault is aimed at a later step: the run would be over before it strikes."""
+
+LONGEST_S = 300
+"""How long anything may take on a busy machine."""
+
+MOST_TRIES = 20
+"""How often one fault may come too late or miss."""
 
 
 @dataclass
@@ -38,7 +51,8 @@ class Target:
 
     def wait_for_a_moment(self) -> None:
         """Wait for some step, and then for some part of the next."""
-        self.workers.wait_for_step(self.random.randint(self.first_step + 1, self.first_step + 8))
+        step = self.random.randint(self.first_step + 1, self.first_step + 8)
+        self.workers.wait_for_step(step, timeout_s=LONGEST_S)
         time.sleep(self.random.uniform(0, 0.03))
 
     def unfinished(self) -> set[tuple[str, int]]:
@@ -49,14 +63,19 @@ class Target:
             return {(entry.name, entry.inode()) for entry in entries if entry.name.startswith(".")}
 
     def wait(self, *, victim: int, others: int) -> bool:
-        """Wait for the end, and say whether it was this one."""
-        statuses = self.workers.wait()
-        return all(status == (victim if w == self.victim else others) for w, status in enumerate(statuses))
+        """Wait for the end, which must be this one."""
+        statuses = self.workers.wait(LONGEST_S)
+        expected = [victim if worker == self.victim else others for worker in range(self.num_workers)]
+        assert statuses == expected, f"worker {self.victim} was hit: {statuses}, expected {expected}"
+        return True
 
 
 Strike = Callable[[Target], bool]
 KINDS: dict[str, tuple[int, Strike]] = {}
-"""What can happen: at least how many workers it takes, and what does it and says whether it hit."""
+"""What can happen: at least how many workers it takes, and what does it and says whether it hit.
+
+One that ends otherwise than it should raises an `AssertionError`; so may one that comes too late.
+"""
 
 
 def kind(name: str, *, min_workers: int = 1) -> Callable[[Strike], Strike]:
@@ -118,7 +137,7 @@ def kill_while_stopping(target: Target) -> bool:
     target.workers.signal(signal.SIGTERM)
     time.sleep(target.random.uniform(0, 0.03))
     target.workers.signal(signal.SIGKILL)
-    return -9 in target.workers.wait()
+    return -9 in target.workers.wait(LONGEST_S)
 
 
 @kind("SIGKILL of one worker inside an exchange", min_workers=2)
@@ -127,7 +146,7 @@ def kill_in_exchange(target: Target) -> bool:
     target.wait_for_a_moment()
     held_up = (target.victim + 1) % target.num_workers
     target.workers.signal(signal.SIGSTOP, held_up)
-    target.workers.wait_until_it_waits(target.victim)
+    target.workers.wait_until_it_waits(target.victim, LONGEST_S)
     target.workers.signal(signal.SIGKILL, target.victim)
     target.workers.signal(signal.SIGCONT, held_up)
     return target.wait(victim=-9, others=1)
@@ -137,7 +156,8 @@ def kill_in_exchange(target: Target) -> bool:
 def stop(target: Target) -> bool:
     target.wait_for_a_moment()
     target.workers.signal(signal.SIGSTOP, target.victim)
-    while target.workers.ended() < target.num_workers - 1:
+    deadline_s = time.monotonic() + LONGEST_S
+    while target.workers.ended() < target.num_workers - 1 and time.monotonic() < deadline_s:
         time.sleep(0.01)
     target.workers.signal(signal.SIGKILL, target.victim)
     return target.wait(victim=-9, others=1)
@@ -154,20 +174,27 @@ class Outcome:
         kind: its name.
         num_workers: that were running.
         hit: whether it struck as it should, which chance decides for some.
+        is_late: whether it did not, and the run was over by then.
         is_same: whether every checkpoint that is there afterwards is whole, and that of the run that
             nothing interrupts.
+        problem: how it ended otherwise than it should; empty where it did not.
     """
 
     kind: str
     num_workers: int
     hit: bool
+    is_late: bool
     is_same: bool
+    problem: str = ""
 
 
 def strike(
     nursery: Nursery, folder: Path, kinds: list[str], seed: int, whole: dict[int, str]
 ) -> Iterator[Outcome]:
-    """Strike with each kind of fault in turn, until it has hit; a run that comes near its end is finished."""
+    """Strike with each kind of fault in turn, until it has hit; a run that comes near its end is finished.
+
+    A run in which something went wrong is left as it is, and another one begun.
+    """
     chance = random.Random(seed)
     attempts = itertools.count()
 
@@ -186,37 +213,62 @@ def strike(
 
     def finish(run: int) -> None:
         num_workers = chance.randint(1, MAX_WORKERS)
-        assert start(run, num_workers).wait() == [0] * num_workers
+        workers = start(run, num_workers)
+        statuses = workers.wait(LONGEST_S)
+        assert statuses == [0] * num_workers, f"{statuses} {workers.output()}"
         assert digests_of(folder / f"run{run}")[STEPS] == whole[STEPS]
+        shutil.rmtree(folder / f"run{run}")
 
     run = 0
     for name in kinds:
         min_workers, fault = KINDS[name]
-        hit = False
-        while not hit:
-            checkpoints = folder / f"run{run}" / "checkpoints"
-            first_step = max(steps_of(checkpoints.parent), default=0)
+        for _ in range(MOST_TRIES):
+            run_dir = folder / f"run{run}"
+            first_step = max(steps_of(run_dir), default=0)
             if first_step + 8 > LAST_AIM:
                 finish(run)
                 run += 1
-                continue
-            workers = start(
-                run, chance.randint(min_workers, MAX_WORKERS), "--timeout", 6 if fault is stop else 15
-            )
-            hit = fault(Target(workers, checkpoints, chance, first_step))
-            found = digests_of(checkpoints.parent)
-            yield Outcome(name, len(workers.pids), hit, all(whole[step] == found[step] for step in found))
+                run_dir, first_step = folder / f"run{run}", 0
+            timeout_s = 6 if fault is stop else LONGEST_S // 5
+            workers = start(run, chance.randint(min_workers, MAX_WORKERS), "--timeout", timeout_s)
+            target = Target(workers, run_dir / "checkpoints", chance, first_step)
+            outcome = result(name, target, whole)
+            yield outcome
+            run += bool(outcome.problem)
+            if outcome.hit:
+                break
     finish(run)
+
+
+def result(name: str, target: Target, whole: dict[int, str]) -> Outcome:
+    """Strike once, and look at what is left."""
+    hit, is_same, found, problem = False, False, dict[int, str](), ""
+    try:
+        hit = KINDS[name][1](target)
+    except (AssertionError, OSError, ValueError) as error:  # the last two where /proc knows of it no more
+        problem = f"{name}: {type(error).__name__}: {error}\n{target.workers.output()}"
+    try:
+        found = digests_of(target.checkpoints.parent)
+        is_same = all(whole[step] == found[step] for step in found)
+    except Error as error:
+        problem += f"{name}: {error}"
+    is_late = not hit and STEPS in found
+    return Outcome(name, target.num_workers, hit, is_late, is_same, "" if is_late else problem)
 
 
 def table(outcomes: list[Outcome]) -> str:
     """Return one line for each kind of fault."""
-    tried = Counter(outcome.kind for outcome in outcomes)
-    hit = Counter(outcome.kind for outcome in outcomes if outcome.hit)
-    same = Counter(outcome.kind for outcome in outcomes if outcome.is_same)
-    lines = ["| fault | tried | hit | same bits |", "|---|---:|---:|---:|"]
-    lines += [f"| {name} | {tried[name]} | {hit[name]} | {same[name]} |" for name in KINDS]
-    lines += [f"| all | {tried.total()} | {hit.total()} | {same.total()} |"]
+    columns = {
+        "tried": Counter(outcome.kind for outcome in outcomes),
+        "too late": Counter(outcome.kind for outcome in outcomes if outcome.is_late),
+        "hit": Counter(outcome.kind for outcome in outcomes if outcome.hit),
+        "went wrong": Counter(outcome.kind for outcome in outcomes if outcome.problem),
+        "same bits": Counter(outcome.kind for outcome in outcomes if outcome.is_same),
+    }
+    lines = [f"| fault | {' | '.join(columns)} |", f"|---{'|---:' * len(columns)}|"]
+    for name in KINDS:
+        lines.append(f"| {name} | {' | '.join(str(column[name]) for column in columns.values())} |")
+    lines.append(f"| all | {' | '.join(str(column.total()) for column in columns.values())} |")
     return "\n".join(lines)
 
 
@@ -230,15 +282,20 @@ def main() -> int:
     kinds = list(itertools.islice(itertools.cycle(KINDS), chosen.faults))
     chance.shuffle(kinds)
     print(f"seed {chosen.seed}", flush=True)
-    with tempfile.TemporaryDirectory() as folder, Nursery() as nursery:
-        whole = nursery.whole_run(Path(folder) / "whole")
-        outcomes = []
-        for outcome in strike(nursery, Path(folder), kinds, chosen.seed, whole):
+    outcomes: list[Outcome] = []
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: print(table(outcomes), flush=True))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
+        nursery = stack.enter_context(Nursery())
+        whole = nursery.whole_run(folder / "whole")
+        for outcome in strike(nursery, folder, kinds, chosen.seed, whole):
             outcomes.append(outcome)
+            if outcome.problem:
+                print(outcome.problem, flush=True)
             if sys.stderr.isatty():
                 print(f"\r{len(outcomes)} faults", end="\r", file=sys.stderr, flush=True)
-    print(table(outcomes))
-    return 0 if all(outcome.is_same for outcome in outcomes) else 1
+    return 0 if all(outcome.is_same and not outcome.problem for outcome in outcomes) else 1
 
 
 if __name__ == "__main__":

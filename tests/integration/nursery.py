@@ -158,9 +158,9 @@ class Processes:
             assert self.ended() < len(self.pids), self.output(number)
             time.sleep(0.002)
 
-    def wait_for_step(self, step: int, number: int = 0) -> None:
+    def wait_for_step(self, step: int, number: int = 0, timeout_s: float = 60) -> None:
         """Wait until a process has told of a step."""
-        self.wait_for(f" step {step},", number)
+        self.wait_for(f" step {step},", number, timeout_s)
 
     def wait_until_it_waits(self, number: int, timeout_s: float = 60) -> None:
         """Wait until a worker has done nothing but sleep for a while: it waits for another one."""

@@ -88,7 +88,7 @@ class SharedBucket:
         self._pending = self._job.transport.post(outgoing, incoming, what)
 
     def average(self, divisor: Tensor) -> None:
-        """Finish the tree on this worker's shard, and divide; called again, after an interrupt, do the rest."""
+        """Finish the tree on this worker's shard, and divide; called again, do what has not been done."""
         self.wait()
         if self._sums:
             rank, shard = self._job.rank, self._bucket.shards[self._job.rank]

@@ -170,7 +170,7 @@ class Exchange:
 
     @contextmanager
     def unbroken(self) -> Iterator[None]:
-        """Exchange messages of which nobody knows how many have gone after an interrupt: `abandon` refuses."""
+        """Exchange messages of which some may have gone, and some not, after an interrupt: nobody leaves."""
         try:
             yield
         except Exception:

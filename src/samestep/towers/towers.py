@@ -330,15 +330,15 @@ class Towers:
         step nothing happens.
 
         Raises:
-            UsageError: `average` was interrupted when it had sent all that other workers need, so they may
-                have taken the step.
+            UsageError: an exchange was interrupted whose messages other workers may have, and have taken the
+                step, or may wait for.
         """
         run = self._run
         exchange = self._opening if run is None else run.exchange
         if exchange is not None and exchange.is_committed:
             raise UsageError(
-                f"step {self._step} was interrupted in an exchange, when other workers may have taken it: end "
-                "this process, and go on from a checkpoint"
+                f"step {self._step} was interrupted in an exchange, when other workers may have taken it: "
+                "end this process, and go on from a checkpoint"
             )
         if run is None:
             return
