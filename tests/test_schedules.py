@@ -1,7 +1,7 @@
 """Random runs on random placements under random schedules: the bits are those of one worker.
 
-A failure names its seeds: `check(problem, [schedule])` takes the same steps again. Runs to which things happen
-are those of `tests/schedules.py`; a failure names the command that repeats it.
+A failure names its seeds: `check(problem, [schedule])` takes the same steps again. Runs to which things
+happen are those of `tests/schedules.py`; a failure names the command that repeats it.
 """
 
 import random
