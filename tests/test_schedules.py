@@ -195,12 +195,12 @@ def check(problem_seed, schedules, *, fails=False):
             assert found == expected, f"problem {problem_seed}, schedule {schedule}, {num_workers} workers"
 
 
-@pytest.mark.parametrize("problem", range(36))
+@pytest.mark.parametrize("problem", range(24))
 def test_every_schedule_takes_the_steps_of_one_worker(problem):
     check(problem, range(3 * problem, 3 * problem + 3))
 
 
-@pytest.mark.parametrize("problem", range(36, 54))
+@pytest.mark.parametrize("problem", range(36, 48))
 def test_a_step_that_failed_on_one_worker_can_be_taken_again(problem):
     check(problem, range(2 * problem, 2 * problem + 2), fails=True)
 
