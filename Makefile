@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Two processes, each with files of tests of its own; those with jobs of several workers come first.
 PYTEST := $(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: install train test test-all chaos check bench clean
+.PHONY: install train test test-all chaos schedules check bench clean
 
 install: $(STAMP)
 
@@ -28,6 +28,10 @@ test-all: install
 chaos: install
 	$(BIN)/python -m pytest -q -m slow tests/integration/test_elastic.py tests/integration/test_launch.py
 	$(BIN)/python -m tests.integration.chaos
+
+schedules: install
+	$(BIN)/python -m tests.schedules --count 100000 --processes 2
+	$(BIN)/python -m tests.schedules --count 2000 --processes 2 --model
 
 check: install
 	$(BIN)/ruff format --check .

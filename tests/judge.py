@@ -253,14 +253,23 @@ def told(note: Note) -> str:
 
 def happened(trial: Trial) -> Counter[str]:
     """Count what was planted and struck, and how workers ended."""
-    seen = Counter({"schedules": 1, "messages posted": 0})
+    seen = Counter({"schedules": 1})
     for _, kind, _, _ in trial.world.events:
-        seen[{"post": "messages posted", "wait": "waits"}.get(kind, f"workers {kind}")] += 1
+        if kind not in FATAL:
+            seen[f"messages: {kind}s"] += 1
+    for _, kind in {(rank, kind) for rank, kind, _, _ in trial.world.events if kind in FATAL}:
+        seen[f"workers {kind}"] += 1
     for note in trial.log:
         if note.kind == "struck":
-            seen[f"exceptions in a worker's code: {type(note.value[0]).__name__}"] += 1
+            seen[f"workers struck by {type(note.value[0]).__name__}"] += 1
         elif note.kind in ("took", "left", "wrote"):
-            seen[{"took": "steps taken", "left": "steps left", "wrote": "checkpoints"}[note.kind]] += 1
+            seen[
+                {
+                    "took": "steps taken, by worker",
+                    "left": "steps left, by worker",
+                    "wrote": "checkpoints, by worker",
+                }[note.kind]
+            ] += 1
     for outcome in trial.outcomes:
         seen[f"workers ended: {type(outcome.error).__name__ if outcome.error else 'without an error'}"] += 1
     return seen

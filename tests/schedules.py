@@ -1,6 +1,6 @@
 """Schedules of a run's whole protocol, thousands of them: what happens, all of it from a seed, and the judge.
 
-python -m tests.schedules [--count N] [--seed S] [--model]    prints what was planted, and how workers ended
+python -m tests.schedules [--count N] [--seed S] [--model] [--processes P]    prints what happened in them
 
 A schedule is a run of a few steps on simulated workers, to which things happen: exceptions, interrupts,
 signals, time limits, settings that differ, kills, stalls. Without a model the steps are those of
@@ -15,9 +15,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
+
+import torch
 
 from samestep.app import interruption
 from samestep.summation import buckets
@@ -210,19 +214,35 @@ def run(seeds: Iterable[int], *, with_model: bool = False) -> tuple[Counter[str]
     return seen, failed
 
 
+def run_all(seeds: range, num_processes: int, *, with_model: bool) -> tuple[Counter[str], list[str]]:
+    """Try the schedules of all seeds in several processes."""
+    parts = [seeds[start : start + 500] for start in range(0, len(seeds), 500)]
+    seen: Counter[str] = Counter()
+    failed: list[str] = []
+    with ProcessPoolExecutor(num_processes, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for number, (more, wrong) in enumerate(pool.map(partial(run, with_model=with_model), parts), 1):
+            seen += more
+            failed += wrong
+            if sys.stderr.isatty():
+                print(f"\r{number} of {len(parts)} parts", end="\r", file=sys.stderr, flush=True)
+    return seen, failed
+
+
 def main() -> int:
     """Try many schedules, and print what happened in them."""
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     options.add_argument("--count", type=int, default=2000)
     options.add_argument("--seed", type=int, default=0, help="the first one")
     options.add_argument("--model", action="store_true", help="run `Towers` with a small model")
+    options.add_argument("--processes", type=int, default=1)
     chosen = options.parse_args()
     begin_s = time.monotonic()
-    seen, failed = run(range(chosen.seed, chosen.seed + chosen.count), with_model=chosen.model)
-    print(f"{chosen.count} schedules from seed {chosen.seed} on, in {time.monotonic() - begin_s:.0f} s")
+    seeds = range(chosen.seed, chosen.seed + chosen.count)
+    seen, failed = run_all(seeds, chosen.processes, with_model=chosen.model)
+    print(f"{chosen.count:,} schedules from seed {chosen.seed} on, in {time.monotonic() - begin_s:.0f} s")
     for name, number in sorted(seen.items()):
-        print(f"{number:9,}  {name}")
-    print(f"{len(failed)} failed")
+        print(f"{number:11,}  {name}")
+    print(f"{len(failed):11,}  failed")
     for line in failed[:20]:
         print(line)
     return 1 if failed else 0
