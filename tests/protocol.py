@@ -188,6 +188,7 @@ class PlainTowers:
         exchange = self.exchange or self.opening
         if exchange is not None and exchange.is_committed:
             raise UsageError(f"step {self.step} was interrupted, when other workers may have taken it")
+        self.opening = None
         if self.exchange is None:
             return
         cause = sys.exception()

@@ -219,8 +219,8 @@ class Towers:
             ConfigError: `counts` is not a mapping of functions, or the model cannot be trained any more.
             DisagreementError: workers came with different batches or models; where the passes are running
                 already, `Tower.backward` or `average` raises it.
-            UsageError: the last step was interrupted in `average`, or a hook on a parameter would see sums of
-                towers. A step that is still open is abandoned first.
+            UsageError: the last step was interrupted in an exchange, or a hook on a parameter would see sums
+                of towers. A step that is still open is abandoned first.
 
         Example:
             >>> model = torch.nn.Linear(2, 1)
@@ -340,6 +340,7 @@ class Towers:
                 f"step {self._step} was interrupted in an exchange, when other workers may have taken it: "
                 "end this process, and go on from a checkpoint"
             )
+        self._opening = None
         if run is None:
             return
         cause = sys.exception()
