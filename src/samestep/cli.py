@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from samestep import recipes
 from samestep.app.command_line import Command, parse
+from samestep.app.output import lasting_output
 from samestep.errors import Error
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Digest:
     """A checkpoint, or a run folder; of a run folder its newest checkpoint."""
 
 
+@lasting_output()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, as the process that the user started or as one of its workers.
 

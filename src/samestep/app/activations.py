@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from samestep.app.histogram import Histogram
 
 __all__ = ["Output", "layers_of", "outputs_of"]
+
+Guard = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -29,10 +31,13 @@ class Output:
 
 
 @contextmanager
-def outputs_of(layers: Sequence[tuple[str, nn.Module]]) -> Iterator[Mapping[str, Output]]:
-    """Collect what each layer returns when it is first called, which is in the first tower."""
+def outputs_of(layers: Sequence[tuple[str, nn.Module]], guard: Guard) -> Iterator[Mapping[str, Output]]:
+    """Collect what each layer returns when it is first called, which is in the first tower.
+
+    What is recorded is computed inside `guard`, which keeps its errors from the pass.
+    """
     found: dict[str, Output] = {}
-    handles = [layer.register_forward_hook(_keep_as(name, found)) for name, layer in layers]
+    handles = [layer.register_forward_hook(_keep_as(name, found, guard)) for name, layer in layers]
     try:
         yield found
     finally:
@@ -40,11 +45,12 @@ def outputs_of(layers: Sequence[tuple[str, nn.Module]]) -> Iterator[Mapping[str,
             handle.remove()
 
 
-def _keep_as(name: str, found: dict[str, Output]) -> Callable[[nn.Module, Any, Any], None]:
+def _keep_as(name: str, found: dict[str, Output], guard: Guard) -> Callable[[nn.Module, Any, Any], None]:
     def keep(_: nn.Module, inputs: Any, output: Any) -> None:
         # At once, because a layer that works in place may overwrite the output.
         if name not in found and isinstance(output, Tensor):
-            found[name] = Output.of(output)
+            with guard():
+                found[name] = Output.of(output)
 
     return keep
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
 import socket
 import sys
 from datetime import datetime
@@ -43,7 +45,7 @@ class Display:
         self._noise = towers.noise
         self._is_first = job.is_first
         self._throughput = Throughput()
-        self._console = Console(file=sys.stdout, markup=False, emoji=False, highlight=False)
+        self._console = _console()
         self._bar = Progress(
             TextColumn(settings.recipe),
             BarColumn(),
@@ -96,3 +98,10 @@ class Display:
         )
         if first_step:
             print(f"{settings.run_dir} is at step {first_step} of {settings.steps}; --fresh starts over")
+
+
+def _console() -> Console:
+    width = height = None
+    if {"COLUMNS", "LINES"} & os.environ.keys():  # Rich raises on some values, and shows nothing in 0 columns
+        width, height = shutil.get_terminal_size()
+    return Console(file=sys.stdout, width=width, height=height, markup=False, emoji=False, highlight=False)

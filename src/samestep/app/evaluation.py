@@ -58,9 +58,9 @@ def evaluate_run(settings: Settings, job: Job, *, weights: Weights = "average", 
         restore(found.snapshot, objects, found.path, job)
         metrics = experiment.metrics(count_split(experiment, model, job))
         if job.is_first:
-            write_metrics(settings.run_dir, found.manifest.step, metrics)
             line = f"{datetime.now():%Y-%m-%d %H:%M:%S}: step {found.manifest.step}: {describe(metrics)}"
             print(line, flush=True)
+            write_metrics(settings.run_dir, found.manifest.step, metrics)
     return 0
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+    from tensorboard.compat.proto.summary_pb2 import Summary
 
 __all__ = ["Histogram"]
 
@@ -55,10 +55,12 @@ class Histogram:
         total, squares = sums.tolist()
         return cls(lowest, highest, total, squares, counts.tolist())
 
-    def write(self, writer: SummaryWriter, tag: str, step: int) -> None:
-        """Write it under a tag."""
+    def summary(self, tag: str) -> Summary:
+        """Return it under a tag, as TensorBoard's files hold it."""
+        from torch.utils.tensorboard.summary import histogram_raw
+
         width = (self.highest - self.lowest) / len(self.counts)
-        writer.add_histogram_raw(
+        return histogram_raw(
             tag,
             min=self.lowest,
             max=self.highest,
@@ -67,7 +69,6 @@ class Histogram:
             sum_squares=self.squares,
             bucket_limits=[self.lowest + width * (index + 1) for index in range(len(self.counts))],
             bucket_counts=list(self.counts),
-            global_step=step,
         )
 
 

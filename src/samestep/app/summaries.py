@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from samestep.app.activations import Output, layers_of, outputs_of
+from samestep.app.event_file import EventFile
 from samestep.app.experiment import Experiment
 from samestep.app.histogram import Histogram
 from samestep.app.throughput import Throughput
@@ -26,7 +27,7 @@ from samestep.towers.copier import Copier
 from samestep.towers.report import Report, mean_losses, total_loss
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+    from tensorboard.compat.proto.summary_pb2 import Summary
 
 __all__ = ["FOLDER", "Summaries", "write_metrics"]
 
@@ -35,7 +36,6 @@ FOLDER = "summaries"
 
 _DECAY = 0.9
 _NUM_PICTURES = 4
-_QUEUE = 10_000  # more than the events of one step, so that training does not wait for the disk
 
 
 class Summaries:
@@ -78,30 +78,37 @@ class Summaries:
         self._terms: Mapping[str, float | Tensor] = {}
         self._learning_rates: list[float] = []
         self._outputs: Mapping[str, Output] = {}
-        self._writer: SummaryWriter | None = None
+        self._file: EventFile | None = None
         if towers.job.is_first:
-            self._writer = _open(run_dir / FOLDER, purge_step=towers.step + 1)
+            self._file = EventFile(run_dir / FOLDER, purge_step=towers.step + 1)
 
     def __enter__(self) -> Summaries:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        if self._file is not None:
+            self._file.close()
 
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Record what the summaries of a step need: before it, and, where they are due, inside the model."""
-        if self._writer is None:
+        if self._file is None or not self._file.is_open:
             yield
             return
+        layers: list[tuple[str, nn.Module]] = []
+        with self._file.tolerating():
+            layers = self._prepare()
+        with outputs_of(layers, self._file.tolerating) as self._outputs:
+            yield
+
+    def _prepare(self) -> list[tuple[str, nn.Module]]:
+        """Keep what the update changes, and return the layers whose outputs are due in this step."""
         step = self._experiment.step
         with torch.no_grad():
             self._terms = self._experiment.terms(step.towers.model) if self._experiment.terms else {}
         self._learning_rates = [float(group["lr"]) for group in step.optimizer.param_groups]
         is_due = (step.towers.step + 1) % self._every == 0
-        with outputs_of(layers_of(step.towers.model) if is_due else []) as self._outputs:
-            yield
+        return layers_of(step.towers.model) if is_due else []
 
     def write(self, report: Report, batch: Any) -> None:
         """Take in a step that was watched, and write its summaries where they are due.
@@ -110,24 +117,25 @@ class Summaries:
             report: of the step.
             batch: that it was taken on.
         """
-        if self._writer is None:
+        if self._file is None or not self._file.is_open:
             return
         self._throughput.add(report.rows)
         # Read only when they are written: on a GPU each reading is a wait.
         self._recent.append((report.loss_sums, report.counts, self._terms))
         if (report.step + 1) % self._every == 0:
-            self._write_all(self._writer, report, batch)
+            self._file.write(report.step + 1, self._summaries(report, batch))
 
-    def _write_all(self, writer: SummaryWriter, report: Report, batch: Any) -> None:
-        step = report.step + 1
+    def _summaries(self, report: Report, batch: Any) -> Iterator[Summary]:
+        from torch.utils.tensorboard.summary import image
+
         for tag, value in self._scalars(report).items():
             if math.isfinite(value):
-                writer.add_scalar(tag, value, step)
+                yield _scalar(tag, value)
         for tag, histogram in self._histograms():
             if histogram is not None:
-                histogram.write(writer, tag, step)
+                yield histogram.summary(tag)
         for tag, picture in self._pictures(batch):
-            writer.add_image(tag, picture, step)
+            yield image(tag, picture, dataformats="CHW")
 
     def _scalars(self, report: Report) -> dict[str, float]:
         rows_per_s, _ = self._throughput.read()
@@ -191,16 +199,19 @@ def write_metrics(run_dir: Path, step: int, metrics: Mapping[str, float]) -> Non
         step: of the checkpoint that was evaluated.
         metrics: by name, which becomes the tag.
     """
-    with _open(run_dir / FOLDER / "evaluation") as writer:
-        for name, value in metrics.items():
-            writer.add_scalar(name, value, step)
+    folder = run_dir / FOLDER
+    with suppress(OSError):  # which the file meets, too
+        folder.mkdir(exist_ok=True)
+    file = EventFile(folder / "evaluation")
+    file.write(step, (_scalar(name, value) for name, value in metrics.items()))
+    file.close()
 
 
-def _open(folder: Path, purge_step: int | None = None) -> SummaryWriter:
+def _scalar(tag: str, value: float) -> Summary:
     # Imported here, because it takes a fifth of a second and only worker 0 needs it.
-    from torch.utils.tensorboard import SummaryWriter
+    from torch.utils.tensorboard.summary import scalar
 
-    return SummaryWriter(folder, purge_step=purge_step, max_queue=_QUEUE)
+    return scalar(tag, value)
 
 
 @dataclass

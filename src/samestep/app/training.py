@@ -68,9 +68,9 @@ def _run(settings: Settings, job: Job, interruption: Interruption) -> int:
         return flags.exit_status
     metrics = evaluate(experiment, job)
     if job.is_first:
-        write_metrics(settings.run_dir, experiment.step.towers.step, metrics)
         print(describe(metrics))
-        print(f"weights sha256 {digest(experiment.model)}")
+        print(f"weights sha256 {digest(experiment.model)}", flush=True)
+        write_metrics(settings.run_dir, experiment.step.towers.step, metrics)
     return 0
 
 

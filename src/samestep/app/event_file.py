@@ -1,0 +1,111 @@
+"""A file for TensorBoard that may fail without ending the run."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from io import BytesIO
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from samestep.errors import one_line
+
+if TYPE_CHECKING:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+__all__ = ["EventFile"]
+
+
+class EventFile:
+    """A new file for TensorBoard, which gets what a step shows at once; what goes wrong with it is said once.
+
+    TensorBoard's own writer opens its file by name for every event, so a file in a folder that was moved is
+    begun again where the folder was, and what the disk does not take is raised later, in a thread and in `close`.
+
+    Args:
+        folder: that it is made in; it is made, too, inside one that exists.
+        purge_step: hide what older files in the folder hold from this step on; None hides nothing.
+    """
+
+    def __init__(self, folder: Path, purge_step: int | None = None) -> None:
+        self._folder = folder
+        self._file: BinaryIO | None = None
+        self._has_failed = False
+        with self.tolerating():
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+            folder.mkdir(exist_ok=True)
+            self._file = _create(folder)
+            self._append([Event(file_version="brain.Event:2", wall_time=time.time())])
+            if purge_step is not None:
+                start = SessionLog(status=SessionLog.START)
+                self._append([Event(step=purge_step, session_log=start, wall_time=time.time())])
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it still takes what is written."""
+        return self._file is not None
+
+    @contextmanager
+    def tolerating(self) -> Iterator[None]:
+        """Close the file where what is done inside fails, and say so once."""
+        try:
+            yield
+        except Exception as error:
+            self.close()
+            if self._has_failed:
+                return
+            self._has_failed = True
+            reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            _say(f"{self._folder}: summaries cannot be written ({one_line(reason)}); going on without them")
+
+    def write(self, step: int, summaries: Iterable[Summary]) -> None:
+        """Write the summaries of a step; once something failed, do nothing."""
+        if self._file is None:
+            return
+        with self.tolerating():
+            from tensorboard.compat.proto.event_pb2 import Event
+
+            now_s = time.time()
+            self._append(Event(step=step, wall_time=now_s, summary=summary) for summary in summaries)
+
+    def close(self) -> None:
+        """Write no more; all that was written is in the file."""
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # it was told when it was written
+                file.close()
+
+    def _append(self, events: Iterable[Event]) -> None:
+        from torch.utils.tensorboard import RecordWriter
+
+        assert self._file is not None
+        records = BytesIO()
+        writer = RecordWriter(records)
+        for event in events:
+            writer.write(event.SerializeToString())
+        self._file.write(records.getvalue())
+        self._file.flush()
+        if not os.fstat(self._file.fileno()).st_nlink:
+            raise FileNotFoundError("the file was deleted")
+
+
+def _create(folder: Path) -> BinaryIO:
+    """Open a new file, under a name that TensorBoard looks for."""
+    stem = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}"
+    for number in count():
+        with suppress(FileExistsError):
+            return (folder / f"{stem}.{number}").open("xb")
+    raise AssertionError
+
+
+@cache
+def _say(line: str) -> None:
+    print(f"samestep: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,101 @@
+"""What commands print: a terminal, pipe or disk that no longer takes it never ends them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO, cast
+
+__all__ = ["lasting_output"]
+
+
+@contextmanager
+def lasting_output() -> Iterator[None]:
+    """Let no write to stdout or stderr raise, whoever writes; that something is lost is said once, on stderr.
+
+    Characters that the encoding lacks are written as escapes. A file that fails is replaced by /dev/null, so
+    that Python's own last flush cannot change the exit status:
+    https://docs.python.org/3/library/signal.html#note-on-sigpipe
+    """
+    _open_standard_files()
+    before = sys.stdout, sys.stderr
+    err = _Lasting("stderr", sys.stderr)
+    out = _Lasting("stdout", sys.stdout, err)
+    sys.stdout, sys.stderr = cast(TextIO, out), cast(TextIO, err)
+    try:
+        out.flush()  # whether it is closed
+        yield
+    finally:
+        out.flush()
+        err.flush()
+        sys.stdout, sys.stderr = before
+
+
+class _Lasting:
+    """A text file that drops what the one below it does not take, and says so once in another."""
+
+    def __init__(self, name: str, file: TextIO | None, told: _Lasting | None = None) -> None:
+        self._name = name
+        self._file = file
+        self._told = told
+        self._is_lost = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> int:
+        self._try(lambda file: _write(file, text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(lambda file: file.flush())
+
+    def isatty(self) -> bool:
+        with suppress(OSError, ValueError):  # it is gone, or closed
+            return self._file is not None and self._file.isatty()
+        return False
+
+    def _try(self, action: Callable[[TextIO], object]) -> None:
+        if self._is_lost:
+            return
+        try:
+            if self._file is None:
+                raise ValueError("it is closed")
+            action(self._file)
+        except BlockingIOError:
+            pass  # a pipe that its reader made non-blocking, and that is full for now
+        except (OSError, ValueError) as error:
+            self._is_lost = True
+            _discard(self._file)
+            if self._told is not None:
+                reason = getattr(error, "strerror", None) or error
+                self._told.write(
+                    f"samestep: {self._name} cannot be written to ({reason}); going on without it\n"
+                )
+                self._told.flush()
+
+
+def _write(file: TextIO, text: str) -> None:
+    try:
+        file.write(text)
+    except UnicodeEncodeError as error:
+        file.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+
+
+def _discard(file: TextIO | None) -> None:
+    """Send to /dev/null what a file still holds."""
+    if file is not None:
+        with suppress(OSError, ValueError), open(os.devnull, "wb") as null:  # a test's file has no descriptor
+            os.dup2(null.fileno(), file.fileno())
+            file.flush()
+
+
+def _open_standard_files() -> None:
+    """Open /dev/null for each standard file that is closed: else the next file would get what is printed."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free

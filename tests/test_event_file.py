@@ -1,0 +1,176 @@
+"""Summaries that cannot be written end no run; they are read back in tests/test_summaries.py."""
+
+import contextlib
+import io
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from samestep.app import event_file
+from samestep.app.evaluation import evaluate_run
+from samestep.app.event_file import EventFile
+from samestep.app.summaries import Summaries, _scalar, write_metrics
+from samestep.app.training import train
+
+from .test_summaries import JOB, Tiny, hooks_of, scalars
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """The last lines of a run whose summaries are written."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        train(Tiny(run_dir=tmp_path_factory.mktemp("good"), steps=3, summary_every=2), JOB)
+    return printed.getvalue().splitlines()[-2:]
+
+
+def a_file(folder, monkeypatch):
+    folder.write_text("mine")
+    return "File exists"
+
+
+def a_dangling_link(folder, monkeypatch):
+    folder.symlink_to("nothing")
+    return "File exists"
+
+
+def a_link_to_itself(folder, monkeypatch):
+    folder.symlink_to(folder.name)
+    return "File exists"
+
+
+def full_disk(folder, monkeypatch):
+    monkeypatch.setattr(event_file, "_create", lambda folder: Path("/dev/full").open("wb"))
+    return "No space left on device"
+
+
+def read_only(folder, monkeypatch):
+    def refused(self, *args, **options):
+        if self.name.startswith("events.out"):
+            raise OSError(30, "Read-only file system")
+        return real_open(self, *args, **options)
+
+    real_open = Path.open
+    monkeypatch.setattr(Path, "open", refused)
+    return "Read-only file system"
+
+
+def a_bad_term(folder, monkeypatch):
+    monkeypatch.setattr("samestep.app.summaries.Summaries._prepare", lambda self: 1 // 0)
+    return "ZeroDivisionError: integer division or modulo by zero"
+
+
+def a_bad_picture(folder, monkeypatch):
+    monkeypatch.setattr("samestep.app.summaries._pictures", lambda batch: 1 // 0)
+    return "ZeroDivisionError: integer division or modulo by zero"
+
+
+def a_bad_output(folder, monkeypatch):
+    monkeypatch.setattr("samestep.app.activations.Output.of", lambda values: 1 // 0)
+    return "ZeroDivisionError: integer division or modulo by zero"
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        a_file,
+        a_dangling_link,
+        a_link_to_itself,
+        full_disk,
+        read_only,
+        a_bad_term,
+        a_bad_picture,
+        a_bad_output,
+    ],
+)
+def test_a_run_goes_on_without_summaries(tmp_path, monkeypatch, capsys, fault, expected):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    reason = fault(run_dir / "summaries", monkeypatch)
+    assert train(Tiny(run_dir=run_dir, steps=3, summary_every=2), JOB) == 0
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[-2:] == expected
+    lines = printed.err.splitlines()
+    assert lines[0] == (
+        f"samestep: {run_dir}/summaries: summaries cannot be written ({reason}); going on without them"
+    )
+    assert all(line.startswith(f"samestep: {run_dir}/summaries/evaluation: ") for line in lines[1:])
+    assert len(lines) <= 2
+
+
+@pytest.mark.parametrize("action", ["delete", "delete all", "move"])
+def test_a_folder_that_goes_away_in_the_middle(tmp_path, capsys, action):
+    experiment = Tiny().build(JOB)
+    run_dir, moved = tmp_path / "run", tmp_path / "moved"
+    run_dir.mkdir()
+    with Summaries(run_dir, experiment, every=1) as summaries:
+        for batch, step in zip(experiment.loader, range(4), strict=False):
+            with summaries.watch():
+                report = experiment.step(batch)
+            summaries.write(report, batch)
+            if step == 1 and action == "move":
+                run_dir.rename(moved)
+            elif step == 1:
+                shutil.rmtree(run_dir if action == "delete all" else run_dir / "summaries")
+    assert run_dir.exists() == (action == "delete")
+    if action == "move":
+        assert list(scalars(moved / "summaries", "loss/total")) == [1, 2, 3, 4]
+    lost = (
+        f"samestep: {run_dir}/summaries: summaries cannot be written (FileNotFoundError: the file was deleted); "
+        "going on without them\n"
+    )
+    assert capsys.readouterr().err == ("" if action == "move" else lost)
+
+
+def test_nothing_is_recorded_once_it_cannot_be_written(tmp_path):
+    experiment = Tiny().build(JOB)
+    (tmp_path / "summaries").touch()
+    with Summaries(tmp_path, experiment, every=1) as summaries, summaries.watch():
+        assert hooks_of(experiment.model) == []
+    with Summaries(tmp_path / "other", SimpleNamespace(**vars(experiment)), every=1):
+        assert not (tmp_path / "other").exists()  # nor is a run's folder made that is not there
+
+
+def test_an_error_of_the_step_itself_is_raised(tmp_path):
+    experiment = Tiny().build(JOB)
+    summaries = Summaries(tmp_path, experiment, every=1)
+    with pytest.raises(RuntimeError, match="of 3 hooks"), summaries, summaries.watch():
+        raise RuntimeError(f"of {len(hooks_of(experiment.model))} hooks")
+
+
+def test_evaluation_prints_first_and_says_once_what_it_cannot_write(tmp_path, capsys, monkeypatch):
+    settings = Tiny(run_dir=tmp_path, steps=1)
+    train(settings, JOB)
+    shutil.rmtree(tmp_path / "summaries")
+    (tmp_path / "summaries").touch()
+    capsys.readouterr()
+    said = []
+    monkeypatch.setattr(event_file.sys, "stderr", SimpleNamespace(write=said.append, flush=lambda: None))
+    for _ in range(3):
+        assert evaluate_run(settings, JOB) == 0
+        assert "test accuracy" in capsys.readouterr().out
+        said.append("next")
+    text = "".join(said)
+    assert text.count("cannot be written (Not a directory)") == 1
+    assert text.index("cannot") < text.index("next")
+
+
+def test_names_that_are_no_text_and_files_of_the_same_second(tmp_path):
+    run_dir = tmp_path / "run \udcff\x1b[2J"
+    run_dir.mkdir()
+    write_metrics(run_dir, 4, {"precision @ 1": 0.5})
+    write_metrics(run_dir, 8, {"precision @ 1": 0.75})
+    assert len(list((run_dir / "summaries" / "evaluation").iterdir())) == 2
+
+
+def test_a_step_is_whole_or_not_there(tmp_path):
+    file = EventFile(tmp_path)
+    file.write(1, (_scalar("loss", value) for value in (1.0,)))
+    size = sum(path.stat().st_size for path in tmp_path.iterdir())
+    file.write(2, (_scalar("loss", value) for value in (1.0, torch.zeros(3))))  # no scalar
+    assert not file.is_open
+    file.write(3, iter([]))
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) == size
+    assert list(scalars(tmp_path, "loss")) == [1]
