@@ -227,9 +227,9 @@ def test_bfloat16_trains_as_float32_does(settings):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"picture_size": 3}, "--picture-size 3: expected 4 to 32 pixels"),
+        ({"picture_size": 3}, "--picture-size 3: expected an integer from 4 to 32"),
         ({"picture_size": 33}, "--picture-size 33"),
-        ({"loader_processes": -1}, "--loader-processes -1: expected at least 0"),
+        ({"loader_processes": -1}, "--loader-processes -1: expected an integer from 0 to 256"),
     ],
 )
 def test_settings_out_of_range_are_refused(options, message):

@@ -42,7 +42,7 @@ def a_link_to_itself(folder, monkeypatch):
 
 
 def full_disk(folder, monkeypatch):
-    monkeypatch.setattr(event_file, "_create", lambda folder: Path("/dev/full").open("wb"))
+    monkeypatch.setattr(event_file, "_create", lambda folder: open("/dev/full", "wb"))  # noqa: SIM115
     return "No space left on device"
 
 
@@ -118,8 +118,8 @@ def test_a_folder_that_goes_away_in_the_middle(tmp_path, capsys, action):
     if action == "move":
         assert list(scalars(moved / "summaries", "loss/total")) == [1, 2, 3, 4]
     lost = (
-        f"samestep: {run_dir}/summaries: summaries cannot be written (FileNotFoundError: the file was deleted); "
-        "going on without them\n"
+        f"samestep: {run_dir}/summaries: summaries cannot be written (FileNotFoundError: the file was "
+        "deleted); going on without them\n"
     )
     assert capsys.readouterr().err == ("" if action == "move" else lost)
 

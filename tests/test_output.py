@@ -25,6 +25,10 @@ class Terminal(io.StringIO):
         return super().write(text)
 
 
+def full_disk():
+    return open("/dev/full", "w")
+
+
 def broken_pipe():
     reader, writer = os.pipe()
     os.close(reader)
@@ -44,7 +48,7 @@ def lasting_output_to(monkeypatch, file):
 @pytest.mark.parametrize(
     ("file", "reason"),
     [
-        (lambda: Path("/dev/full").open("w"), "No space left on device"),
+        (full_disk, "No space left on device"),
         (broken_pipe, "Broken pipe"),
         (lambda: Terminal(OSError(5, "Input/output error")), "Input/output error"),
         (closed_file, "I/O operation on closed file."),

@@ -303,18 +303,18 @@ def test_every_test_picture_counts_once_whatever_its_size(settings, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"classes": 1}, "--classes 1: expected at least 2"),
-        ({"classes": 300}, "--classes 300: expected at most 256"),
+        ({"classes": 1}, "--classes 1: expected an integer from 2 to 256"),
+        ({"classes": 300}, "--classes 300: expected an integer from 2 to 256"),
         ({"classes": 5}, "--classes 5: the shapes that are drawn without --data-dir have 4"),
-        ({"ignore_label": 256}, "--ignore-label 256: expected 0 to 255"),
-        ({"ignore_label": -1}, "--ignore-label -1: expected 0 to 255"),
-        ({"crop_size": 15}, "--crop-size 15: expected at least 16"),
-        ({"width": 0}, "--width 0: expected at least 1"),
-        ({"learning_rate": 0.0}, "--learning-rate 0.0: expected a number above 0"),
+        ({"ignore_label": 256}, "--ignore-label 256: expected an integer from 0 to 255"),
+        ({"ignore_label": -1}, "--ignore-label -1: expected an integer from 0 to 255"),
+        ({"crop_size": 15}, "--crop-size 15: expected an integer from 16 to 4096"),
+        ({"width": 0}, "--width 0: expected an integer from 1 to 1024"),
+        ({"learning_rate": 0.0}, "--learning-rate 0.0: expected a number above 0 and up to"),
         ({"learning_rate": math.nan}, "--learning-rate nan: expected a number above 0"),
-        ({"power": -0.5}, "--power -0.5: expected at least 0"),
-        ({"weight_decay": -1.0}, "--weight-decay -1.0: expected at least 0"),
-        ({"loader_processes": -1}, "--loader-processes -1: expected at least 0"),
+        ({"power": -0.5}, "--power -0.5: expected a number from 0 to 100"),
+        ({"weight_decay": -1.0}, "--weight-decay -1.0: expected a number from 0 to"),
+        ({"loader_processes": -1}, "--loader-processes -1: expected an integer from 0 to 256"),
     ],
 )
 def test_settings_out_of_range_are_refused(options, message):

@@ -35,7 +35,7 @@ def test_values_of_another_kind_are_named(tmp_path, name, value):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("[]", "a JSON object"), ("{", "as JSON"), ("{}", "recipe is unknown")]
+    ("text", "message"), [("[]", "a JSON object"), ("{", "as JSON"), ("{}", "recipe = None, expected one of")]
 )
 def test_files_that_hold_no_settings(tmp_path, text, message):
     (tmp_path / "settings.json").write_text(text)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from samestep import recipes
+from samestep.app.bounds import NumWorkers, Threads
 from samestep.app.command_line import Command, parse
 from samestep.app.output import lasting_output
 from samestep.errors import Error
@@ -32,9 +33,9 @@ class Eval:
     """The run folder that train wrote, its --run-dir."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to compute on; auto is the GPU where there is one."""
-    threads: int = 1
+    threads: Threads = 1
     """CPU threads of each worker."""
-    workers: int | Literal["auto"] = "auto"
+    workers: NumWorkers = "auto"
     """Processes to start here; auto is one for each core or GPU, and at most one for each tower."""
     weights: Literal["average", "raw"] = "average"
     """Evaluate the moving averages of the weights where a run keeps them, or the raw weights."""

@@ -125,10 +125,10 @@ def one_line(text: str, max_chars: int = 200) -> str:
 
     Example:
         >>> print(one_line("two\n  lines, \x1b[2J"))
-        'two lines, \x1b[2J'
+        two lines, \x1b[2J
     """
     text = " ".join(text.split())[:max_chars]
-    return text if text.isprintable() else ascii(text)
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def shown(value: object, max_chars: int = 80) -> str:

@@ -70,7 +70,7 @@ def test_eval_and_digest_work_on_what_train_wrote(run, tmp_path):
     ("options", "message"),
     [
         (["--towers", "2", "--workers", "3"], "workers = 3: expected 1 <= workers <= towers = 2"),
-        (["--batch-size", "0"], "--batch-size 0: expected at least 1"),
+        (["--batch-size", "0"], "argument --batch-size: invalid value '0', expected an integer from 1 to"),
     ],
 )
 def test_wrong_settings_are_one_line(run, tmp_path, options, message):

@@ -32,7 +32,10 @@ def test_another_number_of_steps(start_each):
 
 
 def test_an_option_that_is_wrong_on_one(start_each):
-    wrong = "argument --steps: invalid value 'x', expected an integer; see samestep train digits --help\n"
+    wrong = (
+        "argument --steps: invalid value 'x', expected an integer from 1 to 1000000000000; see samestep "
+        "train digits --help\n"
+    )
     said = start_each(["train", "digits"], "", "--steps x", "")
     assert said == [f"start: worker 1 failed: {wrong}", wrong, f"start: worker 1 failed: {wrong}"]
 

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
 import difflib
 import inspect
 import textwrap
-import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
-from samestep.errors import ConfigError
+from samestep.app.bounds import alternatives, describe, from_word, kinds_of
+from samestep.errors import ConfigError, one_line, shown
 
 __all__ = ["Command", "parse"]
-
-_KINDS = {int: "an integer", float: "a number", str: "text", Path: "a path"}
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,7 @@ class _Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see {self.prog} --help")
+        raise ConfigError(f"{one_line(message)}; see {self.prog} --help")
 
 
 def _choose(program: str, command: Command, words: Sequence[str]) -> str:
@@ -89,7 +85,7 @@ def _explain(parser: _Parser, command: Command, words: Sequence[str]) -> NoRetur
             listed.add_argument(name, help=_escape(_summary(choice)))
         parser.print_help()
         parser.exit()
-    found = f"unknown {command.noun} {words[0]!r}" if words else f"a {command.noun} is missing"
+    found = f"unknown {command.noun} {shown(words[0])}" if words else f"a {command.noun} is missing"
     parser.error(f"{found}, expected one of {', '.join(command.choices)}")
 
 
@@ -102,7 +98,7 @@ def _options(program: str, settings: type) -> _Parser:
     """Return the parser of a dataclass's fields."""
     positionals = [field.name.upper() for field in fields(settings) if field.default is MISSING]
     parser = _Parser(program, " ".join([*positionals, "[OPTIONS]"]), _escape(_summary(settings)))
-    kinds, helps = get_type_hints(settings), dict(_field_docs(settings))
+    kinds, helps = kinds_of(settings), dict(_field_docs(settings))
     for field in fields(settings):
         _add(parser, field, kinds[field.name], helps.get(field.name, ""))
     return parser
@@ -129,8 +125,8 @@ def _escape(text: str) -> str:
 
 def _describe_unknown(word: str, settings: type) -> str:
     if not word.startswith("-"):
-        return f"unexpected {word!r}, expected an option or nothing more"
-    name = word.partition("=")[0]
+        return f"unexpected {shown(word)}, expected an option or nothing more"
+    name = word.partition("=")[0][:80]
     close = difflib.get_close_matches(name, [_flag(field) for field in fields(settings)], n=1)
     return f"unknown option {name}" + "".join(f", the closest is {flag}" for flag in close)
 
@@ -152,32 +148,16 @@ def _field_docs(settings: type) -> Iterator[tuple[str, str]]:
 
 def _convert(kind: Any, word: str) -> object:
     """Return a word of the command line as a value of the field's type."""
-    for one in _alternatives(kind):
-        if get_origin(one) is Literal:
-            if word in get_args(one):
-                return word
-        else:
-            with contextlib.suppress(ValueError):
-                return one(word)
-    expected = " or ".join(map(_describe, _alternatives(kind)))
-    raise argparse.ArgumentTypeError(f"invalid value {word!r}, expected {expected}")
-
-
-def _alternatives(kind: Any) -> list[Any]:
-    """Return the types of `int | Literal["auto"] | None`, but for None, which no word stands for."""
-    is_union = get_origin(kind) in (Union, types.UnionType)
-    return [one for one in (get_args(kind) if is_union else (kind,)) if one is not type(None)]
-
-
-def _describe(kind: Any) -> str:
-    if get_origin(kind) is Literal:
-        names = get_args(kind)
-        return f"one of {', '.join(names)}" if len(names) > 1 else str(names[0])
-    return _KINDS[kind]
+    try:
+        return from_word(kind, word)
+    except ValueError:
+        problem = f"invalid value {shown(word)}, expected {describe(kind)}"
+        raise argparse.ArgumentTypeError(problem) from None
 
 
 def _metavar(kind: Any) -> str:
     return "|".join(
         "|".join(get_args(one)) if get_origin(one) is Literal else one.__name__.upper()
-        for one in _alternatives(kind)
+        for one, _ in alternatives(kind)
+        if one is not type(None)
     )

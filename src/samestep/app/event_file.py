@@ -26,8 +26,8 @@ __all__ = ["EventFile"]
 class EventFile:
     """A new file for TensorBoard, which gets what a step shows at once; what goes wrong with it is said once.
 
-    TensorBoard's own writer opens its file by name for every event, so a file in a folder that was moved is
-    begun again where the folder was, and what the disk does not take is raised later, in a thread and in `close`.
+    TensorBoard's own writer opens its file by name for every event, so that one in a folder that was moved is
+    begun again where the folder was, and raises what the disk refuses later, in a thread and in `close`.
 
     Args:
         folder: that it is made in; it is made, too, inside one that exists.

@@ -5,38 +5,51 @@ from __future__ import annotations
 import abc
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 
+from samestep.app.bounds import (
+    Count,
+    NumWorkers,
+    Range,
+    Threads,
+    describe,
+    fits,
+    from_json,
+    kinds_of,
+)
 from samestep.app.experiment import Experiment
-from samestep.checkpoint.durable import parse_json, write_whole
-from samestep.errors import ConfigError, DataError, MissingFileError
+from samestep.checkpoint.durable import parse_json, storage, write_whole
+from samestep.errors import ConfigError, DataError, MissingFileError, one_line, shown
 from samestep.workers.job import DEFAULT_TIMEOUT_S, Job
 
 __all__ = ["Settings", "read_settings"]
 
 _FILE = "settings.json"
+_MAX_BYTES = 1 << 20
+_REMEDY = "restore it or start over"
 
 
 @dataclass(frozen=True)
 class Settings(abc.ABC):
     """The options that all recipes share."""
 
-    towers: int = 8
+    towers: Annotated[int, Range(1, 65_536)] = 8
     """Slices of the global batch; part of the experiment, like the batch size."""
-    workers: int | Literal["auto"] = "auto"
+    workers: NumWorkers = "auto"
     """Processes to start here; auto is one for each core or GPU, and at most one for each tower."""
-    threads: int = 1
+    threads: Threads = 1
     """CPU threads of each worker; another number may change the last bits of the result."""
-    batch_size: int = 256
+    batch_size: Annotated[int, Range(1, 2**31 - 1)] = 256
     """Rows of the global batch, of all towers together."""
-    steps: int = 1000
+    steps: Count = 1000
     """Steps to train for, including those of earlier runs in the same run folder."""
-    seed: int = 0
+    seed: Annotated[int, Range(-(2**63), 2**63 - 1)] = 0
     """Seed of the weights, the order of the data, augmentation and dropout."""
     run_dir: Path = Path("runs/unnamed")
     """Folder for checkpoints, settings and summaries; a run that is already there is continued."""
@@ -46,21 +59,21 @@ class Settings(abc.ABC):
     """Dtype of mixed precision (torch.autocast)."""
     tf32: bool = False
     """Let GPUs multiply float32 numbers rounded to 11 significant bits (TF32): faster, and another result."""
-    log_every: int = 50
+    log_every: Count = 50
     """Steps between printed lines."""
-    summary_every: int = 100
+    summary_every: Count = 100
     """Steps between summaries for TensorBoard, which are written to RUN_DIR/summaries."""
-    checkpoint_every: int = 1000
+    checkpoint_every: Count = 1000
     """Steps between checkpoints; one is always written at the end."""
-    checkpoint_minutes: float | None = None
+    checkpoint_minutes: Annotated[float, Range(0, 10**6, is_open=True)] | None = None
     """Also write a checkpoint every so many minutes."""
-    keep_checkpoints: int = 3
+    keep_checkpoints: Count = 3
     """Number of newest checkpoints to keep."""
-    keep_every: int = 0
+    keep_every: Annotated[int, Range(0, 10**12)] = 0
     """Also keep the checkpoints of steps that are multiples of this; 0 keeps no others."""
-    max_seconds: float | None = None
+    max_seconds: Annotated[float, Range(0, 10**9, is_open=True)] | None = None
     """Stop after so many seconds, between two steps and with a checkpoint."""
-    timeout: float = DEFAULT_TIMEOUT_S
+    timeout: Annotated[float, Range(0, 10**6, is_open=True)] = DEFAULT_TIMEOUT_S
     """Seconds to wait for another worker before it counts as lost; must exceed the time of a step."""
     fresh: bool = False
     """Start over: first delete the checkpoints and summaries in the run folder."""
@@ -82,25 +95,10 @@ class Settings(abc.ABC):
     """Settings that may differ between the workers of a job: how a machine gets at the data."""
 
     def __post_init__(self) -> None:
-        counts = (
-            "towers",
-            "threads",
-            "batch_size",
-            "steps",
-            "log_every",
-            "summary_every",
-            "checkpoint_every",
-            "keep_checkpoints",
-        )
-        for name in counts:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: expected at least 1")
-        if self.keep_every < 0:
-            raise ConfigError(f"--keep-every {self.keep_every}: expected a number of steps, or 0 for none")
-        for name in ("checkpoint_minutes", "max_seconds", "timeout"):
+        for name, kind in kinds_of(type(self)).items():
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"--{name.replace('_', '-')} {value:g}: expected more than 0")
+            if not fits(kind, value):
+                raise ConfigError(f"--{name.replace('_', '-')} {_shown(value)}: expected {describe(kind)}")
 
     @abc.abstractmethod
     def build(self, job: Job) -> Experiment:
@@ -126,18 +124,21 @@ class Settings(abc.ABC):
         Raises:
             ConfigError: a setting that the result depends on has changed.
         """
-        path = self.run_dir / _FILE
-        if not path.exists():
+        try:
+            earlier = _read(self.run_dir / _FILE)
+        except MissingFileError:
             return
-        earlier = _read(path)
         current = {"recipe": self.recipe, **dataclasses.asdict(self)}
-        for name in sorted(current.keys() & earlier.keys()):
-            values = earlier[name], current[name]
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for name in sorted(current):
+            # What is left out had the default, in a version that had no such option.
+            values = earlier.get(name, defaults.get(name)), current[name]
             is_free = name in self.free and not (name.endswith("_dir") and None in values)
             if not is_free and values[0] != values[1]:
+                before, now = map(_shown, values)
                 raise ConfigError(
-                    f"{self.run_dir} was trained with {name} = {earlier[name]}, not {current[name]}: use "
-                    "the same value, choose another --run-dir, or start over with --fresh"
+                    f"{self.run_dir} was trained with {name} = {before}, not {now}: use the same value, "
+                    "choose another --run-dir, or start over with --fresh"
                 )
 
 
@@ -148,47 +149,49 @@ def read_settings(run_dir: Path, recipes: Mapping[str, type[Settings]]) -> Setti
         MissingFileError: there is no run.
         DataError: its settings cannot be read.
     """
-    values = _read(run_dir / _FILE)
-    kind = recipes.get(values.pop("recipe", ""))
+    path = run_dir / _FILE
+    values = _read(path)
+    recipe = values.get("recipe")
+    kind = recipes.get(recipe) if isinstance(recipe, str) else None
     if kind is None:
-        raise DataError(f"{run_dir / _FILE}: its recipe is unknown, expected one of {', '.join(recipes)}")
-    known = {field.name: field.default for field in dataclasses.fields(kind)}
-    for name in values.keys() & known.keys():
-        if not _is_like(name, values[name], known[name]):
-            raise DataError(
-                f"{run_dir / _FILE}: {name} = {values[name]!r}, expected a value like {str(known[name])!r}; "
-                "restore it or start over"
-            )
-    paths = {
-        name: Path(values[name]) for name in values if name.endswith("_dir") and values[name] is not None
-    }
-    return kind(**{**{n: v for n, v in values.items() if n in known}, **paths, "run_dir": run_dir})
+        raise DataError(f"{path}: recipe = {shown(recipe)}, expected one of {', '.join(recipes)}; {_REMEDY}")
+    known = {name: _parse(path, name, of_kind, values) for name, of_kind in kinds_of(kind).items()}
+    try:
+        return kind(**{name: value for name, value in known.items() if name in values} | {"run_dir": run_dir})
+    except ConfigError as error:  # settings that do not go together
+        raise DataError(f"{path}: {error}; {_REMEDY}") from error
 
 
-def _is_like(name: str, value: object, default: object) -> bool:
-    """Say whether a value from JSON can stand where the default does."""
-    if default is None:  # an optional folder or number
-        return value is None or type(value) in ((str,) if name.endswith("_dir") else (int, float))
-    if isinstance(default, str):
-        return isinstance(value, (str, int))  # the number of workers is a number or "auto"
-    if isinstance(default, Path):
-        return isinstance(value, str)
-    if isinstance(default, float):
-        return type(value) in (int, float)
-    return type(value) is type(default)
+def _parse(path: Path, name: str, kind: Any, values: Mapping[str, Any]) -> Any:
+    """Return one of the values as its field has it; None where it is not there."""
+    if name not in values:
+        return None
+    try:
+        return from_json(kind, values[name])
+    except ValueError:
+        problem = f"{name} = {shown(values[name])}, expected {describe(kind)}"
+        raise DataError(f"{path}: {problem}; {_REMEDY}") from None
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        raise MissingFileError(f"{path}: not found; expected a run folder, as `samestep train` writes it")
-    if not path.is_file():
-        raise DataError(
-            f"{path}: not a file, expected JSON with the run's settings; restore it or start over"
-        )
+    with storage(path, "read"):
+        if not os.path.lexists(path):
+            raise MissingFileError(f"{path}: not found; expected a run folder, as `samestep train` writes it")
+        if not path.is_file():
+            raise DataError(f"{path}: not a file, expected JSON with the run's settings; {_REMEDY}")
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+    if len(content) > _MAX_BYTES:
+        raise DataError(f"{path}: expected at most {_MAX_BYTES} bytes; {_REMEDY}")
     try:
-        values = parse_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read as JSON ({error}); restore it or start over") from error
+        values = parse_json(content)
+    except ValueError as error:
+        raise DataError(f"{path}: cannot be read as JSON ({error}); {_REMEDY}") from error
     if not isinstance(values, dict):
-        raise DataError(f"{path}: expected a JSON object with the run's settings")
+        raise DataError(f"{path}: expected a JSON object with the run's settings; {_REMEDY}")
     return values
+
+
+def _shown(value: object) -> str:
+    """Return a value for a message, text without quotes."""
+    return one_line(str(value), 80) if isinstance(value, str | Path) else shown(value)

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel
 
+from samestep.app.bounds import LearningRate, LoaderProcesses, Range
 from samestep.app.experiment import Experiment
 from samestep.app.settings import Settings
 from samestep.data.loader import TowerLoader
-from samestep.errors import ConfigError
 from samestep.recipes.cifar10.convolution import FourierConv2d
 from samestep.recipes.cifar10.normalization import FastLocalResponseNorm
 from samestep.streams import stream_seed
@@ -126,22 +126,15 @@ class Cifar10Settings(Settings):
     data_dir: Path = Path("data/cifar10")
     """Folder of the pictures; they are downloaded (170 MB) if they are not there."""
     log_every: int = 10
-    picture_size: int = 24
+    picture_size: Annotated[int, Range(4, 32)] = 24
     """Height and width that pictures are cropped to, 4 to 32 pixels."""
-    learning_rate: float = 0.1
+    learning_rate: LearningRate = 0.1
     """Learning rate of the first 350 epochs; a tenth of it in the next 350, and so on."""
-    loader_processes: int = 0
+    loader_processes: LoaderProcesses = 0
     """Processes that read and distort pictures for each worker; with 0 the worker does it itself."""
 
     recipe: ClassVar[str] = "cifar10"
     free: ClassVar[frozenset[str]] = Settings.free | {"steps", "data_dir", "loader_processes"}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 4 <= self.picture_size <= 32:
-            raise ConfigError(f"--picture-size {self.picture_size}: expected 4 to 32 pixels")
-        if self.loader_processes < 0:
-            raise ConfigError(f"--loader-processes {self.loader_processes}: expected at least 0")
 
     def build(self, job: Job) -> Experiment:
         """Make the parts."""

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 
+from samestep.app.bounds import LearningRate
 from samestep.app.experiment import Experiment
 from samestep.app.settings import Settings
 from samestep.buffers.statistics import Mode
@@ -55,7 +56,7 @@ class DigitsSettings(Settings):
 
     steps: int = 300
     run_dir: Path = Path("runs/digits")
-    learning_rate: float = 0.2
+    learning_rate: LearningRate = 0.2
     """Highest learning rate of the one-cycle schedule."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
     """Momentum SGD, or AdamW at a fiftieth of the learning rate."""

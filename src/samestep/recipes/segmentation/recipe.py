@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import PolynomialLR
 
+from samestep.app.bounds import LearningRate, LoaderProcesses, Range
 from samestep.app.experiment import Experiment
 from samestep.app.settings import Settings
 from samestep.buffers.statistics import Mode
@@ -97,23 +98,23 @@ class SegmentationSettings(Settings):
     run_dir: Path = Path("runs/segmentation")
     data_dir: Path | None = None
     """Folder with train and test, each with the folders pictures and labels; without it, shapes are drawn."""
-    classes: int = len(CLASS_NAMES)
+    classes: Annotated[int, Range(2, 256)] = len(CLASS_NAMES)
     """Number of classes; the labels are 0 to one less."""
-    ignore_label: int = 255
+    ignore_label: Annotated[int, Range(0, 255)] = 255
     """Label of pixels that have no class and are not counted."""
-    crop_size: int = 48
+    crop_size: Annotated[int, Range(16, 4096)] = 48
     """Height and width that training pictures are cropped to, at least 16 pixels."""
-    width: int = 16
+    width: Annotated[int, Range(1, 1024)] = 16
     """Channels of the net at full resolution; doubled each time the resolution is halved."""
-    learning_rate: float = 0.005
+    learning_rate: LearningRate = 0.005
     """Learning rate of the first step."""
-    power: float = 0.9
+    power: Annotated[float, Range(0, 100)] = 0.9
     """Power of the poly schedule, which multiplies the learning rate by (1 - step / steps) to this power."""
-    weight_decay: float = 1e-4
+    weight_decay: Annotated[float, Range(0, 10**6)] = 1e-4
     """L2 weight decay of the convolutions: so many times half their squared weights is added to the loss."""
     statistics: Mode = "mean"
     """How batch-norm statistics are combined: the mean over towers, pooled over rows, or those of tower 0."""
-    loader_processes: int = 0
+    loader_processes: LoaderProcesses = 0
     """Processes that read and crop pictures for each worker; with 0 the worker does it itself."""
 
     recipe: ClassVar[str] = "segmentation"
@@ -121,25 +122,6 @@ class SegmentationSettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        lowest = {
-            "classes": 2,
-            "crop_size": 16,
-            "width": 1,
-            "power": 0,
-            "weight_decay": 0,
-            "loader_processes": 0,
-        }
-        for name, least in lowest.items():
-            if not getattr(self, name) >= least:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} {getattr(self, name)}: expected at least {least}"
-                )
-        if not self.learning_rate > 0:
-            raise ConfigError(f"--learning-rate {self.learning_rate}: expected a number above 0")
-        if not 0 <= self.ignore_label <= 255:
-            raise ConfigError(f"--ignore-label {self.ignore_label}: expected 0 to 255, a value of 8 bits")
-        if self.classes > 256:
-            raise ConfigError(f"--classes {self.classes}: expected at most 256, the values of 8 bits")
         if self.data_dir is None and self.classes != len(CLASS_NAMES):
             raise ConfigError(
                 f"--classes {self.classes}: the shapes that are drawn without --data-dir have "
