@@ -1,7 +1,9 @@
 import io
+import os
 import shutil
 import struct
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -68,14 +70,14 @@ def test_a_palette_does_not_change_labels(folder, bits):
     assert np.array_equal(LabelMaps(folder, 4).read(0)[1], labels)
 
 
-def save_grey_of_4_bits(path):
-    """Write what Pillow does not: grey of 8 bits is all that it saves."""
+def save_black(path, bits, colours):
+    """Write what Pillow does not: grey of other than 8 bits, and colours of more."""
 
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    header = struct.pack(">IIBBBBB", 30, 20, 4, 0, 0, 0, 0)
-    pixels = zlib.compress((b"\0" + bytes(15)) * 20)
+    header = struct.pack(">IIBBBBB", 30, 20, bits, {1: 0, 2: 4, 3: 2, 4: 6}[colours], 0, 0, 0)
+    pixels = zlib.compress((b"\0" + bytes(30 * bits * colours // 8)) * 20)
     path.write_bytes(
         b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
     )
@@ -134,14 +136,49 @@ FAULTS = {
         "labels/a.png: its pixels are 1 of 1 bits",
     ),
     "a label map of 4 bits": (
-        lambda root: save_grey_of_4_bits(root / "labels" / "a.png"),
+        lambda root: save_black(root / "labels" / "a.png", 4, 1),
         DataError,
         "labels/a.png: its pixels are L of 4 bits",
     ),
     "a picture of 16 bits": (
         lambda root: write(root / "pictures" / "a.png", LABELS.astype(np.uint16)),
         DataError,
-        "pictures/a.png: its pixels are I;16, expected 8 bits a channel; convert it",
+        "pictures/a.png: its pixels are I;16 of 16 bits, expected 8 bits a channel; convert it",
+    ),
+    "a picture of 16 bits and three colours": (
+        lambda root: save_black(root / "pictures" / "a.png", 16, 3),
+        DataError,
+        "pictures/a.png: its pixels are RGB of 16 bits, expected 8 bits a channel; convert it",
+    ),
+    "a picture of 16 bits and alpha": (
+        lambda root: save_black(root / "pictures" / "a.png", 16, 4),
+        DataError,
+        "pictures/a.png: its pixels are RGBA of 16 bits, expected 8 bits a channel; convert it",
+    ),
+    "an animated picture": (
+        lambda root: animate(root / "pictures" / "a.png"),
+        DataError,
+        "pictures/a.png: is animated, expected a single picture; save one frame of it",
+    ),
+    "a pipe": (
+        lambda root: replace(root / "pictures" / "a.png", os.mkfifo),
+        DataError,
+        "pictures/a.png: cannot be read (it is not a regular file), expected a whole PNG file; restore it",
+    ),
+    "a device": (
+        lambda root: replace(root / "labels" / "a.png", lambda path: path.symlink_to("/dev/zero")),
+        DataError,
+        "labels/a.png: cannot be read (it is not a regular file), expected a whole PNG file; restore it",
+    ),
+    "a folder of that name": (
+        lambda root: replace(root / "labels" / "a.png", Path.mkdir),
+        DataError,
+        "labels/a.png: cannot be read (",
+    ),
+    "more pixels than memory": (
+        lambda root: enlarge(root / "pictures" / "a.png"),
+        DataError,
+        "pictures/a.png: cannot be read (Image size (10000000000 pixels) exceeds limit of ",
     ),
     "no class": (
         lambda root: write(
@@ -176,6 +213,23 @@ FAULTS = {
         "labels/c.png: cannot be read (",
     ),
 }
+
+
+def replace(path, make):
+    path.unlink()
+    make(path)
+
+
+def animate(path):
+    frames = [Image.fromarray(PICTURE), Image.fromarray(PICTURE[::-1])]
+    frames[0].save(path, save_all=True, append_images=frames[1:])
+
+
+def enlarge(path):
+    """Let the header say 100,000×100,000 pixels."""
+    content = path.read_bytes()
+    header = b"IHDR" + struct.pack(">II", 100_000, 100_000) + content[24:29]
+    path.write_bytes(content[:12] + header + struct.pack(">I", zlib.crc32(header)) + content[33:])
 
 
 def cut_short(path):

@@ -16,7 +16,7 @@ from samestep import recipes
 from samestep.app.bounds import NumWorkers, Threads
 from samestep.app.command_line import Command, parse
 from samestep.app.output import lasting_output
-from samestep.errors import Error
+from samestep.errors import Error, one_line
 
 if TYPE_CHECKING:
     from samestep.app.settings import Settings
@@ -100,7 +100,7 @@ def _refuse(error: Error) -> int:
         from samestep.app.start import refuse
 
         return run_worker(lambda: refuse(error))
-    print(f"samestep: error: {error}", file=sys.stderr)
+    print(f"samestep: error: {one_line(str(error), max_chars=2000)}", file=sys.stderr)
     return error.exit_status
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from samestep.errors import Error, LostWorkerError
+from samestep.errors import Error, LostWorkerError, one_line
 from samestep.workers.transport import is_lost_connection
 
 __all__ = ["Failure", "root_cause"]
@@ -43,7 +43,7 @@ class Failure:
     def of(cls, error: BaseException) -> Failure:
         """Describe an exception that ended a worker."""
         if isinstance(error, Error):
-            line = " ".join(str(error).splitlines())
+            line = one_line(str(error), max_chars=2000)
             is_echo = isinstance(error, LostWorkerError)
             return cls(f"samestep: error: {line}\n", error.exit_status, is_error=True, is_echo=is_echo)
         if isinstance(error, KeyboardInterrupt):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -61,7 +62,7 @@ def _find(data_dir: Path) -> Path | None:
     """Return the folder that holds any batch file: `cifar-10-batches-bin` or `data_dir` itself."""
     names = [name for split in _BATCHES.values() for name in split]
     folders = (data_dir / _FOLDER, data_dir)
-    return next((folder for folder in folders if any((folder / name).exists() for name in names)), None)
+    return next((folder for folder in folders if any(os.path.exists(folder / name) for name in names)), None)
 
 
 class Cifar10:
@@ -156,11 +157,12 @@ def _reopen(split: Literal["train", "test"], folder: Path, num_records: int) -> 
 def _open(path: Path, num_records: int) -> NDArray[np.uint8]:
     """Map a batch file, uint8 [records, 3073], and check it."""
     remedy = f"delete {path.parent} and fetch it again, or unpack {_FILE} there yourself"
-    if not path.exists():
-        raise MissingFileError(f"{path}: not there, expected {num_records} records of CIFAR-10; {remedy}")
     try:
         _check_length(path, num_records, remedy)
         values = np.memmap(path, dtype=np.uint8, mode="r")
+    except FileNotFoundError:
+        missing = f"{path}: not there, expected {num_records} records of CIFAR-10; {remedy}"
+        raise MissingFileError(missing) from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error}); {remedy}") from error
     records = values.view(np.ndarray).reshape(num_records, _RECORD_BYTES)

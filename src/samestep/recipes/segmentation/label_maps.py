@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from samestep.errors import DataError, MissingFileError
+from samestep.checkpoint.durable import storage
+from samestep.errors import DataError, MissingFileError, one_line
 from samestep.workers.collectives import gather_objects
 from samestep.workers.job import Job
 
@@ -124,12 +129,14 @@ def _pairs(pictures: Path, labels: Path) -> list[tuple[Path, Path]]:
 
 
 def _by_stem(folder: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise MissingFileError(
             f"{folder}: no such folder, expected one with files {_named(suffixes)}; add it"
         )
+    with storage(folder, "read"):
+        paths = sorted(folder.iterdir())
     found: dict[str, Path] = {}
-    for path in sorted(folder.iterdir()):
+    for path in paths:
         if path.suffix.lower() not in suffixes or path.name.startswith("."):
             continue
         if path.stem in found:
@@ -146,10 +153,13 @@ def _named(suffixes: tuple[str, ...]) -> str:
 
 def _check_kinds(picture: Path, labels: Path) -> None:
     """Check kind and size, which the first bytes of the files hold."""
-    mode, size, _ = _open(picture)
-    if mode not in _PICTURE_MODES:
-        raise DataError(f"{picture}: its pixels are {mode}, expected 8 bits a channel; convert it")
-    mode, size_of_labels, depth = _open(labels)
+    mode, size, depth = _look(picture)
+    # Pillow keeps the upper 8 of 16 bits a channel, and opens them as if there were no more.
+    if mode not in _PICTURE_MODES or depth > 8:
+        raise DataError(
+            f"{picture}: its pixels are {mode} of {depth} bits, expected 8 bits a channel; convert it"
+        )
+    mode, size_of_labels, depth = _look(labels)
     # Pillow scales grey of fewer bits up to 255, and those of a palette not.
     if mode != "P" and (mode, depth) != ("L", 8):
         raise DataError(
@@ -163,29 +173,41 @@ def _check_kinds(picture: Path, labels: Path) -> None:
         )
 
 
-def _open(path: Path) -> tuple[str, tuple[int, int], int]:
-    """Return a file's mode in Pillow's terms, (width, height), and, for a PNG, the bits of a channel."""
-    try:
-        with path.open("rb") as file:
-            depth = file.read(25)[-1]  # of IHDR, which always comes first
-        with Image.open(path, formats=_FORMATS[path.suffix.lower()]) as image:
-            return image.mode, image.size, depth
-    except (*_UNREADABLE, IndexError) as error:
-        raise _unreadable(path, error) from error
+def _look(path: Path) -> tuple[str, tuple[int, int], int]:
+    """Return a file's mode in Pillow's terms, (width, height), and the bits of a channel."""
+    with _opened(path) as (image, file):
+        if image.format != "PNG":
+            return image.mode, image.size, 8
+        if getattr(image, "is_animated", False):
+            raise DataError(f"{path}: is animated, expected a single picture; save one frame of it")
+        file.seek(0)
+        return image.mode, image.size, file.read(25)[-1]  # of IHDR, which always comes first
 
 
 def _read(path: Path, mode: str | None = None) -> NDArray[np.uint8]:
+    with _opened(path) as (image, _):
+        return np.array(image if mode is None else image.convert(mode), dtype=np.uint8)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[Image.Image, BinaryIO]]:
+    """Open a picture; what goes wrong with it inside is a `DataError`."""
     try:
-        with Image.open(path, formats=_FORMATS[path.suffix.lower()]) as image:
-            return np.array(image if mode is None else image.convert(mode), dtype=np.uint8)
+        # Opening a pipe would wait for its other end.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError("it is not a regular file")
+            with Image.open(file, formats=_FORMATS[path.suffix.lower()]) as image:
+                yield image, file
+    except DataError:
+        raise
     except _UNREADABLE as error:
         raise _unreadable(path, error) from error
 
 
 def _unreadable(path: Path, error: Exception) -> DataError:
-    return DataError(
-        f"{path}: cannot be read ({error}), expected a whole {path.suffix[1:].upper()} file; restore it"
-    )
+    why, kind = one_line(str(error), 120), path.suffix[1:].upper()
+    return DataError(f"{path}: cannot be read ({why}), expected a whole {kind} file; restore it")
 
 
 def _pixels(size: tuple[int, int]) -> str:
