@@ -117,25 +117,25 @@ def from_word(kind: Any, word: str) -> object:
     """Return a word of the command line as a value of the type.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is none; says what is expected.
     """
     for one, bounds in alternatives(kind):
         with suppress(ValueError, TypeError):
             value = word if get_origin(one) is Literal else one(word)
             if word and _fits(one, bounds, value):  # Path("") is the current folder
                 return value
-    raise ValueError
+    raise ValueError(f"expected {describe(kind)}")
 
 
 def from_json(kind: Any, value: object) -> object:
     """Return a value of a JSON text as one of the type.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is none; says what is expected.
     """
     is_path = any(one is Path for one, _ in alternatives(kind))
     if is_path and isinstance(value, str):
         return from_word(kind, value)
     if not fits(kind, value):
-        raise ValueError
+        raise ValueError(f"expected {describe(kind)}")
     return value

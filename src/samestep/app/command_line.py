@@ -13,7 +13,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
-from samestep.app.bounds import alternatives, describe, from_word, kinds_of
+from samestep.app.bounds import alternatives, from_word, kinds_of
 from samestep.errors import ConfigError, one_line, shown
 
 __all__ = ["Command", "parse"]
@@ -150,9 +150,8 @@ def _convert(kind: Any, word: str) -> object:
     """Return a word of the command line as a value of the field's type."""
     try:
         return from_word(kind, word)
-    except ValueError:
-        problem = f"invalid value {shown(word)}, expected {describe(kind)}"
-        raise argparse.ArgumentTypeError(problem) from None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"invalid value {shown(word)}, {error}") from None
 
 
 def _metavar(kind: Any) -> str:

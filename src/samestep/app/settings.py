@@ -168,9 +168,8 @@ def _parse(path: Path, name: str, kind: Any, values: Mapping[str, Any]) -> Any:
         return None
     try:
         return from_json(kind, values[name])
-    except ValueError:
-        problem = f"{name} = {shown(values[name])}, expected {describe(kind)}"
-        raise DataError(f"{path}: {problem}; {_REMEDY}") from None
+    except ValueError as error:
+        raise DataError(f"{path}: {name} = {shown(values[name])}, {error}; {_REMEDY}") from None
 
 
 def _read(path: Path) -> dict[str, Any]:
