@@ -201,7 +201,7 @@ def option_of(chance):
 
 def environment_of(chance):
     found = {}
-    for variables, share in ((ENVIRONMENT, 0.1), (LAUNCHED, 0.02)):
+    for variables, share in ((ENVIRONMENT, 0.1), (LAUNCHED, 0.0)):
         if chance.random() < share:
             for name in chance.sample(list(variables), chance.randint(1, len(variables))):
                 found[name] = chance.choice(variables[name])
