@@ -1,11 +1,23 @@
+import numpy as np
 import pytest
+import torch
 
 from samestep.app.failures import Failure, root_cause
 from samestep.errors import ConfigError, DataError, LostWorkerError, NonFiniteError
 
 
+def raise_(error):
+    raise error
+
+
 def failure(time_ns, **attributes):
     return Failure("", 1, time_ns=time_ns, **attributes)
+
+
+def test_a_line_has_no_escape_codes_and_an_end():
+    text = Failure.of(ConfigError("\x1b[2J\udcff" + "×" * 5000)).text
+    assert text.startswith(r"samestep: error: \x1b[2J\udcff×")
+    assert len(text) < 2100
 
 
 @pytest.mark.parametrize(("error", "status"), [(ConfigError("a\nb"), 2), (NonFiniteError("a\nb"), 1)])
@@ -22,6 +34,26 @@ def test_any_other_exception_is_its_traceback():
     assert described.text.startswith("Traceback (most recent call last):\n")
     assert described.text.endswith("KeyError: 'x'\n")
     assert described.exit_status == 1
+
+
+@pytest.mark.parametrize(
+    ("allocate", "reason"),
+    [
+        (lambda: torch.empty(2**60, dtype=torch.uint8), "DefaultCPUAllocator: "),
+        (lambda: np.empty(2**60, np.uint8), "Unable to allocate 1.00 EiB for an array"),
+        (lambda: bytes(2**62), "MemoryError"),
+        (lambda: raise_(torch.OutOfMemoryError("CUDA\nout")), "CUDA out"),
+    ],
+)
+def test_what_memory_has_no_room_for_is_one_line(allocate, reason):
+    with pytest.raises((RuntimeError, MemoryError)) as raised:
+        allocate()
+    described = Failure.of(raised.value)
+    assert described.text.startswith("samestep: error: out of memory: ")
+    assert reason in described.text
+    assert described.text.endswith("; lower --batch-size, or raise --towers, so that each has fewer rows\n")
+    assert (described.text.count("\n"), described.exit_status) == (1, 1)
+    assert not described.is_error  # one worker has met it: it is told whichever that is
 
 
 @pytest.mark.parametrize(

@@ -152,3 +152,9 @@ def test_a_run_goes_on_without_its_reader(monkeypatch, tmp_path, capfd):
         "samestep: stdout cannot be written to (Broken pipe); going on without it\n"
     )
     assert [path.name for path in all_checkpoints(tmp_path)] == ["step-00000002"]
+    with full_disk() as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        assert cli.main(["digest", str(tmp_path)]) == 1  # nobody got what it is for
+    assert "No space left on device" in capfd.readouterr().err
+    monkeypatch.undo()
+    assert cli.main(["digest", str(tmp_path)]) == 0

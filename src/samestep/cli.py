@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from samestep import recipes
 from samestep.app.bounds import NumWorkers, Threads
 from samestep.app.command_line import Command, parse
-from samestep.app.output import lasting_output
+from samestep.app.output import is_stdout_lost, lasting_output
 from samestep.errors import Error, one_line
 
 if TYPE_CHECKING:
@@ -154,8 +154,8 @@ def _check(settings: Settings) -> int:
 def _digest(command: Digest) -> int:
     from samestep.app.run_folder import read_digest
 
-    print(read_digest(command.path))
-    return 0
+    print(read_digest(command.path), flush=True)
+    return 1 if is_stdout_lost() else 0  # it does nothing else
 
 
 def _on_workers(settings: Settings, words: list[str], work: Callable[[Job], int], **options: object) -> int:

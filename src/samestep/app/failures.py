@@ -46,6 +46,10 @@ class Failure:
             line = one_line(str(error), max_chars=2000)
             is_echo = isinstance(error, LostWorkerError)
             return cls(f"samestep: error: {line}\n", error.exit_status, is_error=True, is_echo=is_echo)
+        if _is_out_of_memory(error):
+            line = one_line(str(error) or type(error).__name__)
+            remedy = "lower --batch-size, or raise --towers, so that each has fewer rows"
+            return cls(f"samestep: error: out of memory: {line}; {remedy}\n", 1)
         if isinstance(error, KeyboardInterrupt):
             return cls.of_status(INTERRUPTED)
         if isinstance(error, SystemExit) and isinstance(error.code, int | None):
@@ -74,6 +78,12 @@ class Failure:
         if not path.is_file():
             return None
         return cls(**json.loads(path.read_text(encoding="utf-8"))["samestep"])
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    # On a CPU, torch raises a RuntimeError that nothing but its text tells from others.
+    is_torchs = isinstance(error, RuntimeError) and "DefaultCPUAllocator: " in str(error)
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or is_torchs
 
 
 def root_cause(failures: Iterable[tuple[int, Failure]]) -> tuple[int, Failure]:

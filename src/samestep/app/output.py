@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
-__all__ = ["lasting_output"]
+__all__ = ["is_stdout_lost", "lasting_output"]
 
 
 @contextmanager
@@ -33,6 +33,11 @@ def lasting_output() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
+def is_stdout_lost() -> bool:
+    """Whether something that was printed to stdout has been lost."""
+    return isinstance(sys.stdout, _Lasting) and sys.stdout.is_lost
+
+
 class _Lasting:
     """A text file that drops what the one below it does not take, and says so once in another."""
 
@@ -40,7 +45,7 @@ class _Lasting:
         self._name = name
         self._file = file
         self._told = told
-        self._is_lost = False
+        self.is_lost = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
@@ -58,7 +63,7 @@ class _Lasting:
         return False
 
     def _try(self, action: Callable[[TextIO], object]) -> None:
-        if self._is_lost:
+        if self.is_lost:
             return
         try:
             if self._file is None:
@@ -67,7 +72,7 @@ class _Lasting:
         except BlockingIOError:
             pass  # a pipe that its reader made non-blocking, and that is full for now
         except (OSError, ValueError) as error:
-            self._is_lost = True
+            self.is_lost = True
             _discard(self._file)
             if self._told is not None:
                 reason = getattr(error, "strerror", None) or error
