@@ -4,7 +4,7 @@ import re
 import pytest
 import torch
 
-from samestep.app.display import Display
+from samestep.app.display import Display, _console
 from samestep.app.training import train
 from samestep.recipes.digits.recipe import DigitsSettings
 from samestep.towers.report import Report
@@ -50,3 +50,13 @@ def test_the_noise_scale_is_printed_with_the_summaries_and_at_the_end(tmp_path, 
         display.show(Report(step, 8, zero, zero, []))
         lines = [line for line in capsys.readouterr().out.splitlines() if "noise" in line]
         assert lines == ([expected] if expected and step + 1 in (2, 4, 5) else [])
+
+
+@pytest.mark.parametrize("name", ["COLUMNS", "LINES"])
+@pytest.mark.parametrize("value", ["0", "1", "-1", "²", "", "9" * 30])
+def test_whatever_the_environment_says_of_the_terminal_there_is_room(monkeypatch, capsys, name, value):
+    monkeypatch.setenv(name, value)
+    console = _console()
+    assert min(console.size) > 0
+    console.print("step 1", soft_wrap=True)
+    assert capsys.readouterr().out == "step 1\n"
