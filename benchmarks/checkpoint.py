@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import samestep
+from samestep.app.lock import RunLock
 from samestep.app.run_folder import all_checkpoints
 from samestep.app.writer import CheckpointWriter
 from samestep.checkpoint.objects import TrainingObjects
@@ -58,7 +59,7 @@ def block(
     """Take steps; return the seconds of all, and those of the snapshot if one is written."""
     start_s = snapshot_s = time.perf_counter()
     if objects is not None:
-        writer.write(take_snapshot(objects))
+        writer.write(objects.towers.step, partial(take_snapshot, objects))
         snapshot_s = time.perf_counter()
     for _ in range(num_steps):
         step()
@@ -75,15 +76,14 @@ def in_ms(values: Sequence[float]) -> str:
 def measure(arguments: argparse.Namespace, run_dir: Path, job: samestep.Job) -> str:
     """Return the report."""
     objects, step = training(arguments.megabytes, job)
-    written = objects if job.is_first else None
     without_s, with_s, snapshots_s = [], [], []
-    with CheckpointWriter(run_dir, keep_last=1) as writer:
-        block(step, 5, writer, written)
-        num_steps = steps_for_a_checkpoint(step, writer, written, job)
+    with RunLock(run_dir, job) as lock, CheckpointWriter(lock, keep_last=1) as writer:
+        block(step, 5, writer, objects)
+        num_steps = steps_for_a_checkpoint(step, writer, objects, job)
         for round_number in range(arguments.rounds):
             for is_written in (False, True) if round_number % 2 else (True, False):
                 job.barrier()
-                took_s, snapshot_s = block(step, num_steps, writer, written if is_written else None)
+                took_s, snapshot_s = block(step, num_steps, writer, objects if is_written else None)
                 (with_s if is_written else without_s).append(took_s)
                 snapshots_s += [snapshot_s] if is_written else []
     steps_s = [took_s / num_steps for took_s in without_s]

@@ -10,6 +10,7 @@ from torch import nn
 
 import samestep
 from samestep.app.evaluation import evaluate
+from samestep.app.lock import RunLock
 from samestep.app.resume import resume
 from samestep.app.training import train
 from samestep.errors import ConfigError
@@ -206,8 +207,10 @@ def test_a_run_goes_on_with_the_same_bits(settings, tmp_path):
     for name, stops in {"whole": [4], "parts": [3, 4]}.items():
         for stop in stops:
             train(settings(steps=stop, run_dir=tmp_path / name), job)
-        experiment = settings(run_dir=tmp_path / name).build(job)
-        resume(experiment, settings(run_dir=tmp_path / name))
+        continued = settings(run_dir=tmp_path / name)
+        experiment = continued.build(job)
+        with RunLock(continued.run_dir, job) as lock:
+            resume(experiment, continued, lock)
         digests[name] = [samestep.digest(model) for model in (experiment.model, experiment.evaluated)]
     assert digests["whole"] == digests["parts"]
     assert len(set(digests["whole"])) == 2

@@ -2,7 +2,9 @@ import errno
 import fcntl
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -107,13 +109,156 @@ def test_a_holder_that_says_nothing_fit_to_print(tmp_path, text):
             RunLock(tmp_path, JOB, wait_s=0).__enter__()
 
 
-def test_a_link_is_not_followed(tmp_path):
-    target = tmp_path / "precious"
-    target.write_text("mine")
-    (tmp_path / "lock").symlink_to(target)
-    with pytest.raises(StorageError, match="lock: cannot be written"):
+# ---- what is planted -----------------------------------------------------------------------------------
+
+
+def precious(run_dir):
+    (run_dir.parent / "precious").write_text("mine")
+    return run_dir.parent / "precious"
+
+
+PLANTED = {
+    "link": lambda lock: lock.symlink_to(precious(lock.parent)),
+    "second name": lambda lock: lock.hardlink_to(precious(lock.parent)),
+    "pipe": os.mkfifo,
+    "folder": os.mkdir,
+    "socket": lambda lock: socket.socket(socket.AF_UNIX).bind(os.path.relpath(lock)),
+    "link to nothing": lambda lock: lock.symlink_to(lock.with_name("nothing")),
+}
+
+
+@pytest.mark.filterwarnings("ignore:unclosed <socket")
+@pytest.mark.parametrize("kind", PLANTED)
+def test_what_is_no_lock_is_refused_and_never_written_to(tmp_path, kind, monkeypatch):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    monkeypatch.chdir(run_dir)
+    PLANTED[kind](run_dir / "lock")
+    before = os.listdir(run_dir)
+    with pytest.raises(StorageError, match=f"{run_dir}/lock: ") as caught:
+        RunLock(run_dir, JOB, wait_s=0).__enter__()
+    assert caught.value.exit_status == 2
+    assert "\n" not in str(caught.value)
+    assert os.listdir(run_dir) == before
+    assert precious(run_dir).read_text() == "mine"
+
+
+def test_a_file_of_the_user_s_that_has_the_name_keeps_its_text(tmp_path):
+    (tmp_path / "lock").write_text("dependencies:\n")
+    with RunLock(tmp_path, JOB), pytest.raises(LockedError, match="another process trains there"):
         RunLock(tmp_path, JOB, wait_s=0).__enter__()
-    assert target.read_text() == "mine"
+    assert (tmp_path / "lock").read_text() == "dependencies:\n"
+
+
+@pytest.mark.parametrize("kind", ["file", "link to nothing", "pipe"])
+def test_checkpoints_that_are_no_folder_are_found_at_the_start(tmp_path, kind):
+    path = tmp_path / "checkpoints"
+    {"file": os.mknod, "pipe": os.mkfifo, "link to nothing": PLANTED["link to nothing"]}[kind](path)
+    with pytest.raises(StorageError, match=f"{path}: cannot be written") as caught:
+        RunLock(tmp_path, JOB).__enter__()
+    assert caught.value.exit_status == 2
+    path.unlink()
+    with RunLock(tmp_path, JOB, wait_s=0):
+        pass
+
+
+# ---- what happens to the folder while it is held -----------------------------------------------------------
+
+
+def moved(run_dir):
+    run_dir.rename(run_dir.with_name("elsewhere"))
+    return run_dir
+
+
+def replaced(run_dir):
+    moved(run_dir).mkdir()
+    (run_dir / "lock").touch()
+    (run_dir / "checkpoints").mkdir()
+    return run_dir
+
+
+def linked(run_dir):
+    replaced(run_dir).rename(run_dir.with_name("other"))
+    run_dir.symlink_to(run_dir.with_name("other"))
+    return run_dir
+
+
+def deleted(run_dir):
+    shutil.rmtree(run_dir)
+    return run_dir
+
+
+def deleted_and_made(run_dir):
+    deleted(run_dir).mkdir()
+    return run_dir
+
+
+def file(run_dir):
+    moved(run_dir).touch()
+    return run_dir
+
+
+def without_lock(run_dir):
+    (run_dir / "lock").unlink()
+    return run_dir / "lock"
+
+
+def other_lock(run_dir):
+    without_lock(run_dir).touch()
+    return run_dir / "lock"
+
+
+def without_checkpoints(run_dir):
+    return moved(run_dir / "checkpoints")
+
+
+def other_checkpoints(run_dir):
+    (run_dir / "other").mkdir()
+    moved(run_dir / "checkpoints").symlink_to(run_dir / "other")
+    return run_dir / "checkpoints"
+
+
+CHANGES = (
+    *(moved, replaced, linked, deleted, deleted_and_made, file),
+    *(without_lock, other_lock, without_checkpoints, other_checkpoints),
+)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_folder_that_is_another_one_is_not_written_to(tmp_path, change):
+    run_dir = tmp_path / "run"
+    with RunLock(run_dir, JOB) as held:
+        held.check()
+        place = change(run_dir)
+        for write in (held.check, lambda: held.checkpoints):
+            with pytest.raises(StorageError) as caught:
+                write()
+            assert str(caught.value) == (
+                f"{place}: was moved, deleted or replaced while the run was on: nothing more is written "
+                "there; put it back, or choose another --run-dir"
+            )
+            assert caught.value.exit_status == 1
+
+
+def test_another_folder_mounted_over_it(tmp_path):
+    with RunLock(tmp_path, JOB) as held:
+        if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", tmp_path], capture_output=True).returncode:
+            pytest.skip("mounting is not permitted here")
+        try:
+            with pytest.raises(StorageError, match=f"{tmp_path}: was moved, deleted or replaced"):
+                held.check()
+        finally:
+            subprocess.run(["umount", tmp_path], check=True)
+        held.check()
+
+
+def test_a_folder_that_still_has_its_path_is_written_to(tmp_path, monkeypatch):
+    run_dir = tmp_path / "run"
+    monkeypatch.chdir(tmp_path)
+    with RunLock(run_dir.relative_to(tmp_path), JOB) as held:
+        moved(run_dir).symlink_to(tmp_path / "elsewhere")
+        monkeypatch.chdir("/")
+        held.check()
 
 
 def test_a_run_folder_that_is_a_file(tmp_path):
@@ -127,8 +272,8 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    with pytest.raises(OSError, match="No locks"), RunLock(tmp_path, JOB):
-        monkeypatch.setattr(fcntl, "flock", no_locks)
+    with RunLock(tmp_path, JOB):
+        pass
     assert (
         capsys.readouterr().err
         == f"samestep: {tmp_path}: the file system has no locks; do not start a second run there\n"

@@ -5,8 +5,11 @@ import json
 import re
 import shutil
 import subprocess
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -19,12 +22,13 @@ from torch.optim.swa_utils import AveragedModel
 
 import samestep
 from samestep import cli, recipes
-from samestep.app import lock
+from samestep.app import evaluation, lock
 from samestep.app.experiment import Experiment
 from samestep.app.lock import RunLock
 from samestep.app.run_folder import all_checkpoints, checkpoint_path
 from samestep.app.settings import Settings
 from samestep.app.training import train
+from samestep.errors import StorageError
 from samestep.recipes.digits.data import Digits
 from samestep.recipes.digits.recipe import accuracy, count_right, loss_of
 from samestep.summation.placement import Placement
@@ -46,10 +50,13 @@ class Tiny(Settings):
     checkpoint_every: int = 2
     keep_checkpoints: int = 4
     device: str = "cpu"
+    learning_rate: float = 0.1
+    data_dir: Path | None = None
 
     recipe: ClassVar[str] = "tiny"
     hidden: ClassVar[int] = 5
     stop_before: ClassVar[int | None] = None
+    free: ClassVar[frozenset[str]] = Settings.free | {"data_dir"}
 
     def build(self, job):
         torch.manual_seed(self.seed)
@@ -57,7 +64,7 @@ class Tiny(Settings):
             nn.Flatten(), nn.Linear(64, self.hidden), nn.Dropout(0.1), nn.Linear(self.hidden, 10)
         )
         towers = samestep.Towers(model, self.towers, job=job, seed=self.seed)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = torch.optim.SGD(model.parameters(), lr=self.learning_rate, momentum=0.9)
 
         def loss(model, batch):
             if towers.step == self.stop_before:
@@ -153,15 +160,11 @@ def test_damaged_checkpoints_are_named_and_set_aside_and_training_goes_on(whole,
     status, lines, digest = run(run_dir, capsys)
     assert (status, digest) == (0, digest_of(whole))
     endings = [line.rpartition("; ")[2] for line in lines]
-    assert endings == [
-        "set aside as step-00000008.damaged",
-        "set aside as step-00000006.damaged",
-        "set aside as step-00000012.unfinished",
-    ]
+    assert endings == ["set aside as step-00000008.damaged", "set aside as step-00000006.damaged"]
     assert all(line.startswith(f"samestep: {run_dir}/checkpoints/") for line in lines)
     assert names(run_dir) == [
         *("step-00000004", "step-00000006", "step-00000006.damaged"),
-        *("step-00000008", "step-00000008.damaged", "step-00000012.unfinished"),
+        *("step-00000008", "step-00000008.damaged"),
     ]
     for step in (4, 6, 8):
         assert contents(checkpoint_path(run_dir, step)) == contents(checkpoint_path(whole, step))
@@ -185,9 +188,8 @@ def test_none_whole_starts_nothing_over(whole, run_dir, capsys):
 def test_a_first_checkpoint_that_was_not_finished_is_no_start(whole, tmp_path, capsys):
     unfinished = tmp_path / "checkpoints" / ".step-00000002.unfinished"
     shutil.copytree(checkpoint_path(whole, 2), unfinished)
-    status, lines, digest = run(tmp_path, capsys)
-    assert (status, digest) == (0, digest_of(whole))
-    assert [line.rpartition("; ")[2] for line in lines] == ["set aside as step-00000002.unfinished"]
+    assert run(tmp_path, capsys) == (0, [], digest_of(whole))
+    assert not unfinished.exists()
 
 
 def test_old_checkpoints_go_and_milestones_stay(tmp_path):
@@ -212,10 +214,13 @@ def test_another_fingerprint_is_said_and_training_goes_on(whole, run_dir, capsys
 # ---- what is refused -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("noted", [True, False], ids=["settings.json", "manifest"])
+@pytest.mark.parametrize("noted", [True, False], ids=["settings.json", "checkpoint"])
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
+        ("--learning-rate", "0.2", "with learning_rate = 0.1, not 0.2"),
+        ("--autocast", "bf16", "with autocast = none, not bf16"),
+        ("--data-dir", "elsewhere", "with data_dir = None, not elsewhere"),
         ("--towers", "4", "with towers = 3, not 4"),
         ("--seed", "1", "with seed = 0, not 1"),
         ("--batch-size", "499", "with batch_size = 500, not 499"),
@@ -290,10 +295,74 @@ def test_evaluation_names_a_damaged_one_and_uses_the_one_before(run_dir, capsys)
     assert kept(run_dir).keys() == before.keys()
 
 
+# ---- a folder that is moved ------------------------------------------------------------------------------
+
+
+@dataclass
+class Mover:
+    """Changes the run folder when step 3 begins, once the checkpoint of step 2 is on the disk."""
+
+    run_dir: Path
+    change: Callable[[], object]
+    is_done: bool = False
+
+    def __eq__(self, step):
+        if step == 3 and not self.is_done:
+            self.is_done = True
+            while names(self.run_dir) != ["step-00000002"]:
+                time.sleep(0.01)
+            self.change()
+        return False
+
+
+def test_a_run_whose_folder_was_moved_leaves_the_new_one_alone(whole, tmp_path, monkeypatch):
+    run_dir, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+
+    def start_another():
+        run_dir.rename(elsewhere)
+        shutil.copytree(whole, run_dir)
+
+    monkeypatch.setattr(Tiny, "stop_before", Mover(run_dir, start_another))
+    with pytest.raises(StorageError, match=f"{run_dir}: was moved, deleted or replaced") as caught:
+        train(Tiny(run_dir=run_dir, keep_checkpoints=1), JOB)
+    assert caught.value.exit_status == 1
+    assert contents(run_dir) == contents(whole)
+    assert names(elsewhere) == ["step-00000002"]
+    monkeypatch.setattr(Tiny, "stop_before", None)
+    train(Tiny(run_dir=elsewhere), JOB)
+    assert digest_of(elsewhere) == digest_of(whole)
+
+
+def test_a_run_whose_folder_was_deleted_does_not_make_it_again(tmp_path, monkeypatch):
+    run_dir = tmp_path / "run"
+    monkeypatch.setattr(Tiny, "stop_before", Mover(run_dir, lambda: shutil.rmtree(run_dir)))
+    with pytest.raises(StorageError, match=f"{run_dir}.*: was moved, deleted or replaced"):
+        train(Tiny(run_dir=run_dir), JOB)
+    assert not run_dir.exists()
+
+
+def test_an_evaluation_that_follows_a_folder_ends_when_it_is_another_one(run_dir, capsys, monkeypatch):
+    for step in (4, 6, 8):
+        shutil.rmtree(checkpoint_path(run_dir, step))
+
+    def replace(_):
+        run_dir.rename(run_dir.with_name("elsewhere"))
+        shutil.copytree(run_dir.with_name("elsewhere"), run_dir)
+
+    monkeypatch.setattr(evaluation.time, "sleep", replace)
+    assert cli.main(["eval", str(run_dir), "--follow", "--workers", "1"]) == 2
+    out, err = capsys.readouterr()
+    assert out.count(": step 2: ") == 1
+    assert err == f"samestep: error: {run_dir}: was moved, deleted or replaced; name the run folder again\n"
+
+
 # ---- the disk ------------------------------------------------------------------------------------------
 
 
-def test_a_disk_that_fills_up_ends_the_run_in_one_line_and_it_goes_on_later(whole, tmp_path, capsys):
+def test_a_disk_that_fills_up_ends_the_run_in_one_line_and_it_goes_on_later(
+    whole, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(Tiny, "free", Tiny.free | {"steps"})
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", tmp_path], capture_output=True
     )
@@ -306,11 +375,9 @@ def test_a_disk_that_fills_up_ends_the_run_in_one_line_and_it_goes_on_later(whol
         with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as stream:
             while stream.write(bytes(4096)):
                 pass
-        settings = tmp_path / "settings.json"
-        settings.write_text(settings.read_text().replace('"steps": 4', '"steps": 8'))
         before = contents(checkpoint_path(tmp_path, 4))
         status, lines, _ = run(tmp_path, capsys)
-        assert status == 2
+        assert status == 1
         (line,) = lines
         assert line.endswith("(No space left on device); free space on the disk")
         assert names(tmp_path) == ["step-00000002", "step-00000004"]

@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 import re
 import shutil
 
@@ -18,6 +20,7 @@ from samestep.app.run_folder import (
     set_aside,
     tidy,
 )
+from samestep.checkpoint.folder import Folder
 from samestep.errors import DataError, MissingFileError
 
 from . import forgery
@@ -35,6 +38,10 @@ def originals(tmp_path_factory):
 @pytest.fixture
 def run_dir(originals, tmp_path):
     return shutil.copytree(originals, tmp_path / "run")
+
+
+def held(run_dir):
+    return Folder.open(run_dir / "checkpoints")
 
 
 def names(run_dir):
@@ -72,10 +79,6 @@ def incomplete(path):
     (path / "training.json").unlink()
 
 
-def littered(path):
-    (path / "core").write_bytes(b"\0")
-
-
 def without_words(path):
     (path / "manifest.json").write_bytes(b"")
 
@@ -108,7 +111,6 @@ DAMAGE = {
     truncated: r"/model.safetensors: has 100 bytes, expected \d+",
     flipped: "/training.safetensors: its SHA-256 is not the manifest's",
     incomplete: "/training.json: is not there",
-    littered: "/core: is not in the manifest",
     without_words: "/manifest.json: is not the manifest of a checkpoint .*",
     without_manifest: "/manifest.json: is not there",
     empty: "/manifest.json: is not there",
@@ -126,7 +128,7 @@ def test_a_damaged_one_is_named_and_set_aside_and_the_one_before_used(run_dir, d
     result = newest_whole(run_dir)
     assert result.found.manifest.step == 20
     assert (names(run_dir), capsys.readouterr().err) == (before, "")
-    set_aside(result)
+    set_aside(result, held(run_dir))
     expected = f"samestep: {re.escape(str(path))}{DAMAGE[damage]}; set aside as step-00000300.damaged\n"
     assert re.fullmatch(expected, capsys.readouterr().err)
     assert names(run_dir) == ["step-00000001", "step-00000020", "step-00000300.damaged"]
@@ -137,7 +139,7 @@ def test_several_damaged_ones(run_dir, capsys):
     truncated(checkpoint_path(run_dir, 300))
     incomplete(checkpoint_path(run_dir, 20))
     (run_dir / "checkpoints" / "step-00000300.damaged").mkdir()
-    set_aside(newest_whole(run_dir))
+    set_aside(newest_whole(run_dir), held(run_dir))
     assert len(capsys.readouterr().err.splitlines()) == 2
     assert names(run_dir) == [
         "step-00000001",
@@ -187,21 +189,35 @@ def test_one_that_the_run_deletes_while_it_is_read_is_not_damaged(run_dir, monke
     assert (result.found.manifest.step, result.damaged) == (20, ())
 
 
-def test_what_a_killed_run_left_is_tidied(run_dir, capsys):
+def test_what_a_killed_run_left_is_deleted_and_nothing_else(run_dir):
     folder = run_dir / "checkpoints"
-    for name in (".step-00000400.unfinished", "step-00000400.unfinished", ".step-00000001.deleted"):
+    others = [".DS_Store", ".step-1.unfinished", ".step-by-step.deleted", "step-00000001.damaged"]
+    for name in (".step-00000400.unfinished", ".step-00000001.deleted", *others):
         (folder / name).mkdir()
-    tidy(run_dir)
-    assert names(run_dir)[3:] == ["step-00000400.unfinished", "step-00000400.unfinished-2"]
-    line = f"{folder}/.step-00000400.unfinished: was not finished; set aside as step-00000400.unfinished-2"
-    assert capsys.readouterr().err == f"samestep: {line}\n"
+    tidy(held(run_dir))
+    assert names(run_dir) == sorted([*others, "step-00000001", "step-00000020", "step-00000300"])
     assert newest_whole(run_dir).found.manifest.step == 300
 
 
-def test_what_is_left_of_a_first_checkpoint_is_no_checkpoint(tmp_path, capsys):
+def test_one_that_cannot_be_deleted_yet_is_deleted_later(run_dir, monkeypatch):
+    """On NFS, a file that a reader has open keeps its folder."""
+    remove = Folder.remove
+
+    def fail(*_):
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+
+    monkeypatch.setattr(Folder, "remove", fail)
+    prune(held(run_dir), keep_last=2)
+    assert names(run_dir) == [".step-00000001.deleted", "step-00000020", "step-00000300"]
+    monkeypatch.setattr(Folder, "remove", remove)
+    prune(held(run_dir), keep_last=2)
+    assert names(run_dir) == ["step-00000020", "step-00000300"]
+
+
+def test_what_is_left_of_a_first_checkpoint_is_no_checkpoint(tmp_path):
     (tmp_path / "checkpoints" / ".step-00000400.unfinished").mkdir(parents=True)
     assert newest_whole(tmp_path).found is None
-    tidy(tmp_path)
+    tidy(held(tmp_path))
     assert newest_whole(tmp_path).found is None
 
 
@@ -210,7 +226,7 @@ def test_what_is_left_of_a_first_checkpoint_is_no_checkpoint(tmp_path, capsys):
     [(1, 0, [300]), (2, 0, [20, 300]), (1, 10, [20, 300]), (1, 1, [1, 20, 300]), (5, 0, [1, 20, 300])],
 )
 def test_the_last_ones_and_milestones_are_kept(run_dir, keep_last, keep_every, kept):
-    prune(run_dir, keep_last=keep_last, keep_every=keep_every)
+    prune(held(run_dir), keep_last=keep_last, keep_every=keep_every)
     assert names(run_dir) == [f"step-{step:08d}" for step in kept]
 
 
@@ -219,17 +235,19 @@ def test_clearing_leaves_what_is_not_ours(run_dir):
     (folder / "step-00000001.damaged").mkdir()
     (folder / ".step-00000001.unfinished").mkdir()
     (folder / "step-00000002").symlink_to(run_dir)
-    (folder / "notes").write_text("mine")
-    clear(run_dir)
-    assert names(run_dir) == ["notes"]
+    others = ["notes", "step-by-step.md", "step-00000001.mine"]
+    for name in others:
+        (folder / name).write_text("mine")
+    clear(held(run_dir))
+    assert names(run_dir) == sorted(others)
 
 
 def test_checkpoints_may_lie_on_another_disk(run_dir, tmp_path):
     (run_dir / "checkpoints").rename(tmp_path / "disk")
     (run_dir / "checkpoints").symlink_to(tmp_path / "disk")
-    prune(run_dir, keep_last=2)
+    prune(held(run_dir), keep_last=2)
     assert newest_whole(run_dir).found.manifest.step == 300
-    clear(run_dir)
+    clear(held(run_dir))
     assert list((tmp_path / "disk").iterdir()) == []
 
 

@@ -97,6 +97,8 @@ class MissingFileError(Error, FileNotFoundError):
 class StorageError(Error, OSError):
     """A file cannot be written or read: the disk is full, read-only or broken, or permission is missing."""
 
+    exit_status = 1
+
 
 class LockedError(Error, RuntimeError):
     """Another process trains in the run folder."""

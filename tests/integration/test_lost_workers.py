@@ -21,7 +21,7 @@ def the_others_report(workers, victim, how):
     for worker in others:
         left = "|".join(map(str, others - {worker}))
         who = rf"worker (?:({victim}) {how}|(?:{left}) is gone) \("
-        reported = rf"samestep: error: step (\d+), (?:gradients|averages|norms): {who}"
+        reported = rf"samestep: error: step (\d+), (?:gradients|averages|norms|checkpoint .*): {who}"
         found.append(re.search(reported, workers.output(worker)))
         assert found[-1], workers.output(worker)
     assert any(match[2] for match in found)

@@ -17,7 +17,9 @@ from samestep.app.experiment import Experiment
 from samestep.app.run_folder import all_checkpoints, find_newest, print_damaged, search
 from samestep.app.settings import Settings
 from samestep.app.summaries import write_metrics
+from samestep.checkpoint.durable import storage
 from samestep.checkpoint.files import Found
+from samestep.checkpoint.folder import Folder
 from samestep.checkpoint.objects import TrainingObjects
 from samestep.checkpoint.snapshot import restore
 from samestep.towers.batch import GlobalBatch
@@ -69,9 +71,11 @@ def _checkpoints(settings: Settings, job: Job) -> Iterator[Found]:
     step, refused = -1, set[Path]()
     if job.is_first and not all_checkpoints(settings.run_dir):
         print(f"{settings.run_dir}: no checkpoint yet; waiting for the first", flush=True)
+    with storage(settings.run_dir, "read"):
+        held = Folder.open(settings.run_dir) if job.is_first else None
     while step != settings.steps:
         # What worker 0 sees counts, and the others wait for no more than a second.
-        look = partial(search, settings.run_dir, newer_than=step, refused=refused)
+        look = partial(search, settings.run_dir, newer_than=step, refused=refused, held=held)
         result = from_first_worker(job, look)
         refused.update(path for path, _ in result.damaged)
         if job.is_first:

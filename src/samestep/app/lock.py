@@ -1,19 +1,19 @@
-"""One run in a run folder at a time."""
+"""One run in a run folder at a time, and in that very folder, whatever its path leads to later."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
+import re
 import socket
 import sys
-import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
 
-from samestep.checkpoint.durable import make_folder, storage
-from samestep.errors import LockedError
+from samestep.checkpoint.durable import storage
+from samestep.checkpoint.file_lock import FileLock
+from samestep.checkpoint.folder import Folder
+from samestep.errors import LockedError, StorageError
 from samestep.workers.agreement import from_first_worker
 from samestep.workers.job import Job
 
@@ -22,19 +22,17 @@ __all__ = ["WAIT_S", "RunLock"]
 WAIT_S = 5.0
 """Seconds that the holder has to end: a launcher may start new workers while old ones still die."""
 
-_POLL_S = 0.1
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-
-_held: set[int] = set()
+_HOLDER = re.compile(r"(PID \d+ on .*)?")
 
 
 class RunLock:
     """Holds a run folder for this job.
 
     Worker 0 locks the file `lock` in the folder with flock(2), which the kernel releases when the process
-    ends, however it ends. On a file system without locks there is a warning, and training goes on.
+    ends, however it ends, and keeps the folder and its `checkpoints` open. On a file system without locks
+    there is a warning, and training goes on.
 
-        with RunLock(run_dir, job):
+        with RunLock(run_dir, job) as lock:
             ...
 
     Args:
@@ -48,69 +46,76 @@ class RunLock:
     """
 
     def __init__(self, run_dir: Path, job: Job, *, wait_s: float | None = None) -> None:
-        self._file = run_dir / "lock"
-        self._job = job
+        self.run_dir = run_dir
+        self.job = job
         self._wait_s = WAIT_S if wait_s is None else wait_s
-        self._descriptor: int | None = None
+        self._open = ExitStack()
+        self._folders: tuple[Folder, Folder] | None = None
+        self._lock: FileLock | None = None
 
     def __enter__(self) -> RunLock:
-        from_first_worker(self._job, self._acquire)
+        from_first_worker(self.job, self._acquire, f"{self.run_dir}, which worker 0 locks")
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._descriptor in _held:
-            _held.discard(self._descriptor)
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # also where a child process has inherited it
-            os.close(self._descriptor)
+        self._open.close()
+
+    @property
+    def checkpoints(self) -> Folder:
+        """The folder of the run's checkpoints, on worker 0, after a look whether it is still where it was.
+
+        Raises:
+            StorageError: it is not.
+        """
+        self.check()
+        assert self._folders is not None
+        return self._folders[1]
+
+    def check(self) -> None:
+        """Check, before something is written, that the run's path leads to the folder that is locked.
+
+        Raises:
+            StorageError: it was moved, deleted or replaced.
+        """
+        if self._folders is None or self._lock is None:
+            return  # not worker 0
+        with storage(self.run_dir):
+            places = [folder.path for folder in self._folders if not folder.is_there()]
+            if not places and not self._lock.is_there():
+                places.append(self.run_dir / "lock")
+        if places:
+            raise StorageError(
+                f"{places[0]}: was moved, deleted or replaced while the run was on: nothing more is written "
+                "there; put it back, or choose another --run-dir"
+            )
 
     def _acquire(self) -> None:
-        with storage(self._file):
-            make_folder(self._file.parent)
-            descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-            try:
-                self._wait_for(descriptor)
-            except BaseException:
-                os.close(descriptor)
-                raise
-        self._descriptor = descriptor
-        _held.add(descriptor)
-        with suppress(OSError):  # the holder's name is for messages only
-            os.ftruncate(descriptor, 0)
+        try:
+            with storage(self.run_dir), ExitStack() as stack:
+                folder = stack.enter_context(Folder.open(self.run_dir, make=True))
+                lock = FileLock(folder, "lock")
+                if not lock.acquire(self._wait_s):
+                    raise LockedError(self._explain(lock.text))
+                stack.callback(lock.release)
+                self._sign(lock)
+                checkpoints = stack.enter_context(folder.folder("checkpoints", make=True))
+                self._folders, self._lock, self._open = (folder, checkpoints), lock, stack.pop_all()
+        except StorageError as error:
+            error.exit_status = 2  # the command names a folder that is of no use
+            raise
+
+    def _sign(self, lock: FileLock) -> None:
+        """Write down who holds it, for messages only, unless a file of somebody else's has the name."""
+        if not lock.is_real:
+            print(
+                f"samestep: {self.run_dir}: the file system has no locks; do not start a second run there",
+                file=sys.stderr,
+            )
+        if _HOLDER.fullmatch(lock.read()):
             holder = f"PID {os.getpid()} on {socket.gethostname()} since {datetime.now():%Y-%m-%d %H:%M:%S}"
-            os.pwrite(descriptor, holder.encode(), 0)
+            with suppress(OSError):
+                lock.write(holder)
 
-    def _wait_for(self, descriptor: int) -> None:
-        deadline_s = time.monotonic() + self._wait_s
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() >= deadline_s:
-                    raise LockedError(self._explain(descriptor)) from None
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
-                where = self._file.parent
-                print(
-                    f"samestep: {where}: the file system has no locks; do not start a second run there",
-                    file=sys.stderr,
-                )
-                return
-            time.sleep(_POLL_S)
-
-    def _explain(self, descriptor: int) -> str:
-        holder = os.pread(descriptor, 200, 0).decode(errors="replace")
-        holder = holder if holder.isprintable() and holder else "another process"
-        return (
-            f"{self._file.parent}: {holder} trains there: wait for it, stop it, or choose another --run-dir"
-        )
-
-
-def _close_in_child() -> None:
-    """Close what a forked process inherits: a loader process that outlives its worker must not hold it."""
-    while _held:
-        os.close(_held.pop())
-
-
-os.register_at_fork(after_in_child=_close_in_child)
+    def _explain(self, text: str) -> str:
+        holder = text if text.isprintable() and text else "another process"
+        return f"{self.run_dir}: {holder} trains there: wait for it, stop it, or choose another --run-dir"

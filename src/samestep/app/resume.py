@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 from samestep.app.experiment import Experiment
-from samestep.app.run_folder import newest_whole, set_aside, tidy
+from samestep.app.lock import RunLock
+from samestep.app.run_folder import Search, newest_whole, set_aside, tidy
 from samestep.app.settings import Settings
 from samestep.app.writer import CheckpointWriter
 from samestep.checkpoint.objects import TrainingObjects
@@ -17,15 +18,16 @@ from samestep.workers.job import Job
 
 __all__ = ["resume", "write_checkpoint"]
 
+_SETTINGS = "settings"
+"""Names, in a checkpoint, the settings that its numbers depend on."""
 
-def write_checkpoint(experiment: Experiment, writer: CheckpointWriter) -> None:
+
+def write_checkpoint(experiment: Experiment, settings: Settings, writer: CheckpointWriter) -> None:
     """Take a snapshot of the state after the newest step, and have it written while training continues."""
-    if experiment.step.towers.job.is_first:  # all have the same state
-        writer.wait()  # before the copy, so that there is never more than one
-        writer.write(take_snapshot(_objects(experiment)))
+    writer.write(experiment.step.towers.step, lambda: take_snapshot(_objects(experiment, settings)))
 
 
-def resume(experiment: Experiment, settings: Settings) -> None:
+def resume(experiment: Experiment, settings: Settings, lock: RunLock) -> None:
     """Continue from the newest whole checkpoint in the run folder, if it ever had one.
 
     Worker 0 reads it for all. Damaged ones are named and set aside, once the whole one has been loaded.
@@ -36,24 +38,31 @@ def resume(experiment: Experiment, settings: Settings) -> None:
         StorageError: the disk does not give it.
     """
     job = experiment.step.towers.job
-    result = from_first_worker(job, lambda: newest_whole(settings.run_dir))
+    result = from_first_worker(
+        job, lambda: newest_whole(settings.run_dir), f"{settings.run_dir}, where worker 0 reads a checkpoint"
+    )
     if result.found is not None:
         snapshot, path = result.found.snapshot, result.found.path
+        settings.check_same(snapshot.sections()["state"].get(_SETTINGS))
         restore(snapshot, _objects(experiment), path, job)
         _warn_of_changes(snapshot.fingerprint, job, path)
-    if job.is_first:
-        set_aside(result)
-        tidy(settings.run_dir)
+    from_first_worker(job, lambda: _put_in_order(result, lock))
 
 
-def _objects(experiment: Experiment) -> TrainingObjects:
+def _put_in_order(result: Search, lock: RunLock) -> None:
+    set_aside(result, lock.checkpoints)
+    tidy(lock.checkpoints)
+
+
+def _objects(experiment: Experiment, settings: Settings | None = None) -> TrainingObjects:
     step = experiment.step
+    noted = {} if settings is None else {_SETTINGS: settings.must_match()}
     return TrainingObjects(
         model=experiment.model,
         towers=step.towers,
         loader=experiment.loader,
         averaged_model=step.averaged_model,
-        state={"optimizer": step.optimizer, "scheduler": step.scheduler, "scaler": step.scaler},
+        state={"optimizer": step.optimizer, "scheduler": step.scheduler, "scaler": step.scaler, **noted},
     )
 
 

@@ -1,7 +1,7 @@
 """The checkpoints of a run: which there are, the newest whole one, and what becomes of the others.
 
     RUN_DIR/checkpoints/step-00001000               a checkpoint
-    RUN_DIR/checkpoints/.step-00001000.unfinished   one that is being written
+    RUN_DIR/checkpoints/.step-00001000.unfinished   one that is being written, or a killed run was writing
     RUN_DIR/checkpoints/step-00001000.damaged       one that was set aside
 
 Only the process that holds the run's lock renames or deletes; reading needs no lock.
@@ -13,15 +13,18 @@ import os
 import re
 import sys
 from collections.abc import Container, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 from torch.utils import _pytree as pytree
 
-from samestep.checkpoint.durable import remove, storage
+from samestep.checkpoint.durable import storage
 from samestep.checkpoint.files import Found, read
+from samestep.checkpoint.folder import Folder
 from samestep.checkpoint.manifest import MANIFEST
+from samestep.checkpoint.replacement import replaced_name
 from samestep.errors import DamagedError, DataError, MissingFileError
 
 __all__ = [
@@ -39,9 +42,9 @@ __all__ = [
     "tidy",
 ]
 
-_NAME = re.compile(r"step-(\d{8,})")
-_SET_ASIDE = re.compile(r"step-\d{8,}\.damaged(-\d+)?")
-_LEFT_BEHIND = re.compile(r"\.(step-\d{8,})\.(unfinished|deleted)")
+_NAME = re.compile(r"step-[0-9]{8,}")
+_SET_ASIDE = re.compile(r"step-[0-9]{8,}\.damaged(-[0-9]+)?")
+_LEFT_BEHIND = re.compile(r"\.step-[0-9]{8,}\.(unfinished|deleted)")
 
 
 @dataclass(frozen=True)
@@ -67,33 +70,43 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
 
 def all_checkpoints(run_dir: Path) -> list[Path]:
     """Return the checkpoints of a run, whole or not, oldest first."""
-    return sorted((path for path in _entries(run_dir) if _NAME.fullmatch(path.name)), key=_step)
+    return [_folder(run_dir) / name for name in _by_step(path.name for path in _entries(run_dir))]
 
 
-def search(run_dir: Path, *, newer_than: int = -1, refused: Container[Path] = ()) -> Search:
+def search(
+    run_dir: Path,
+    *,
+    newer_than: int = -1,
+    refused: Container[Path] = (),
+    held: Folder | None = None,
+) -> Search:
     """Look for the newest whole checkpoint of a run; nothing is changed.
 
     Args:
         run_dir: the folder of the run.
         newer_than: leave out those of this step and before.
         refused: leave these out.
+        held: the run's folder, open since it was first looked at.
 
     Raises:
         DataError: the newest is of a newer format.
+        MissingFileError: the path no longer leads to the folder that is held.
         StorageError: it cannot be read.
     """
+    if held is not None and not held.is_there():
+        raise MissingFileError(f"{run_dir}: was moved, deleted or replaced; name the run folder again")
     damaged: list[tuple[Path, str]] = []
     for path in reversed(all_checkpoints(run_dir)):
-        if _step(path) <= newer_than or path in refused:
+        if _step(path.name) <= newer_than or path in refused:
             continue
         try:
             found = read(path)
-            if found.manifest.step != _step(path):
+            if found.manifest.step != _step(path.name):
                 raise DamagedError(f"{path}: holds step {found.manifest.step}")
             return Search(found, tuple(damaged))
         except (DamagedError, MissingFileError) as error:
             if not os.path.lexists(path):  # the run has deleted it just now, so it has newer ones
-                return search(run_dir, newer_than=newer_than, refused=refused)
+                return search(run_dir, newer_than=newer_than, refused=refused, held=held)
             damaged.append((path, str(error)))
     return Search(None, tuple(damaged))
 
@@ -120,7 +133,8 @@ def newest_whole(run_dir: Path) -> Search:
 
 def read_digest(path: Path) -> str:
     """Return the digest of the weights in a checkpoint, or in the newest whole one of a run."""
-    if os.path.lexists(path / MANIFEST):
+    replaced = path.parent / replaced_name(path.name)
+    if os.path.lexists(path / MANIFEST) or (os.path.lexists(replaced) and not os.path.lexists(path)):
         return read(path).manifest.digest
     return find_newest(path).manifest.digest
 
@@ -143,44 +157,46 @@ def print_damaged(result: Search) -> None:
     _print(f"{reason}; not used" for _, reason in result.damaged)
 
 
-def set_aside(result: Search) -> None:
+def set_aside(result: Search, checkpoints: Folder) -> None:
     """Name the damaged checkpoints that were passed over, and rename them."""
     for path, reason in result.damaged:
-        _print([f"{reason}; set aside as {_rename(path, f'{path.name}.damaged')}"])
+        with storage(path, "renamed"):
+            names = (f"{path.name}.damaged{f'-{n}' * (n > 1)}" for n in count(1))
+            free = next(name for name in names if checkpoints.look(name) is None)
+            checkpoints.rename(path.name, free)
+        _print([f"{reason}; set aside as {free}"])
 
 
-def tidy(run_dir: Path) -> None:
-    """Set aside, or finish deleting, what a killed run was in the middle of."""
-    for path in _entries(run_dir):
-        match = _LEFT_BEHIND.fullmatch(path.name)
-        if match and match[2] == "deleted":
-            _delete(path)
-        elif match:
-            _print([f"{path}: was not finished; set aside as {_rename(path, f'{match[1]}.unfinished')}"])
+def tidy(checkpoints: Folder) -> None:
+    """Delete what a killed run was in the middle of writing or deleting."""
+    for name in checkpoints.names():
+        if _LEFT_BEHIND.fullmatch(name):
+            with suppress(OSError):  # such as a file that a reader on NFS has open: later, then
+                checkpoints.remove(name)
 
 
-def prune(run_dir: Path, *, keep_last: int, keep_every: int = 0) -> None:
+def prune(checkpoints: Folder, *, keep_last: int, keep_every: int = 0) -> None:
     """Delete old checkpoints.
 
     Args:
-        run_dir: the folder of the run.
+        checkpoints: the folder that holds them.
         keep_last: how many of the newest to keep.
         keep_every: keep those of steps that are multiples of this as well; with 0 none.
     """
-    for path in all_checkpoints(run_dir)[:-keep_last]:
-        if not keep_every or _step(path) % keep_every:
+    for name in _by_step(checkpoints.names())[:-keep_last]:
+        if not keep_every or _step(name) % keep_every:
             # Renamed first, so that one that is half deleted is not taken for damaged.
-            hidden = path.with_name(f".{path.name}.deleted")
-            with storage(path, "deleted"):
-                path.rename(hidden)
-            _delete(hidden)
+            with storage(checkpoints.path / name, "deleted"):
+                checkpoints.rename(name, f".{name}.deleted")
+    tidy(checkpoints)
 
 
-def clear(run_dir: Path) -> None:
+def clear(checkpoints: Folder) -> None:
     """Delete all checkpoints of a run, those set aside as well."""
-    for path in _entries(run_dir):
-        if path.name.lstrip(".").startswith("step-"):
-            _delete(path)
+    for name in checkpoints.names():
+        if any(pattern.fullmatch(name) for pattern in (_NAME, _SET_ASIDE, _LEFT_BEHIND)):
+            with storage(checkpoints.path / name, "deleted"):
+                checkpoints.remove(name)
 
 
 def _folder(run_dir: Path) -> Path:
@@ -193,22 +209,12 @@ def _entries(run_dir: Path) -> list[Path]:
         return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
+def _by_step(names: Iterable[str]) -> list[str]:
+    return sorted((name for name in names if _NAME.fullmatch(name)), key=_step)
 
 
-def _delete(path: Path) -> None:
-    with storage(path, "deleted"):
-        remove(path)
-
-
-def _rename(path: Path, name: str) -> str:
-    """Rename an entry, to a name that is free, and return that."""
-    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
-    free = next(name for name in names if not os.path.lexists(path.with_name(name)))
-    with storage(path, "renamed"):
-        path.rename(path.with_name(free))
-    return free
+def _step(name: str) -> int:
+    return int(name.removeprefix("step-"))
 
 
 def _print(lines: Iterable[str]) -> None:

@@ -128,18 +128,34 @@ class Settings(abc.ABC):
             earlier = _read(self.run_dir / _FILE)
         except MissingFileError:
             return
+        self.check_same(earlier)
+
+    def check_same(self, earlier: object) -> None:
+        """Compare with earlier settings of the run, as a dict; anything else says nothing.
+
+        Raises:
+            ConfigError: a setting that the result depends on has changed.
+        """
+        if not isinstance(earlier, dict):
+            return
         current = {"recipe": self.recipe, **dataclasses.asdict(self)}
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for name in sorted(current):
             # What is left out had the default, in a version that had no such option.
             values = earlier.get(name, defaults.get(name)), current[name]
             is_free = name in self.free and not (name.endswith("_dir") and None in values)
-            if not is_free and values[0] != values[1]:
+            if not is_free and (isinstance(values[0], torch.Tensor) or values[0] != values[1]):
                 before, now = map(_shown, values)
                 raise ConfigError(
                     f"{self.run_dir} was trained with {name} = {before}, not {now}: use the same value, "
                     "choose another --run-dir, or start over with --fresh"
                 )
+
+    def must_match(self) -> dict[str, Any]:
+        """Return what `check_same` compares: the same for every place and placement of the run."""
+        values = dataclasses.asdict(self)
+        folders = {n: None if v is None else "given" for n, v in values.items() if n.endswith("_dir")}
+        return {"recipe": self.recipe, **{n: v for n, v in values.items() if n not in self.free}, **folders}
 
 
 def read_settings(run_dir: Path, recipes: Mapping[str, type[Settings]]) -> Settings:

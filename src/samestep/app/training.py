@@ -46,21 +46,20 @@ def train(settings: Settings, job: Job) -> int:
     interruption = Interruption(
         job, max_seconds=settings.max_seconds, checkpoint_minutes=settings.checkpoint_minutes
     )
-    with RunLock(settings.run_dir, job):
-        return _run(settings, job, interruption)
+    with RunLock(settings.run_dir, job) as lock:
+        return _run(settings, job, interruption, lock)
 
 
-def _run(settings: Settings, job: Job, interruption: Interruption) -> int:
+def _run(settings: Settings, job: Job, interruption: Interruption, lock: RunLock) -> int:
     if settings.fresh:
-        from_first_worker(job, lambda: _start_over(settings))
+        from_first_worker(job, lambda: _start_over(settings, lock))
     from_first_worker(job, settings.check_same_experiment)
     experiment = settings.build(job)
-    resume(experiment, settings)
-    if job.is_first:
-        settings.write()
+    resume(experiment, settings, lock)
+    from_first_worker(job, lambda: _note(settings, lock))
     if settings.log_device_placement:
         print_placement(experiment.step.towers)
-    flags = _train(experiment, settings, job, interruption)
+    flags = _train(experiment, settings, interruption, lock)
     if flags.reason is not None:
         if job.is_first:
             sys.stdout.flush()
@@ -70,31 +69,36 @@ def _run(settings: Settings, job: Job, interruption: Interruption) -> int:
     if job.is_first:
         print(describe(metrics))
         print(f"weights sha256 {digest(experiment.model)}", flush=True)
+        lock.check()
         write_metrics(settings.run_dir, experiment.step.towers.step, metrics)
     return 0
 
 
-def _start_over(settings: Settings) -> None:
-    clear(settings.run_dir)
+def _start_over(settings: Settings, lock: RunLock) -> None:
+    clear(lock.checkpoints)
     shutil.rmtree(settings.run_dir / FOLDER, ignore_errors=True)
     (settings.run_dir / "settings.json").unlink(missing_ok=True)
 
 
-def _train(experiment: Experiment, settings: Settings, job: Job, interruption: Interruption) -> StopFlags:
+def _note(settings: Settings, lock: RunLock) -> None:
+    lock.check()
+    settings.write()
+
+
+def _train(
+    experiment: Experiment, settings: Settings, interruption: Interruption, lock: RunLock
+) -> StopFlags:
     """Take steps to the last one, or until any worker has to stop; return the stop flags."""
-    display = Display(settings, job, experiment.step.towers)
+    display = Display(settings, lock.job, experiment.step.towers)
     summaries = Summaries(settings.run_dir, experiment, every=settings.summary_every)
-    writer = CheckpointWriter(
-        settings.run_dir, keep_last=settings.keep_checkpoints, keep_every=settings.keep_every
-    )
+    writer = CheckpointWriter(lock, keep_last=settings.keep_checkpoints, keep_every=settings.keep_every)
     flags = StopFlags(0)
     with interruption, display, summaries, writer:
-        for report in _steps(experiment, summaries, settings.steps, interruption):
+        for report in _steps(experiment, summaries, settings.steps, interruption, writer):
             display.show(report)
-            writer.check()
             flags = StopFlags(report.flags)
             if _is_checkpoint_due(report.step + 1, flags, settings):
-                write_checkpoint(experiment, writer)
+                write_checkpoint(experiment, settings, writer)
             if flags.reason is not None:
                 interruption.acknowledge(flags)
                 break
@@ -102,13 +106,22 @@ def _train(experiment: Experiment, settings: Settings, job: Job, interruption: I
 
 
 def _steps(
-    experiment: Experiment, summaries: Summaries, num_steps: int, interruption: Interruption
+    experiment: Experiment,
+    summaries: Summaries,
+    num_steps: int,
+    interruption: Interruption,
+    writer: CheckpointWriter,
 ) -> Iterator[Report]:
     """Take steps, epoch after epoch, until `num_steps` have been taken in all."""
+
+    def flags() -> StopFlags:
+        # Asking all for a checkpoint tells them that the one before has failed.
+        return interruption.flags() | (StopFlags.CHECKPOINT if writer.has_failed else StopFlags(0))
+
     while experiment.step.towers.step < num_steps:
         for batch in experiment.loader:
             with summaries.watch():
-                report = experiment.step(batch, flags=interruption.flags)
+                report = experiment.step(batch, flags=flags)
             summaries.write(report, batch)
             yield report
             if experiment.step.towers.step >= num_steps:

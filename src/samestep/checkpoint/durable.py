@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
-import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from samestep.errors import Error, StorageError, shown
+from samestep.checkpoint.folder import Folder
+from samestep.errors import DataError, Error, StorageError, shown
 
-__all__ = ["flush", "make_folder", "parse_json", "remove", "storage", "write_whole"]
+__all__ = ["parse_json", "read_file", "storage", "write_whole"]
 
 _REMEDIES = {
     errno.ENOSPC: "free space on the disk",
@@ -27,31 +29,6 @@ _REMEDIES = {
 }
 
 
-def flush(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def make_folder(path: Path) -> None:
-    """Make a folder, and those above it, if they are not there; names that are new are on the disk then."""
-    if not path.is_dir():
-        make_folder(path.parent)
-        path.mkdir(exist_ok=True)
-        flush(path.parent)
-
-
-def remove(path: Path) -> None:
-    """Delete a folder with all that is in it, or a file, or a link, if it is there."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
 @contextmanager
 def storage(path: Path, action: str = "written") -> Iterator[None]:
     """Turn the system's error for `path`, or a file in it, into one line.
@@ -61,7 +38,7 @@ def storage(path: Path, action: str = "written") -> Iterator[None]:
         action: what cannot be done to it, in the past participle.
 
     Raises:
-        StorageError: in place of an `OSError`.
+        StorageError: in place of an `OSError`; what cannot be read is an input, with exit status 2.
     """
     try:
         yield
@@ -71,7 +48,41 @@ def storage(path: Path, action: str = "written") -> Iterator[None]:
         remedy = _REMEDIES.get(error.errno or 0, "check the disk, or choose another folder")
         where = path if error.filename is None else error.filename
         why = error.strerror or str(error)
-        raise StorageError(f"{where}: cannot be {action} ({why}); {remedy}") from error
+        found = StorageError(f"{where}: cannot be {action} ({why}); {remedy}")
+        found.exit_status = 2 if action == "read" else found.exit_status
+        raise found from error
+
+
+def read_file(file: Path, max_bytes: int, *, inside: Folder | None = None) -> bytes:
+    """Return the content of a regular file: not of a pipe or device, which may never end.
+
+    Args:
+        file: its path; a link is followed.
+        max_bytes: the most that it may have.
+        inside: the open folder to look in for its name, which must not be a link.
+
+    Raises:
+        DataError: it is something else, or too large.
+        StorageError: there is not enough memory.
+        OSError: it cannot be read.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK
+    if inside is None:
+        descriptor = os.open(file, flags)
+    else:
+        descriptor = os.open(file.name, flags | os.O_NOFOLLOW, dir_fd=inside.descriptor)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise DataError(f"{file}: is not a regular file")
+        if found.st_size > max_bytes:
+            raise DataError(f"{file}: has {found.st_size} bytes, expected at most {max_bytes}")
+        with open(descriptor, "rb", closefd=False) as stream:
+            return stream.read(max_bytes)
+    except MemoryError:
+        raise StorageError(f"{file}: cannot be read: there is not enough memory for it") from None
+    finally:
+        os.close(descriptor)
 
 
 def write_whole(file: Path, text: str) -> None:
@@ -80,13 +91,15 @@ def write_whole(file: Path, text: str) -> None:
     Raises:
         StorageError: it cannot be written.
     """
-    unfinished = file.with_name(f".{file.name}.unfinished")
-    with storage(file):
-        make_folder(file.parent)
-        unfinished.write_text(text, encoding="utf-8")
-        flush(unfinished)
-        unfinished.replace(file)
-        flush(file.parent)
+    unfinished = f".{file.name}.unfinished"
+    with storage(file), Folder.open(file.parent, make=True) as folder:
+        folder.unlink(unfinished)  # of a write that was killed
+        with folder.create(unfinished) as stream:
+            stream.write(text.encode())
+            stream.flush()
+            os.fsync(stream.fileno())
+        folder.rename(unfinished, file.name)
+        folder.flush()
 
 
 def parse_json(content: bytes) -> Any:
@@ -102,7 +115,9 @@ def parse_json(content: bytes) -> Any:
         ValueError: 'step' appears twice in an object
     """
     try:
-        return json.loads(content.decode(), object_pairs_hook=_once_each, parse_constant=_refuse)
+        return json.loads(
+            content.decode(), object_pairs_hook=_once_each, parse_constant=_refuse, parse_float=_finite
+        )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -114,6 +129,11 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"{shown(name)} appears twice in an object")
         values[name] = value
     return values
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return _refuse(shown(text)) if math.isinf(value) else value
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -17,7 +17,7 @@ import re
 import shutil
 import stat
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,11 +26,13 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from samestep.checkpoint.durable import flush, make_folder, parse_json, remove, storage
+from samestep.checkpoint.durable import parse_json, read_file, storage
+from samestep.checkpoint.folder import Folder
 from samestep.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest
 from samestep.checkpoint.objects import AVERAGES, WEIGHTS
+from samestep.checkpoint.replacement import replaced_name, replacing
 from samestep.checkpoint.snapshot import STATE, Snapshot
-from samestep.errors import DamagedError, MissingFileError, one_line
+from samestep.errors import ConfigError, DamagedError, DataError, MissingFileError, StorageError, one_line
 from samestep.identity import digest
 
 __all__ = ["Found", "read", "write"]
@@ -44,70 +46,63 @@ _MAX_OUTLINE_BYTES = 2**28
 _DAMAGE = (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EIO)
 
 
-def write(snapshot: Snapshot, path: Path) -> Path:
+def write(snapshot: Snapshot, path: Path, parent: Folder | None = None) -> Path:
     """Write a snapshot as a checkpoint; any thread may do it, while training continues.
 
+    Args:
+        snapshot: what to write.
+        path: the checkpoint's folder.
+        parent: the folder above, held open; by default that of the path.
+
     Raises:
-        StorageError: it cannot be written; what was at `path` before is still there.
+        StorageError: it cannot be written, or something else is there; what was at `path` before still is.
     """
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    with storage(path):
-        try:
-            make_folder(path.parent)
-            remove(unfinished)
-            unfinished.mkdir()
+    with storage(path), ExitStack() as stack:
+        name = path.name
+        if name in ("", ".."):
+            raise ConfigError(f"path = {str(path)!r}: expected the name of a folder, such as runs/a/last")
+        above = parent or stack.enter_context(Folder.open(path.parent, make=True))
+        with replacing(above, name, _ALLOWED | {MANIFEST}) as unfinished:
             _write_files(snapshot, unfinished)
-            _rename(unfinished, path)
-        except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)  # it would keep a full disk full
-            raise
     return path
 
 
-def _write_files(snapshot: Snapshot, folder: Path) -> None:
-    outline = folder / _OUTLINE
-    outline.write_text(json.dumps(snapshot.outline, indent=1, allow_nan=False) + "\n")
-    files = {WEIGHTS: snapshot.weights, AVERAGES: snapshot.averages, STATE: snapshot.tensors}
-    for name, tensors in files.items():
+def _write_files(snapshot: Snapshot, folder: Folder) -> None:
+    outline = json.dumps(snapshot.outline, indent=1, allow_nan=False) + "\n"
+    files = {_OUTLINE: _write_bytes(folder, _OUTLINE, outline.encode())}
+    parts = {WEIGHTS: snapshot.weights, AVERAGES: snapshot.averages, STATE: snapshot.tensors}
+    for part, tensors in parts.items():
         if tensors is not None:
-            _write_tensors(folder / f"{name}.safetensors", tensors)
-            # safetensors makes files that only their owner may read.
-            shutil.copymode(outline, folder / f"{name}.safetensors")
-    manifest = Manifest(
-        snapshot.step,
-        digest(snapshot.weights),
-        {file.name: (file.stat().st_size, _sha256_of(file)) for file in folder.iterdir()},
-        snapshot.fingerprint,
-    )
-    (folder / MANIFEST).write_text(manifest.to_text())
-    for file in (*folder.iterdir(), folder):
-        flush(file)
+            files[f"{part}.safetensors"] = _write_tensors(folder, f"{part}.safetensors", tensors)
+    manifest = Manifest(snapshot.step, digest(snapshot.weights), files, snapshot.fingerprint)
+    _write_bytes(folder, MANIFEST, manifest.to_text().encode())
+    folder.flush()
 
 
-def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+def _write_bytes(folder: Folder, name: str, content: bytes) -> tuple[int, str]:
+    """Write a file, and return its size and SHA-256."""
+    with folder.create(name) as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return len(content), hashlib.sha256(content).hexdigest()
+
+
+def _write_tensors(folder: Folder, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
     # safetensors wants row-major tensors that share no memory, as a snapshot's copies are.
-    rows = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    rows = {key: tensor.contiguous() for key, tensor in tensors.items()}
+    path = folder.path_of(name)
     try:
-        safetensors.torch.save_file(rows, file)
+        safetensors.torch.save_file(rows, path)
     except SafetensorError as error:  # has the system's error, too, as text only
         number = re.search(r"os error (\d+)", str(error))
         code = int(number[1]) if number else errno.EIO
-        raise OSError(code, os.strerror(code) if number else str(error), str(file)) from error
-
-
-def _rename(unfinished: Path, path: Path) -> None:
-    replaced = path.with_name(f".{path.name}.replaced")
-    remove(replaced)
-    with suppress(FileNotFoundError):
-        path.rename(replaced)
-    try:
-        unfinished.rename(path)
-    except OSError:
-        with suppress(FileNotFoundError):
-            replaced.rename(path)
-        raise
-    flush(path.parent)
-    remove(replaced)
+        why = os.strerror(code) if number else str(error)
+        raise OSError(code, why, str(folder.path / name)) from error
+    shutil.copymode(folder.path_of(_OUTLINE), path)  # safetensors lets only the owner read its files
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+        return os.fstat(stream.fileno()).st_size, hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 @dataclass(frozen=True)
@@ -123,32 +118,55 @@ pytree.register_dataclass(Found)  # so that workers can send each other its tens
 
 
 def read(path: Path) -> Found:
-    """Read a checkpoint and check every byte of it.
+    """Read a checkpoint and check every byte of it; files that it does not list are not looked at.
 
     Raises:
         MissingFileError: there is no such folder.
-        DamagedError: it is not what was written, or more or less than that.
-        DataError: it is of a newer format.
+        DamagedError: it is not what was written, or less than that.
+        DataError: it is of a newer format, or larger than this machine's memory.
         StorageError: it cannot be read.
     """
-    with storage(path, "read"):
-        if not os.path.lexists(path):
-            raise MissingFileError(
-                f"{path}: does not exist; expected a checkpoint, as `samestep train` writes it"
-            )
-        if path.is_symlink() or not path.is_dir():
-            raise DamagedError(f"{path}: is a {'link' if path.is_symlink() else 'file'}, expected a folder")
-        names = set(os.listdir(path))
-    manifest = Manifest.parse(_content(path / MANIFEST, MAX_MANIFEST_BYTES), path / MANIFEST)
+    with storage(path, "read"), _open(path) as folder:
+        try:
+            return _read(path, folder)
+        except DamagedError:
+            if folder.is_there():
+                raise
+    return read(path)  # it was replaced or deleted while it was read
+
+
+def _open(path: Path) -> Folder:
+    """Open a checkpoint's folder, or that which a save was about to replace when it was killed."""
+    for place in (path, path.parent / replaced_name(path.name)):
+        try:
+            mode = os.lstat(place).st_mode
+            if not stat.S_ISDIR(mode):
+                kind = "link" if stat.S_ISLNK(mode) else "file"
+                raise DamagedError(f"{path}: is a {kind}, expected a folder")
+            return Folder.open(place)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+    raise MissingFileError(f"{path}: does not exist; expected a checkpoint, as `samestep train` writes it")
+
+
+def _read(path: Path, folder: Folder) -> Found:
+    manifest = Manifest.parse(_content(path / MANIFEST, folder, MAX_MANIFEST_BYTES), path / MANIFEST)
     if not _REQUIRED <= manifest.files.keys() <= _ALLOWED:
         listed = one_line(", ".join(manifest.files)) or "none"
         raise DamagedError(
             f"{path / MANIFEST}: lists the files {listed}, expected {', '.join(sorted(_REQUIRED))}"
         )
-    for name in sorted(names - manifest.files.keys() - {MANIFEST}):
-        raise DamagedError(f"{path / one_line(name)}: is not in the manifest")
-    contents = {name: _verified(path / name, *manifest.files[name]) for name in sorted(manifest.files)}
+    _check_memory(path, sum(size for size, _ in manifest.files.values()))
+    contents = {
+        name: _verified(path / name, folder, *manifest.files[name]) for name in sorted(manifest.files)
+    }
     return Found(path, manifest, _snapshot(path, manifest, contents))
+
+
+def _check_memory(path: Path, num_bytes: int) -> None:
+    there_is = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if num_bytes > there_is:
+        raise DataError(f"{path}: has {num_bytes} bytes by its manifest, this machine's memory {there_is}")
 
 
 def _snapshot(path: Path, manifest: Manifest, contents: dict[str, bytes]) -> Snapshot:
@@ -185,34 +203,25 @@ def _parse_tensors(file: Path, content: bytes) -> dict[str, Tensor]:
     return {name: found.pop(name).clone() for name in list(found)}
 
 
-def _verified(file: Path, size: int, sha256: str) -> bytes:
-    content = _content(file, _MAX_OUTLINE_BYTES if file.suffix == ".json" else None, size)
+def _verified(file: Path, folder: Folder, size: int, sha256: str) -> bytes:
+    content = _content(file, folder, _MAX_OUTLINE_BYTES if file.suffix == ".json" else size)
+    if len(content) != size:
+        raise DamagedError(f"{file}: has {len(content)} bytes, expected {size}")
     if hashlib.sha256(content).hexdigest() != sha256:
         raise DamagedError(f"{file}: its SHA-256 is not the manifest's")
     return content
 
 
-def _content(file: Path, max_bytes: int | None, size: int | None = None) -> bytes:
-    """Read a regular file: not a link, pipe or device, which may never end."""
+def _content(file: Path, folder: Folder, max_bytes: int) -> bytes:
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(descriptor, "rb") as stream:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
-                raise DamagedError(f"{file}: is not a regular file")
-            if size is not None and found.st_size != size:
-                raise DamagedError(f"{file}: has {found.st_size} bytes, expected {size}")
-            if max_bytes is not None and found.st_size > max_bytes:
-                raise DamagedError(f"{file}: has {found.st_size} bytes, expected at most {max_bytes}")
-            return stream.read()
+        return read_file(file, max_bytes, inside=folder)
+    except DataError as error:
+        raise DamagedError(str(error)) from error
+    except StorageError:
+        raise
     except OSError as error:
-        if error.errno in _DAMAGE:
-            what = {errno.ENOENT: "is not there", errno.ELOOP: "is a link, expected a file"}
-            raise DamagedError(f"{file}: {what.get(error.errno, error.strerror)}") from error
-        with storage(file, "read"):
+        if error.errno not in _DAMAGE:
+            error.filename = str(file)
             raise
-
-
-def _sha256_of(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        what = {errno.ENOENT: "is not there", errno.ELOOP: "is a link, expected a file"}
+        raise DamagedError(f"{file}: {what.get(error.errno, error.strerror)}") from error

@@ -40,7 +40,7 @@ def save(  # noqa: PLR0913 - what a run's state consists of
     on all.
 
     Args:
-        path: the folder to write; one that is there already is replaced.
+        path: the folder to write; a checkpoint that is there already is replaced, in one act.
         model: its `state_dict` is written as safetensors.
         towers: their step and noise scale are kept; `load` refuses another T or seed. Required in a job of
             several workers.
@@ -57,10 +57,11 @@ def save(  # noqa: PLR0913 - what a run's state consists of
         The folder.
 
     Raises:
-        ConfigError: some of the state cannot be written; `step` beside `towers`; or no `towers` in a job of
-            several workers.
+        ConfigError: some of the state cannot be written; `step` beside `towers`; a path without a name; or no
+            `towers` in a job of several workers.
         DisagreementError: with `rng`, workers have drawn different numbers.
-        StorageError: it cannot be written; what was at `path` before is still there.
+        StorageError: it cannot be written, or what is at `path` is not a checkpoint, a link or an empty
+            folder; it is still there then.
 
     Example:
         >>> import tempfile
@@ -84,7 +85,8 @@ def save(  # noqa: PLR0913 - what a run's state consists of
         raise ConfigError(f"step = {step} was passed with towers, which know the step: leave step out")
     if rng:
         _check_generators(towers.job, path)
-    return from_first_worker(towers.job, lambda: write(take_snapshot(objects), path))
+    what = f"checkpoint {path}, which worker 0 writes"
+    return from_first_worker(towers.job, lambda: write(take_snapshot(objects), path), what)
 
 
 def load(
@@ -117,7 +119,7 @@ def load(
     Raises:
         MissingFileError: there is no checkpoint.
         DamagedError: it is not what was written.
-        DataError: it does not fit the objects, or is of a newer format.
+        DataError: it does not fit the objects or the memory, or is of a newer format.
         ConfigError: it is from a run with other settings.
         DisagreementError: it does not fit the objects of another worker.
         StorageError: it cannot be read.
@@ -134,7 +136,8 @@ def load(
         model=model, towers=towers, loader=loader, averaged_model=averaged_model, rng=rng, state=state
     )
     job = None if towers is None else towers.job
-    found = _read(path) if job is None else from_first_worker(job, lambda: _read(path))
+    what = f"checkpoint {path}, which worker 0 reads"
+    found = _read(path) if job is None else from_first_worker(job, lambda: _read(path), what)
     left = restore(found.snapshot, objects, path, job)
     return replace(found.manifest, state=left)
 

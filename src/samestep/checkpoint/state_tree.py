@@ -13,6 +13,7 @@ is an object with one name that begins with `$`:
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -94,7 +95,7 @@ def from_outline(outline: Any, tensors: Mapping[str, Tensor]) -> Any:
     left = dict(tensors)
     try:
         value = _value(outline, left)
-    except (KeyError, TypeError, RuntimeError, RecursionError) as error:
+    except (ArithmeticError, KeyError, TypeError, RuntimeError, RecursionError) as error:
         raise ValueError(f"it is not a state that samestep writes ({one_line(repr(error))})") from error
     if left:
         raise ValueError(
@@ -118,7 +119,7 @@ def _value(outline: Any, left: dict[str, Tensor]) -> Any:
         case {"$dict": list(items), **others} if not others:
             return {_value(key, left): _value(item, left) for key, item in items}
         case {"$counter": list(items), **others} if not others:
-            return Counter({_value(key, left): int(count) for key, count in items})
+            return Counter({_value(key, left): operator.index(count) for key, count in items})
         case {"$float": "inf" | "-inf" | "nan" as value, **others} if not others:
             return float(value)
     raise ValueError(f"it is not a state that samestep writes ({shown(outline, 200)})")

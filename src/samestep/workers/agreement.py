@@ -73,11 +73,12 @@ def difference(all_values: Sequence[Values]) -> str | None:
     return who_has_what(f"{first}[{index}]", entries) + hints
 
 
-def from_first_worker(job: Job, work: Callable[[], T]) -> T:
+def from_first_worker(job: Job, work: Callable[[], T], what: str = "what worker 0 found") -> T:
     """Do something on worker 0 alone, and return its result on all workers, which must all call this.
 
-    The result is a nest of tensors in host memory and values that can be pickled. An `Error` is raised on all
-    workers; after any other exception of worker 0 the others raise a `LostWorkerError`.
+    `what` says what it does, should it be lost. The result is a nest of tensors in host memory and values
+    that can be pickled. An `Error` is raised on all workers; after any other exception of worker 0 the others
+    raise a `LostWorkerError`.
     """
     if job.world_size == 1:
         return work()
@@ -89,15 +90,14 @@ def from_first_worker(job: Job, work: Callable[[], T]) -> T:
     except Error as raised:
         error = raised
     finally:
-        error, result = _share((error, result), job)
+        error, result = _share((error, result), job, what)
     if error is not None:
         raise error
     return result  # type: ignore[no-any-return]
 
 
-def _share(nest: Any, job: Job) -> Any:
+def _share(nest: Any, job: Job, what: str) -> Any:
     """Send worker 0's nest to all, its tensors by themselves: pickled they would need twice the memory."""
-    what = "what worker 0 found"
     outline = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), nest) if job.is_first else None
     outline = gather_objects(job.transport, outline, what)[0]
     if not job.is_first:
