@@ -188,7 +188,7 @@ def test_neither_help_nor_a_wrong_command_waits_for_torch(line, status):
     assert (found, len(errors)) == (status, status // 2), errors
 
 
-@pytest.mark.parametrize("package", ["rich", "tensorboard", "pooch", "requests", "PIL"])
+@pytest.mark.parametrize("package", ["rich", "tensorboard", "requests", "PIL"])
 def test_without_the_extra_one_line_says_what_to_install(package):
     program = f"import sys; sys.modules[{package!r}] = None; from samestep.cli import main; sys.exit(main())"
     assert run_python(program, "train", "digits") == (

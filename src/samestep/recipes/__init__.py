@@ -19,7 +19,7 @@ _SETTINGS = {
     "cifar10": "samestep.recipes.cifar10.recipe:Cifar10Settings",
     "segmentation": "samestep.recipes.segmentation.recipe:SegmentationSettings",
 }
-_PACKAGES = ("PIL", "pooch", "requests", "rich", "tensorboard")  # what the extra `train` installs
+_PACKAGES = ("PIL", "requests", "rich", "tensorboard")  # what the extra `train` installs
 
 
 class _Recipes(Mapping[str, "type[Settings]"]):

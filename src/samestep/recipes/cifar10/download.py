@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-import fcntl
-import gzip
+import hashlib
 import os
-import shutil
-import tarfile
-import zlib
+import stat
+import sys
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from io import BufferedReader
+from pathlib import Path
+from typing import BinaryIO
 
-import pooch
 import requests
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from samestep.checkpoint.durable import flush
-from samestep.errors import DataError, MissingFileError
+from samestep.checkpoint.file_lock import FileLock
+from samestep.checkpoint.folder import Folder
+from samestep.errors import DataError, MissingFileError, StorageError, one_line
+from samestep.recipes.cifar10.unpacking import unpack
 
 __all__ = ["Archive", "fetch"]
 
 _CHUNK_BYTES = 1 << 16
+_POLL_S = 0.1
 _TIMEOUT_S = 30.0
+"""How long a server may be silent, and in which time nothing need have come."""
+_BYTES_PER_S = 10_000
+"""What has to have come in any longer time, on average."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +41,14 @@ class Archive:
     Attributes:
         url: http or https; its last part is the name of the file.
         md5: its checksum, in hexadecimal digits.
-        folder: the folder that it unpacks to.
+        folder: the folder that it unpacks to, without others in it.
+        max_bytes: the most that it may have, packed or unpacked.
     """
 
     url: str
     md5: str
     folder: str
+    max_bytes: int = 2**28
 
     @property
     def file(self) -> str:
@@ -62,124 +71,180 @@ def fetch(archive: Archive, data_dir: Path) -> Path:
         MissingFileError: the archive cannot be fetched, or nothing can be written to `data_dir`.
         DataError: what was fetched has another checksum, or cannot be unpacked safely.
     """
-    folder = data_dir / archive.folder
     remedy = f"download {archive.url} yourself and unpack it into {data_dir}"
     try:
-        with _alone(data_dir / f".{archive.file}.lock"):
+        with Folder.open(data_dir, make=True) as data, _alone(data, f".{archive.file}.lock"):
             # Another process may have been at it while this one waited.
-            if not folder.exists():
-                _unpack(_download(archive, data_dir, remedy), folder, remedy)
+            if data.look(archive.folder) is None:
+                _unpack(archive, data, remedy)
     except OSError as error:
         if isinstance(error, MissingFileError):
             raise
+        if isinstance(error, StorageError):
+            raise MissingFileError(str(error)) from error
         reason = error.strerror or error
         raise MissingFileError(
             f"{error.filename or data_dir}: cannot be written ({reason}), expected space for {archive.file} "
             f"and its contents; choose another data folder than {data_dir}, or free space there"
         ) from error
-    return folder
+    return data_dir / archive.folder
 
 
 @contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Hold a lock file, which the system releases when the process ends, however it ends."""
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _download(archive: Archive, data_dir: Path, remedy: str) -> Path:
-    """Download the file under a temporary name, check and rename it; or find it there."""
-    columns = TextColumn(archive.file), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    console = Console(stderr=True)
+def _alone(data: Folder, name: str) -> Iterator[None]:
+    """Hold a lock, which the system releases when the process ends, however it ends."""
+    lock = FileLock(data, name)
+    if not lock.acquire(_TIMEOUT_S):
+        print(f"samestep: {data.path}: waiting for another process that fetches there", file=sys.stderr)
+        while not lock.acquire(_TIMEOUT_S):
+            pass
     try:
-        with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-            downloader = pooch.HTTPDownloader(_Bar(progress), chunk_size=_CHUNK_BYTES, timeout=_TIMEOUT_S)
-            return Path(
-                pooch.retrieve(archive.url, f"md5:{archive.md5}", archive.file, data_dir, None, downloader)
+        yield
+    finally:
+        lock.release()
+
+
+def _unpack(archive: Archive, data: Folder, remedy: str) -> None:
+    with _archive_in(data, archive, remedy) as file:
+        try:
+            unpack(file, data, archive.folder, archive.max_bytes)
+        except DataError as error:
+            raise DataError(f"{data.path / archive.file}: {error}; delete it, then {remedy}") from error
+
+
+@contextmanager
+def _archive_in(data: Folder, archive: Archive, remedy: str) -> Iterator[BufferedReader]:
+    """Open the archive in a folder, after fetching it where it is not there or is another file."""
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(_open(data, archive.file))
+            is_right = _md5_of(file, archive.max_bytes) == archive.md5
+        except FileNotFoundError:
+            is_right = False
+        if not is_right:
+            _download(archive, data, remedy)
+            file = stack.enter_context(_open(data, archive.file))
+        file.seek(0)
+        yield file
+
+
+def _open(data: Folder, name: str) -> BufferedReader:
+    """Open a regular file: no pipe or device, which may never end."""
+    with data.naming(name):
+        descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK, dir_fd=data.descriptor)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DataError(f"{data.path / name}: is not a regular file, expected an archive: remove it")
+    return os.fdopen(descriptor, "rb")
+
+
+def _md5_of(file: BufferedReader, max_bytes: int) -> str:
+    if os.fstat(file.fileno()).st_size > max_bytes:
+        return "of another file"
+    return hashlib.file_digest(file, "md5").hexdigest()
+
+
+def _download(archive: Archive, data: Folder, remedy: str) -> None:
+    """Download the file under a temporary name, check it and rename it."""
+    unfinished = f".{archive.file}.unfinished"
+    data.unlink(unfinished)  # of a process that was killed
+    try:
+        with data.create(unfinished) as file:
+            found = _transfer(archive, file, remedy)
+            file.flush()
+            os.fsync(file.fileno())
+        if found != archive.md5:
+            raise DataError(
+                f"{archive.url}: what was fetched does not have the MD5 checksum {archive.md5}; run again, "
+                f"or {remedy}"
             )
-    except requests.RequestException as error:
+        data.rename(unfinished, archive.file)
+        data.flush()
+    finally:
+        with suppress(OSError):
+            data.unlink(unfinished)
+
+
+def _transfer(archive: Archive, file: BinaryIO, remedy: str) -> str:
+    """Copy what the server sends, and return its MD5 checksum."""
+    transfer = _Transfer(archive, file)
+    try:
+        transfer.watch()
+    except (DataError, MissingFileError) as error:
+        raise type(error)(f"{archive.url}: {error}; run again, or {remedy}") from error
+    except Exception as error:  # requests' are OSErrors, too; hostile answers raise others, such as Unicode's
+        if isinstance(error, OSError) and not isinstance(error, requests.RequestException):
+            raise
         raise MissingFileError(
             f"{archive.url}: cannot be fetched ({_reason(error)}), expected {archive.file}; check the "
             f"connection and run again, or {remedy}"
         ) from error
-    except ValueError as error:  # Pooch's, for a wrong checksum; it has deleted the file
-        raise DataError(
-            f"{archive.url}: what was fetched does not have the MD5 checksum {archive.md5}; run again, or "
-            f"{remedy}"
-        ) from error
+    return transfer.md5.hexdigest()
 
 
-def _reason(error: requests.RequestException) -> str:
+class _Transfer(threading.Thread):
+    """Fetches, in a thread that can be left alone: names, connections and headers have no deadline else."""
+
+    def __init__(self, archive: Archive, file: BinaryIO) -> None:
+        super().__init__(daemon=True)
+        self.md5 = hashlib.md5(usedforsecurity=False)
+        self._archive = archive
+        self._file = file
+        self._num_bytes = 0
+        self._total: int | None = None
+        self._error: Exception | None = None
+        self._is_left = False
+
+    def watch(self) -> None:
+        """Start, show the progress and wait; raise what went wrong, or that it takes too long."""
+        columns = TextColumn(self._archive.file), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+        console = Console(stderr=True)
+        begin_s = time.monotonic()
+        self.start()
+        with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+            task = progress.add_task("", total=None)
+            while self.is_alive():
+                self.join(_POLL_S)
+                progress.update(task, total=self._total, completed=self._num_bytes)
+                self._check_speed(time.monotonic() - begin_s)
+        if self._error is not None:
+            raise self._error
+
+    def _check_speed(self, elapsed_s: float) -> None:
+        if self.is_alive() and (elapsed_s - _TIMEOUT_S) * _BYTES_PER_S > self._num_bytes:
+            self._is_left = True
+            raise MissingFileError(
+                f"has sent {self._num_bytes} bytes in {elapsed_s:.0f} s, expected {_BYTES_PER_S} a second"
+            )
+
+    def run(self) -> None:
+        try:
+            self._fetch()
+        except Exception as error:  # raised where it is waited for
+            self._error = error
+
+    def _fetch(self) -> None:
+        headers = {"Accept-Encoding": "identity"}  # what is unpacked on the way has no limit
+        url = self._archive.url
+        with requests.get(url, headers=headers, stream=True, timeout=_TIMEOUT_S) as response:
+            response.raise_for_status()
+            length = response.headers.get("Content-Length", "")
+            self._total = int(length) if length.isdecimal() else None
+            for chunk in response.iter_content(_CHUNK_BYTES):
+                self._num_bytes += len(chunk)
+                if self._is_left:
+                    return
+                if self._num_bytes > self._archive.max_bytes:
+                    raise DataError(f"sends more than the {self._archive.max_bytes} bytes that were expected")
+                self._file.write(chunk)
+                self.md5.update(chunk)
+
+
+def _reason(error: BaseException) -> str:
     """Say in a few words why: the status, or the innermost cause, without the layers around it."""
-    if error.response is not None:
-        error.response.close()  # Pooch leaves the connection open
-        return f"HTTP status {error.response.status_code}"
-    cause: BaseException = error
-    while (inner := cause.__cause__ or cause.__context__) is not None:
-        cause = inner
-    return getattr(cause, "strerror", None) or str(cause)
-
-
-class _Bar:
-    """What Pooch expects of a progress bar, shown by Rich."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._task = progress.add_task("", total=None)
-
-    @property
-    def total(self) -> float | None:
-        """Bytes in all."""
-        return self._progress.tasks[0].total
-
-    @total.setter
-    def total(self, total: int) -> None:
-        self._progress.update(self._task, total=total)
-
-    def update(self, num_bytes: int) -> None:
-        """Go on by some bytes."""
-        self._progress.advance(self._task, num_bytes)
-
-    def reset(self) -> None:
-        """Go back to the start."""
-        self._progress.reset(self._task)
-
-    def close(self) -> None:
-        """Do nothing: Rich's own context ends the display."""
-
-
-def _unpack(file: Path, folder: Path, remedy: str) -> None:
-    """Unpack into a folder beside the final one, flush all to the disk, and rename it."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        _extract(file, partial)
-        if not (partial / folder.name).is_dir():
-            raise DataError(f"{file}: holds no folder {folder.name}, expected one; delete it, then {remedy}")
-        flush(partial / folder.name)
-        os.rename(partial / folder.name, folder)
-        flush(folder.parent)
-    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{file}: cannot be unpacked ({error}); delete it, then {remedy}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _extract(file: Path, into: Path) -> None:
-    into.mkdir()
-    with tarfile.open(file, "r:gz") as tar:
-        for member in tar:
-            _check_member(file, member)
-            tar.extract(member, into, filter="data")
-            flush(into / member.name)
-
-
-def _check_member(file: Path, member: tarfile.TarInfo) -> None:
-    path = PurePosixPath(member.name)
-    if path.is_absolute() or ".." in path.parts or not (member.isreg() or member.isdir()):
-        raise DataError(
-            f"{file}: holds {member.name!r}, expected only files and folders inside its own folder and no "
-            "links; delete it, and do not trust where it came from"
-        )
+    response = getattr(error, "response", None)
+    if response is not None:
+        return f"HTTP status {response.status_code}"
+    while (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    return one_line(getattr(error, "strerror", None) or str(error))
