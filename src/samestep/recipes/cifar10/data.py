@@ -160,7 +160,7 @@ def _open(path: Path, num_records: int) -> NDArray[np.uint8]:
     try:
         _check_length(path, num_records, remedy)
         values = np.memmap(path, dtype=np.uint8, mode="r")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         missing = f"{path}: not there, expected {num_records} records of CIFAR-10; {remedy}"
         raise MissingFileError(missing) from None
     except OSError as error:
