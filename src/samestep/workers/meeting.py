@@ -90,13 +90,23 @@ def _accept(listener: socket.socket, expected: set[int], token: bytes) -> dict[i
     with suppress(TimeoutError):
         while found.keys() != expected:
             connection, _ = listener.accept()
-            connection.settimeout(_CONNECT_S)
-            with suppress(OSError):
-                said = connection.recv(_TOKEN_BYTES + 4, socket.MSG_WAITALL)
-                if hmac.compare_digest(said[:_TOKEN_BYTES], token):
-                    connection.sendall(_REPLY)
-                    found[int.from_bytes(said[_TOKEN_BYTES:])] = connection
+            caller = _caller(connection, token)
+            if caller is None:
+                connection.close()
+            else:
+                found[caller] = connection
     return found
+
+
+def _caller(connection: socket.socket, token: bytes) -> int | None:
+    """Answer the worker that has called, and return its number; None if it is a stranger."""
+    connection.settimeout(_CONNECT_S)
+    with suppress(OSError):
+        said = connection.recv(_TOKEN_BYTES + 4, socket.MSG_WAITALL)
+        if hmac.compare_digest(said[:_TOKEN_BYTES], token):
+            connection.sendall(_REPLY)
+            return int.from_bytes(said[_TOKEN_BYTES:])
+    return None
 
 
 def _has_answered(connection: socket.socket) -> bool:
