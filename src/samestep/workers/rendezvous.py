@@ -74,42 +74,53 @@ def _meet_in_store(gpu: str, timeout_s: float) -> None:
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     name = f"{socket.gethostname()}/{os.getpid()}/{time.time_ns()}"
-    join = partial(_gather, world_size=world_size) if rank == 0 else partial(_follow, rank=rank)
-    store = PrefixStore(f"samestep/{join(store, name, timeout_s)}", store)
+    prefix = (
+        _gather(store, name, world_size, timeout_s) if rank == 0 else _follow(store, name, rank, timeout_s)
+    )
+    store = PrefixStore(f"samestep/{prefix}", store)
     backend = _agree_on_backend(store, gpu, rank, world_size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def _gather(store: Store, name: str, timeout_s: float, world_size: int) -> str:
-    """Send worker 0's name to the others, until all have received it; return it."""
+def _gather(store: Store, name: str, world_size: int, timeout_s: float) -> str:
+    """Send worker 0's name to the others, until all have received it, and say so; return it."""
     patience = Patience(timeout_s)
     missing = list(range(1, world_size))
-    while missing:
+    while missing and not patience.is_over():
         for rank in missing:
             if store.check([f"samestep/here/{rank}"]):
                 seen = store.get(f"samestep/here/{rank}").decode()  # perhaps one that is gone
                 store.set(f"samestep/follow/{seen}", name)
         missing = [rank for rank in missing if not store.check([f"samestep/heard/{name}/{rank}"])]
-        _wait(missing, patience)
+        time.sleep(_POLL_S if missing else 0)
+    who = f"worker{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+    failure = f"{who} did not join within {timeout_s:g} s" if missing else ""
+    store.set(f"samestep/met/{name}", failure)
+    if failure:
+        raise LostWorkerError(failure)
     return name
 
 
-def _follow(store: Store, name: str, timeout_s: float, rank: int) -> str:
-    """Wait for worker 0 to see this one; return its name."""
-    patience = Patience(timeout_s)
+def _follow(store: Store, name: str, rank: int, timeout_s: float) -> str:
+    """Wait for worker 0 to see this one, and then all others; return its name."""
     store.set(f"samestep/here/{rank}", name)
-    while not store.check([f"samestep/follow/{name}"]):
-        _wait([0], patience)
-    first: str = store.get(f"samestep/follow/{name}").decode()
+    first = _wait_for_first(store, f"samestep/follow/{name}", timeout_s)
     store.set(f"samestep/heard/{first}/{rank}", "")
+    failure = _wait_for_first(store, f"samestep/met/{first}", timeout_s)
+    if failure:
+        raise LostWorkerError(failure)
     return first
 
 
-def _wait(missing: Sequence[int], patience: Patience) -> None:
-    if missing and patience.is_over():
-        who = f"worker{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-        raise LostWorkerError(f"{who} did not join within {patience.timeout_s:g} s")
-    time.sleep(_POLL_S if missing else 0)
+def _wait_for_first(store: Store, key: str, timeout_s: float) -> str:
+    """Wait for what worker 0 writes; not in the store, which counts the time in which nobody runs."""
+    patience = Patience(timeout_s)
+    while not store.check([key]):
+        if patience.is_over():
+            raise LostWorkerError(f"worker 0 did not join within {timeout_s:g} s")
+        time.sleep(_POLL_S)
+    found: str = store.get(key).decode()
+    return found
 
 
 def _agree_on_backend(store: Store, gpu: str, rank: int, world_size: int) -> str:

@@ -16,6 +16,9 @@ _SLICE_S = 0.1
 _GRACE_S = 1.0
 """What a worker sent before it ended may be on its way for so long."""
 
+_NEWS_S = 0.02
+"""What the first to notice a loss says of it may arrive so long after its own end has been noticed."""
+
 Call = tuple[int | None, Callable[[], object]]
 """What blocks in C++, and the worker for which it waits."""
 
@@ -82,7 +85,7 @@ class Waiter:
 
     def first_loss(self, sentence: str) -> str:
         """Say who was lost first, of which this may be a consequence, and let the others know."""
-        time.sleep(_SLICE_S)  # what the first to notice says may arrive after its end
+        time.sleep(_NEWS_S)
         self.peers.look()
         sentence = self.peers.loss() or sentence
         self.peers.tell(sentence)
