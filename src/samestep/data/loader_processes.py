@@ -61,7 +61,8 @@ def _named(call: Callable[[], Any], loader: DataLoader[Any], rank: int, timeout_
             if str(error).startswith("Caught"):  # in a loader process, which is there
                 raise
             time.sleep(_NEWS_S)  # a loader process has just ended: SIGCHLD says more
-            raise LoaderError(f"a loader process of worker {rank} is gone: {one_line(str(error))}") from error
+            what = one_line(f"{type(error).__name__}: {error}")
+            raise LoaderError(f"a loader process of worker {rank} is gone: {what}") from error
         if loader.timeout >= timeout_s or patience.is_over():
             _wake_stopped()
             raise LoaderError(
