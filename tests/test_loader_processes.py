@@ -99,6 +99,8 @@ def serve(name, results):
     torch.set_num_threads(1)
     work, values, options, _ = CASES[name]
     try:
+        text = str(work(*values, **options))
+    except Exception as error:
         text = f"{type(error).__name__}: {error}{getattr(error, '__notes__', '')}"
     results.put((name, text))
 
