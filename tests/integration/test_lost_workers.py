@@ -97,3 +97,28 @@ def test_a_worker_that_never_comes_is_missed_at_the_start(start):
     assert "samestep: error: start of 2 workers: worker 1 did not join within 2 s\n" in workers.output()
     workers.signal(signal.SIGKILL, 1)
     assert workers.wait() == [1, -signal.SIGKILL]
+
+
+def test_workers_that_were_all_stopped_for_longer_than_the_timeout_go_on(start, whole, tmp_path):
+    workers = start(3, "--timeout", TIMEOUT_S)
+    workers.wait_for_step(5)
+    workers.signal(signal.SIGSTOP)
+    time.sleep(TIMEOUT_S + 1)
+    workers.signal(signal.SIGCONT)
+    assert workers.wait() == [0, 0, 0]
+    assert digests_of(tmp_path / "run")[STEPS] == whole[STEPS]
+
+
+def test_an_interrupt_ends_the_wait_for_workers_that_have_not_come(start):
+    workers = start(2)
+    workers.signal(signal.SIGSTOP, 1)
+    workers.wait_until_it_waits(0)
+    time.sleep(0.5)
+    workers.signal(signal.SIGINT, 0)
+    begin_s = time.monotonic()
+    while workers.ended() == 0:
+        assert time.monotonic() - begin_s < 10
+        time.sleep(0.01)
+    workers.signal(signal.SIGKILL, 1)
+    assert workers.wait() == [130, -signal.SIGKILL]
+    assert workers.stderr(0) == ""
