@@ -50,3 +50,10 @@ def test_counts_out_of_range_are_refused(num_towers, num_workers, named):
 def test_cuts_that_leave_a_worker_without_towers_are_refused(cuts):
     with pytest.raises(ConfigError, match=r"cuts = \(.*every worker runs at least one tower"):
         Placement(cuts)
+
+
+@pytest.mark.parametrize("num_towers", [2**20 + 1, 2**31, 2**63])
+def test_there_are_no_more_towers_than_a_step_can_list(num_towers):
+    with pytest.raises(ConfigError, match=rf"^towers = {num_towers}: expected at most 1048576, because"):
+        Placement.even(num_towers, 3)
+    assert Placement.even(2**20, 3).num_towers == 2**20

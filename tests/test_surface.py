@@ -16,8 +16,8 @@ PUBLIC = {
     "TowerLoader", "Towers", "Whole",
     "AbandonedError", "BatchError", "BufferPolicyError", "ConfigError", "DamagedError", "DataError",
     "DisagreementError",
-    "Error", "LockedError", "LostWorkerError", "MissingFileError", "NonFiniteError", "StorageError",
-    "UsageError", "average_gradients", "check", "digest", "init", "load", "save",
+    "Error", "LoaderError", "LockedError", "LostWorkerError", "MissingFileError", "NonFiniteError",
+    "StorageError", "UsageError", "average_gradients", "check", "digest", "init", "load", "save",
 }  # fmt: skip
 
 

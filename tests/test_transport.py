@@ -3,6 +3,7 @@
 import datetime
 import multiprocessing
 import os
+import signal
 import time
 import traceback
 
@@ -11,10 +12,12 @@ import torch
 import torch.distributed as dist
 
 from samestep.errors import LostWorkerError
-from samestep.workers.transport import Alone, ProcessGroup, is_lost_connection, lost_worker
+from samestep.workers.collectives import gather_objects
+from samestep.workers.meeting import meet
+from samestep.workers.transport import Alone, ProcessGroup, how_lost, is_lost_connection
 
 SMALL = 2**18 // 4  # float32 numbers up to which a tensor shares a message
-NUM_WORKERS = 3
+LARGE = 2**25  # numbers of which some are on their way for a while
 TIMEOUT_S = 2
 
 
@@ -127,6 +130,38 @@ def names_a_worker_that_is_gone(transport):
     assert float(found) == 1 - transport.rank
 
 
+def finds_a_worker_that_dies_with_messages_on_their_way(transport):
+    """Worker 2 is killed while 0 has received, and 1 has sent, a part of a message: gloo wakes neither."""
+    pids = gather_objects(transport, os.getpid(), "pids")
+    content, received = torch.zeros(LARGE), torch.full((LARGE,), -1.0)
+    outgoing, incoming = [({}, {2: [received]}), ({2: [content]}, {}), ({0: [content]}, {1: [received]})][
+        transport.rank
+    ]
+    pending = transport.post(outgoing, incoming, "it")
+    while transport.rank == 0 and received[0] == -1:
+        pass
+    if transport.rank == 0:
+        os.kill(pids[2], signal.SIGKILL)
+    start_s = time.monotonic()
+    with pytest.raises(LostWorkerError, match=r"^it: worker 2 is gone \(.*\)$"):
+        pending.wait()
+    assert time.monotonic() - start_s < 5
+
+
+def hears_of_a_loss_from_others(transport):
+    """Worker 2 leaves, a child of it keeps its connections, and 1 waits for 0, which has lost 2."""
+    if transport.rank == 2:
+        if os.fork():
+            os._exit(0)
+        time.sleep(8)
+        os._exit(0)
+    start_s = time.monotonic()
+    source = 2 if transport.rank == 0 else 0
+    with pytest.raises(LostWorkerError, match=r"^it: worker 2 is gone \(.*\)$"):
+        transport.post({}, {source: [torch.zeros(1)]}, "it").wait()
+    assert time.monotonic() - start_s < 5
+
+
 def names_a_worker_that_is_silent(transport):
     if transport.rank == 0:
         with pytest.raises(LostWorkerError, match=rf"^it: worker 1 did not answer for {TIMEOUT_S} s \(.*\)$"):
@@ -135,38 +170,92 @@ def names_a_worker_that_is_silent(transport):
         time.sleep(TIMEOUT_S + 1)
 
 
-OF_THREE = [
-    moves_any_dtype,
-    keeps_the_order_between_two,
-    groups_small_tensors_into_one_message,
-    sends_to_some_only,
-    fills_strided_places_of_a_flat_tensor,
-    names_a_worker_that_is_gone,
+def goes_on_after_both_were_stopped(transport):
+    """For longer than the timeout, while 0 waits for 1, which works before and after."""
+    pids = gather_objects(transport, os.getpid(), "pids")
+    if transport.rank == 0 and not os.fork():
+        for signal_number, after_s in ((signal.SIGSTOP, TIMEOUT_S / 4), (signal.SIGCONT, 2 * TIMEOUT_S)):
+            time.sleep(after_s)
+            for pid in pids:
+                os.kill(pid, signal_number)
+        os._exit(0)
+    found, own = torch.zeros(1), torch.ones(1)
+    if transport.rank == 1:
+        time.sleep(TIMEOUT_S / 2)
+        time.sleep(TIMEOUT_S / 4)
+    transport.post({1 - transport.rank: [own]}, {1 - transport.rank: [found]}, "it").wait()
+    assert float(found) == 1
+
+
+def goes_on_waiting_after_an_interrupt(transport):
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    found = torch.zeros(5)
+    if transport.rank == 1:
+        time.sleep(0.5)
+        transport.post({0: [torch.ones(2), torch.ones(3)]}, {}, "it").wait()
+        return
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    pending = transport.post({}, {1: list(found.split([2, 3]))}, "it")
+    with pytest.raises(KeyboardInterrupt):
+        pending.wait()
+    assert not found.any()
+    pending.wait()
+    assert found.all()
+
+
+JOBS = [
+    (
+        [0, 1, 2],
+        30,
+        [
+            moves_any_dtype,
+            keeps_the_order_between_two,
+            groups_small_tensors_into_one_message,
+            sends_to_some_only,
+            fills_strided_places_of_a_flat_tensor,
+            names_a_worker_that_is_gone,
+        ],
+    ),
+    ([0, 1, 2], 30, [finds_a_worker_that_dies_with_messages_on_their_way]),
+    ([0, 1, 2], 30, [hears_of_a_loss_from_others]),
+    (
+        [0, 1],
+        TIMEOUT_S,
+        [
+            goes_on_waiting_after_an_interrupt,
+            goes_on_after_both_were_stopped,
+            names_a_worker_that_is_silent,
+        ],
+    ),
 ]
-OF_TWO = [names_a_worker_that_is_silent]
+"""The workers, the timeout, and what they do; in the last check of three workers, worker 2 is lost."""
 
 
-def serve(rank, folder, results):
-    """Be one worker, and tell how each check went."""
+def serve(rank, number, folder, results):
+    """Be one worker of a job, and tell how each check went."""
     torch.set_num_threads(1)
-    for world_size, timeout_s, checks in ((NUM_WORKERS, 30, OF_THREE), (2, TIMEOUT_S, OF_TWO)):
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(f"{folder}/{world_size}", world_size),
-            rank=rank,
-            world_size=world_size,
-            timeout=datetime.timedelta(seconds=timeout_s),
-        )
-        transport = ProcessGroup(torch.device("cpu"), timeout_s)
-        assert (transport.rank, transport.world_size) == (rank, world_size)
-        for check in checks:
-            try:
-                check(transport)
-                results.put((rank, check.__name__, "fine"))
-            except BaseException:
-                results.put((rank, check.__name__, traceback.format_exc()[-2000:]))
-        transport.close()
-        assert not dist.is_initialized()
+    ranks, timeout_s, checks = JOBS[number]
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(f"{folder}/{number}", len(ranks)),
+        rank=rank,
+        world_size=len(ranks),
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+    transport = ProcessGroup(torch.device("cpu"), timeout_s)
+    transport.waiter.peers = meet(transport)
+    assert (transport.rank, transport.world_size) == (rank, len(ranks))
+    for check in checks:
+        try:
+            check(transport)
+            results.put((rank, check.__name__, "fine"))
+        except BaseException:
+            results.put((rank, check.__name__, traceback.format_exc()[-2000:]))
+    transport.close()
+    assert not dist.is_initialized()
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +265,11 @@ def found(tmp_path_factory):
     context.set_forkserver_preload([__name__])
     results = context.SimpleQueue()
     folder = str(tmp_path_factory.mktemp("store"))
-    workers = [context.Process(target=serve, args=(rank, folder, results)) for rank in range(NUM_WORKERS)]
+    workers = [
+        context.Process(target=serve, args=(rank, number, folder, results))
+        for number, (ranks, _, _) in enumerate(JOBS)
+        for rank in ranks
+    ]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -189,9 +282,16 @@ def found(tmp_path_factory):
     return answers
 
 
-@pytest.mark.parametrize("check", [*OF_THREE, *OF_TWO], ids=lambda check: check.__name__)
-def test_between_processes(found, check):
-    num_told = 2 if check in (names_a_worker_that_is_gone, *OF_TWO) else 3
+@pytest.mark.parametrize(
+    ("check", "num_told"),
+    [
+        (check, 3 if len(ranks) == 3 and check is not checks[-1] else 2)
+        for ranks, _, checks in JOBS
+        for check in checks
+    ],
+    ids=lambda check: getattr(check, "__name__", ""),
+)
+def test_between_processes(found, check, num_told):
     assert [found.get((check.__name__, rank)) for rank in range(num_told)] == ["fine"] * num_told
 
 
@@ -224,11 +324,11 @@ def test_errors_about_a_lost_connection(error, is_lost):
     ("text", "why", "how"),
     [
         ("[/gloo/a.cc:1] Connection closed [::1]:80. More", "Connection closed [::1]:80", "is gone"),
-        ("[/gloo/b.cc:2] Timed out waiting 2 s", "Timed out waiting 2 s", "did not answer for 2 s"),
-        ("wait timeout\nException raised from", "wait timeout", "did not answer for 2 s"),
+        ("[/gloo/b.cc:2] Timed out waiting 2 s", "Timed out waiting 2 s", "did not answer"),
+        ("wait timeout\nException raised from", "wait timeout", "did not answer"),
         ("timed out: Connection refused", "timed out: Connection refused", "is gone"),
     ],
 )
 def test_lost_workers_are_gone_or_silent(text, why, how):
-    found = lost_worker("step 3", "worker 1", 2, RuntimeError(text))
-    assert str(found) == f"step 3: worker 1 {how} ({why})"
+    assert how_lost(RuntimeError(text), 1) == f"worker 1 {how} ({why})"
+    assert how_lost(RuntimeError(text)) == f"another worker {how} ({why})"

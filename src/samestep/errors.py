@@ -13,6 +13,7 @@
     ├── LockedError          another process trains in the run folder        (also a RuntimeError)
     ├── DisagreementError    the workers of a job have different values      (also a RuntimeError)
     ├── LostWorkerError      a worker exited or stopped answering            (also a RuntimeError)
+    ├── LoaderError          a loader process was killed, or hangs           (also a RuntimeError)
     └── NonFiniteError       a loss or gradient is NaN or infinite           (also an ArithmeticError)
 
 `exit_status` is what the command line exits with: 2 where the input is wrong, 1 where the run failed.
@@ -33,6 +34,7 @@ __all__ = [
     "DataError",
     "DisagreementError",
     "Error",
+    "LoaderError",
     "LockedError",
     "LostWorkerError",
     "MissingFileError",
@@ -112,6 +114,12 @@ class DisagreementError(Error, RuntimeError):
 
 class LostWorkerError(Error, RuntimeError):
     """A worker of the job exited, or did not answer within the timeout."""
+
+    exit_status = 1
+
+
+class LoaderError(Error, RuntimeError):
+    """A process in which a loader reads was killed, or has not answered within the timeout."""
 
     exit_status = 1
 

@@ -125,6 +125,8 @@ class Nursery:
         for line in self._forks.stdout:
             match json.loads(line):
                 case {"started": pids}:
+                    for pid in pids:
+                        self._statuses.pop(pid, None)  # of an earlier process with that number
                     self._started.put(pids)
                 case {"ended": pid, "status": status}:
                     self._statuses[pid] = status

@@ -24,8 +24,7 @@ from samestep.checkpoint.objects import TrainingObjects
 from samestep.checkpoint.snapshot import restore
 from samestep.towers.batch import GlobalBatch
 from samestep.towers.copier import Copier
-from samestep.workers.agreement import from_first_worker
-from samestep.workers.collectives import gather_rows
+from samestep.workers.agreement import agree, from_first_worker
 from samestep.workers.job import Job
 
 __all__ = ["count_split", "describe", "evaluate", "evaluate_run"]
@@ -97,15 +96,26 @@ def evaluate(experiment: Experiment, job: Job) -> Mapping[str, float]:
     return experiment.metrics(count_split(experiment, experiment.evaluated, job))
 
 
-@torch.no_grad()
 def count_split(experiment: Experiment, model: nn.Module, job: Job) -> Tensor:
-    """Add up the counts over all test examples.
+    """Add up the counts over all test examples; where one worker meets an error, all raise."""
+    own, error = torch.zeros((), dtype=torch.int64), None
+    was_training = model.training
+    model.eval()
+    try:
+        own = _count_own(experiment, model, job)
+    except Exception as raised:
+        error = raised
+    model.train(was_training)
+    return torch.stack(agree(job, {}, where="evaluation", error=error, message=own)).sum(0)
+
+
+@torch.no_grad()
+def _count_own(experiment: Experiment, model: nn.Module, job: Job) -> Tensor:
+    """Add up the counts over this worker's chunks of the test examples.
 
     Workers take fixed chunks in turn, so that every chunk has the same shape, and so the same bits,
     wherever it is computed; integers add up exactly.
     """
-    was_training = model.training
-    model.eval()
     total = torch.zeros((), dtype=torch.int64)
     num_rows, chunk_rows = len(experiment.test), experiment.test_chunk_rows
     # Every worker counts the first chunk, so that those without one of their own have a shape to add to.
@@ -116,5 +126,4 @@ def count_split(experiment: Experiment, model: nn.Module, job: Job) -> Tensor:
         batch = GlobalBatch.open(experiment.test.batch(examples, np.zeros(len(examples), np.uint64)))
         counts = experiment.count(model, batch.take(range(len(examples)), Copier(job.device))).cpu()
         total = total + (counts if start or job.is_first else torch.zeros_like(counts))
-    model.train(was_training)
-    return gather_rows(job.transport, total[None], [1] * job.world_size, "evaluation").sum(0)
+    return total

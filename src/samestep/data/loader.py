@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.utils.data import DataLoader
 
+from samestep.data.loader_processes import read_through, timeout_option
 from samestep.data.readers import BatchedReader, Reader, Request, is_batched
 from samestep.data.single_rows import warn_of_single_rows
 from samestep.data.stream import RequestSampler, Stream
@@ -88,6 +89,8 @@ class TowerLoader:
 
     Raises:
         ConfigError: no examples, no whole batch, a batch size below 1, or an option that cannot be set here.
+        LoaderError: later, a loader process was killed, or none has answered for `timeout`, by default that
+            of the job.
 
     Example:
         >>> from samestep import Towers
@@ -133,6 +136,9 @@ class TowerLoader:
         self._sampler = RequestSampler()
         self._reader = BatchedReader(dataset, seed) if batched else Reader(dataset, seed, collate_fn)
         self._stream: Stream | None = None
+        options = {"num_workers": 0, "persistent_workers": False, **dataloader_options}
+        timeout_s = options.pop("timeout", 0) or towers.job.timeout_s
+        in_thread = batched and not options["num_workers"]
         loader: DataLoader[Any] = DataLoader(
             self._reader,
             batch_size=None,
@@ -141,10 +147,11 @@ class TowerLoader:
             # Without one of its own, DataLoader draws a number from torch's global generator each epoch.
             generator=torch.Generator(),
             worker_init_fn=_start_loader_process,
-            **dataloader_options,
+            timeout=timeout_option(options["num_workers"], options["persistent_workers"], timeout_s),
+            **options,
         )
-        in_thread = batched and not dataloader_options.get("num_workers")
-        self._loader = None if in_thread else loader
+        read_ahead = partial(read_through, loader, towers.job.rank, timeout_s)
+        self._read_ahead = None if in_thread else read_ahead
 
     @property
     def position(self) -> int:
@@ -216,7 +223,7 @@ class TowerLoader:
             self._stream.close()  # a DataLoader that keeps its processes reads for one iteration at a time
         requests = (self._request(self._rows(order, each), each, placement) for each in positions)
         row_bytes = math.inf if self._stream is None else self._stream.row_bytes
-        self._stream = Stream(requests, self._reader, self._loader, self._sampler, row_bytes)
+        self._stream = Stream(requests, self._reader, self._read_ahead, self._sampler, row_bytes)
         with closing(self._stream) as stream:
             for position in positions:
                 rows = self._rows(order, position)

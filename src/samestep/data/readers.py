@@ -98,7 +98,11 @@ class Reader(Dataset[dict[int, Any]]):
 
     def _example(self, epoch: int, example: int) -> Any:
         seed_globals(stream_seed(self.seed, "example", epoch, example), _CPU)
-        return self.dataset[example]
+        try:
+            return self.dataset[example]
+        except Exception as error:
+            error.add_note(f"samestep: in example {example} of the dataset")
+            raise
 
 
 @dataclass(frozen=True)

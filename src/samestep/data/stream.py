@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from samestep.data.readers import BatchedReader, Reader, Request
 from samestep.towers.nest import PLAIN, entries
@@ -45,8 +44,8 @@ class Stream:
     Args:
         requests: one for each batch, in order.
         reader: reads them.
-        loader: reads ahead, from what `sampler` is given; None for a thread of this process.
-        sampler: the loader's.
+        read: reads ahead, from what `sampler` is given; None for a thread of this process.
+        sampler: of the DataLoader that reads ahead.
         row_bytes: of the rows read last, to begin with.
     """
 
@@ -54,7 +53,7 @@ class Stream:
         self,
         requests: Iterator[Request],
         reader: BatchedReader | Reader,
-        loader: DataLoader[Any] | None,
+        read: Callable[[], Generator[dict[int, Any]]] | None,
         sampler: RequestSampler,
         row_bytes: float = math.inf,
     ) -> None:
@@ -65,7 +64,7 @@ class Stream:
         self._wanted = self._last = (-1, -1)
         self._requests = sampler.requests = self._split(requests)
         self._source: Generator[dict[int, Any]] | None
-        self._source = _each(loader) if loader is not None else read_ahead(reader, self._requests)
+        self._source = read_ahead(reader, self._requests) if read is None else read()
 
     def take(self, request: Request, tower: int) -> Any:
         """Return the batch of a tower of a request; those before it that nobody asked for are dropped."""
@@ -118,10 +117,6 @@ class Stream:
             part[tower] = rows
         if part:
             yield part
-
-
-def _each(loader: DataLoader[Any]) -> Generator[Any]:
-    yield from loader
 
 
 def _num_bytes(value: Any) -> float:

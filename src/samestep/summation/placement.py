@@ -10,6 +10,8 @@ from samestep.errors import ConfigError
 
 __all__ = ["Placement", "even_ranges"]
 
+_MOST_TOWERS = 2**20
+
 
 def even_ranges(length: int, num_ranges: int) -> list[range]:
     """Cut `0..length-1` into contiguous ranges, as even as possible, the longer ones first.
@@ -30,7 +32,7 @@ class Placement:
         cuts: W + 1 ints: 0, then the end of each worker's range, each above the one before; the last is T.
 
     Raises:
-        ConfigError: other cuts, such as those that leave a worker without a tower.
+        ConfigError: other cuts, such as those that leave a worker without a tower; or more than 2**20 towers.
 
     Example:
         >>> Placement.even(8, 3).towers(0), Placement((0, 1, 6, 8)).towers(1)
@@ -47,6 +49,10 @@ class Placement:
             raise ConfigError(
                 f"cuts = {self.cuts}: expected 0, then one number for each worker, each above the one before "
                 "(every worker runs at least one tower), and the number of towers last"
+            )
+        if self.num_towers > _MOST_TOWERS:
+            raise ConfigError(
+                f"towers = {self.num_towers}: expected at most {_MOST_TOWERS}, because a step lists them all"
             )
 
     @classmethod

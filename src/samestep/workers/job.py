@@ -29,6 +29,7 @@ class Job:
         device: what this worker computes on.
         threads: CPU threads of this worker; part of what the bits depend on.
         transport: sends messages to the other workers and receives theirs.
+        timeout_s: seconds to wait for another process before it counts as lost.
 
     Example:
         >>> job = Job(torch.device("cpu"))
@@ -39,6 +40,7 @@ class Job:
     device: torch.device
     threads: int = 1
     transport: Transport = field(default_factory=Alone)
+    timeout_s: float = DEFAULT_TIMEOUT_S
 
     @property
     def rank(self) -> int:
@@ -78,7 +80,8 @@ def init(
         threads: CPU threads. The bits of CPU kernels depend on it, so it is never chosen for you.
         tf32: let the GPU multiply float32 numbers that are rounded to 11 significant bits: faster, other
             bits, still the same on any placement. There is a warning where the device has no such products.
-        timeout_s: seconds to wait for another worker before it counts as lost.
+        timeout_s: seconds to wait for another worker, or for a loader's processes, before they count as
+            lost. Time in which all workers were stopped does not count.
 
     Returns:
         The job, to be passed to `Towers`.
@@ -101,7 +104,7 @@ def init(
     else:
         make_cuda_deterministic(chosen, tf32=tf32)
     if not under_launcher():
-        return Job(chosen, threads)
+        return Job(chosen, threads, timeout_s=timeout_s)
     if dist.is_torchelastic_launched():
         end_with_parent(signal.SIGTERM)  # else the workers of a launcher that was killed would go on
-    return Job(chosen, threads, join(chosen, timeout_s))
+    return Job(chosen, threads, join(chosen, timeout_s), timeout_s)

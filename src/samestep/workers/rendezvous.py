@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,7 +19,9 @@ from torch.distributed.rendezvous import rendezvous
 from samestep.errors import LostWorkerError
 from samestep.workers.device import gpu_of
 from samestep.workers.environment import world_size
-from samestep.workers.transport import Alone, ProcessGroup, Transport, is_lost_connection, lost_worker
+from samestep.workers.meeting import meet
+from samestep.workers.transport import Alone, ProcessGroup, Transport, how_lost, is_lost_connection
+from samestep.workers.waiter import Patience, Waiter
 
 __all__ = ["has_group", "join", "open_store"]
 
@@ -44,50 +48,79 @@ def join(device: torch.device, timeout_s: float) -> Transport:
     if world_size() == 1:
         return Alone()
     if not dist.is_initialized():
-        try:
-            _make_group(gpu_of(device), timeout_s)
-        except RuntimeError as error:
-            if not is_lost_connection(error):
-                raise
-            what = f"start of {world_size()} workers"
-            raise lost_worker(what, "another worker", timeout_s, error) from error
-    return ProcessGroup(device, timeout_s)
+        _make_group(gpu_of(device), timeout_s)
+    transport = ProcessGroup(device, timeout_s)
+    transport.waiter.peers = meet(transport)
+    return transport
 
 
 def _make_group(gpu: str, timeout_s: float) -> None:
+    """Make torch's process group: in a thread, so that an interrupt ends the wait for the others."""
+    waiter = Waiter(math.inf)  # each of its waits has its own timeout
+    waiting = waiter.start([(None, partial(_meet_in_store, gpu, timeout_s))])
+    waiter.finish(waiting)
+    waiter.close()
+    error, where = waiting.error, f"start of {world_size()} workers"
+    if isinstance(error, LostWorkerError):
+        raise LostWorkerError(f"{where}: {error}")
+    if error is not None and is_lost_connection(error):
+        raise LostWorkerError(f"{where}: {how_lost(error)}") from error
+    if error is not None:
+        raise error
+
+
+def _meet_in_store(gpu: str, timeout_s: float) -> None:
     timeout = timedelta(seconds=timeout_s)
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     name = f"{socket.gethostname()}/{os.getpid()}/{time.time_ns()}"
-    prefix = _gather(store, name, world_size, timeout_s) if rank == 0 else _follow(store, name, rank)
+    prefix = (
+        _gather(store, name, world_size, timeout_s) if rank == 0 else _follow(store, name, rank, timeout_s)
+    )
     store = PrefixStore(f"samestep/{prefix}", store)
     backend = _agree_on_backend(store, gpu, rank, world_size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def _gather(store: Store, name: str, world_size: int, timeout_s: float) -> str:
-    """Send worker 0's name to the others, until all have received it; return it."""
-    deadline_s = time.monotonic() + timeout_s
+    """Send worker 0's name to the others, until all have received it, and say so; return it."""
+    patience = Patience(timeout_s)
     missing = list(range(1, world_size))
-    while missing:
+    while missing and not patience.is_over():
         for rank in missing:
             if store.check([f"samestep/here/{rank}"]):
                 seen = store.get(f"samestep/here/{rank}").decode()  # perhaps one that is gone
                 store.set(f"samestep/follow/{seen}", name)
         missing = [rank for rank in missing if not store.check([f"samestep/heard/{name}/{rank}"])]
-        if missing and time.monotonic() > deadline_s:
-            who = f"worker{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-            raise LostWorkerError(f"start of {world_size} workers: {who} did not join within {timeout_s:g} s")
         time.sleep(_POLL_S if missing else 0)
+    who = f"worker{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+    failure = f"{who} did not join within {timeout_s:g} s" if missing else ""
+    store.set(f"samestep/met/{name}", failure)
+    if failure:
+        raise LostWorkerError(failure)
     return name
 
 
-def _follow(store: Store, name: str, rank: int) -> str:
-    """Wait for worker 0 to see this one; return its name."""
+def _follow(store: Store, name: str, rank: int, timeout_s: float) -> str:
+    """Wait for worker 0 to see this one, and then all others; return its name."""
     store.set(f"samestep/here/{rank}", name)
-    first: str = store.get(f"samestep/follow/{name}").decode()
+    first = _wait_for_first(store, f"samestep/follow/{name}", timeout_s)
     store.set(f"samestep/heard/{first}/{rank}", "")
+    failure = _wait_for_first(store, f"samestep/met/{first}", timeout_s)
+    if failure:
+        raise LostWorkerError(failure)
     return first
+
+
+def _wait_for_first(store: Store, key: str, timeout_s: float) -> str:
+    """Wait for what worker 0 writes; not in the store, which counts the time in which nobody runs."""
+    patience = Patience(timeout_s)
+    while not store.check([key]):
+        if patience.is_over():
+            raise LostWorkerError(f"worker 0 did not join within {timeout_s:g} s")
+        time.sleep(_POLL_S)
+    found: str = store.get(key).decode()
+    return found
 
 
 def _agree_on_backend(store: Store, gpu: str, rank: int, world_size: int) -> str:

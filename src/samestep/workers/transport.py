@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -13,14 +16,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.errors import Error, LostWorkerError
+from samestep.workers.waiter import Call, Wait, Waiter
 
-__all__ = ["Alone", "Pending", "ProcessGroup", "Tensors", "Transport", "is_lost_connection", "lost_worker"]
+__all__ = ["Alone", "Pending", "ProcessGroup", "Tensors", "Transport", "how_lost", "is_lost_connection"]
 
 Tensors = Mapping[int, Sequence[Tensor]]
 """For other workers, by rank: contiguous tensors in the order in which they are sent."""
 
 _SMALL_BYTES = 2**18
 """Tensors up to here are worth a copy to save a message."""
+
+_FOREVER = timedelta(days=10_000)
+"""gloo's own timeout also counts the time in which all workers were stopped, and closes all connections."""
 
 
 class Pending(Protocol):
@@ -61,10 +68,15 @@ class Alone:
 
     def post(self, outgoing: Tensors, incoming: Tensors, what: str) -> Pending:
         """Do nothing."""
-        return _Posted(what, 0.0)
+        return _Nothing()
 
     def close(self) -> None:
         """Do nothing."""
+
+
+class _Nothing:
+    def wait(self) -> None:
+        pass
 
 
 class ProcessGroup:
@@ -77,12 +89,12 @@ class ProcessGroup:
     def __init__(self, device: torch.device, timeout_s: float) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self._timeout_s = timeout_s
+        self.waiter = Waiter(timeout_s)
         self._through_host = device.type == "cuda" and "nccl" not in dist.get_backend_config()
 
     def post(self, outgoing: Tensors, incoming: Tensors, what: str) -> Pending:
         """Start to send to and to receive from other workers; see `Transport`."""
-        posted = _Posted(what, self._timeout_s)
+        posted = _Posted(what, self.waiter)
         operations: list[dist.P2POp] = []
         for distance in range(1, self.world_size):
             source = (self.rank - distance) % self.world_size
@@ -105,6 +117,8 @@ class ProcessGroup:
 
     def close(self) -> None:
         """Leave the process group."""
+        self.waiter.close()
+        self.waiter.peers.close()
         gc.collect()  # a group that outlives the interpreter aborts the process; see pytorch#190489
         dist.destroy_process_group()
 
@@ -135,51 +149,67 @@ def _bytes(tensor: Tensor) -> Tensor:
 @dataclass
 class _Posted:
     what: str
-    timeout_s: float
-    works: list[tuple[dist.Work, int | None]] = field(default_factory=list)
+    waiter: Waiter
+    calls: list[Call] = field(default_factory=list)  # that wait for gloo's works
+    batch: list[dist.Work] = field(default_factory=list)  # NCCL's
     packed: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)
+    waiting: Wait | None = None
 
     def start(self, operations: Sequence[dist.P2POp]) -> None:
         """Start operations on gloo, which takes them one by one, so that an error names the worker."""
         for operation in operations:
-            try:
-                self.works.append((operation.op(operation.tensor, operation.peer), operation.peer))
-            except RuntimeError as error:
-                raise self._lost(error, operation.peer) from error
+            with self._naming(operation.peer):
+                work = operation.op(operation.tensor, operation.peer)
+            self.calls.append((operation.peer, partial(work.wait, _FOREVER)))
 
     def start_batch(self, operations: list[dist.P2POp]) -> None:
         """Start operations on NCCL, which would wait for each other if they came one by one."""
-        try:
-            works = dist.batch_isend_irecv(operations) if operations else []
-        except RuntimeError as error:
-            raise self._lost(error) from error
-        self.works += [(work, None) for work in works]  # one for the whole batch: it names no worker
+        with self._naming():
+            self.batch = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> None:
-        for work, peer in self.works:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise self._lost(error, peer) from error
+        """Wait for everything; called again, after an interrupt, it goes on."""
+        if self.calls and self.waiting is None:
+            self.waiting = self.waiter.start(self.calls)
+        if self.waiting is not None:
+            self._wait_for(self.waiting)
+        for work in self.batch:
+            with self._naming():
+                work.wait()  # here, because it concerns the stream of this thread
         for message, tensors in self.packed:
             parts = message.split([tensor.nbytes for tensor in tensors])
             for tensor, part in zip(tensors, parts, strict=True):
                 _bytes(tensor).copy_(part)
-        self.works.clear()
-        self.packed.clear()
+        self.calls, self.batch, self.packed, self.waiting = [], [], [], None
 
-    def _lost(self, error: RuntimeError, peer: int | None = None) -> LostWorkerError:
-        who = "another worker" if peer is None else f"worker {peer}"
-        return lost_worker(self.what, who, self.timeout_s, error)
+    def _wait_for(self, waiting: Wait) -> None:
+        try:
+            self.waiter.finish(waiting)
+        except LostWorkerError as error:
+            raise self._lost(str(error)) from None
+        if waiting.error is not None:
+            raise self._lost(how_lost(waiting.error, waiting.worker)) from waiting.error
+
+    @contextmanager
+    def _naming(self, peer: int | None = None) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_lost_connection(error):
+                raise
+            raise self._lost(how_lost(error, peer)) from error
+
+    def _lost(self, sentence: str) -> LostWorkerError:
+        return LostWorkerError(f"{self.what}: {self.waiter.first_loss(sentence)}")
 
 
-def lost_worker(what: str, who: str, timeout_s: float, error: BaseException) -> LostWorkerError:
-    """Return the error that names the lost worker and the exchange, and says whether it is gone or silent."""
+def how_lost(error: BaseException, worker: int | None = None) -> str:
+    """Return a sentence that says which worker is gone, or silent, as an exception of torch's shows it."""
+    who = "another worker" if worker is None else f"worker {worker}"
     # without gloo's source line
     why = re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]
     is_silent = ("timed out" in why.lower() or "timeout" in why.lower()) and "refused" not in why
-    how = f"did not answer for {timeout_s:g} s" if is_silent else "is gone"
-    return LostWorkerError(f"{what}: {who} {how} ({why})")
+    return f"{who} {'did not answer' if is_silent else 'is gone'} ({why})"
 
 
 def is_lost_connection(error: BaseException) -> bool:

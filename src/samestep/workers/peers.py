@@ -1,0 +1,74 @@
+"""The other workers of a job, and which of them are gone: a connection of its own between every two.
+
+The kernel closes it when a process ends, however it ends. gloo's connections alone do not do: it wakes nobody
+whose message was on its way when the other end died, see `rx_` and `tx_` in
+https://github.com/pytorch/gloo/blob/main/gloo/transport/tcp/pair.cc. Nothing is sent here but, once, the loss
+of a worker, so that all name the same one; and nobody listens but workers that wait.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import weakref
+from contextlib import suppress
+
+__all__ = ["Peers"]
+
+
+class Peers:
+    """What this worker knows of the others; it knows nothing of those without a connection."""
+
+    def __init__(self, connections: dict[int, socket.socket]) -> None:
+        self._connections = connections
+        self._gone: set[int] = set()
+        self._told: str | None = None  # the first loss that any worker told of
+        for connection in connections.values():
+            connection.setblocking(False)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        _open.add(self)
+
+    def look(self) -> None:
+        """Take in what has happened since."""
+        for worker, connection in list(self._connections.items()):
+            try:
+                said = connection.recv(4096)
+            except BlockingIOError:
+                continue
+            except OSError:  # reset, which is what an end without reading everything looks like
+                said = b""
+            if said:
+                self._told = self._told or said.decode(errors="replace")
+            else:
+                self._gone.add(worker)
+                self._connections.pop(worker).close()
+
+    def loss(self, worker: int | None = None) -> str | None:
+        """Return the sentence that says who was lost: as a worker told it, or because `worker` is gone."""
+        gone = f"worker {worker} is gone (its connections are closed)" if worker in self._gone else None
+        return self._told or gone
+
+    def tell(self, sentence: str) -> None:
+        """Let all others know whom this worker has lost, before they lose this one."""
+        if self._told is None:
+            self._told = sentence
+            for connection in self._connections.values():
+                with suppress(OSError):
+                    connection.send(sentence.encode())
+
+    def close(self) -> None:
+        """Close all connections."""
+        while self._connections:
+            self._connections.popitem()[1].close()
+
+
+_open: weakref.WeakSet[Peers] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """Close what a forked process inherits: one that outlives its worker must not make it look alive."""
+    for peers in _open:
+        peers.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,0 +1,143 @@
+"""Waiting for other workers, so that this one can be interrupted, and sees who is gone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+from samestep.errors import LostWorkerError
+from samestep.workers.peers import Peers
+
+__all__ = ["Call", "Patience", "Wait", "Waiter"]
+
+_SLICE_S = 0.1
+_GRACE_S = 1.0
+"""What a worker sent before it ended may be on its way for so long."""
+
+_NEWS_S = 0.02
+"""What the first to notice a loss says of it may arrive so long after its own end has been noticed."""
+
+Call = tuple[int | None, Callable[[], object]]
+"""What blocks in C++, and the worker for which it waits."""
+
+
+class Patience:
+    """Tells when a process has waited long enough; time in which it was stopped does not count.
+
+    It must be asked every 0.1 s or so: what is much more was no waiting.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = self._left_s = timeout_s
+        self._most_s = min(1.0, timeout_s / 4)
+        self._asked_s = time.monotonic()
+
+    def is_over(self) -> bool:
+        """Say whether the time is over."""
+        before_s, self._asked_s = self._asked_s, time.monotonic()
+        self._left_s -= min(self._asked_s - before_s, self._most_s)
+        return self._left_s <= 0
+
+
+class Waiter:
+    """Makes calls that block in C++ in a thread of its own, one after the other.
+
+    So the worker handles signals while it waits, which Python never does in C++.
+
+    Args:
+        timeout_s: how long to wait for a worker.
+        peers: says who is gone.
+    """
+
+    def __init__(self, timeout_s: float, peers: Peers | None = None) -> None:
+        self.peers = Peers({}) if peers is None else peers
+        self._timeout_s = timeout_s
+        self._waits: SimpleQueue[Wait | None] | None = None
+
+    def start(self, calls: Sequence[Call]) -> Wait:
+        """Start to make calls; then `finish` waits for them."""
+        if self._waits is None:
+            self._waits = SimpleQueue()
+            threading.Thread(target=_serve, args=(self._waits,), name="samestep-wait", daemon=True).start()
+        wait = Wait(calls)
+        self._waits.put(wait)
+        return wait
+
+    def finish(self, wait: Wait) -> None:
+        """Wait until calls are made, or one has raised; or raise a `LostWorkerError` that names the worker.
+
+        Called again, after an interrupt, it goes on waiting.
+        """
+        patience, grace = Patience(self._timeout_s), Patience(_GRACE_S)
+        while not wait.is_done(_SLICE_S):
+            self.peers.look()
+            loss = self.peers.loss(wait.worker)
+            if loss is None:
+                grace = Patience(_GRACE_S)
+            elif grace.is_over():
+                raise self._give_up(loss)
+            if patience.is_over():
+                raise self._give_up(
+                    f"worker {wait.worker} did not answer for {patience.timeout_s:g} s (nothing came)"
+                )
+
+    def first_loss(self, sentence: str) -> str:
+        """Say who was lost first, of which this may be a consequence, and let the others know."""
+        time.sleep(_NEWS_S)
+        self.peers.look()
+        sentence = self.peers.loss() or sentence
+        self.peers.tell(sentence)
+        return sentence
+
+    def _give_up(self, sentence: str) -> LostWorkerError:
+        self.close()  # the thread may wait for ever
+        return LostWorkerError(sentence)
+
+    def close(self) -> None:
+        """End the thread once it has made its calls; others get a new one."""
+        if self._waits is not None:
+            self._waits.put(None)
+            self._waits = None
+
+
+class Wait:
+    """Calls that are made in a thread.
+
+    Attributes:
+        worker: the one that it waits for now.
+        error: what a call has raised.
+    """
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self.worker: int | None = None
+        self.error: BaseException | None = None
+        self._calls = calls
+        self._is_done = False
+        self._running = threading.Lock()
+        self._running.acquire()
+
+    def make(self) -> None:
+        """Make the calls, in the thread."""
+        try:
+            for worker, call in self._calls:
+                self.worker = worker
+                call()
+        except BaseException as error:
+            self.error = error
+        self._calls = ()  # and let go of what they refer to
+        self._is_done = True
+        self._running.release()
+
+    def is_done(self, timeout_s: float) -> bool:
+        """Wait until all calls have been made, or one has raised, but no longer than this."""
+        if not self._is_done:
+            self._running.acquire(timeout=timeout_s)
+        return self._is_done
+
+
+def _serve(waits: SimpleQueue[Wait | None]) -> None:
+    for wait in iter(waits.get, None):
+        wait.make()
+        del wait  # and with it the tensors

@@ -1,0 +1,73 @@
+"""Counting over the test examples on several workers, of which one fails or is lost."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from samestep.app.evaluation import count_split
+from samestep.errors import DisagreementError, LostWorkerError
+
+from .simulation import Faults, Killed, simulate
+
+NUM_WORKERS = 3
+
+
+class Numbers:
+    """The numbers from 0; from some number on there are none."""
+
+    def __init__(self, missing_from=1000):
+        self.missing_from = missing_from
+
+    def __len__(self):
+        return 20
+
+    def batch(self, examples, seeds):
+        if examples[-1] >= self.missing_from:
+            raise FileNotFoundError(f"{examples[-1]}.png")
+        return torch.from_numpy(examples)
+
+
+def counted(missing_from_on_1=1000, faults=None):
+    """Return how each worker ended that counts in chunks of four: worker 1 those from 4 and from 16."""
+    models = [nn.Dropout().train() for _ in range(NUM_WORKERS)]
+
+    def work(job):
+        experiment = SimpleNamespace(
+            test=Numbers(missing_from_on_1 if job.rank == 1 else 1000),
+            test_chunk_rows=4,
+            count=lambda model, batch: torch.tensor([len(batch), int(batch.sum()), model.training]),
+        )
+        return count_split(experiment, models[job.rank], job).tolist()
+
+    outcomes = simulate(work, NUM_WORKERS, faults=faults)
+    assert all(model.training for model in models)
+    return outcomes
+
+
+def test_each_example_is_counted_once():
+    assert [outcome.value for outcome in counted()] == [[20, 190, 0]] * NUM_WORKERS
+
+
+@pytest.mark.parametrize("first", [0, 4, 16])
+def test_an_error_of_one_worker_ends_all(first):
+    outcomes = counted(first)
+    assert isinstance(outcomes[1].error, FileNotFoundError)
+    for outcome in (outcomes[0], outcomes[2]):
+        assert isinstance(outcome.error, DisagreementError)
+        name = f"{first + 3}.png"
+        assert str(outcome.error) == f"evaluation: worker 1 failed: FileNotFoundError: {name}"
+
+
+@pytest.mark.parametrize("event", range(1, 5))
+def test_a_worker_that_is_lost_is_named(event):
+    outcomes = counted(faults=Faults(killed={1: event}))
+    assert isinstance(outcomes[1].error, Killed)
+    for outcome in (outcomes[0], outcomes[2]):
+        if outcome.error is None:  # what the lost one had sent was all
+            assert outcome.value == [20, 190, 0]
+        else:
+            assert isinstance(outcome.error, LostWorkerError)
+            assert str(outcome.error).startswith("evaluation: worker ")
+    assert event == 4 or any(outcome.error for outcome in outcomes[::2])

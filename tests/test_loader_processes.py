@@ -1,0 +1,131 @@
+"""Loader processes that are killed, stopped, slow or fail: one error that names the worker.
+
+Each case runs in a process of its own: torch raises what it hears of loader processes at any time.
+"""
+
+import multiprocessing
+import os
+import re
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from samestep import Job, TowerLoader, Towers
+
+CPU = torch.device("cpu")
+LONG_S = 30
+GONE = r"LoaderError: a loader process of worker 0 is gone: DataLoader worker \(pid(\(s\))? \d+\) "
+SILENT = "LoaderError: worker 0: its loader processes have handed in nothing for {} s: .*"
+GONE_NOW = r"LoaderError: a loader process of worker 0 is gone: (ConnectionResetError|EOFError):.*"
+FORK = {"multiprocessing_context": "fork"}
+ALL_TWICE = re.escape(str([[*range(12)]] * 2))
+
+
+class Reading:
+    """Numbers; before the sixth, something else is done."""
+
+    def __init__(self, do):
+        self.do = do
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, example):
+        if example == 5:
+            self.do()
+        return torch.tensor(example)
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def leave():
+    os._exit(3)
+
+
+def fail():
+    raise FileNotFoundError(2, "No such file", "picture.png")
+
+
+def be_slow():
+    time.sleep(0.8)
+
+
+def read(do, epochs=1, timeout_s=LONG_S, num_workers=2, **options):
+    """Read all batches, and return what came."""
+    towers = Towers(torch.nn.Linear(1, 1), 2, job=Job(CPU, timeout_s=timeout_s))
+    loader = TowerLoader(Reading(do), 2, towers, shuffle=False, num_workers=num_workers, **options)
+    return [[int(s.sum()) for batch in loader for s in batch.slices.values()] for _ in range(epochs)]
+
+
+def read_while_one_is_killed():
+    """Do something else meanwhile."""
+    towers = Towers(torch.nn.Linear(1, 1), 2)
+    batches = iter(TowerLoader(Reading(be_slow), 2, towers, shuffle=False, num_workers=2, **FORK))
+    next(batches).slices[0]
+    victim = multiprocessing.active_children()[0]
+    threading.Timer(0.3, victim.kill).start()
+    time.sleep(LONG_S)
+
+
+CASES = {
+    "killed": (read, (kill,), FORK, GONE + "(is killed by signal: Killed|exited unexpectedly).*"),
+    "killed, no child of ours": (read, (kill,), {}, f"{GONE}exited unexpectedly.*|{GONE_NOW}"),
+    "killed, meanwhile": (read_while_one_is_killed, (), {}, GONE + r"is killed .*\(out of memory\?\)"),
+    "left": (read, (leave,), {}, f"{GONE}exited unexpectedly.*|{GONE_NOW}"),
+    "stopped": (read, (stop,), {"timeout": 0.5}, SILENT.format(r"0\.5")),
+    "stopped, persistent": (read, (stop,), {"timeout_s": 1, "persistent_workers": True}, SILENT.format(1)),
+    "slow": (read, (be_slow,), {"epochs": 2}, ALL_TWICE),
+    "slow, persistent": (read, (be_slow,), {"epochs": 2, "persistent_workers": True}, ALL_TWICE),
+    "failed": (read, (fail,), {}, r"FileNotFoundError: (.|\n)*samestep: in example 5 of the dataset\s*"),
+    "failed here": (
+        read,
+        (fail,),
+        {"num_workers": 0},
+        r"FileNotFoundError: .*\['samestep: in .*'\]",
+    ),
+}
+
+
+def serve(name, results):
+    torch.set_num_threads(1)
+    work, values, options, _ = CASES[name]
+    try:
+        text = str(work(*values, **options))
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}{getattr(error, '__notes__', '')}"
+    results.put((name, text))
+
+
+@pytest.fixture(scope="module")
+def found():
+    """For each case: what came of it, and how the process ended."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    results = context.SimpleQueue()
+    workers = {name: context.Process(target=serve, args=(name, results)) for name in CASES}
+    for worker in workers.values():
+        worker.start()
+    for worker in workers.values():
+        worker.join(100)
+        worker.kill()
+    answers = {}
+    while not results.empty():
+        name, text = results.get()
+        answers[name] = (text, workers[name].exitcode)
+    return answers
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loader_processes(found, name):
+    text, exit_status = found[name]
+    assert re.fullmatch(CASES[name][-1], text), text
+    assert exit_status == 0
