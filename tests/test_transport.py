@@ -298,6 +298,15 @@ def test_between_processes(found, check, num_told):
 # ---- without processes -------------------------------------------------------------------------------
 
 
+def test_nothing_is_posted_once_a_worker_is_lost(monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    transport = ProcessGroup(torch.device("cpu"), 1.0)
+    transport.waiter.first_loss("worker 1 did not answer for 1 s")
+    with pytest.raises(LostWorkerError, match="step 3: worker 1 did not answer for 1 s"):
+        transport.post({1: [torch.zeros(1)]}, {1: [torch.zeros(1)]}, "step 3")
+
+
 def test_a_worker_alone_has_nobody_to_wait_for():
     transport = Alone()
     assert (transport.rank, transport.world_size) == (0, 1)

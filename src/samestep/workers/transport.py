@@ -94,6 +94,9 @@ class ProcessGroup:
 
     def post(self, outgoing: Tensors, incoming: Tensors, what: str) -> Pending:
         """Start to send to and to receive from other workers; see `Transport`."""
+        loss = self.waiter.peers.loss()
+        if loss is not None:  # what was posted before may still be received, in the place of this
+            raise LostWorkerError(f"{what}: {loss}")
         posted = _Posted(what, self.waiter)
         operations: list[dist.P2POp] = []
         for distance in range(1, self.world_size):
