@@ -162,15 +162,18 @@ def _on_workers(settings: Settings, words: list[str], work: Callable[[Job], int]
     """Do the work on the workers that the settings and options ask for: start them, or be one of them."""
     from samestep.app.launch import launch
     from samestep.app.num_workers import resolve_workers
-    from samestep.app.start import refusing, start
     from samestep.workers.environment import under_launcher
 
-    with refusing():
+    if not under_launcher():
         workers = resolve_workers(
             settings.workers, settings.towers, settings.device, threads=settings.threads
         )
-    if workers > 1 and not under_launcher():
-        return launch([sys.executable, "-m", "samestep", *words], workers, threads=settings.threads)
+        if workers > 1:
+            return launch([sys.executable, "-m", "samestep", *words], workers, threads=settings.threads)
+    from samestep.app.start import refusing, start
+
+    with refusing():
+        resolve_workers(settings.workers, settings.towers, threads=settings.threads)
     job = start(settings, words[0], **options)
     status = work(job)
     job.close()

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 __all__ = [
+    "LIFELINE",
     "environment",
     "error_file",
     "launched_by_samestep",
     "may_restart",
     "rank",
+    "seat",
     "under_launcher",
     "worker_environment",
     "world_size",
 ]
+
+LIFELINE = "SAMESTEP_LIFELINE"
+"""The variable that holds the file descriptor of a worker's lifeline; see `end_with_launcher`."""
 
 
 def under_launcher() -> bool:
@@ -50,16 +55,26 @@ def error_file() -> Path | None:
     return Path(name) if name else None
 
 
-def worker_environment(threads: int, signals: list[str]) -> AbstractContextManager[None]:
-    """Set, for a while, what workers inherit; `signals` names those that are passed on to them."""
-    return environment(
-        {
-            "SAMESTEP_LAUNCHED": "1",
-            "OMP_NUM_THREADS": str(threads),  # for libraries that size their pools at start
-            "MKL_NUM_THREADS": str(threads),
-            "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signals),
-        }
-    )
+def seat(rank: int, world_size: int, address: str, port: int) -> dict[str, str]:
+    """Return the environment of one of the workers of this host, which meet at a store that is not theirs."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def worker_environment(threads: int) -> dict[str, str]:
+    """Return the environment of every worker with so many CPU threads."""
+    return {
+        "SAMESTEP_LAUNCHED": "1",
+        "OMP_NUM_THREADS": str(threads),  # for libraries that size their pools at start
+        "MKL_NUM_THREADS": str(threads),
+    }
 
 
 @contextmanager

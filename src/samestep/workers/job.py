@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from samestep.workers.collectives import gather_rows
-from samestep.workers.device import check_threads, device_named, has_tf32, make_cuda_deterministic
+from samestep.workers.device import device_named, has_tf32, make_cuda_deterministic
 from samestep.workers.environment import under_launcher
-from samestep.workers.process import end_with_parent, keep_freed_memory
+from samestep.workers.process import check_threads, end_with_parent, keep_freed_memory
 from samestep.workers.rendezvous import join
 from samestep.workers.transport import Alone, Transport
 

@@ -1,17 +1,96 @@
-"""What a process asks of the operating system, where it knows how: Linux."""
+"""What a process asks of the operating system: how it ends, and with whom; what it may use."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
 import signal
+import socket
 import sys
+import threading
+import time
 
-__all__ = ["end_with_parent", "join_own_group", "keep_freed_memory"]
+from samestep.errors import ConfigError
+from samestep.workers.environment import LIFELINE, error_file
 
+__all__ = [
+    "GRACE_S",
+    "check_threads",
+    "end_at_once_when_interrupted",
+    "end_with_launcher",
+    "end_with_parent",
+    "join_own_group",
+    "keep_freed_memory",
+    "loopback_listener",
+    "num_cores",
+    "release_interrupts",
+]
+
+GRACE_S = 30
+"""Seconds that workers have to finish their step and write a checkpoint before they are killed."""
+
+_MAX_THREADS = 1024  # OpenMP ends the process where the system refuses a thread
 _PR_SET_PDEATHSIG = 1  # of prctl.h
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
+
+
+def end_at_once_when_interrupted() -> None:
+    """Let Ctrl-C end this process silently, also while it waits or imports in C, as SIGTERM does.
+
+    Python's own handler runs only between two bytecodes, and then prints where that was. A SIGINT that is
+    ignored stays so; one that the launcher holds back until now comes now.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    release_interrupts()
+
+
+def release_interrupts() -> None:
+    """Let SIGINT through, which the launcher holds back until a worker has chosen what it does."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def end_with_launcher() -> None:
+    """Let a worker that samestep has launched stop when its launcher dies, as by SIGTERM; see `Supervisor`.
+
+    It needs nothing but the lifeline, a pipe that nobody writes to, which ends with the launcher however and
+    whenever that dies. Called twice, it does nothing more.
+    """
+    lifeline = os.environ.pop(LIFELINE, None)  # else what this process starts would take it for its own
+    if lifeline is not None:
+        os.set_inheritable(int(lifeline), False)
+        threading.Thread(target=_end_with, args=(int(lifeline),), daemon=True).start()
+
+
+def _end_with(lifeline: int) -> None:
+    os.read(lifeline, 1)
+    left = error_file()
+    if left is not None:
+        with contextlib.suppress(OSError):  # the launcher's folder, unless there is something in it
+            left.parent.rmdir()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def loopback_listener() -> socket.socket:
+    """Return a socket that listens on this host alone, at a port that the system chooses.
+
+    Raises:
+        ConfigError: the host has no loopback address.
+    """
+    problems = []
+    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+        try:
+            return socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
+        except OSError as error:
+            problems.append(f"{address}: {error.strerror}")
+    raise ConfigError(
+        f"workers of one host find each other over its loopback interface, which has no address "
+        f"({'; '.join(problems)}): bring it up, as by `ip link set lo up`, or use --workers 1"
+    )
 
 
 def end_with_parent(number: signal.Signals) -> None:
@@ -40,3 +119,16 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_MAX, 0)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def num_cores() -> int:
+    """Return how many CPU cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # macOS has no affinity
+
+
+def check_threads(threads: int) -> None:
+    """Refuse a number of CPU threads below 1, and one that the system would not start."""
+    if not 1 <= threads <= _MAX_THREADS:
+        raise ConfigError(f"threads = {threads}: expected 1 <= threads <= {_MAX_THREADS:,}")

@@ -29,9 +29,12 @@ def has_group() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def open_store() -> dist.TCPStore:  # type: ignore[name-defined]
-    """Open a store on this host in which workers can find each other; the system chooses its port."""
-    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+def open_store(listener: socket.socket) -> dist.TCPStore:  # type: ignore[name-defined]
+    """Open a store in which workers can find each other, at the address of a socket that it takes over."""
+    host, port = listener.getsockname()[:2]
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def join(device: torch.device, timeout_s: float) -> Transport:
