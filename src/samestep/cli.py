@@ -162,8 +162,9 @@ def _on_workers(settings: Settings, words: list[str], work: Callable[[Job], int]
     """Do the work on the workers that the settings and options ask for: start them, or be one of them."""
     from samestep.app.launch import launch
     from samestep.app.num_workers import resolve_workers
-    from samestep.workers.environment import under_launcher
+    from samestep.workers.environment import check_environment, under_launcher
 
+    check_environment()
     if not under_launcher():
         workers = resolve_workers(
             settings.workers, settings.towers, settings.device, threads=settings.threads

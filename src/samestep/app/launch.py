@@ -12,7 +12,7 @@ from pathlib import Path
 from samestep.app.failures import Failure, root_cause
 from samestep.app.supervisor import Supervisor, WorkerProcess
 from samestep.errors import StorageError
-from samestep.workers.environment import error_file, launched_by_samestep, rank
+from samestep.workers.environment import error_file, is_first, launched_by_samestep
 from samestep.workers.process import GRACE_S, end_with_launcher, release_interrupts
 
 __all__ = ["GRACE_S", "launch", "run_worker"]
@@ -89,7 +89,7 @@ def _report(failure: Failure) -> int:
             failure.write(path)
         except OSError:  # its disk is full, or the launcher that would read it is gone
             path = None
-    is_repeated = launched_by_samestep() or failure.is_echo or (failure.is_error and rank() > 0)
+    is_repeated = launched_by_samestep() or failure.is_echo or (failure.is_error and not is_first())
     if path is None or not is_repeated:
         sys.stderr.write(failure.text)
     return failure.exit_status

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Literal
 
 from samestep.errors import ConfigError
 from samestep.summation.placement import Placement
-from samestep.workers.environment import under_launcher
+from samestep.workers.environment import under_launcher, world_size
 from samestep.workers.process import check_threads, num_cores
 
 __all__ = ["resolve_workers"]
@@ -38,7 +37,7 @@ def resolve_workers(
     """
     check_threads(threads)
     if under_launcher():
-        started = int(os.environ["WORLD_SIZE"])
+        started = world_size()
         if workers not in ("auto", started):
             raise ConfigError(
                 f"workers = {workers}, but the launcher started {started} processes (WORLD_SIZE={started}): "

@@ -17,7 +17,7 @@ from types import FrameType
 from samestep.app.interruption import ECHO_S, is_ignored
 from samestep.errors import LostWorkerError
 from samestep.workers.environment import LIFELINE, seat, worker_environment
-from samestep.workers.process import GRACE_S, loopback_listener
+from samestep.workers.process import GRACE_S, interrupts_held, loopback_listener
 
 __all__ = ["Supervisor", "WorkerProcess"]
 
@@ -113,7 +113,7 @@ class Supervisor:
             LIFELINE: str(lifeline),
         }
         try:
-            with _interrupts_held():
+            with interrupts_held():
                 process = subprocess.Popen(
                     self._command, env=environment, pass_fds=[lifeline], start_new_session=True
                 )
@@ -160,19 +160,9 @@ def _lifeline() -> Iterator[int]:
 
 def _serve(listener: socket.socket) -> object:
     """Return the store in which workers find each other."""
-    from samestep.workers.rendezvous import open_store
+    from samestep.workers.store import open_store
 
     return open_store(listener)
-
-
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Keep SIGINT from a process that is started, until it has chosen what that does."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

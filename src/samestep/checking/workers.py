@@ -19,8 +19,13 @@ from samestep.errors import LostWorkerError, UsageError
 from samestep.streams import seed_globals, stream_seed
 from samestep.workers.environment import environment, seat, worker_environment
 from samestep.workers.job import init
-from samestep.workers.process import end_with_parent, loopback_listener
-from samestep.workers.rendezvous import open_store
+from samestep.workers.process import (
+    end_at_once_when_interrupted,
+    end_with_parent,
+    interrupts_held,
+    loopback_listener,
+)
+from samestep.workers.store import open_store
 from samestep.workers.transport import is_lost_connection
 
 __all__ = ["Workers", "recordings", "why_not_elsewhere"]
@@ -39,9 +44,9 @@ class Workers:
         self._device = device
         self._threads = threads
         context = multiprocessing.get_context("spawn")
-        self._pool = ProcessPoolExecutor(
-            most, mp_context=context, initializer=end_with_parent, initargs=(signal.SIGKILL,)
-        )
+        # What it removes for a program that was interrupted or killed is nothing to tell its user.
+        with environment(_without_warnings_of("multiprocessing.resource_tracker")):
+            self._pool = ProcessPoolExecutor(most, mp_context=context, initializer=_start)
 
     def record(self, subject: Subject, trial: Trial, num_workers: int) -> list[Any]:
         """Run one job, and return what each worker recorded or raised; `subject` must be picklable."""
@@ -50,7 +55,8 @@ class Workers:
             host, port = listener.getsockname()[:2]
             store = open_store(listener)  # a job's own, so that no key is stale
             seats = [seat(rank, num_workers, host, port) for rank in range(num_workers)]
-            futures = [self._pool.submit(work, one) for one in seats]
+            with interrupts_held():
+                futures = [self._pool.submit(work, one) for one in seats]
             wait(futures)
             del store
         return [future.exception() or future.result() for future in futures]
@@ -60,6 +66,16 @@ class Workers:
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
+
+
+def _without_warnings_of(module: str) -> dict[str, str]:
+    filters = [os.environ.get("PYTHONWARNINGS", ""), f"ignore::UserWarning:{module}"]
+    return {"PYTHONWARNINGS": ",".join(filter(None, filters))}
+
+
+def _start() -> None:
+    end_with_parent(signal.SIGKILL)
+    end_at_once_when_interrupted()
 
 
 def why_not_elsewhere(subject: Subject) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import platform
 import signal
@@ -11,6 +12,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from samestep.errors import ConfigError
 from samestep.workers.environment import LIFELINE, error_file
@@ -21,6 +24,7 @@ __all__ = [
     "end_at_once_when_interrupted",
     "end_with_launcher",
     "end_with_parent",
+    "interrupts_held",
     "join_own_group",
     "keep_freed_memory",
     "loopback_listener",
@@ -40,15 +44,26 @@ def end_at_once_when_interrupted() -> None:
     """Let Ctrl-C end this process silently, also while it waits or imports in C, as SIGTERM does.
 
     Python's own handler runs only between two bytecodes, and then prints where that was. A SIGINT that is
-    ignored stays so; one that the launcher holds back until now comes now.
+    ignored stays so; one that was held back comes now.
     """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # The first process of a container has no default actions.
+    if os.getpid() != 1 and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     release_interrupts()
 
 
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Hold SIGINT back from processes that are started, each until it calls `release_interrupts`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def release_interrupts() -> None:
-    """Let SIGINT through, which the launcher holds back until a worker has chosen what it does."""
+    """Let a SIGINT through that was held back until this process has chosen what it does."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
@@ -58,8 +73,8 @@ def end_with_launcher() -> None:
     It needs nothing but the lifeline, a pipe that nobody writes to, which ends with the launcher however and
     whenever that dies. Called twice, it does nothing more.
     """
-    lifeline = os.environ.pop(LIFELINE, None)  # else what this process starts would take it for its own
-    if lifeline is not None:
+    lifeline = os.environ.pop(LIFELINE, "")  # else what this process starts would take it for its own
+    if lifeline.isdecimal():
         os.set_inheritable(int(lifeline), False)
         threading.Thread(target=_end_with, args=(int(lifeline),), daemon=True).start()
 
@@ -97,6 +112,9 @@ def end_with_parent(number: signal.Signals) -> None:
     """Let this process get a signal when its parent ends, however that comes. See prctl(2)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():  # it has ended before
+        os.kill(os.getpid(), number)
 
 
 def join_own_group() -> None:

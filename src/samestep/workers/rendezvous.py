@@ -12,14 +12,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
 
 from samestep.errors import LostWorkerError
 from samestep.workers.device import gpu_of
 from samestep.workers.environment import world_size
+from samestep.workers.store import reach_store
 from samestep.workers.transport import Alone, ProcessGroup, Transport, is_lost_connection, lost_worker
 
-__all__ = ["has_group", "join", "open_store"]
+__all__ = ["has_group", "join"]
 
 _POLL_S = 0.01
 
@@ -27,14 +27,6 @@ _POLL_S = 0.01
 def has_group() -> bool:
     """Whether this process is one of several workers."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def open_store(listener: socket.socket) -> dist.TCPStore:  # type: ignore[name-defined]
-    """Open a store in which workers can find each other, at the address of a socket that it takes over."""
-    host, port = listener.getsockname()[:2]
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
 
 
 def join(device: torch.device, timeout_s: float) -> Transport:
@@ -59,7 +51,7 @@ def join(device: torch.device, timeout_s: float) -> Transport:
 
 def _make_group(gpu: str, timeout_s: float) -> None:
     timeout = timedelta(seconds=timeout_s)
-    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    store, rank, world_size = reach_store(timeout_s)
     store.set_timeout(timeout)
     name = f"{socket.gethostname()}/{os.getpid()}/{time.time_ns()}"
     prefix = _gather(store, name, world_size, timeout_s) if rank == 0 else _follow(store, name, rank)
