@@ -155,6 +155,7 @@ def test_more_workers_than_towers_start_nothing(monkeypatch, capsys):
 
 
 def test_python_m_samestep_is_the_same_command(monkeypatch, capsys):
+    monkeypatch.setattr("samestep.workers.interrupts.end_at_once_when_interrupted", lambda: None)
     monkeypatch.setattr(sys, "argv", ["samestep", "learn"])
     with pytest.raises(SystemExit) as leaving:
         runpy.run_path(str(Path(cli.__file__).with_name("__main__.py")), run_name="__main__")

@@ -2,16 +2,26 @@
 
 import sys
 
-from samestep.workers.process import end_at_once_when_interrupted, end_with_launcher
-
 __all__ = ["main"]
 
 
 def main() -> int:
     """Run the command line of this process, which a signal may end from here on without a word."""
+    try:
+        return _main()
+    except KeyboardInterrupt:
+        return 130
+
+
+def _main() -> int:
+    # One after the other, as each import takes its time.
+    from samestep.workers.interrupts import end_at_once_when_interrupted
+
     end_at_once_when_interrupted()
+    from samestep.workers.process import end_with_launcher
+
     end_with_launcher()
-    from samestep import cli  # not before: what is imported takes its time
+    from samestep import cli
 
     return cli.main()
 

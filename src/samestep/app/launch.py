@@ -13,7 +13,8 @@ from samestep.app.failures import Failure, root_cause
 from samestep.app.supervisor import Supervisor, WorkerProcess
 from samestep.errors import StorageError
 from samestep.workers.environment import error_file, is_first, launched_by_samestep
-from samestep.workers.process import GRACE_S, end_with_launcher, release_interrupts
+from samestep.workers.interrupts import release_interrupts
+from samestep.workers.process import GRACE_S, end_with_launcher
 
 __all__ = ["GRACE_S", "launch", "run_worker"]
 

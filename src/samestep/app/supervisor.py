@@ -17,7 +17,8 @@ from types import FrameType
 from samestep.app.interruption import ECHO_S, is_ignored
 from samestep.errors import LostWorkerError
 from samestep.workers.environment import LIFELINE, seat, worker_environment
-from samestep.workers.process import GRACE_S, interrupts_held, loopback_listener
+from samestep.workers.interrupts import interrupts_held
+from samestep.workers.process import GRACE_S, loopback_listener
 
 __all__ = ["Supervisor", "WorkerProcess"]
 

@@ -18,13 +18,9 @@ from samestep.checking.recording import Recording
 from samestep.errors import LostWorkerError, UsageError
 from samestep.streams import seed_globals, stream_seed
 from samestep.workers.environment import environment, seat, worker_environment
+from samestep.workers.interrupts import end_at_once_when_interrupted, interrupts_held
 from samestep.workers.job import init
-from samestep.workers.process import (
-    end_at_once_when_interrupted,
-    end_with_parent,
-    interrupts_held,
-    loopback_listener,
-)
+from samestep.workers.process import end_with_parent, loopback_listener
 from samestep.workers.store import open_store
 from samestep.workers.transport import is_lost_connection
 

@@ -12,8 +12,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from samestep.errors import ConfigError
 from samestep.workers.environment import LIFELINE, error_file
@@ -21,50 +19,21 @@ from samestep.workers.environment import LIFELINE, error_file
 __all__ = [
     "GRACE_S",
     "check_threads",
-    "end_at_once_when_interrupted",
     "end_with_launcher",
     "end_with_parent",
-    "interrupts_held",
     "join_own_group",
     "keep_freed_memory",
     "loopback_listener",
     "num_cores",
-    "release_interrupts",
 ]
 
 GRACE_S = 30
 """Seconds that workers have to finish their step and write a checkpoint before they are killed."""
 
 _MAX_THREADS = 1024  # OpenMP ends the process where the system refuses a thread
+_CONNECT_S = 5.0
 _PR_SET_PDEATHSIG = 1  # of prctl.h
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
-
-
-def end_at_once_when_interrupted() -> None:
-    """Let Ctrl-C end this process silently, also while it waits or imports in C, as SIGTERM does.
-
-    Python's own handler runs only between two bytecodes, and then prints where that was. A SIGINT that is
-    ignored stays so; one that was held back comes now.
-    """
-    # The first process of a container has no default actions.
-    if os.getpid() != 1 and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    release_interrupts()
-
-
-@contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Hold SIGINT back from processes that are started, each until it calls `release_interrupts`."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def release_interrupts() -> None:
-    """Let a SIGINT through that was held back until this process has chosen what it does."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def end_with_launcher() -> None:
@@ -94,18 +63,17 @@ def loopback_listener() -> socket.socket:
     """Return a socket that listens on this host alone, at a port that the system chooses.
 
     Raises:
-        ConfigError: the host has no loopback address.
+        ConfigError: processes of this host do not reach each other, in a network namespace or a container.
     """
-    problems = []
-    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
-        try:
-            return socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
-        except OSError as error:
-            problems.append(f"{address}: {error.strerror}")
-    raise ConfigError(
-        f"workers of one host find each other over its loopback interface, which has no address "
-        f"({'; '.join(problems)}): bring it up, as by `ip link set lo up`, or use --workers 1"
-    )
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as probe:  # which succeeds where nobody can connect, too
+            socket.create_connection(probe.getsockname(), timeout=_CONNECT_S).close()
+        return socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN)
+    except OSError as error:
+        raise ConfigError(
+            "several workers of one host find each other over its loopback address 127.0.0.1, which does not "
+            f"work ({error.strerror or error}): bring it up, as by `ip link set lo up`, or use one worker"
+        ) from error
 
 
 def end_with_parent(number: signal.Signals) -> None:

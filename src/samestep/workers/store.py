@@ -21,12 +21,15 @@ from samestep.workers.environment import rank, world_size
 __all__ = ["open_store", "reach_store"]
 
 _RETRY_S = 0.1
+_OPEN_S = 30.0
+_ANSWER_S = 1.0
 
 
-def open_store(listener: socket.socket) -> TCPStore:
+def open_store(listener: socket.socket) -> Store:
     """Open a store for the workers of this host, at the address of a socket that it takes over."""
     host, port = listener.getsockname()[:2]
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    connect = partial(TCPStore, host, port, is_master=True, master_listen_fd=listener.detach())
+    return _connected(connect, (host, port), _OPEN_S)
 
 
 def reach_store(timeout_s: float) -> tuple[Store, int, int]:
@@ -47,8 +50,8 @@ def reach_store(timeout_s: float) -> tuple[Store, int, int]:
     else:
         _wait_for_listener(address, deadline_s)
     remaining_s = max(1.0, deadline_s - time.monotonic())
-    connect = partial(TCPStore, *address, world_size(), timeout=timedelta(seconds=remaining_s), **options)
-    return _connected(connect, address, remaining_s + 1), rank(), world_size()
+    connect = partial(TCPStore, *address, world_size(), multi_tenant=True, **options)
+    return _connected(connect, address, remaining_s), rank(), world_size()
 
 
 def _connected(connect: partial[TCPStore], address: tuple[str, int], timeout_s: float) -> Store:
@@ -57,13 +60,13 @@ def _connected(connect: partial[TCPStore], address: tuple[str, int], timeout_s: 
 
     def work() -> None:
         try:
-            found.append(connect(wait_for_workers=False, multi_tenant=True))
+            found.append(connect(wait_for_workers=False, timeout=timedelta(seconds=timeout_s)))
         except dist.DistError as error:
             found.append(error)
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    thread.join(timeout_s)
+    thread.join(timeout_s + _ANSWER_S)
     if not found:
         raise _unreachable(address, "what listens there does not answer")
     if isinstance(found[0], BaseException):
