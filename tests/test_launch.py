@@ -92,3 +92,12 @@ def test_under_a_launcher_without_error_files_every_worker_speaks(under, capsys)
     under(2, error_file=False)
     assert run_worker(raising(ConfigError("no"))) == 2
     assert capsys.readouterr().err == "samestep: error: no\n"
+
+
+@pytest.mark.parametrize(("error", "is_written"), [(ConfigError("no"), True), (LostWorkerError("no"), False)])
+def test_what_cannot_be_left_for_the_launcher_is_written(under, capsys, monkeypatch, error, is_written):
+    monkeypatch.setenv(
+        "TORCHELASTIC_ERROR_FILE", str(under(0, launched=True) / "not a folder" / "error.json")
+    )
+    run_worker(raising(error))
+    assert capsys.readouterr().err == ("samestep: error: no\n" if is_written else "")

@@ -85,12 +85,12 @@ def _folder() -> Iterator[Path]:
 
 def _report(failure: Failure) -> int:
     path = error_file()
+    is_repeated = launched_by_samestep() or failure.is_echo or (failure.is_error and not is_first())
     if path is not None and failure.exit_status != 0:
         try:
             failure.write(path)
         except OSError:  # its disk is full, or the launcher that would read it is gone
-            path = None
-    is_repeated = launched_by_samestep() or failure.is_echo or (failure.is_error and not is_first())
+            is_repeated = failure.is_echo
     if path is None or not is_repeated:
         sys.stderr.write(failure.text)
     return failure.exit_status

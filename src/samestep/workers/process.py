@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import multiprocessing
 import os
 import platform
+import shutil
 import signal
 import socket
 import sys
@@ -52,8 +52,7 @@ def _end_with(lifeline: int) -> None:
     os.read(lifeline, 1)
     left = error_file()
     if left is not None:
-        with contextlib.suppress(OSError):  # the launcher's folder, unless there is something in it
-            left.parent.rmdir()
+        shutil.rmtree(left.parent, ignore_errors=True)  # the launcher's, which nobody else removes now
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)
     os.kill(os.getpid(), signal.SIGKILL)
