@@ -52,6 +52,22 @@ def test_a_worker_ends_as_by_sigterm_when_its_launcher_does(lifeline):
     assert in_a_child(work, close=lifeline) == -signal.SIGTERM
 
 
+@pytest.mark.parametrize(("folder", "is_removed"), [("samestep-abc", True), ("mine", False)])
+def test_only_the_launchers_own_folder_is_removed(lifeline, monkeypatch, tmp_path, folder, is_removed):
+    left = tmp_path / folder / "0.json"
+    left.parent.mkdir()
+    left.touch()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(left))
+
+    def work():
+        end_with_launcher()
+        os.close(lifeline)
+        time.sleep(30)
+
+    assert in_a_child(work, close=lifeline) == -signal.SIGTERM
+    assert left.exists() != is_removed
+
+
 def test_a_worker_that_does_not_end_is_killed_after_the_grace_period(lifeline, monkeypatch):
     monkeypatch.setattr(process, "GRACE_S", 0.2)
 

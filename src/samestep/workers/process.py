@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 
 from samestep.errors import ConfigError
 from samestep.workers.environment import LIFELINE, error_file
@@ -45,13 +46,12 @@ def end_with_launcher() -> None:
     lifeline = os.environ.pop(LIFELINE, "")  # else what this process starts would take it for its own
     if lifeline.isdecimal():
         os.set_inheritable(int(lifeline), False)
-        threading.Thread(target=_end_with, args=(int(lifeline),), daemon=True).start()
+        threading.Thread(target=_end_with, args=(int(lifeline), error_file()), daemon=True).start()
 
 
-def _end_with(lifeline: int) -> None:
+def _end_with(lifeline: int, left: Path | None) -> None:
     os.read(lifeline, 1)
-    left = error_file()
-    if left is not None:
+    if left is not None and left.parent.name.startswith("samestep-"):
         shutil.rmtree(left.parent, ignore_errors=True)  # the launcher's, which nobody else removes now
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)
