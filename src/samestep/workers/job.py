@@ -12,13 +12,11 @@ import torch.distributed as dist
 from samestep.workers.collectives import gather_rows
 from samestep.workers.device import device_named, has_tf32, make_cuda_deterministic
 from samestep.workers.environment import check_environment, local_rank, under_launcher
-from samestep.workers.process import check_threads, end_with_parent, keep_freed_memory
+from samestep.workers.process import DEFAULT_TIMEOUT_S, check_threads, end_with_parent, keep_freed_memory
 from samestep.workers.rendezvous import join
 from samestep.workers.transport import Alone, Transport
 
-__all__ = ["DEFAULT_TIMEOUT_S", "Job", "init"]
-
-DEFAULT_TIMEOUT_S = 600.0
+__all__ = ["Job", "init"]
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from samestep.errors import ConfigError
 from samestep.workers.environment import LIFELINE, error_file
 
 __all__ = [
+    "DEFAULT_TIMEOUT_S",
     "GRACE_S",
     "check_threads",
     "end_with_launcher",
@@ -27,6 +28,9 @@ __all__ = [
     "loopback_listener",
     "num_cores",
 ]
+
+DEFAULT_TIMEOUT_S = 600.0
+"""Seconds to wait for another worker before it counts as lost."""
 
 GRACE_S = 30
 """Seconds that workers have to finish their step and write a checkpoint before they are killed."""
