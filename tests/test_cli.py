@@ -155,6 +155,7 @@ def test_more_workers_than_towers_start_nothing(monkeypatch, capsys):
 
 
 def test_python_m_samestep_is_the_same_command(monkeypatch, capsys):
+    monkeypatch.setattr("samestep.workers.interrupts.end_at_once_when_interrupted", lambda: None)
     monkeypatch.setattr(sys, "argv", ["samestep", "learn"])
     with pytest.raises(SystemExit) as leaving:
         runpy.run_path(str(Path(cli.__file__).with_name("__main__.py")), run_name="__main__")
@@ -174,7 +175,13 @@ def run_python(program, *words):
 
 
 @pytest.mark.parametrize(
-    ("line", "status"), [("--help", 0), ("", 2), ("learn", 2), ("train", 2), ("train dig", 2)]
+    ("line", "status"),
+    [
+        *[("--help", 0), ("", 2), ("learn", 2), ("train", 2), ("train dig", 2)],
+        *[(f"train {recipe} --help", 0) for recipe in ("digits", "cifar10", "segmentation")],
+        *[("train digits --steps x", 2), ("train digits --towers 2 --workers 3", 2)],
+        *[("train segmentation --classes 7", 2), ("check digits --threads 0", 2), ("eval /nowhere", 2)],
+    ],
 )
 def test_neither_help_nor_a_wrong_command_waits_for_torch(line, status):
     program = """if True:

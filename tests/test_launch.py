@@ -1,11 +1,8 @@
-import os
-
 import pytest
 
 from samestep.app.failures import Failure
 from samestep.app.launch import run_worker
 from samestep.errors import ConfigError, LostWorkerError
-from samestep.workers.environment import worker_environment
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "SAMESTEP_LAUNCHED", "TORCHELASTIC_ERROR_FILE")
 
@@ -97,11 +94,10 @@ def test_under_a_launcher_without_error_files_every_worker_speaks(under, capsys)
     assert capsys.readouterr().err == "samestep: error: no\n"
 
 
-def test_worker_environment_is_put_back(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
-    before = dict(os.environ)
-    with worker_environment(2, ["SIGTERM", "SIGINT"]):
-        assert os.environ["OMP_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == "2"
-        assert os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] == "SIGTERM,SIGINT"
-    assert dict(os.environ) == before
+@pytest.mark.parametrize(("error", "is_written"), [(ConfigError("no"), True), (LostWorkerError("no"), False)])
+def test_what_cannot_be_left_for_the_launcher_is_written(under, capsys, monkeypatch, error, is_written):
+    monkeypatch.setenv(
+        "TORCHELASTIC_ERROR_FILE", str(under(0, launched=True) / "not a folder" / "error.json")
+    )
+    run_worker(raising(error))
+    assert capsys.readouterr().err == ("samestep: error: no\n" if is_written else "")

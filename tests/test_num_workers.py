@@ -5,7 +5,7 @@ import torch
 
 from samestep.app.num_workers import resolve_workers
 from samestep.errors import ConfigError
-from samestep.workers.device import num_cores
+from samestep.workers.process import num_cores
 
 
 @pytest.fixture(autouse=True)
@@ -42,9 +42,17 @@ def test_more_workers_than_towers_are_refused():
         resolve_workers(9, 8, "cpu")
 
 
-def test_threads_are_checked_before_anything_is_divided_by_them():
-    with pytest.raises(ConfigError, match="threads = 0"):
-        resolve_workers("auto", 8, "cpu", threads=0)
+def test_more_workers_than_a_machine_can_start_are_refused(monkeypatch):
+    monkeypatch.setattr("samestep.app.num_workers.num_cores", lambda: 2)
+    assert resolve_workers(64, 100_000) == 64
+    with pytest.raises(ConfigError, match="workers = 100000: expected at most 64, 32 for each core"):
+        resolve_workers(100_000, 100_000)
+
+
+@pytest.mark.parametrize("threads", [0, 100_000])
+def test_threads_are_checked_before_anything_is_divided_by_them(threads):
+    with pytest.raises(ConfigError, match=f"threads = {threads}: expected 1 <= threads <= 1,024"):
+        resolve_workers("auto", 8, "cpu", threads=threads)
 
 
 def test_under_a_launcher_the_processes_are_counted(monkeypatch):

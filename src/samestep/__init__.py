@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING
-
+TYPE_CHECKING = False  # as type checkers know it; importing `typing` takes a while
 if TYPE_CHECKING:
     from samestep.checking.result import CheckResult as CheckResult, check as check
     from samestep.checkpoint.manifest import Manifest as Manifest
@@ -81,6 +79,8 @@ __all__ = [*_MODULES]
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module 'samestep' has no attribute {name!r}")
+    from importlib import import_module
+
     value = getattr(import_module(_MODULES[name]), name)
     globals()[name] = value
     return value

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -117,30 +118,31 @@ def _run(command: Any, words: list[str]) -> int:
 
 
 def _train(settings: Settings, words: list[str]) -> int:
-    from samestep.app.training import train
+    def work(job: Job) -> int:
+        from samestep.app.training import train
 
-    return _on_workers(settings, words, lambda job: train(settings, job))
+        return train(settings, job)
+
+    return _on_workers(settings, words, work)
 
 
 def _eval(command: Eval, words: list[str]) -> int:
-    from samestep.app.evaluation import evaluate_run
     from samestep.app.settings import read_settings
-    from samestep.app.start import refusing
 
-    with refusing():
+    with _refusing():
         settings = replace(
             read_settings(command.run_dir, recipes.RECIPES),
             workers=command.workers,
             device=command.device,
             threads=command.threads,
         )
-    return _on_workers(
-        settings,
-        words,
-        lambda job: evaluate_run(settings, job, weights=command.weights, follow=command.follow),
-        weights=command.weights,
-        follow=command.follow,
-    )
+
+    def work(job: Job) -> int:
+        from samestep.app.evaluation import evaluate_run
+
+        return evaluate_run(settings, job, weights=command.weights, follow=command.follow)
+
+    return _on_workers(settings, words, work, weights=command.weights, follow=command.follow)
 
 
 def _check(settings: Settings) -> int:
@@ -158,19 +160,34 @@ def _digest(command: Digest) -> int:
     return 1 if is_stdout_lost() else 0  # it does nothing else
 
 
+def _refusing() -> AbstractContextManager[None]:
+    """Let the other workers know of an error, where there are any."""
+    from samestep.workers.environment import under_launcher
+
+    if not under_launcher():
+        return nullcontext()
+    from samestep.app.start import refusing
+
+    return refusing()
+
+
 def _on_workers(settings: Settings, words: list[str], work: Callable[[Job], int], **options: object) -> int:
     """Do the work on the workers that the settings and options ask for: start them, or be one of them."""
     from samestep.app.launch import launch
     from samestep.app.num_workers import resolve_workers
-    from samestep.app.start import refusing, start
-    from samestep.workers.environment import under_launcher
+    from samestep.workers.environment import check_environment, under_launcher
 
-    with refusing():
+    check_environment()
+    if not under_launcher():
         workers = resolve_workers(
             settings.workers, settings.towers, settings.device, threads=settings.threads
         )
-    if workers > 1 and not under_launcher():
-        return launch([sys.executable, "-m", "samestep", *words], workers, threads=settings.threads)
+        if workers > 1:
+            return launch([sys.executable, "-m", "samestep", *words], workers, threads=settings.threads)
+    from samestep.app.start import refusing, start
+
+    with refusing():
+        resolve_workers(settings.workers, settings.towers, threads=settings.threads)
     job = start(settings, words[0], **options)
     status = work(job)
     job.close()

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import importlib
+import itertools
 import json
 import os
 import pkgutil
@@ -25,7 +26,6 @@ import torch._dynamo
 import torch.distributed.run
 import torch.utils.tensorboard  # noqa: F401
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import samestep
@@ -138,7 +138,7 @@ def run_python(command: Sequence[str]) -> None:
 
 def run_program(request: dict[str, Any], number: int) -> None:
     """Be what a user starts. A launcher among them forks its workers, too."""
-    subprocess_handler.Popen = Fork
+    samestep.app.supervisor.subprocess = Forks
     run_python(request["command"])
 
 
@@ -181,24 +181,30 @@ def run_and_exit(command: list[str]) -> None:
 
 
 class Fork(subprocess.Popen):
-    """What torch's launcher starts `python COMMAND` with, as a copy of the launcher's own process."""
+    """What the launcher starts `python COMMAND` with, as a copy of the launcher's own process."""
 
     def _execute_child(self, args: Sequence[str], *others: Any) -> None:
         assert args[0] == sys.executable
-        environment = others[5]
+        kept, environment = others[3], others[5]
 
         def play() -> None:
             os.setsid()
-            as_after_exec(environment)
+            as_after_exec(environment, kept)
             run_python(args[1:])
 
         self.pid = fork(play)
         self._child_created = True
 
 
-def as_after_exec(environment: dict[str, str]) -> None:
-    """Leave behind what a new program does not get: open files, environment, handlers of signals."""
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+class Forks:
+    Popen = Fork
+
+
+def as_after_exec(environment: dict[str, str], kept: Sequence[int]) -> None:
+    """Leave behind what a new program does not get: other open files, environment, handlers of signals."""
+    ends = [2, *sorted(kept), os.sysconf("SC_OPEN_MAX")]
+    for before, after in itertools.pairwise(ends):
+        os.closerange(before + 1, after)
     os.environ.clear()
     os.environ.update(environment)
     for number in signal.valid_signals():

@@ -200,20 +200,24 @@ while True:
             os.kill(pid, 0)
 
 
-def test_workers_of_a_launcher_that_is_killed_end_too(start):
-    body = """
-import samestep
-samestep.init("cpu")
-say(os.getpid())
-time.sleep(60)
-"""
-    process = start(body)
+@pytest.mark.parametrize(
+    "doing",
+    [
+        "time.sleep(60)",  # or importing
+        "samestep.init('cpu') if WORKER == 0 else time.sleep(60)",  # looking for each other
+        "samestep.init('cpu') if WORKER == 1 else time.sleep(60)",
+        "samestep.init('cpu') and time.sleep(60)",
+    ],
+)
+def test_workers_of_a_launcher_that_is_killed_end_too(start, tmp_path, doing):
+    process = start(f"import samestep\nsay(os.getpid())\n{doing}")
     pids = [int(line) for line in wait_for(process, 2)]
     process.signal(signal.SIGKILL)
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 5
     while any(os.path.exists(f"/proc/{pid}") for pid in pids):
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
+    assert list((tmp_path / "temporary").iterdir()) == []
 
 
 def test_a_stopped_worker_does_not_keep_a_failed_job_waiting(start):

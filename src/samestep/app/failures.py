@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 import traceback
 from collections.abc import Iterable
@@ -11,7 +12,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from samestep.errors import Error, LostWorkerError, one_line
-from samestep.workers.transport import is_lost_connection
 
 __all__ = ["Failure", "root_cause"]
 
@@ -54,7 +54,7 @@ class Failure:
             return cls.of_status(INTERRUPTED)
         if isinstance(error, SystemExit) and isinstance(error.code, int | None):
             return cls.of_status(error.code or 0)
-        return cls("".join(traceback.format_exception(error)), 1, is_echo=is_lost_connection(error))
+        return cls("".join(traceback.format_exception(error)), 1, is_echo=_is_lost_connection(error))
 
     @classmethod
     def of_status(cls, exit_status: int) -> Failure:
@@ -74,10 +74,19 @@ class Failure:
 
     @classmethod
     def read(cls, path: Path) -> Failure | None:
-        """Read what a worker left at `path`; None where it left nothing."""
-        if not path.is_file():
+        """Read what a worker left at `path`; None where it left nothing, or something else."""
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8"))["samestep"])
+        except (OSError, ValueError, LookupError, TypeError):
             return None
-        return cls(**json.loads(path.read_text(encoding="utf-8"))["samestep"])
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    if "torch" not in sys.modules:  # nor is there a connection
+        return False
+    from samestep.workers.transport import is_lost_connection
+
+    return is_lost_connection(error)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -11,8 +11,10 @@ import os
 import signal
 import time
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from samestep.workers.job import Job
+if TYPE_CHECKING:
+    from samestep.workers.job import Job
 
 __all__ = ["ECHO_S", "Interruption", "StopFlags", "is_ignored"]
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from typing import Literal
-
-import torch
 
 from samestep.errors import ConfigError
 from samestep.summation.placement import Placement
-from samestep.workers.device import check_threads, device_named, num_cores
-from samestep.workers.environment import under_launcher
+from samestep.workers.environment import under_launcher, world_size
+from samestep.workers.process import check_threads, num_cores
 
 __all__ = ["resolve_workers"]
+
+_WORKERS_PER_CORE = 32
 
 
 def resolve_workers(
@@ -33,11 +32,12 @@ def resolve_workers(
         W, with 1 <= W <= T.
 
     Raises:
-        ConfigError: more workers than towers, or not as many as the launcher started; threads below 1.
+        ConfigError: more workers than towers or than this machine can start, or not as many as the launcher
+            started; threads out of range.
     """
     check_threads(threads)
     if under_launcher():
-        started = int(os.environ["WORLD_SIZE"])
+        started = world_size()
         if workers not in ("auto", started):
             raise ConfigError(
                 f"workers = {workers}, but the launcher started {started} processes (WORLD_SIZE={started}): "
@@ -45,7 +45,24 @@ def resolve_workers(
             )
         return Placement.even(towers, started).num_workers
     if workers != "auto":
+        _check_fits(workers)
         return Placement.even(towers, workers).num_workers
-    on_cpu = device_named(device, 0).type == "cpu"
-    available = num_cores() // threads if on_cpu else torch.cuda.device_count()
-    return max(1, min(towers, available))
+    return max(1, min(towers, _num_gpus(device) or num_cores() // threads))
+
+
+def _check_fits(workers: int) -> None:
+    most = _WORKERS_PER_CORE * num_cores()
+    if workers > most:
+        raise ConfigError(
+            f"workers = {workers}: expected at most {most}, {_WORKERS_PER_CORE} for each core of this machine"
+        )
+
+
+def _num_gpus(device: str) -> int:
+    if device == "cpu":
+        return 0
+    import torch  # not before: a launcher that needs none of it starts at once
+
+    from samestep.workers.device import device_named
+
+    return 0 if device_named(device, 0).type == "cpu" else torch.cuda.device_count()

@@ -9,9 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
-
-import torch
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from samestep.app.bounds import (
     Count,
@@ -23,10 +21,15 @@ from samestep.app.bounds import (
     from_json,
     kinds_of,
 )
-from samestep.app.experiment import Experiment
 from samestep.checkpoint.durable import parse_json, storage, write_whole
 from samestep.errors import ConfigError, DataError, MissingFileError, one_line, shown
-from samestep.workers.job import DEFAULT_TIMEOUT_S, Job
+from samestep.workers.process import DEFAULT_TIMEOUT_S
+
+if TYPE_CHECKING:
+    import torch
+
+    from samestep.app.experiment import Experiment
+    from samestep.workers.job import Job
 
 __all__ = ["Settings", "read_settings"]
 
@@ -107,6 +110,8 @@ class Settings(abc.ABC):
     @property
     def autocast_dtype(self) -> torch.dtype | None:
         """The dtype that `autocast` names."""
+        import torch
+
         return {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self.autocast]
 
     def write(self) -> None:

@@ -17,10 +17,11 @@ from samestep.checking.recorder import Subject, Trial, record
 from samestep.checking.recording import Recording
 from samestep.errors import LostWorkerError, UsageError
 from samestep.streams import seed_globals, stream_seed
-from samestep.workers.environment import environment, worker_environment
+from samestep.workers.environment import environment, seat, worker_environment
+from samestep.workers.interrupts import end_at_once_when_interrupted, interrupts_held
 from samestep.workers.job import init
-from samestep.workers.process import end_with_parent
-from samestep.workers.rendezvous import open_store
+from samestep.workers.process import end_with_parent, loopback_listener
+from samestep.workers.store import open_store
 from samestep.workers.transport import is_lost_connection
 
 __all__ = ["Workers", "recordings", "why_not_elsewhere"]
@@ -39,18 +40,21 @@ class Workers:
         self._device = device
         self._threads = threads
         context = multiprocessing.get_context("spawn")
-        self._pool = ProcessPoolExecutor(
-            most, mp_context=context, initializer=end_with_parent, initargs=(signal.SIGKILL,)
-        )
+        # What it removes for a program that was interrupted or killed is nothing to tell its user.
+        with environment(_without_warnings_of("multiprocessing.resource_tracker")):
+            self._pool = ProcessPoolExecutor(most, mp_context=context, initializer=_start)
 
     def record(self, subject: Subject, trial: Trial, num_workers: int) -> list[Any]:
         """Run one job, and return what each worker recorded or raised; `subject` must be picklable."""
-        store = open_store()  # a job's own, so that no key is stale
         work = partial(_work, pickle.dumps(subject), trial, self._device, self._threads)
-        with worker_environment(self._threads, []):
-            seats = [_as_torchrun(rank, num_workers, store.port) for rank in range(num_workers)]
-            futures = [self._pool.submit(work, seat) for seat in seats]
+        with loopback_listener() as listener, environment(worker_environment(self._threads)):
+            host, port = listener.getsockname()[:2]
+            store = open_store(listener)  # a job's own, so that no key is stale
+            seats = [seat(rank, num_workers, host, port) for rank in range(num_workers)]
+            with interrupts_held():
+                futures = [self._pool.submit(work, one) for one in seats]
             wait(futures)
+            del store
         return [future.exception() or future.result() for future in futures]
 
     def __enter__(self) -> Workers:
@@ -60,17 +64,14 @@ class Workers:
         self._pool.shutdown(cancel_futures=True)
 
 
-def _as_torchrun(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """Return the environment of one worker, with a store that the parent keeps."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+def _without_warnings_of(module: str) -> dict[str, str]:
+    filters = [os.environ.get("PYTHONWARNINGS", ""), f"ignore::UserWarning:{module}"]
+    return {"PYTHONWARNINGS": ",".join(filter(None, filters))}
+
+
+def _start() -> None:
+    end_with_parent(signal.SIGKILL)
+    end_at_once_when_interrupted()
 
 
 def why_not_elsewhere(subject: Subject) -> str | None:
@@ -110,13 +111,13 @@ def _is_of_another_worker(error: BaseException) -> bool:
     return isinstance(error, LostWorkerError) or is_lost_connection(error)
 
 
-def _work(pickled: bytes, trial: Trial, device: str, threads: int, seat: dict[str, str]) -> Recording:
+def _work(pickled: bytes, trial: Trial, device: str, threads: int, own: dict[str, str]) -> Recording:
     """Be one worker of one job."""
     # Its functions have the group of the moment they are imported as a default argument. An optimizer imports
     # it, by way of torch.compile; a group that is still referred to there is never closed.
     import torch.distributed.nn  # noqa: F401
 
-    with environment(seat):
+    with environment(own):
         job = init(device, threads=threads)
         try:
             # What importing the user's code draws may differ between workers.

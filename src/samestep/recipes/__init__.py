@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 __all__ = ["RECIPES"]
 
 _SETTINGS = {
-    "digits": "samestep.recipes.digits.recipe:DigitsSettings",
-    "cifar10": "samestep.recipes.cifar10.recipe:Cifar10Settings",
-    "segmentation": "samestep.recipes.segmentation.recipe:SegmentationSettings",
+    "digits": "samestep.recipes.digits.settings:DigitsSettings",
+    "cifar10": "samestep.recipes.cifar10.settings:Cifar10Settings",
+    "segmentation": "samestep.recipes.segmentation.settings:SegmentationSettings",
 }
 _PACKAGES = ("PIL", "requests", "rich", "tensorboard")  # what the extra `train` installs
 

@@ -10,27 +10,12 @@ import torch
 from samestep.errors import ConfigError
 
 __all__ = [
-    "check_threads",
     "device_named",
     "gpu_of",
     "has_tf32",
     "make_cuda_deterministic",
-    "num_cores",
     "set_tf32",
 ]
-
-
-def num_cores() -> int:
-    """Return how many CPU cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1  # macOS has no affinity
-
-
-def check_threads(threads: int) -> None:
-    """Refuse a number of CPU threads below 1."""
-    if threads < 1:
-        raise ConfigError(f"threads = {threads}: expected at least 1")
 
 
 def device_named(name: str, local_rank: int) -> torch.device:

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
+from samestep.errors import ConfigError, shown
+
 __all__ = [
+    "LIFELINE",
+    "check_environment",
     "environment",
     "error_file",
+    "is_first",
     "launched_by_samestep",
+    "local_rank",
     "may_restart",
     "rank",
+    "seat",
     "under_launcher",
     "worker_environment",
     "world_size",
 ]
+
+LIFELINE = "SAMESTEP_LIFELINE"
+"""The variable that holds the file descriptor of a worker's lifeline; see `end_with_launcher`."""
+
+_MAX_WORKERS = 65_536
 
 
 def under_launcher() -> bool:
@@ -31,17 +43,63 @@ def launched_by_samestep() -> bool:
 
 def may_restart() -> bool:
     """Whether the launcher starts failed workers again by itself."""
-    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    return _number("TORCHELASTIC_MAX_RESTARTS", 0) > 0
+
+
+def is_first() -> bool:
+    """Whether this is worker 0, or there is no launcher; asked by what reports errors, so it raises none."""
+    return os.environ.get("RANK", "0").strip() == "0"
 
 
 def rank() -> int:
     """Return this worker's number, 0 where there is no launcher."""
-    return int(os.environ.get("RANK", "0"))
+    return _number("RANK", 0)
+
+
+def local_rank() -> int:
+    """Return this worker's number among those of its host, 0 where there is no launcher."""
+    return _number("LOCAL_RANK", 0)
 
 
 def world_size() -> int:
     """Return the number of workers in the job, 1 where there is no launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _number("WORLD_SIZE", 1)
+
+
+def check_environment() -> None:
+    """Raise a `ConfigError` for what a launcher would not set; nothing is set where there is none."""
+    for one, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+        if one in os.environ and other not in os.environ:
+            raise ConfigError(
+                f"{one} is set and {other} is not: expected both, as torchrun sets them, or neither"
+            )
+    local_rank()
+    if not 1 <= world_size() <= _MAX_WORKERS:
+        raise ConfigError(f"WORLD_SIZE={world_size()}: expected 1 <= WORLD_SIZE <= {_MAX_WORKERS:,}")
+    if rank() >= world_size():
+        raise ConfigError(f"RANK={rank()}: expected 0 <= RANK < WORLD_SIZE = {world_size()}")
+    if world_size() > 1:
+        _check_address()
+
+
+def _check_address() -> None:
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise ConfigError(
+            f"{' and '.join(missing)} not set: {world_size()} workers need the address at which they find "
+            "worker 0; start them with torchrun, or set it as torchrun does"
+        )
+    if _number("MASTER_PORT", 0) >= 2**16:
+        raise ConfigError(f"MASTER_PORT={_number('MASTER_PORT', 0)}: expected a port below 65,536")
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise ConfigError(f"{name}={shown(text)}: expected a whole number, as torchrun sets it; or unset it")
+    return int(text)
 
 
 def error_file() -> Path | None:
@@ -50,16 +108,26 @@ def error_file() -> Path | None:
     return Path(name) if name else None
 
 
-def worker_environment(threads: int, signals: list[str]) -> AbstractContextManager[None]:
-    """Set, for a while, what workers inherit; `signals` names those that are passed on to them."""
-    return environment(
-        {
-            "SAMESTEP_LAUNCHED": "1",
-            "OMP_NUM_THREADS": str(threads),  # for libraries that size their pools at start
-            "MKL_NUM_THREADS": str(threads),
-            "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signals),
-        }
-    )
+def seat(rank: int, world_size: int, address: str, port: int) -> dict[str, str]:
+    """Return the environment of one of the workers of this host, which meet at a store that is not theirs."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def worker_environment(threads: int) -> dict[str, str]:
+    """Return the environment of every worker with so many CPU threads."""
+    return {
+        "SAMESTEP_LAUNCHED": "1",
+        "OMP_NUM_THREADS": str(threads),  # for libraries that size their pools at start
+        "MKL_NUM_THREADS": str(threads),
+    }
 
 
 @contextmanager

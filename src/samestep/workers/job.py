@@ -10,15 +10,13 @@ import torch
 import torch.distributed as dist
 
 from samestep.workers.collectives import gather_rows
-from samestep.workers.device import check_threads, device_named, has_tf32, make_cuda_deterministic
-from samestep.workers.environment import under_launcher
-from samestep.workers.process import end_with_parent, keep_freed_memory
+from samestep.workers.device import device_named, has_tf32, make_cuda_deterministic
+from samestep.workers.environment import check_environment, local_rank, under_launcher
+from samestep.workers.process import DEFAULT_TIMEOUT_S, check_threads, end_with_parent, keep_freed_memory
 from samestep.workers.rendezvous import join
 from samestep.workers.transport import Alone, Transport
 
-__all__ = ["DEFAULT_TIMEOUT_S", "Job", "init"]
-
-DEFAULT_TIMEOUT_S = 600.0
+__all__ = ["Job", "init"]
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,8 @@ def init(
         The job, to be passed to `Towers`.
 
     Raises:
-        ConfigError: an unknown device, no GPU for "cuda", or threads below 1.
+        ConfigError: an unknown device, no GPU for "cuda", threads out of range, or an environment that no
+            launcher makes, such as RANK without WORLD_SIZE, or another program at MASTER_PORT.
         LostWorkerError: the workers have not found each other within the timeout.
 
     Example:
@@ -95,7 +94,8 @@ def init(
         1
     """
     check_threads(threads)
-    chosen = device_named(device, dist.get_node_local_rank(fallback_rank=0))
+    check_environment()
+    chosen = device_named(device, local_rank())
     torch.set_num_threads(threads)
     if tf32 and not has_tf32(chosen):
         warnings.warn(f"tf32=True has no effect on {chosen}: expected a GPU from Ampere on", stacklevel=2)

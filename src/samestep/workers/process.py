@@ -1,23 +1,91 @@
-"""What a process asks of the operating system, where it knows how: Linux."""
+"""What a process asks of the operating system: how it ends, and with whom; what it may use."""
 
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import platform
+import shutil
 import signal
+import socket
 import sys
+import threading
+import time
+from pathlib import Path
 
-__all__ = ["end_with_parent", "join_own_group", "keep_freed_memory"]
+from samestep.errors import ConfigError
+from samestep.workers.environment import LIFELINE, error_file
 
+__all__ = [
+    "DEFAULT_TIMEOUT_S",
+    "GRACE_S",
+    "check_threads",
+    "end_with_launcher",
+    "end_with_parent",
+    "join_own_group",
+    "keep_freed_memory",
+    "loopback_listener",
+    "num_cores",
+]
+
+DEFAULT_TIMEOUT_S = 600.0
+"""Seconds to wait for another worker before it counts as lost."""
+
+GRACE_S = 30
+"""Seconds that workers have to finish their step and write a checkpoint before they are killed."""
+
+_MAX_THREADS = 1024  # OpenMP ends the process where the system refuses a thread
+_CONNECT_S = 5.0
 _PR_SET_PDEATHSIG = 1  # of prctl.h
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
+
+
+def end_with_launcher() -> None:
+    """Let a worker that samestep has launched stop when its launcher dies, as by SIGTERM; see `Supervisor`.
+
+    It needs nothing but the lifeline, a pipe that nobody writes to, which ends with the launcher however and
+    whenever that dies. Called twice, it does nothing more.
+    """
+    lifeline = os.environ.pop(LIFELINE, "")  # else what this process starts would take it for its own
+    if lifeline.isdecimal():
+        os.set_inheritable(int(lifeline), False)
+        threading.Thread(target=_end_with, args=(int(lifeline), error_file()), daemon=True).start()
+
+
+def _end_with(lifeline: int, left: Path | None) -> None:
+    os.read(lifeline, 1)
+    if left is not None and left.parent.name.startswith("samestep-"):
+        shutil.rmtree(left.parent, ignore_errors=True)  # the launcher's, which nobody else removes now
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def loopback_listener() -> socket.socket:
+    """Return a socket that listens on this host alone, at a port that the system chooses.
+
+    Raises:
+        ConfigError: processes of this host do not reach each other, in a network namespace or a container.
+    """
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as probe:  # which succeeds where nobody can connect, too
+            socket.create_connection(probe.getsockname(), timeout=_CONNECT_S).close()
+        return socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN)
+    except OSError as error:
+        raise ConfigError(
+            "several workers of one host find each other over its loopback address 127.0.0.1, which does not "
+            f"work ({error.strerror or error}): bring it up, as by `ip link set lo up`, or use one worker"
+        ) from error
 
 
 def end_with_parent(number: signal.Signals) -> None:
     """Let this process get a signal when its parent ends, however that comes. See prctl(2)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():  # it has ended before
+        os.kill(os.getpid(), number)
 
 
 def join_own_group() -> None:
@@ -40,3 +108,16 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_MAX, 0)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def num_cores() -> int:
+    """Return how many CPU cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # macOS has no affinity
+
+
+def check_threads(threads: int) -> None:
+    """Refuse a number of CPU threads below 1, and one that the system would not start."""
+    if not 1 <= threads <= _MAX_THREADS:
+        raise ConfigError(f"threads = {threads}: expected 1 <= threads <= {_MAX_THREADS:,}")

@@ -14,16 +14,16 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
 
 from samestep.errors import LostWorkerError
 from samestep.workers.device import gpu_of
 from samestep.workers.environment import world_size
 from samestep.workers.meeting import meet
+from samestep.workers.store import reach_store
 from samestep.workers.transport import Alone, ProcessGroup, Transport, how_lost, is_lost_connection
 from samestep.workers.waiter import Patience, Waiter
 
-__all__ = ["has_group", "join", "open_store"]
+__all__ = ["has_group", "join"]
 
 _POLL_S = 0.01
 
@@ -31,11 +31,6 @@ _POLL_S = 0.01
 def has_group() -> bool:
     """Whether this process is one of several workers."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def open_store() -> dist.TCPStore:  # type: ignore[name-defined]
-    """Open a store on this host in which workers can find each other; the system chooses its port."""
-    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
 def join(device: torch.device, timeout_s: float) -> Transport:
@@ -71,7 +66,7 @@ def _make_group(gpu: str, timeout_s: float) -> None:
 
 def _meet_in_store(gpu: str, timeout_s: float) -> None:
     timeout = timedelta(seconds=timeout_s)
-    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    store, rank, world_size = reach_store(timeout_s)
     store.set_timeout(timeout)
     name = f"{socket.gethostname()}/{os.getpid()}/{time.time_ns()}"
     prefix = (

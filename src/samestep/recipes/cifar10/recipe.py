@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +17,11 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel
 
-from samestep.app.bounds import LearningRate, LoaderProcesses, Range
 from samestep.app.experiment import Experiment
-from samestep.app.settings import Settings
 from samestep.data.loader import TowerLoader
 from samestep.recipes.cifar10.convolution import FourierConv2d
 from samestep.recipes.cifar10.normalization import FastLocalResponseNorm
+from samestep.recipes.cifar10.settings import Cifar10Settings
 from samestep.streams import stream_seed
 from samestep.towers.step import Step
 from samestep.towers.towers import Towers
@@ -115,54 +112,34 @@ class WeightAverage(AveragedModel):
         return min(0.9999, (1 + num_updates) / (10 + num_updates))
 
 
-@dataclass(frozen=True)
-class Cifar10Settings(Settings):
-    """Train the net of the classic CIFAR-10 tutorial."""
+def build(settings: Cifar10Settings, job: Job) -> Experiment:
+    """Make the parts."""
+    # Imported here, because what fetches archives takes a while to import.
+    from samestep.recipes.cifar10.data import Cifar10, Cifar10Pictures, ensure_cifar10
 
-    towers: int = 4
-    batch_size: int = 128
-    steps: int = 100_000
-    run_dir: Path = Path("runs/cifar10")
-    data_dir: Path = Path("data/cifar10")
-    """Folder of the pictures; they are downloaded (170 MB) if they are not there."""
-    log_every: int = 10
-    picture_size: Annotated[int, Range(4, 32)] = 24
-    """Height and width that pictures are cropped to, 4 to 32 pixels."""
-    learning_rate: LearningRate = 0.1
-    """Learning rate of the first 350 epochs; a tenth of it in the next 350, and so on."""
-    loader_processes: LoaderProcesses = 0
-    """Processes that read and distort pictures for each worker; with 0 the worker does it itself."""
+    folder = ensure_cifar10(settings.data_dir)
+    train = Cifar10Pictures(Cifar10("train", folder), distort=True, picture_size=settings.picture_size)
+    test = Cifar10Pictures(Cifar10("test", folder), distort=False, picture_size=settings.picture_size)
+    step = _make_step(settings, job)
+    processes: dict[str, Any] = {"num_workers": settings.loader_processes}
+    processes["persistent_workers"] = settings.loader_processes > 0
+    loader = TowerLoader(train, settings.batch_size, step.towers, seed=settings.seed, **processes)
+    return Experiment(step, loader, test, count_right, precision, terms=terms_of)
 
-    recipe: ClassVar[str] = "cifar10"
-    free: ClassVar[frozenset[str]] = Settings.free | {"steps", "data_dir", "loader_processes"}
 
-    def build(self, job: Job) -> Experiment:
-        """Make the parts."""
-        # Imported here, because what fetches archives takes a while to import.
-        from samestep.recipes.cifar10.data import Cifar10, Cifar10Pictures, ensure_cifar10
-
-        folder = ensure_cifar10(self.data_dir)
-        train = Cifar10Pictures(Cifar10("train", folder), distort=True, picture_size=self.picture_size)
-        test = Cifar10Pictures(Cifar10("test", folder), distort=False, picture_size=self.picture_size)
-        step = self._make_step(job)
-        processes: dict[str, Any] = {"num_workers": self.loader_processes}
-        processes["persistent_workers"] = self.loader_processes > 0
-        loader = TowerLoader(train, self.batch_size, step.towers, seed=self.seed, **processes)
-        return Experiment(step, loader, test, count_right, precision, terms=terms_of)
-
-    def _make_step(self, job: Job) -> Step:
-        torch.manual_seed(stream_seed(self.seed, "weights"))
-        model = Cifar10Net(self.picture_size).to(job.device)
-        towers = Towers(model, self.towers, job=job, seed=self.seed)
-        optimizer = torch.optim.SGD(decayed(model), lr=self.learning_rate)
-        return Step(
-            towers,
-            loss_of,
-            optimizer,
-            scheduler=staircase(optimizer, self.batch_size),
-            averaged_model=WeightAverage(model),
-            autocast=self.autocast_dtype,
-        )
+def _make_step(settings: Cifar10Settings, job: Job) -> Step:
+    torch.manual_seed(stream_seed(settings.seed, "weights"))
+    model = Cifar10Net(settings.picture_size).to(job.device)
+    towers = Towers(model, settings.towers, job=job, seed=settings.seed)
+    optimizer = torch.optim.SGD(decayed(model), lr=settings.learning_rate)
+    return Step(
+        towers,
+        loss_of,
+        optimizer,
+        scheduler=staircase(optimizer, settings.batch_size),
+        averaged_model=WeightAverage(model),
+        autocast=settings.autocast_dtype,
+    )
 
 
 def decayed(model: nn.Module) -> list[dict[str, Any]]:

@@ -6,21 +6,17 @@ About 99% of the 360 test digits are right after 300 steps, a few seconds on one
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 
-from samestep.app.bounds import LearningRate
 from samestep.app.experiment import Experiment
-from samestep.app.settings import Settings
-from samestep.buffers.statistics import Mode
 from samestep.data.loader import TowerLoader
 from samestep.recipes.digits.data import Digits
+from samestep.recipes.digits.settings import DigitsSettings
 from samestep.streams import stream_seed
 from samestep.towers.step import Step
 from samestep.towers.towers import Towers
@@ -50,39 +46,25 @@ class DigitsNet(nn.Sequential):
         return convolution, nn.BatchNorm2d(num_outputs), nn.ReLU()
 
 
-@dataclass(frozen=True)
-class DigitsSettings(Settings):
-    """Train a small convolutional net on the built-in handwritten digits."""
+def build(settings: DigitsSettings, job: Job) -> Experiment:
+    """Make the parts."""
+    torch.manual_seed(stream_seed(settings.seed, "weights"))
+    model = DigitsNet().to(job.device)
+    towers = Towers(model, settings.towers, job=job, seed=settings.seed, statistics=settings.statistics)
+    optimizer = _make_optimizer(settings, model)
+    highest = [group["lr"] for group in optimizer.param_groups]
+    scheduler = OneCycleLR(optimizer, highest, total_steps=settings.steps + 1, cycle_momentum=False)
+    step = Step(towers, loss_of, optimizer, scheduler=scheduler, autocast=settings.autocast_dtype)
+    loader = TowerLoader(Digits("train", augment=True), settings.batch_size, towers, seed=settings.seed)
+    return Experiment(step, loader, Digits("test", augment=False), count_right, accuracy)
 
-    steps: int = 300
-    run_dir: Path = Path("runs/digits")
-    learning_rate: LearningRate = 0.2
-    """Highest learning rate of the one-cycle schedule."""
-    optimizer: Literal["sgd", "adamw"] = "sgd"
-    """Momentum SGD, or AdamW at a fiftieth of the learning rate."""
-    statistics: Mode = "mean"
-    """How batch-norm statistics are combined: the mean over towers, pooled over rows, or those of tower 0."""
 
-    recipe: ClassVar[str] = "digits"
-
-    def build(self, job: Job) -> Experiment:
-        """Make the parts."""
-        torch.manual_seed(stream_seed(self.seed, "weights"))
-        model = DigitsNet().to(job.device)
-        towers = Towers(model, self.towers, job=job, seed=self.seed, statistics=self.statistics)
-        optimizer = self._make_optimizer(model)
-        highest = [group["lr"] for group in optimizer.param_groups]
-        scheduler = OneCycleLR(optimizer, highest, total_steps=self.steps + 1, cycle_momentum=False)
-        step = Step(towers, loss_of, optimizer, scheduler=scheduler, autocast=self.autocast_dtype)
-        loader = TowerLoader(Digits("train", augment=True), self.batch_size, towers, seed=self.seed)
-        return Experiment(step, loader, Digits("test", augment=False), count_right, accuracy)
-
-    def _make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        if self.optimizer == "adamw":
-            return torch.optim.AdamW(model.parameters(), lr=self.learning_rate / 50, weight_decay=0.01)
-        return torch.optim.SGD(
-            model.parameters(), lr=self.learning_rate, momentum=0.9, nesterov=True, weight_decay=5e-4
-        )
+def _make_optimizer(settings: DigitsSettings, model: nn.Module) -> torch.optim.Optimizer:
+    if settings.optimizer == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=settings.learning_rate / 50, weight_decay=0.01)
+    return torch.optim.SGD(
+        model.parameters(), lr=settings.learning_rate, momentum=0.9, nesterov=True, weight_decay=5e-4
+    )
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:

@@ -8,27 +8,22 @@ they are in. About 0.95 mean intersection over union on the drawn shapes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import PolynomialLR
 
-from samestep.app.bounds import LearningRate, LoaderProcesses, Range
 from samestep.app.experiment import Experiment
-from samestep.app.settings import Settings
-from samestep.buffers.statistics import Mode
 from samestep.data.loader import TowerLoader
-from samestep.errors import ConfigError
 from samestep.recipes.segmentation.crops import LabelledPictures, RandomCrops, WholePictures
 from samestep.recipes.segmentation.label_maps import LabelMaps
 from samestep.recipes.segmentation.panels import label_panels
-from samestep.recipes.segmentation.shapes import CLASS_NAMES, Shapes
+from samestep.recipes.segmentation.settings import SegmentationSettings
+from samestep.recipes.segmentation.shapes import Shapes
 from samestep.streams import stream_seed
 from samestep.towers.step import Step
 from samestep.towers.towers import Towers
@@ -89,85 +84,48 @@ def _convolution(num_inputs: int, num_outputs: int, *, size: int = 3, stride: in
     return nn.Sequential(convolution, nn.BatchNorm2d(num_outputs), nn.ReLU())
 
 
-@dataclass(frozen=True)
-class SegmentationSettings(Settings):
-    """Train a net that predicts a class for every pixel."""
+def build(settings: SegmentationSettings, job: Job) -> Experiment:
+    """Make the parts."""
+    train, test = _open(settings, "train", job), _open(settings, "test", job)
+    step = _make_step(settings, job)
+    crops = RandomCrops(train, settings.crop_size, ignore_label=settings.ignore_label)
+    processes: dict[str, Any] = {"num_workers": settings.loader_processes}
+    processes["persistent_workers"] = settings.loader_processes > 0
+    return Experiment(
+        step,
+        TowerLoader(crops, settings.batch_size, step.towers, seed=settings.seed, **processes),
+        WholePictures(test),
+        partial(count_pixels, ignore_label=settings.ignore_label),
+        metrics_of,
+        terms=partial(terms_of, weight_decay=settings.weight_decay),
+        panels=partial(panels, ignore_label=settings.ignore_label),
+        test_chunk_rows=1,  # whole pictures may be of any size
+    )
 
-    batch_size: int = 32
-    steps: int = 400
-    run_dir: Path = Path("runs/segmentation")
-    data_dir: Path | None = None
-    """Folder with train and test, each with the folders pictures and labels; without it, shapes are drawn."""
-    classes: Annotated[int, Range(2, 256)] = len(CLASS_NAMES)
-    """Number of classes; the labels are 0 to one less."""
-    ignore_label: Annotated[int, Range(0, 255)] = 255
-    """Label of pixels that have no class and are not counted."""
-    crop_size: Annotated[int, Range(16, 4096)] = 48
-    """Height and width that training pictures are cropped to, at least 16 pixels."""
-    width: Annotated[int, Range(1, 1024)] = 16
-    """Channels of the net at full resolution; doubled each time the resolution is halved."""
-    learning_rate: LearningRate = 0.005
-    """Learning rate of the first step."""
-    power: Annotated[float, Range(0, 100)] = 0.9
-    """Power of the poly schedule, which multiplies the learning rate by (1 - step / steps) to this power."""
-    weight_decay: Annotated[float, Range(0, 10**6)] = 1e-4
-    """L2 weight decay of the convolutions: so many times half their squared weights is added to the loss."""
-    statistics: Mode = "mean"
-    """How batch-norm statistics are combined: the mean over towers, pooled over rows, or those of tower 0."""
-    loader_processes: LoaderProcesses = 0
-    """Processes that read and crop pictures for each worker; with 0 the worker does it itself."""
 
-    recipe: ClassVar[str] = "segmentation"
-    free: ClassVar[frozenset[str]] = Settings.free | {"data_dir", "loader_processes"}
+def _open(settings: SegmentationSettings, split: Literal["train", "test"], job: Job) -> LabelledPictures:
+    if settings.data_dir is None:
+        return Shapes(split, settings.seed, ignore_label=settings.ignore_label)
+    maps = LabelMaps(settings.data_dir / split, settings.classes, ignore_label=settings.ignore_label)
+    maps.check(job)
+    return maps
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.data_dir is None and self.classes != len(CLASS_NAMES):
-            raise ConfigError(
-                f"--classes {self.classes}: the shapes that are drawn without --data-dir have "
-                f"{len(CLASS_NAMES)} classes; leave out --classes, or give --data-dir"
-            )
 
-    def build(self, job: Job) -> Experiment:
-        """Make the parts."""
-        train, test = self._open("train", job), self._open("test", job)
-        step = self._make_step(job)
-        crops = RandomCrops(train, self.crop_size, ignore_label=self.ignore_label)
-        processes: dict[str, Any] = {"num_workers": self.loader_processes}
-        processes["persistent_workers"] = self.loader_processes > 0
-        return Experiment(
-            step,
-            TowerLoader(crops, self.batch_size, step.towers, seed=self.seed, **processes),
-            WholePictures(test),
-            partial(count_pixels, ignore_label=self.ignore_label),
-            metrics_of,
-            terms=partial(terms_of, weight_decay=self.weight_decay),
-            panels=partial(panels, ignore_label=self.ignore_label),
-            test_chunk_rows=1,  # whole pictures may be of any size
-        )
-
-    def _open(self, split: Literal["train", "test"], job: Job) -> LabelledPictures:
-        if self.data_dir is None:
-            return Shapes(split, self.seed, ignore_label=self.ignore_label)
-        maps = LabelMaps(self.data_dir / split, self.classes, ignore_label=self.ignore_label)
-        maps.check(job)
-        return maps
-
-    def _make_step(self, job: Job) -> Step:
-        torch.manual_seed(stream_seed(self.seed, "weights"))
-        model = SegmentationNet(self.classes, self.width).to(job.device)
-        # The order that pictures are read in, and convolutions are quickest in.
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        towers = Towers(model, self.towers, job=job, seed=self.seed, statistics=self.statistics)
-        # Coupled: Adam scales the decay as it does the gradient. AdamW would not.
-        optimizer = torch.optim.Adam(decayed(model, self.weight_decay), lr=self.learning_rate)
-        return Step(
-            towers,
-            partial(loss_of, ignore_label=self.ignore_label, weight_decay=self.weight_decay),
-            optimizer,
-            scheduler=PolynomialLR(optimizer, total_iters=self.steps, power=self.power),
-            autocast=self.autocast_dtype,
-        )
+def _make_step(settings: SegmentationSettings, job: Job) -> Step:
+    torch.manual_seed(stream_seed(settings.seed, "weights"))
+    model = SegmentationNet(settings.classes, settings.width).to(job.device)
+    # The order that pictures are read in, and convolutions are quickest in.
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    towers = Towers(model, settings.towers, job=job, seed=settings.seed, statistics=settings.statistics)
+    # Coupled: Adam scales the decay as it does the gradient. AdamW would not.
+    optimizer = torch.optim.Adam(decayed(model, settings.weight_decay), lr=settings.learning_rate)
+    return Step(
+        towers,
+        partial(loss_of, ignore_label=settings.ignore_label, weight_decay=settings.weight_decay),
+        optimizer,
+        scheduler=PolynomialLR(optimizer, total_iters=settings.steps, power=settings.power),
+        autocast=settings.autocast_dtype,
+    )
 
 
 def loss_of(model: nn.Module, batch: Any, *, ignore_label: int, weight_decay: float) -> tuple[Tensor, Tensor]:

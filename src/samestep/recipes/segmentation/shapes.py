@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep.errors import ConfigError
+from samestep.recipes.segmentation.settings import CLASS_NAMES
 from samestep.streams import stream_seed
 
 __all__ = ["CLASS_NAMES", "NUM_TEST", "NUM_TRAIN", "Shapes"]
 
-CLASS_NAMES = ("background", "circle", "square", "triangle")
 """What the labels 0 to 3 stand for."""
 
 NUM_TRAIN, NUM_TEST = 1000, 200
