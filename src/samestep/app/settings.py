@@ -149,7 +149,8 @@ class Settings(abc.ABC):
             # What is left out had the default, in a version that had no such option.
             values = earlier.get(name, defaults.get(name)), current[name]
             is_free = name in self.free and not (name.endswith("_dir") and None in values)
-            if not is_free and (isinstance(values[0], torch.Tensor) or values[0] != values[1]):
+            is_plain = isinstance(values[0], int | float | str | None)  # in a forged checkpoint, anything
+            if not is_free and not (is_plain and values[0] == values[1]):
                 before, now = map(_shown, values)
                 raise ConfigError(
                     f"{self.run_dir} was trained with {name} = {before}, not {now}: use the same value, "
