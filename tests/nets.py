@@ -26,3 +26,9 @@ def take_step(towers, batch, loss=loss_of):
     for tower in towers(batch):
         tower.backward(loss(towers.model, tower.batch))
     return towers.average()
+
+
+def sparse_tensor(rows, values, shape, **known):
+    # With `check_invariants=True` torch 2.11 and 2.12 warn: https://github.com/pytorch/pytorch/pull/183256
+    with torch.sparse.check_sparse_tensor_invariants(enable=True):
+        return torch.sparse_coo_tensor(torch.tensor([rows], dtype=torch.int64), values, shape, **known)

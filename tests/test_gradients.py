@@ -9,6 +9,7 @@ from samestep.errors import ConfigError
 from samestep.summation.gradients import add_gradients, average_gradients, divide
 from samestep.summation.tree import TreeSum, subtrees
 
+from .nets import sparse_tensor
 from .oracle import tree as twin
 
 
@@ -185,7 +186,7 @@ def test_the_inputs_are_left_as_they_were(num_towers):
 
 
 def sparse(rows, values, num_rows=6):
-    return torch.sparse_coo_tensor([rows], values, (num_rows, 2), check_invariants=True)
+    return sparse_tensor(rows, values, (num_rows, 2))
 
 
 def test_sparse_gradients_stay_sparse():

@@ -15,15 +15,14 @@ from samestep.summation.layout import Layout
 from samestep.summation.sparse import add, empty, find_sparse, measure, stored, tensors_of
 
 from .integration.scenarios import Words, layout, loss_of, texts
+from .nets import sparse_tensor
 
 ROWS, WIDTH = 6, 2
 
 
 def sparse(rows, values=None, num_rows=ROWS):
     values = torch.ones(len(rows), WIDTH) if values is None else torch.tensor(values).reshape(-1, WIDTH)
-    return torch.sparse_coo_tensor(
-        torch.tensor([rows], dtype=torch.int64), values, (num_rows, WIDTH), check_invariants=False
-    )
+    return sparse_tensor(rows, values, (num_rows, WIDTH))
 
 
 def same_bits(left, right):
@@ -299,9 +298,7 @@ def test_what_a_backward_function_returned_is_left_alone():
         @staticmethod
         def backward(ctx, gradient):
             returned.append(gradient[None].clone())
-            return torch.sparse_coo_tensor(
-                [[1]], returned[-1], (6, 2), is_coalesced=True, check_invariants=False
-            )
+            return sparse_tensor([1], returned[-1], (6, 2), is_coalesced=True)
 
     model = Table()
     towers = Towers(model, 1, sparse_parameters=[model.table])

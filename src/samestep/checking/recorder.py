@@ -62,7 +62,7 @@ def record(subject: Subject, job: Job, trial: Trial) -> Recording:
     streams = GlobalStreams.capture(job.device)
     torch.set_num_threads(job.threads)
     if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()  # as a new process, which has compiled nothing yet
+        torch.compiler.reset()  # as a new process, which has compiled nothing yet
     try:
         seed_globals(stream_seed(0, "build", job.rank), job.device)
         step, batches = subject(job)
