@@ -650,7 +650,9 @@ def sparse_and_dense_gradients_of_one_parameter(job: samestep.Job) -> str:
 def peak_bytes(function: Callable[[], object]) -> int:
     """Return the most memory that torch held at a time for tensors made in `function`."""
     with torch.profiler.profile(
-        profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
+        profile_memory=True,
+        activities=[torch.profiler.ProfilerActivity.CPU],
+        acc_events=True,  # else 2.11 and 2.12 warn: https://github.com/pytorch/pytorch/pull/180387
     ) as profile:
         function()
     changes = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
