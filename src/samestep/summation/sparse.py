@@ -66,7 +66,7 @@ def add(left: Tensor, right: Tensor) -> Tensor:
     # Not `left + right`, which adds to +0.0, and so would turn a −0.0 that one of them has into +0.0.
     indices = torch.cat([left.indices(), right.indices()], dim=1)
     values = torch.cat([left.values(), right.values()])
-    return _unchecked(indices, values, left.shape).coalesce()
+    return _unchecked(indices, values, left.shape, is_coalesced=False).coalesce()
 
 
 def measure(gradient: Tensor | None) -> Size:
@@ -88,10 +88,10 @@ def empty(layout: Layout, size: Size, device: torch.device) -> Tensor | None:
     return _unchecked(indices, values, layout.shape, is_coalesced=True)
 
 
-def _unchecked(indices: Tensor, values: Tensor, shape: Sequence[int], **known: bool) -> Tensor:
+def _unchecked(indices: Tensor, values: Tensor, shape: tuple[int, ...], *, is_coalesced: bool) -> Tensor:
     # With `check_invariants=False` torch 2.11 and 2.12 warn: https://github.com/pytorch/pytorch/pull/183256
     with torch.sparse.check_sparse_tensor_invariants(enable=False):
-        return torch.sparse_coo_tensor(indices, values, shape, **known)
+        return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=is_coalesced)
 
 
 def tensors_of(gradient: Tensor | None) -> list[Tensor]:
