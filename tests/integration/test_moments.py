@@ -18,42 +18,44 @@ LATER_S = tuple(0.2 * moment for moment in range(1, 41))
 def hit(tmp_path):
     """Start training on some workers and signal it after some seconds; return its status and stderr."""
 
+    words = [
+        "train",
+        "digits",
+        "--steps",
+        "100000",
+        "--log-every",
+        "1000",
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
+    command = [sys.executable, "-m", "samestep", *words]
+
     def hit_at(after_s, number, num_workers=2, *, group=False):
-        words = [
-            "--workers",
-            num_workers,
-            "--steps",
-            100_000,
-            "--log-every",
-            1000,
-            "--run-dir",
-            tmp_path / "run",
-        ]
         tag = f"hit-{time.time_ns()}"
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "samestep",
-                "train",
-                "digits",
-                *map(str, words),
-                "--run-dir",
-                tmp_path / "run",
-            ],
+            [*command, "--workers", str(num_workers)],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=listen_to_interrupts,
             env={**os.environ, "HIT": tag, "TMPDIR": str(tmp_path)},
         )
-        time.sleep(after_s)
-        (os.killpg if group else os.kill)(process.pid, number)
-        process.wait(timeout=40)
-        assert_gone(tag)
-        return process.returncode, process.communicate()[1].splitlines()
+        try:
+            time.sleep(after_s)
+            (os.killpg if group else os.kill)(process.pid, number)
+            process.wait(timeout=40)
+            assert_gone(tag)
+            return process.returncode, process.communicate()[1].splitlines()
+        finally:
+            process.kill()
 
     return hit_at
+
+
+def listen_to_interrupts():
+    """As in a terminal: what a script starts with `&` ignores Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def assert_gone(tag, timeout_s=5):
