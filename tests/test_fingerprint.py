@@ -51,7 +51,7 @@ def test_a_cpu_is_told_from_others_of_its_name(monkeypatch):
 
 
 def test_entries_of_others_are_told_without_what_they_hide():
-    assert changes({"torch": "2\x1b[2J\n"}, {}) == [r"torch = '2\x1b[2J', now None"]
+    assert changes({"torch": "2\x1b[2J\n"}, {}) == [r"torch = 2\x1b[2J, now None"]
 
 
 # ---- compared between workers ------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def test_a_gpu_beside_a_cpu_is_one_error():
 
 def test_entries_of_other_workers_are_one_line():
     errors, _ = compare([{"a\nb": "c\x1b\n"}, {"a\nb": "d"}])
-    assert errors == [r"worker 0 has a b = 'c\x1b', worker 1 has a b = d"]
+    assert errors == [r"worker 0 has a b = c\x1b, worker 1 has a b = d"]
 
 
 # ---- precisions ----------------------------------------------------------------------------------------

@@ -31,8 +31,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 import samestep
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-import tests.integration.hanging  # noqa: F401 - adds its recipe
+from tests.integration import hanging
 
+hanging.add()
 for module in pkgutil.walk_packages(samestep.__path__, "samestep."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)

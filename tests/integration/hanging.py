@@ -74,7 +74,11 @@ class Pictures:
         return pictures[0], labels[0]
 
 
-recipes.RECIPES = ChainMap({"hanging": HangingSettings}, recipes.RECIPES)
+def add() -> None:
+    """Make it a recipe of this process."""
+    recipes.RECIPES = ChainMap({"hanging": HangingSettings}, recipes.RECIPES)
+
 
 if __name__ == "__main__":
+    add()
     sys.exit(main())
