@@ -33,7 +33,6 @@ import samestep
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.integration import hanging
 
-hanging.add()
 for module in pkgutil.walk_packages(samestep.__path__, "samestep."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
@@ -216,4 +215,5 @@ def as_after_exec(environment: dict[str, str], kept: Sequence[int]) -> None:
 
 
 if __name__ == "__main__":
+    hanging.add()
     main()
