@@ -139,13 +139,14 @@ def test_strangers_are_let_go(monkeypatch):
     listen = meeting._listener
 
     def listener():
-        listeners.append(listen())
-        port = listeners[-1].getsockname()[1]
+        made = listen()
+        listeners.append(made)
+        port = made.getsockname()[1]
         for said in (b"", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", b"\0" * 16 + (1).to_bytes(4)):
             stranger = socket.create_connection(("localhost", port))
             stranger.sendall(said)
             stranger.close()
-        return listeners[-1]
+        return made
 
     monkeypatch.setattr(meeting, "_listener", listener)
     first, second = meet_all(2)

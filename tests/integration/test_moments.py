@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-EARLY_S = (0.1, 0.2, 0.5, 1.2)
+EARLY_S = (0.1, 0.5)
 LATER_S = tuple(0.2 * moment for moment in range(1, 41))
 """Workers are started, import torch, look for each other and train."""
 

@@ -13,7 +13,7 @@ import samestep
 
 from . import scenarios
 
-WORKERS = (2, 3, 4)
+WORKERS = (2, 3)
 
 
 def run_program(nursery, program, out, num_workers):
