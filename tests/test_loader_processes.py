@@ -44,6 +44,7 @@ def kill():
 
 
 def stop():
+    time.sleep(0.2)  # till the worker has opened the memory of what it was handed before
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
