@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from samestep.checkpoint.durable import read_file, storage, write_whole
+from samestep.checkpoint.folder import Folder
 from samestep.errors import DataError, StorageError
 
 
@@ -61,6 +62,10 @@ def precious(file):
     return path
 
 
+def is_untouched(path):
+    return not path.exists() or path.read_text() == "mine"
+
+
 PLANTED = (link, second_name, link_to_a_device, link_to_nothing, os.mkfifo, device, listening)
 
 
@@ -75,7 +80,7 @@ def test_what_is_in_the_way_is_replaced_and_never_written_to(tmp_path, monkeypat
     assert (folder / "settings.json").read_text() == "text"
     assert not (folder / "settings.json").is_symlink()
     assert os.listdir(folder) == ["settings.json"]
-    assert precious(folder / name).read_text() == "mine"
+    assert is_untouched(folder.parent / "precious")
 
 
 @pytest.mark.parametrize("name", ["settings.json", ".settings.json.unfinished"])
@@ -155,3 +160,13 @@ def test_a_limit_on_file_sizes_leaves_the_old_text(tmp_path):
     assert (tmp_path / "file").read_text() == "old"
     write_whole(tmp_path / "file", "new")
     assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
+def test_a_file_that_is_made_is_never_one_that_was_put_in_its_place(tmp_path, plant):
+    new = tmp_path / "folder" / "new"
+    new.parent.mkdir()
+    plant(new)
+    with Folder.open(new.parent) as folder, pytest.raises(OSError, match="exists"):
+        folder.create("new")
+    assert is_untouched(tmp_path / "precious")
