@@ -9,13 +9,14 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, NoReturn
 
 from samestep.checkpoint.folder import Folder
 from samestep.errors import DataError, Error, StorageError, shown
 
-__all__ = ["parse_json", "read_file", "storage", "write_whole"]
+__all__ = ["open_regular", "parse_json", "read_file", "storage", "write_whole"]
 
 _REMEDIES = {
     errno.ENOSPC: "free space on the disk",
@@ -53,6 +54,30 @@ def storage(path: Path, action: str = "written") -> Iterator[None]:
         raise found from error
 
 
+def open_regular(
+    file: Path, *, inside: Folder | None = None, follow_symlinks: bool = True
+) -> BufferedReader | None:
+    """Open a regular file; None if it is something else, such as a pipe or device, which may never end.
+
+    Args:
+        file: its path.
+        inside: the open folder to look in for its name.
+        follow_symlinks: whether it may be a link; else that is an error.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow_symlinks else os.O_NOFOLLOW)
+    if inside is None:
+        descriptor = os.open(file, flags)
+    else:
+        descriptor = os.open(file.name, flags, dir_fd=inside.descriptor)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return open(descriptor, "rb")
+    os.close(descriptor)
+    return None
+
+
 def read_file(file: Path, max_bytes: int, *, inside: Folder | None = None) -> bytes:
     """Return the content of a regular file: not of a pipe or device, which may never end.
 
@@ -66,23 +91,17 @@ def read_file(file: Path, max_bytes: int, *, inside: Folder | None = None) -> by
         StorageError: there is not enough memory.
         OSError: it cannot be read.
     """
-    flags = os.O_RDONLY | os.O_NONBLOCK
-    if inside is None:
-        descriptor = os.open(file, flags)
-    else:
-        descriptor = os.open(file.name, flags | os.O_NOFOLLOW, dir_fd=inside.descriptor)
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        opened = open_regular(file, inside=inside, follow_symlinks=inside is None)
+        if opened is None:
             raise DataError(f"{file}: is not a regular file")
-        if found.st_size > max_bytes:
-            raise DataError(f"{file}: has {found.st_size} bytes, expected at most {max_bytes}")
-        with open(descriptor, "rb", closefd=False) as stream:
+        with opened as stream:
+            size = os.fstat(stream.fileno()).st_size
+            if size > max_bytes:
+                raise DataError(f"{file}: has {size} bytes, expected at most {max_bytes}")
             return stream.read(max_bytes)
     except MemoryError:
         raise StorageError(f"{file}: cannot be read: there is not enough memory for it") from None
-    finally:
-        os.close(descriptor)
 
 
 def write_whole(file: Path, text: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ import requests
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from samestep.checkpoint.durable import open_regular
 from samestep.checkpoint.file_lock import FileLock
 from samestep.checkpoint.folder import Folder
 from samestep.errors import DataError, MissingFileError, StorageError, one_line
@@ -131,11 +131,10 @@ def _archive_in(data: Folder, archive: Archive, remedy: str) -> Iterator[Buffere
 def _open(data: Folder, name: str) -> BufferedReader:
     """Open a regular file: no pipe or device, which may never end."""
     with data.naming(name):
-        descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK, dir_fd=data.descriptor)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
+        file = open_regular(data.path / name, inside=data)
+    if file is None:
         raise DataError(f"{data.path / name}: is not a regular file, expected an archive: remove it")
-    return os.fdopen(descriptor, "rb")
+    return file
 
 
 def _md5_of(file: BufferedReader, max_bytes: int) -> str:

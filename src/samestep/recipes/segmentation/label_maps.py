@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 import struct
 import zlib
 from collections.abc import Iterable, Iterator
@@ -15,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from samestep.checkpoint.durable import storage
+from samestep.checkpoint.durable import open_regular, storage
 from samestep.errors import DataError, MissingFileError, one_line
 from samestep.workers.collectives import gather_objects
 from samestep.workers.job import Job
@@ -193,12 +192,11 @@ def _read(path: Path, mode: str | None = None) -> NDArray[np.uint8]:
 def _opened(path: Path) -> Iterator[tuple[Image.Image, BinaryIO]]:
     """Open a picture; what goes wrong with it inside is a `DataError`."""
     try:
-        # Opening a pipe would wait for its other end.
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise OSError("it is not a regular file")
-            with Image.open(file, formats=_FORMATS[path.suffix.lower()]) as image:
-                yield image, file
+        opened = open_regular(path)
+        if opened is None:
+            raise OSError("it is not a regular file")
+        with opened as file, Image.open(file, formats=_FORMATS[path.suffix.lower()]) as image:
+            yield image, file
     except DataError:
         raise
     except _UNREADABLE as error:
