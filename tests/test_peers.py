@@ -136,7 +136,7 @@ def test_every_two_are_connected(num_workers):
 
 def test_strangers_are_let_go(monkeypatch):
     listeners = []
-    listen = meeting._listener
+    listen = meeting.open_listener
 
     def listener():
         made = listen()
@@ -148,7 +148,7 @@ def test_strangers_are_let_go(monkeypatch):
             stranger.close()
         return made
 
-    monkeypatch.setattr(meeting, "_listener", listener)
+    monkeypatch.setattr(meeting, "open_listener", listener)
     first, second = meet_all(2)
     assert all(each.fileno() == -1 for each in listeners)
     second.close()
@@ -183,6 +183,6 @@ def test_a_host_tells_how_it_reaches_the_store(monkeypatch):
 
 def test_hosts_without_ipv6_listen_too(monkeypatch):
     monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
-    with meeting._listener() as listener:
+    with meeting.open_listener() as listener:
         assert listener.family == socket.AF_INET
         socket.create_connection(("127.0.0.1", listener.getsockname()[1])).close()

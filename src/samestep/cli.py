@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from samestep import recipes
 from samestep.app.bounds import NumWorkers, Threads
 from samestep.app.command_line import Command, parse
+from samestep.app.failures import Failure
 from samestep.app.output import is_stdout_lost, lasting_output
-from samestep.errors import Error, one_line
+from samestep.errors import Error
 
 if TYPE_CHECKING:
     from samestep.app.settings import Settings
@@ -101,7 +102,7 @@ def _refuse(error: Error) -> int:
         from samestep.app.start import refuse
 
         return run_worker(lambda: refuse(error))
-    print(f"samestep: error: {one_line(str(error), max_chars=2000)}", file=sys.stderr)
+    sys.stderr.write(Failure.of(error).text)
     return error.exit_status
 
 

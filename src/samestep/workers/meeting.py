@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from samestep.workers.collectives import gather_objects
 from samestep.workers.peers import Peers
+from samestep.workers.process import open_listener
 from samestep.workers.transport import Transport
 
 __all__ = ["meet"]
@@ -26,7 +27,7 @@ _REPLY = b"\n"
 
 def meet(transport: Transport) -> Peers:
     """Connect every two workers; all must call this. There is a warning where two cannot be connected."""
-    with _listener() as listener:
+    with open_listener() as listener:
         cards = gather_objects(transport, _Card(listener.getsockname()[1]), _WHAT)
         called = {worker: _call(cards[worker], transport.rank) for worker in range(transport.rank)}
         callers = gather_objects(transport, {worker for worker, found in called.items() if found}, _WHAT)
@@ -62,14 +63,6 @@ def _own_addresses() -> Iterator[str]:
             with suppress(OSError), socket.socket(family, kind) as probe:
                 probe.connect(address)  # which sends nothing
                 yield probe.getsockname()[0]
-
-
-def _listener() -> socket.socket:
-    """Listen on all of this host's addresses, of both families where there are both."""
-    if socket.has_dualstack_ipv6():
-        with suppress(OSError):
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
 
 
 def _call(card: _Card, rank: int) -> socket.socket | None:

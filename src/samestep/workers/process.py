@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from samestep.errors import ConfigError
@@ -27,6 +28,7 @@ __all__ = [
     "keep_freed_memory",
     "loopback_listener",
     "num_cores",
+    "open_listener",
 ]
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -77,6 +79,18 @@ def loopback_listener() -> socket.socket:
             "several workers of one host find each other over its loopback address 127.0.0.1, which does not "
             f"work ({error.strerror or error}): bring it up, as by `ip link set lo up`, or use one worker"
         ) from error
+
+
+def open_listener(port: int = 0) -> socket.socket:
+    """Return a socket that listens on all addresses of this host, of both families where there are both.
+
+    Args:
+        port: where; by default the system chooses.
+    """
+    if socket.has_dualstack_ipv6():
+        with suppress(OSError):  # IPv6 may be there and switched off
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
 
 
 def end_with_parent(number: signal.Signals) -> None:

@@ -7,7 +7,6 @@ import os
 import socket
 import threading
 import time
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -17,6 +16,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from samestep.errors import ConfigError, LostWorkerError, one_line
 from samestep.workers.environment import rank, world_size
+from samestep.workers.process import open_listener
 
 __all__ = ["open_store", "reach_store"]
 
@@ -78,10 +78,7 @@ def _connected(connect: partial[TCPStore], address: tuple[str, int], timeout_s: 
 def _listen(port: int) -> socket.socket:
     """Listen on all addresses of this host."""
     try:
-        if socket.has_dualstack_ipv6():
-            with suppress(OSError):  # IPv6 may be there and switched off
-                return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        return socket.create_server(("", port))
+        return open_listener(port)
     except OSError as error:
         why = "another program does" if error.errno == errno.EADDRINUSE else error.strerror
         problem = f"MASTER_PORT={port}: worker 0 cannot listen there ({why}); choose a free port"
