@@ -22,9 +22,13 @@ def loss_of(model, batch):
     return F.cross_entropy(model(batch["x"]), batch["y"])
 
 
-def take_step(towers, batch, loss=loss_of):
+def run_passes(towers, batch, loss=loss_of):
     for tower in towers(batch):
         tower.backward(loss(towers.model, tower.batch))
+
+
+def take_step(towers, batch, loss=loss_of):
+    run_passes(towers, batch, loss)
     return towers.average()
 
 

@@ -15,7 +15,7 @@ import samestep
 from samestep import AbandonedError, Step, TowerLoader, Towers
 from samestep.errors import ConfigError, DisagreementError
 
-from .nets import batch_of, loss_of, net, take_step
+from .nets import batch_of, loss_of, net, run_passes, take_step
 from .simulation import simulate, values
 
 PROGRAMS = {}
@@ -666,11 +666,9 @@ def test_an_optimizer_of_other_parameters_on_one_worker_is_told_to_all():
 
 def test_batches_that_are_never_averaged_are_told_of():
     def work(job):
-        model = net()
-        towers = Towers(model, 5, job=job)
+        towers = Towers(net(), 5, job=job)
         for step in range(2):
-            for tower in towers(batch_of(step)):
-                tower.backward(loss_of(model, tower.batch))
+            run_passes(towers, batch_of(step))
         towers.average()
 
     for num_workers in (1, 2, 3):
@@ -702,8 +700,7 @@ def a_step_left_after_all_its_towers(job):
     model = norm_net()
     towers = Towers(model, 5, job=job)
     for step in range(3):
-        for tower in towers(batch_of(step)):
-            tower.backward(loss_of(model, tower.batch))
+        run_passes(towers, batch_of(step))
         towers.abandon()
         take_step(towers, batch_of(step))
         sgd(model).step()

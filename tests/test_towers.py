@@ -11,6 +11,7 @@ from samestep import Towers
 from samestep.errors import BatchError, BufferPolicyError, ConfigError, UsageError
 
 from .integration.scenarios import peak_bytes
+from .nets import loss_of, take_step
 
 FLOAT64 = torch.float64
 
@@ -25,16 +26,6 @@ def batch_of(rows, dtype=torch.float32):
     return {"x": torch.randn(rows, 5, generator=generator, dtype=dtype), "y": torch.arange(rows) % 3}
 
 
-def loss_of(model, batch):
-    return F.cross_entropy(model(batch["x"]), batch["y"])
-
-
-def run(towers, batch, loss_fn=loss_of):
-    for tower in towers(batch):
-        tower.backward(loss_fn(towers.model, tower.batch))
-    return towers.average()
-
-
 def gradients(model):
     return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
@@ -43,7 +34,7 @@ def gradients(model):
 @pytest.mark.parametrize("num_towers", [1, 2, 5, 7, 8, 13])
 def test_gradient_is_that_of_the_unsplit_batch(rows, num_towers):
     model, batch = perceptron(FLOAT64), batch_of(rows, FLOAT64)
-    report = run(Towers(model, num_towers), batch)
+    report = take_step(Towers(model, num_towers), batch)
     averaged = gradients(model)
     model.zero_grad()
     whole = loss_of(model, batch)
@@ -59,7 +50,7 @@ def test_gradient_is_that_of_the_unsplit_batch(rows, num_towers):
 
 def test_gradient_is_the_average_of_towers_gradients_bit_for_bit():
     model, batch = perceptron(), batch_of(32)
-    run(Towers(model, 8), batch)
+    take_step(Towers(model, 8), batch)
     averaged = gradients(model)
     tower_grads = []
     for part in range(8):
@@ -96,7 +87,7 @@ def test_weights_make_a_mean_over_what_they_count(as_tensor):
 
 def test_tower_losses_are_each_towers_mean():
     model, batch = perceptron(), batch_of(6)
-    report = run(Towers(model, 4), batch)
+    report = take_step(Towers(model, 4), batch)
     parts = [slice(0, 2), slice(2, 4), slice(4, 5), slice(5, 6)]
     expected = [loss_of(model, {k: v[rows] for k, v in batch.items()}).item() for rows in parts]
     assert report.tower_losses == pytest.approx(expected)
@@ -116,7 +107,7 @@ def test_a_parameter_that_no_tower_uses_keeps_no_gradient():
     model = nn.ModuleDict({"used": nn.Linear(5, 3), "unused": nn.Linear(5, 3)})
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.5)
     before = copy.deepcopy(model["unused"].state_dict())
-    run(Towers(model, 3), batch_of(9), lambda model, batch: loss_of(model["used"], batch))
+    take_step(Towers(model, 3), batch_of(9), lambda model, batch: loss_of(model["used"], batch))
     optimizer.step()
     assert model["unused"].weight.grad is None
     assert torch.equal(model["unused"].weight, before["weight"])
@@ -179,7 +170,7 @@ def averaged_and_error(model, num_towers, batch, **settings):
         loss_of(model, {name: tensor[rows] for name, tensor in batch.items()}).backward()
         for total, parameter in zip(exact, model.parameters(), strict=True):
             total += parameter.grad.double() / num_towers
-    run(towers, batch)
+    take_step(towers, batch)
     error = sum((p.grad.double() - g).square().sum() for p, g in zip(model.parameters(), exact, strict=True))
     return [p.grad for p in model.parameters()], float(error.sqrt())
 
@@ -224,7 +215,7 @@ def test_an_optimizer_gets_float32_gradients_of_bfloat16_parameters(momentum):
     towers = Towers(model, 8)
     before = [master.clone() for master in masters]
     for _ in range(3):
-        run(towers, batch)
+        take_step(towers, batch)
         for parameter, master in zip(model.parameters(), masters, strict=True):
             master.grad = parameter.grad
         optimizer.step()  # of this small a rate the parameters hardly see anything
@@ -307,7 +298,7 @@ def test_average_without_a_batch():
 def test_a_step_that_was_not_averaged_is_abandoned_by_the_next():
     towers = Towers(perceptron(), 4)
     towers(batch_of(8))
-    assert run(towers, batch_of(8)).step == 0
+    assert take_step(towers, batch_of(8)).step == 0
 
 
 def test_a_tower_that_is_skipped():
@@ -379,7 +370,7 @@ def test_batches_that_cannot_be_cut(batch, message):
     towers = Towers(perceptron(), 2)
     with pytest.raises(BatchError, match=message):
         towers(batch)
-    run(towers, batch_of(4))  # a refused batch leaves nothing open
+    take_step(towers, batch_of(4))  # a refused batch leaves nothing open
 
 
 def test_slices_of_other_towers_are_refused():
@@ -433,7 +424,7 @@ class Remembers(nn.Module):
 
 def test_other_floating_buffers_that_change_are_named():
     with pytest.raises(BufferPolicyError, match="tower 0 changed memory"):
-        run(Towers(Remembers(torch.zeros(3)), 2), batch_of(4))
+        take_step(Towers(Remembers(torch.zeros(3)), 2), batch_of(4))
 
 
 def test_replaced_buffers_are_named():
@@ -443,17 +434,17 @@ def test_replaced_buffers_are_named():
             return self.linear(x)
 
     with pytest.raises(BufferPolicyError, match="tower 0 changed memory"):
-        run(Towers(Replaces(torch.zeros(3)), 2), batch_of(4))
+        take_step(Towers(Replaces(torch.zeros(3)), 2), batch_of(4))
 
 
 def test_counters_count_once_a_step():
     model = Remembers(torch.zeros((), dtype=torch.int64))
     towers = Towers(model, 2)
     for _ in range(3):
-        run(towers, batch_of(4))
+        take_step(towers, batch_of(4))
     assert model.memory.item() == 6  # 2 rows a tower, 3 steps
 
 
 def test_counters_that_depend_on_the_rows_are_an_error():
     with pytest.raises(BufferPolicyError, match="buffer memory is 2 after tower 1, 3 after tower 0"):
-        run(Towers(Remembers(torch.zeros((), dtype=torch.int64)), 2), batch_of(5))
+        take_step(Towers(Remembers(torch.zeros((), dtype=torch.int64)), 2), batch_of(5))
