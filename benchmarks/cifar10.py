@@ -33,7 +33,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torch.utils.flop_counter import FlopCounterMode
 
 import samestep
-from samestep.app.summaries import Summaries
+from samestep.app.hooks import Hooks
+from samestep.app.lock import RunLock
 from samestep.recipes.cifar10.data import Cifar10, ensure_cifar10
 from samestep.recipes.cifar10.recipe import Cifar10Net, Cifar10Settings, loss_of
 
@@ -54,13 +55,12 @@ def ours(arguments: argparse.Namespace, job: samestep.Job, precision: str) -> It
             data_dir=arguments.data_dir,
             run_dir=Path(folder),
         )
-        experiment = settings.build(job)
-        with Summaries(settings.run_dir, experiment) as summaries:
+        trainer = settings.build(job)
+        with RunLock(settings.run_dir, job) as lock, Hooks(trainer, lock) as hooks:
             while True:
-                for batch in experiment.loader:
-                    with summaries.watch():
-                        report = experiment.step(batch)
-                    summaries.write(report, batch)
+                for batch in trainer.loader:
+                    hooks.before_step(batch)
+                    hooks.after_step(trainer.step(batch))
                     yield
 
 

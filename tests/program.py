@@ -11,7 +11,7 @@ from torch import Tensor
 
 from samestep import Job
 from samestep.app.interruption import Interruption, StopFlags
-from samestep.app.training import _is_checkpoint_due
+from samestep.app.trainer import _is_checkpoint_due
 from samestep.errors import LostWorkerError, UsageError
 from samestep.workers.collectives import gather_objects
 

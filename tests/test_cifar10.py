@@ -9,10 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import samestep
-from samestep.app.evaluation import evaluate
 from samestep.app.lock import RunLock
 from samestep.app.resume import resume
-from samestep.app.training import train
 from samestep.errors import ConfigError
 from samestep.recipes.cifar10 import data
 from samestep.recipes.cifar10.recipe import (
@@ -23,6 +21,8 @@ from samestep.recipes.cifar10.recipe import (
     loss_of,
     staircase,
 )
+
+from .runs import train
 
 RECORDS = 40
 
@@ -196,7 +196,7 @@ def test_a_run_evaluates_its_averages_on_every_test_picture_once(settings):
     assert report.loss == pytest.approx(4.68, abs=0.05)
     assert report.rows == 32
     assert experiment.evaluated is experiment.step.averaged_model.module
-    right = evaluate(experiment, job)["precision @ 1"] * RECORDS
+    right = experiment.measure()["precision @ 1"] * RECORDS
     assert right == pytest.approx(round(right))
     assert float(experiment.terms(experiment.model)["weight decay"].detach()) == pytest.approx(2.37, abs=0.02)
 
@@ -210,7 +210,7 @@ def test_a_run_goes_on_with_the_same_bits(settings, tmp_path):
         continued = settings(run_dir=tmp_path / name)
         experiment = continued.build(job)
         with RunLock(continued.run_dir, job) as lock:
-            resume(experiment, continued, lock)
+            resume(experiment, lock)
         digests[name] = [samestep.digest(model) for model in (experiment.model, experiment.evaluated)]
     assert digests["whole"] == digests["parts"]
     assert len(set(digests["whole"])) == 2

@@ -142,14 +142,16 @@ def test_help_is_printed(line, words, capsys):
 
 def test_several_workers_run_the_same_command_line(monkeypatch):
     launched = []
-    monkeypatch.setattr(launch, "launch", lambda *args, **options: launched.append((*args, options)) or 5)
+    monkeypatch.setattr(
+        launch, "run_command", lambda *args, **options: launched.append((*args, options)) or 5
+    )
     words = ["train", "tiny", "--workers", "3", "--threads", "2"]
     assert cli.main(words) == 5
     assert launched == [([sys.executable, "-m", "samestep", *words], 3, {"threads": 2})]
 
 
 def test_more_workers_than_towers_start_nothing(monkeypatch, capsys):
-    monkeypatch.setattr(launch, "launch", None)
+    monkeypatch.setattr(launch, "run_command", None)
     assert cli.main(["train", "tiny", "--towers", "2", "--workers", "3"]) == 2
     assert capsys.readouterr().err.startswith("samestep: error: workers = 3: expected 1 <= workers <= towers")
 

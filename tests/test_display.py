@@ -5,14 +5,15 @@ import pytest
 import torch
 
 from samestep.app.display import Display, _console
-from samestep.app.training import train
 from samestep.recipes.digits.recipe import DigitsSettings
-from samestep.towers.report import Report
 from samestep.workers.job import Job
+
+from .runs import train
 
 JOB = Job(torch.device("cpu"))
 LINE = (
-    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d: step (\d+), loss = \d+\.\d\d \(\d+\.\d rows/sec; \d+\.\d{3} sec/batch\)"
+    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d: step (\d+), loss = \d+\.\d+ "
+    r"\(\d+\.\d rows/sec; \d+\.\d{3} sec/batch; \d+\.\d\d of \d+\.\d GiB\)"
 )
 
 
@@ -39,17 +40,28 @@ def test_lines_show_date_step_loss_and_speed(tmp_path, capsys):
         ({"noise": math.inf, "num_measured": 10}, None),
     ],
 )
-def test_the_noise_scale_is_printed_with_the_summaries_and_at_the_end(tmp_path, capsys, noise, expected):
-    settings = tiny(tmp_path, steps=5, log_every=99, summary_every=2)
-    towers = settings.build(JOB).step.towers
-    towers.noise.load_state_dict({"signal": 1.0, **noise})
-    display = Display(settings, JOB, towers)
+def test_the_noise_scale_is_printed_where_it_has_changed(tmp_path, capsys, noise, expected):
+    trainer = tiny(tmp_path, steps=5).build(JOB)
+    towers = trainer.step.towers
+    display = Display()
+    display.on_start(trainer)
     capsys.readouterr()
-    zero = torch.zeros(4, 1, dtype=torch.float64)
-    for step in range(5):
-        display.show(Report(step, 8, zero, zero, []))
-        lines = [line for line in capsys.readouterr().out.splitlines() if "noise" in line]
-        assert lines == ([expected] if expected and step + 1 in (2, 4, 5) else [])
+    scalars = {
+        "loss/total": 1e-7,
+        "step/rows per second": 1.0,
+        "step/seconds": 1.0,
+        "step/peak memory, GiB": 1.0,
+    }
+    for factor in (1, 1.2, 0.9, 2):
+        towers.noise.load_state_dict({"signal": 1.0, **noise, "noise": noise["noise"] * factor})
+        display.log(1, scalars)
+        out = capsys.readouterr().out
+        assert "loss = 1.000e-07 " in out
+        lines = [line for line in out.splitlines() if "noise" in line]
+        if factor == 2 and expected:
+            lines = [line.replace("4,700", "2,300") for line in lines]
+        assert lines == ([expected] if expected and factor in (1, 2) else [])
+    display.on_end(trainer)
 
 
 @pytest.mark.parametrize("name", ["COLUMNS", "LINES"])

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from samestep.app import event_file
-from samestep.app.evaluation import evaluate_run
+from samestep.app.evaluate_run import evaluate_run
 from samestep.app.event_file import EventFile
-from samestep.app.summaries import Summaries, _scalar, write_metrics
-from samestep.app.training import train
+from samestep.app.tensorboard import TensorBoard, _scalar, write_metrics
 
-from .test_summaries import JOB, Tiny, hooks_of, scalars
+from .runs import train
+from .test_summaries import JOB, Tiny, hooks_of, scalars, take_steps
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +57,13 @@ def read_only(folder, monkeypatch):
     return "Read-only file system"
 
 
-def a_bad_term(folder, monkeypatch):
-    monkeypatch.setattr("samestep.app.summaries.Summaries._prepare", lambda self: 1 // 0)
+def a_bad_layer(folder, monkeypatch):
+    monkeypatch.setattr("samestep.app.tensorboard.layers_of", lambda model: 1 // 0)
     return "ZeroDivisionError: integer division or modulo by zero"
 
 
 def a_bad_picture(folder, monkeypatch):
-    monkeypatch.setattr("samestep.app.summaries._pictures", lambda batch: 1 // 0)
+    monkeypatch.setattr("samestep.app.tensorboard._pictures", lambda batch: 1 // 0)
     return "ZeroDivisionError: integer division or modulo by zero"
 
 
@@ -80,7 +80,7 @@ def a_bad_output(folder, monkeypatch):
         a_link_to_itself,
         full_disk,
         read_only,
-        a_bad_term,
+        a_bad_layer,
         a_bad_picture,
         a_bad_output,
     ],
@@ -105,15 +105,14 @@ def test_a_folder_that_goes_away_in_the_middle(tmp_path, capsys, action):
     experiment = Tiny().build(JOB)
     run_dir, moved = tmp_path / "run", tmp_path / "moved"
     run_dir.mkdir()
-    with Summaries(run_dir, experiment, every=1) as summaries:
-        for batch, step in zip(experiment.loader, range(4), strict=False):
-            with summaries.watch():
-                report = experiment.step(batch)
-            summaries.write(report, batch)
-            if step == 1 and action == "move":
-                run_dir.rename(moved)
-            elif step == 1:
-                shutil.rmtree(run_dir if action == "delete all" else run_dir / "summaries")
+
+    def strike(step):
+        if step == 1 and action == "move":
+            run_dir.rename(moved)
+        elif step == 1:
+            shutil.rmtree(run_dir if action == "delete all" else run_dir / "summaries")
+
+    take_steps(run_dir, experiment, 4, every=1, between=strike)
     assert run_dir.exists() == (action == "delete")
     if action == "move":
         assert list(scalars(moved / "summaries", "loss/total")) == [1, 2, 3, 4]
@@ -125,19 +124,27 @@ def test_a_folder_that_goes_away_in_the_middle(tmp_path, capsys, action):
 
 
 def test_nothing_is_recorded_once_it_cannot_be_written(tmp_path):
-    experiment = Tiny().build(JOB)
+    trainer = Tiny(run_dir=tmp_path).build(JOB)
     (tmp_path / "summaries").touch()
-    with Summaries(tmp_path, experiment, every=1) as summaries, summaries.watch():
-        assert hooks_of(experiment.model) == []
-    with Summaries(tmp_path / "other", SimpleNamespace(**vars(experiment)), every=1):
-        assert not (tmp_path / "other").exists()  # nor is a run's folder made that is not there
+    logger = TensorBoard(every=1)
+    logger.on_start(trainer)
+    logger.before_step(trainer, None)
+    assert hooks_of(trainer.model) == []
+    trainer.run_dir = tmp_path / "other"
+    TensorBoard(every=1).on_start(trainer)
+    assert not trainer.run_dir.exists()  # nor is a run's folder made that is not there
 
 
 def test_an_error_of_the_step_itself_is_raised(tmp_path):
-    experiment = Tiny().build(JOB)
-    summaries = Summaries(tmp_path, experiment, every=1)
-    with pytest.raises(RuntimeError, match="of 3 hooks"), summaries, summaries.watch():
-        raise RuntimeError(f"of {len(hooks_of(experiment.model))} hooks")
+    trainer = Tiny().build(JOB)
+
+    def fail(model, batch):
+        raise RuntimeError(f"of {len(hooks_of(model))} hooks")
+
+    trainer.step.loss_fn = fail
+    with pytest.raises(RuntimeError, match="of 3 hooks"):
+        take_steps(tmp_path, trainer, 1, every=1)
+    assert hooks_of(trainer.model) == []
 
 
 def test_evaluation_prints_first_and_says_once_what_it_cannot_write(tmp_path, capsys, monkeypatch):
@@ -149,7 +156,7 @@ def test_evaluation_prints_first_and_says_once_what_it_cannot_write(tmp_path, ca
     said = []
     monkeypatch.setattr(event_file.sys, "stderr", SimpleNamespace(write=said.append, flush=lambda: None))
     for _ in range(3):
-        assert evaluate_run(settings, JOB) == 0
+        evaluate_run(settings, JOB)
         assert "test accuracy" in capsys.readouterr().out
         said.append("next")
     text = "".join(said)

@@ -22,20 +22,20 @@ from torch.optim.swa_utils import AveragedModel
 
 import samestep
 from samestep import cli, recipes
-from samestep.app import evaluation, lock
-from samestep.app.experiment import Experiment
+from samestep.app import evaluate_run, lock
+from samestep.app.evaluation import Evaluation
 from samestep.app.lock import RunLock
 from samestep.app.run_folder import all_checkpoints, checkpoint_path
 from samestep.app.settings import Settings
-from samestep.app.training import train
 from samestep.errors import StorageError
 from samestep.recipes.digits.data import Digits
-from samestep.recipes.digits.recipe import accuracy, count_right, loss_of
+from samestep.recipes.digits.recipe import accuracy, loss_of
 from samestep.summation.placement import Placement
 from samestep.workers.job import Job
 
 from .forgery import contents, reseal
 from .jobs import job_of
+from .runs import train
 
 JOB = Job(torch.device("cpu"))
 
@@ -76,7 +76,7 @@ class Tiny(Settings):
             towers, loss, optimizer, scheduler=StepLR(optimizer, 3, 0.5), averaged_model=average
         )
         loader = samestep.TowerLoader(Digits("train", augment=True), self.batch_size, towers, seed=self.seed)
-        return Experiment(step, loader, Digits("test", augment=False), count_right, accuracy)
+        return self.trainer(step, loader, evaluate=Evaluation(Digits("test", augment=False), accuracy))
 
 
 @pytest.fixture(autouse=True)
@@ -349,7 +349,7 @@ def test_an_evaluation_that_follows_a_folder_ends_when_it_is_another_one(run_dir
         run_dir.rename(run_dir.with_name("elsewhere"))
         shutil.copytree(run_dir.with_name("elsewhere"), run_dir)
 
-    monkeypatch.setattr(evaluation.time, "sleep", replace)
+    monkeypatch.setattr(evaluate_run.time, "sleep", replace)
     assert cli.main(["eval", str(run_dir), "--follow", "--workers", "1"]) == 2
     out, err = capsys.readouterr()
     assert out.count(": step 2: ") == 1

@@ -14,10 +14,8 @@ from torch import nn
 
 import samestep
 from samestep import cli
-from samestep.app.evaluation import count_split
 from samestep.app.run_folder import read_digest
 from samestep.app.settings import read_settings
-from samestep.app.training import train
 from samestep.errors import ConfigError
 from samestep.recipes import RECIPES
 from samestep.recipes.segmentation import shapes
@@ -28,10 +26,13 @@ from samestep.recipes.segmentation.recipe import (
     decayed,
     loss_of,
     metrics_of,
+    panels,
     terms_of,
 )
 from samestep.recipes.segmentation.shapes import Shapes
 from samestep.workers.job import Job
+
+from .runs import train
 
 JOB = Job(torch.device("cpu"))
 LOSS = {"ignore_label": 255, "weight_decay": 0.01}
@@ -197,16 +198,18 @@ def test_metrics_are_those_of_the_slow_twin(classes, used):
     _, labels = batch_of(4, used)
     guesses = torch.randint(0, used, labels.shape, generator=torch.Generator().manual_seed(2))
     predicted = torch.where(guesses < used // 2, guesses, labels.long().clamp(max=used - 1))
-    counts = count_pixels(Fixed(predicted, classes), (None, labels), ignore_label=255)
+    totals = count_pixels(Fixed(predicted, classes), (None, labels), ignore_label=255)
+    counts, _ = totals["pixels"]
     assert (counts.dtype, counts.shape) == (torch.int64, (classes, classes))
     assert int(counts.sum()) == int((labels != 255).sum())
-    metrics = metrics_of(counts)
+    metrics = metrics_of(totals)
     assert list(metrics) == ["mean IoU", "pixel accuracy"]
     assert tuple(metrics.values()) == pytest.approx(slow_metrics(labels, predicted, classes))
 
 
 def test_there_is_no_figure_of_nothing():
-    assert all(math.isnan(value) for value in metrics_of(torch.zeros(4, 4, dtype=torch.int64)).values())
+    nothing = {"pixels": (torch.zeros(4, 4, dtype=torch.int64), torch.tensor(0))}
+    assert all(math.isnan(value) for value in metrics_of(nothing).values())
 
 
 # ---- the run -----------------------------------------------------------------------------------------
@@ -257,10 +260,10 @@ def test_a_run_on_a_folder_its_evaluation_and_its_summaries(tmp_path, capsys):
 def test_panels_show_picture_label_map_prediction_and_errors(settings):
     experiment = replace(settings, batch_size=20, towers=2).build(JOB)
     batch = next(iter(experiment.loader)).slices[1]
-    panels = experiment.panels(experiment.model.eval(), batch)
+    found = panels(experiment.model.eval(), batch, ignore_label=255)
     pictures, labels = batch
-    assert (panels.shape, panels.dtype) == ((10, 3, 16, 64), torch.uint8)
-    picture, label_map, predicted, errors = panels.split(16, dim=3)
+    assert (found.shape, found.dtype) == ((10, 3, 16, 64), torch.uint8)
+    picture, label_map, predicted, errors = found.split(16, dim=3)
     assert torch.equal(picture, pictures.add(1).mul(127.5).round().to(torch.uint8))
     is_ignored = (labels == 255)[:, None].expand_as(label_map)
     assert (label_map[is_ignored] == 128).all()
@@ -293,7 +296,7 @@ def test_drawn_shapes_and_a_folder_are_not_the_same_experiment(settings, tmp_pat
 def test_every_test_picture_counts_once_whatever_its_size(settings, tmp_path):
     write_folder(tmp_path / "data")
     experiment = replace(settings, data_dir=tmp_path / "data").build(JOB)
-    counts = count_split(experiment, experiment.model, JOB)
+    counts, _ = experiment.evaluate.totals(experiment.model, JOB)["pixels"]
     maps = [np.array(Image.open(path)) for path in (tmp_path / "data" / "test" / "labels").iterdir()]
     assert len({labels.shape for labels in maps}) == 7
     expected = sum(np.bincount(labels.ravel(), minlength=256)[:4] for labels in maps)

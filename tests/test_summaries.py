@@ -12,22 +12,24 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from samestep import cli, recipes
-from samestep.app.experiment import Experiment
+from samestep.app.evaluation import Evaluation
+from samestep.app.hooks import Hooks
+from samestep.app.lock import RunLock
 from samestep.app.run_folder import all_checkpoints
 from samestep.app.settings import Settings
-from samestep.app.summaries import Summaries, write_metrics
-from samestep.app.training import train
+from samestep.app.tensorboard import TensorBoard, write_metrics
 from samestep.checkpoint.saving import load
 from samestep.data.loader import TowerLoader
 from samestep.identity import digest
 from samestep.recipes.digits.data import Digits
-from samestep.recipes.digits.recipe import accuracy, count_right
+from samestep.recipes.digits.recipe import accuracy
 from samestep.towers.batch import LocalBatch
 from samestep.towers.step import Step
 from samestep.towers.towers import Towers
 from samestep.workers.job import Job
 
 from .jobs import job_of
+from .runs import train
 
 JOB = Job(torch.device("cpu"))
 DECAY = 0.01
@@ -69,7 +71,9 @@ class Tiny(Settings):
 
         step = Step(towers, loss_of, optimizer, scheduler=StepLR(optimizer, 2, 0.5), clip_norm=1.0)
         loader = TowerLoader(Digits("train", augment=True), self.batch_size, towers, seed=self.seed)
-        return Experiment(step, loader, Digits("test", augment=False), count_right, accuracy, decay_of)
+        return self.trainer(
+            step, loader, evaluate=Evaluation(Digits("test", augment=False), accuracy), terms=decay_of
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -78,15 +82,27 @@ def without_failure(monkeypatch):
     monkeypatch.setattr(Tiny, "error", None)
 
 
-def take_steps(run_dir, experiment, num_steps, every):
+def take_steps(run_dir, trainer, num_steps, every, between=None):
     """Take steps with summaries, and return their reports."""
+    trainer.run_dir, trainer.steps, trainer.loggers = run_dir, 1000, [TensorBoard(every)]
     reports = []
-    with Summaries(run_dir, experiment, every=every) as summaries:
-        for batch, _ in zip(experiment.loader, range(num_steps), strict=False):
-            with summaries.watch():
-                reports.append(experiment.step(batch))
-            summaries.write(reports[-1], batch)
+    with RunLock(run_dir, JOB) as lock, Hooks(trainer, lock) as hooks:
+        for batch, step in zip(trainer.loader, range(num_steps), strict=False):
+            hooks.before_step(batch)
+            reports.append(trainer.step(batch))
+            hooks.after_step(reports[-1])
+            if between is not None:
+                between(step)
     return reports
+
+
+def a_trainer(step, batches, **options):
+    """A trainer for a step on batches that are at hand."""
+    trainer = Tiny().build(JOB)
+    trainer.step, trainer.loader = step, batches
+    for name, value in {"terms": None, **options}.items():
+        setattr(trainer, name, value)
+    return trainer
 
 
 def read(folder):
@@ -116,13 +132,13 @@ def test_every_tag_is_there_at_the_steps_that_are_due(tmp_path):
         *("loss/total", "loss/total (smoothed)", "loss/weight decay", "loss/weight decay (smoothed)"),
         *(f"towers/{tower}/loss" for tower in range(4)),
         *(f"sparsity/{name}" for name in LAYERS),
-        *("step/learning rate", "step/rows per second", "step/gradient norm"),
-        "step/gradient noise scale",
+        *("step/learning rate", "step/rows per second", "step/seconds", "step/gradient norm"),
+        *("step/gradient noise scale", "step/peak memory, GiB"),
     }
     assert set(tags["histograms"]) == {
         *(f"weights/{name}" for name in PARAMETERS),
-        *(f"gradients/{name}" for name in PARAMETERS),
-        *(f"activations/{name}" for name in LAYERS),
+        *(f"weight gradients/{name}" for name in PARAMETERS),
+        *(f"outputs/{name}" for name in LAYERS),
     }
     assert set(tags["images"]) == {f"pictures/{index}" for index in range(4)}
     assert {e.step for tag in tags["scalars"] for e in events.Scalars(tag)} == {2, 4}
@@ -175,7 +191,7 @@ def test_histograms_hold_the_weights_after_the_update_and_the_average_that_made_
     take_steps(tmp_path, experiment, 2, every=2)
     events = read(tmp_path / "summaries")
     for name, parameter in experiment.model.named_parameters():
-        for kind, values in (("weights", parameter.detach()), ("gradients", parameter.grad)):
+        for kind, values in (("weights", parameter.detach()), ("weight gradients", parameter.grad)):
             (event,) = events.Histograms(f"{kind}/{name}")
             found = event.histogram_value
             assert (found.min, found.max, found.num) == (values.min(), values.max(), values.numel())
@@ -196,7 +212,7 @@ def test_activations_are_those_of_the_first_tower_alone(tmp_path):
     zeros = float((outputs[0] == 0).double().mean())
     assert scalars(folder, "sparsity/2")[1] == pytest.approx(zeros)
     assert 0.1 < zeros < 0.9
-    (event,) = read(folder).Histograms("activations/2")
+    (event,) = read(folder).Histograms("outputs/2")
     assert event.histogram_value.num == outputs[0].numel()
     assert event.histogram_value.max == float(outputs[0].max())
 
@@ -208,10 +224,8 @@ def test_a_layer_that_works_in_place_does_not_change_what_is_shown_of_the_one_be
     step = Step(towers, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
     batch = torch.randn(6, 3)
     lowest = model[0](batch).min().item()
-    take_steps(
-        tmp_path, SimpleNamespace(step=step, model=model, terms=None, panels=None, loader=[batch]), 1, every=1
-    )
-    (event,) = read(tmp_path / "summaries").Histograms("activations/0")
+    take_steps(tmp_path, a_trainer(step, [batch]), 1, every=1)
+    (event,) = read(tmp_path / "summaries").Histograms("outputs/0")
     assert event.histogram_value.min == pytest.approx(lowest)
     assert lowest < 0
     assert read(tmp_path / "summaries").Tags()["images"] == []
@@ -246,8 +260,12 @@ def test_hooks_are_gone_after_a_step_that_failed(tmp_path, monkeypatch):
 def test_compiled_models_are_not_hooked(tmp_path):
     experiment = Tiny().build(JOB)
     experiment.model[0]._compiled_call_impl = object()  # what nn.Module.compile() sets
-    with Summaries(tmp_path, experiment, every=1) as summaries, summaries.watch():
-        assert hooks_of(experiment.model) == []
+    experiment.run_dir = tmp_path
+    logger = TensorBoard(every=1)
+    logger.on_start(experiment)
+    logger.before_step(experiment, None)
+    assert hooks_of(experiment.model) == []
+    logger.on_end(experiment)
 
 
 def test_the_bits_are_the_same_with_and_without_summaries(tmp_path):
@@ -260,12 +278,12 @@ def test_the_bits_are_the_same_with_and_without_summaries(tmp_path):
 
 
 def test_other_workers_write_nothing(tmp_path):
-    experiment = Tiny().build(JOB)
+    experiment = Tiny(run_dir=tmp_path).build(JOB)
     experiment.step.towers.job = job_of(1, 2)
-    with Summaries(tmp_path, experiment, every=1) as summaries:
-        with summaries.watch():
-            assert hooks_of(experiment.model) == []
-        summaries.write(None, None)
+    with Hooks(experiment, RunLock(tmp_path, JOB)) as hooks:
+        hooks.before_step(None)
+        assert hooks_of(experiment.model) == []
+        hooks.after_step(SimpleNamespace(step=0))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -292,7 +310,7 @@ def test_starting_over_deletes_old_summaries(tmp_path):
     train(Tiny(run_dir=tmp_path, summary_every=1), JOB)
     train(Tiny(run_dir=tmp_path, summary_every=4, fresh=True), JOB)
     assert list(scalars(tmp_path / "summaries", "loss/total")) == [4, 8]
-    assert list(scalars(tmp_path / "summaries" / "evaluation", "test accuracy")) == [8]
+    assert list(scalars(tmp_path / "summaries", "test accuracy")) == [8]
 
 
 def test_metrics_of_evaluations_stand_at_their_checkpoints_steps(tmp_path):
@@ -327,10 +345,7 @@ def test_sums_with_names_are_shown(tmp_path):
         torch.optim.SGD(model.parameters(), lr=0.1),
         counts={"a": len, "b": torch.numel},
     )
-    experiment = SimpleNamespace(
-        step=step, model=model, terms=None, panels=None, loader=[torch.randn(6, 3)] * 4
-    )
-    reports = take_steps(tmp_path, experiment, 4, every=2)
+    reports = take_steps(tmp_path, a_trainer(step, [torch.randn(6, 3)] * 4), 4, every=2)
     folder = tmp_path / "summaries"
     for name in ("a", "b"):
         same(scalars(folder, f"loss/{name}"), {n: reports[n - 1].losses[name] for n in (2, 4)})
@@ -339,7 +354,7 @@ def test_sums_with_names_are_shown(tmp_path):
 
 
 def test_pictures_are_stretched_to_the_whole_range(tmp_path):
-    from samestep.app.summaries import _pictures
+    from samestep.app.tensorboard import _pictures
 
     pictures = torch.randn(2, 3, 5, 6) * 7
     found = _pictures(LocalBatch(6, {2: (pictures, 0), 3: (pictures.mul(255).byte(), 0), 4: (pictures, 0)}))

@@ -14,6 +14,7 @@ from samestep import errors, recipes
 PUBLIC = {
     "BatchedDataset", "CheckResult", "Job", "LocalBatch", "Manifest", "Placement", "Report", "Step", "Tower",
     "TowerLoader", "Towers", "Whole",
+    "Callback", "Evaluation", "Logger", "Settings", "TensorBoard", "Trainer", "TrainingResult", "launch",
     "AbandonedError", "BatchError", "BufferPolicyError", "ConfigError", "DamagedError", "DataError",
     "DisagreementError",
     "Error", "LoaderError", "LockedError", "LostWorkerError", "MissingFileError", "NonFiniteError",

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 TYPE_CHECKING = False  # as type checkers know it; importing `typing` takes a while
 if TYPE_CHECKING:
+    from samestep.app.callbacks import Callback as Callback, Logger as Logger
+    from samestep.app.evaluation import Evaluation as Evaluation
+    from samestep.app.script import launch as launch
+    from samestep.app.settings import Settings as Settings
+    from samestep.app.tensorboard import TensorBoard as TensorBoard
+    from samestep.app.trainer import Trainer as Trainer, TrainingResult as TrainingResult
     from samestep.checking.result import CheckResult as CheckResult, check as check
     from samestep.checkpoint.manifest import Manifest as Manifest
     from samestep.checkpoint.saving import load as load, save as save
@@ -38,6 +44,12 @@ if TYPE_CHECKING:
     from samestep.workers.job import Job as Job, init as init
 
 _HOMES = {
+    "app.callbacks": ("Callback", "Logger"),
+    "app.evaluation": ("Evaluation",),
+    "app.script": ("launch",),
+    "app.settings": ("Settings",),
+    "app.tensorboard": ("TensorBoard",),
+    "app.trainer": ("Trainer", "TrainingResult"),
     "checking.result": ("CheckResult", "check"),
     "checkpoint.manifest": ("Manifest",),
     "checkpoint.saving": ("load", "save"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from samestep.app.bounds import NumWorkers, Threads
 from samestep.app.command_line import Command, parse
 from samestep.app.failures import Failure
 from samestep.app.output import is_stdout_lost, lasting_output
+from samestep.app.recipe_file import Recipes, read_recipe
 from samestep.errors import Error
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class Eval:
     """Processes to start here; auto is one for each core or GPU, and at most one for each tower."""
     weights: Literal["average", "raw"] = "average"
     """Evaluate the moving averages of the weights where a run keeps them, or the raw weights."""
+    recipe: Path | None = None
+    """The Python file of the recipe, where it is not an installed one."""
     follow: bool = False
     """Evaluate each new checkpoint, too, until training ends."""
 
@@ -77,16 +80,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _commands() -> Command:
+    known = Recipes(recipes.RECIPES)
     choices: dict[str, type | Command] = {
         "train": Command(
-            "Train a recipe; an earlier run in the same folder is continued.", recipes.RECIPES, noun="recipe"
+            "Train a recipe, or that of a Python file; an earlier run in the same folder is continued.",
+            known,
+            noun="recipe",
         ),
         "eval": Eval,
         "digest": Digest,
         "check": Command(
             "Train a recipe's first steps on 1, 2 and 3 workers and compare the weights bit for bit. "
             "Takes the options of train.",
-            recipes.RECIPES,
+            known,
             noun="recipe",
         ),
     }
@@ -119,12 +125,7 @@ def _run(command: Any, words: list[str]) -> int:
 
 
 def _train(settings: Settings, words: list[str]) -> int:
-    def work(job: Job) -> int:
-        from samestep.app.training import train
-
-        return train(settings, job)
-
-    return _on_workers(settings, words, work)
+    return _on_workers(settings, words, lambda job: settings.build(job).run())
 
 
 def _eval(command: Eval, words: list[str]) -> int:
@@ -132,18 +133,26 @@ def _eval(command: Eval, words: list[str]) -> int:
 
     with _refusing():
         settings = replace(
-            read_settings(command.run_dir, recipes.RECIPES),
+            read_settings(command.run_dir, _recipes_of(command)),
             workers=command.workers,
             device=command.device,
             threads=command.threads,
         )
 
-    def work(job: Job) -> int:
-        from samestep.app.evaluation import evaluate_run
+    def work(job: Job) -> None:
+        from samestep.app.evaluate_run import evaluate_run
 
-        return evaluate_run(settings, job, weights=command.weights, follow=command.follow)
+        evaluate_run(settings, job, weights=command.weights, follow=command.follow)
 
     return _on_workers(settings, words, work, weights=command.weights, follow=command.follow)
+
+
+def _recipes_of(command: Eval) -> Mapping[str, type[Settings]]:
+    """Return what may be in the run folder: only a file that is named here is run."""
+    if command.recipe is None:
+        return recipes.RECIPES
+    kind = read_recipe(command.recipe)
+    return {kind.recipe: kind}
 
 
 def _check(settings: Settings) -> int:
@@ -172,9 +181,11 @@ def _refusing() -> AbstractContextManager[None]:
     return refusing()
 
 
-def _on_workers(settings: Settings, words: list[str], work: Callable[[Job], int], **options: object) -> int:
+def _on_workers(
+    settings: Settings, words: list[str], work: Callable[[Job], object], **options: object
+) -> int:
     """Do the work on the workers that the settings and options ask for: start them, or be one of them."""
-    from samestep.app.launch import launch
+    from samestep.app.launch import run_command
     from samestep.app.num_workers import resolve_workers
     from samestep.workers.environment import check_environment, under_launcher
 
@@ -184,12 +195,12 @@ def _on_workers(settings: Settings, words: list[str], work: Callable[[Job], int]
             settings.workers, settings.towers, settings.device, threads=settings.threads
         )
         if workers > 1:
-            return launch([sys.executable, "-m", "samestep", *words], workers, threads=settings.threads)
+            return run_command([sys.executable, "-m", "samestep", *words], workers, threads=settings.threads)
+    from samestep.app.script import join
     from samestep.app.start import refusing, start
 
     with refusing():
         resolve_workers(settings.workers, settings.towers, threads=settings.threads)
     job = start(settings, words[0], **options)
-    status = work(job)
-    job.close()
-    return status
+    join(job, work)
+    return 0

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from samestep import Job, TowerLoader, recipes
-from samestep.app.experiment import Experiment
+from samestep.app.trainer import Trainer
 from samestep.cli import main
 from samestep.recipes.digits.data import Digits
 from samestep.recipes.digits.recipe import DigitsSettings, loss_of
@@ -37,10 +37,10 @@ class HangingSettings(DigitsSettings):
     recipe: ClassVar[str] = "hanging"
     free: ClassVar[frozenset[str]] = DigitsSettings.free | {"slow_while"}
 
-    def build(self, job: Job) -> Experiment:
+    def build(self, job: Job) -> Trainer:
         """Make the parts of the digits, and put what hangs between them."""
-        experiment = super().build(job)
-        step, is_last = experiment.step, job.rank == job.world_size - 1
+        trainer = super().build(job)
+        step, is_last = trainer.step, job.rank == job.world_size - 1
 
         def loss(model: nn.Module, batch: Any) -> Tensor:
             if is_last and self.hang == "forward" and step.towers.step == self.hang_at:
@@ -54,7 +54,7 @@ class HangingSettings(DigitsSettings):
         loader = TowerLoader(
             Pictures(first), self.batch_size, step.towers, shuffle=False, num_workers=self.loader_processes
         )
-        return dataclasses.replace(experiment, loader=loader)
+        return dataclasses.replace(trainer, loader=loader)
 
 
 class Pictures:

@@ -12,7 +12,6 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import samestep
-from samestep.app.evaluation import count_split
+from samestep.app.evaluation import Evaluation
 
 T = 5
 PROMISES: dict[str, Callable[[samestep.Job], Any]] = {}
@@ -194,7 +193,7 @@ def uneven_inputs_hang_nobody(job: samestep.Job) -> list[Any]:
 
 
 @promise
-def evaluation_counts_each_example_once(job: samestep.Job) -> list[int]:
+def evaluation_counts_each_example_once(job: samestep.Job) -> list[Any]:
     class Examples:
         def __len__(self) -> int:
             return 1003
@@ -202,14 +201,15 @@ def evaluation_counts_each_example_once(job: samestep.Job) -> list[int]:
         def batch(self, examples: Any, seeds: Any) -> Tensor:
             return torch.as_tensor(examples)
 
-    def count(model: nn.Module, examples: Tensor) -> Tensor:
-        return torch.stack([torch.tensor(len(examples)), examples.sum(), examples.square().sum()])
+    def measure(model: nn.Module, examples: Tensor) -> dict[str, Any]:
+        sums = torch.stack([examples.sum(), examples.square().sum()])
+        return {"sums": (sums, len(examples)), "roots": (examples.float().sqrt().sum(), 1)}
 
-    experiment = SimpleNamespace(test=Examples(), test_chunk_rows=250, count=count)
-    counted = count_split(experiment, nn.Identity(), job).tolist()
+    totals = Evaluation(Examples(), measure, rows=50).totals(nn.Identity(), job)
+    sums, count = totals["sums"]
     numbers = np.arange(1003)
-    assert counted == [1003, numbers.sum(), (numbers**2).sum()]
-    return counted
+    assert [int(count), *sums.tolist()] == [1003, numbers.sum(), (numbers**2).sum()]
+    return [*sums.tolist(), totals["roots"][0].item().hex()]
 
 
 @promise

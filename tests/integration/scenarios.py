@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import samestep
-from samestep.app.evaluation import evaluate
 from samestep.checkpoint.files import read, write
 from samestep.checkpoint.objects import TrainingObjects
 from samestep.checkpoint.snapshot import restore, take_snapshot
@@ -803,7 +802,7 @@ def segmentation(job: samestep.Job) -> str:
         experiment = settings.build(job)
         for batch, _ in zip(experiment.loader, range(3), strict=False):
             experiment.step(batch)
-        found += [samestep.digest(experiment.model), evaluate(experiment, job)]
+        found += [samestep.digest(experiment.model), experiment.measure()]
     return str(found)
 
 

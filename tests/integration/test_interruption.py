@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from samestep import Job
-from samestep.app.training import train
 from samestep.errors import ConfigError
 from samestep.recipes.digits.recipe import DigitsSettings
 
+from ..runs import train
 from .nursery import SAMESTEP, SHORT, STEPS, digests_of, steps_of
 
 

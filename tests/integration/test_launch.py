@@ -13,7 +13,7 @@ from samestep.app.launch import GRACE_S
 JOB = """
 import os, signal, sys, time
 from samestep.errors import ConfigError
-from samestep.app.launch import launch, run_worker
+from samestep.app.launch import run_command, run_worker
 
 WORKER = int(os.environ.get("RANK", "-1"))
 
@@ -32,7 +32,7 @@ def main():
     return 0
 
 def start():
-    return launch([sys.executable, *sys.argv], {num_workers}, threads=2)
+    return run_command([sys.executable, *sys.argv], {num_workers}, threads=2)
 
 sys.exit(run_worker(start if WORKER < 0 else main))
 """

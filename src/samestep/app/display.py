@@ -7,18 +7,25 @@ import os
 import shutil
 import socket
 import sys
+from collections.abc import Mapping
 from datetime import datetime
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from samestep.app.settings import Settings
-from samestep.app.throughput import Throughput
+from samestep.app.callbacks import Logger
+from samestep.app.memory import total_bytes
 from samestep.towers.report import Report
 from samestep.towers.towers import Towers
 from samestep.workers.collectives import gather_objects
-from samestep.workers.job import Job
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from samestep.app.trainer import Trainer
+    from samestep.towers.noise import NoiseScale
 
 __all__ = ["Display", "print_placement"]
 
@@ -36,71 +43,91 @@ def print_placement(towers: Towers) -> None:
         print(*lines, sep="\n", flush=True)
 
 
-class Display:
-    """A line every `log_every` steps, above a progress bar on a terminal; only worker 0 prints."""
+class Display(Logger):
+    """A line every `log_every` steps, above a progress bar on a terminal."""
 
-    def __init__(self, settings: Settings, job: Job, towers: Towers) -> None:
-        first_step = towers.step
-        self._settings = settings
-        self._noise = towers.noise
-        self._is_first = job.is_first
-        self._throughput = Throughput()
-        self._console = _console()
-        self._bar = Progress(
-            TextColumn(settings.recipe),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}  {task.fields[rate]} rows/s "),
-            TimeRemainingColumn(),
-            console=self._console,
-            disable=not (self._is_first and self._console.is_terminal),
-        )
-        self._task = self._bar.add_task("", total=settings.steps, completed=first_step, loss="-", rate="-")
-        self._print_start(job, first_step)
+    def __init__(self) -> None:
+        self._bar: Progress | None = None
+        self._noise: NoiseScale | None = None
+        self._told = 0.0
+        self._memory_bytes = math.inf
 
-    def __enter__(self) -> Display:
-        self._bar.start()
-        return self
+    def on_start(self, trainer: Trainer) -> None:
+        """Print where it runs, and show the bar."""
+        self._noise = trainer.step.towers.noise
+        self._memory_bytes = total_bytes(trainer.job.device)
+        _print_start(trainer)
+        self._bar = _bar(trainer.name, trainer.step.towers.step, trainer.steps)
+        if self._bar is not None:
+            self._bar.start()
 
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+    def after_step(self, trainer: Trainer, report: Report) -> None:
+        """Move the bar."""
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=report.step + 1)
 
-    def show(self, report: Report) -> None:
-        """Show one more step."""
-        if not self._is_first:
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Print a line."""
+        if "step/seconds" not in scalars:  # of an evaluation
             return
-        self._throughput.add(report.rows)
-        step = report.step + 1
-        self._bar.update(self._task, completed=step)
-        if step % self._settings.log_every == 0 or step == self._settings.steps:
-            rows_per_s, batch_s = self._throughput.read()
-            self._bar.update(self._task, loss=f"{report.loss:.4f}", rate=f"{rows_per_s:,.0f}")
-            line = f"{datetime.now():%Y-%m-%d %H:%M:%S}: step {step}, loss = {report.loss:.2f} "
-            line += f"({rows_per_s:.1f} rows/sec; {batch_s:.3f} sec/batch)"
-            self._console.print(line, soft_wrap=True)
-        if step % self._settings.summary_every == 0 or step == self._settings.steps:
-            self._print_noise_scale()
+        loss, rows_per_s = scalars.get("loss/total", math.nan), scalars["step/rows per second"]
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], loss=f"{loss:.4g}", rate=f"{rows_per_s:,.0f}")
+        speed = f"{rows_per_s:.1f} rows/sec; {scalars['step/seconds']:.3f} sec/batch"
+        memory = f"{scalars['step/peak memory, GiB']:.2f} of {self._memory_bytes / 2**30:.1f} GiB"
+        print(
+            f"{datetime.now():%Y-%m-%d %H:%M:%S}: step {step}, loss = {loss:#.4g} ({speed}; {memory})",
+            flush=True,
+        )
+        self._print_noise_scale()
+
+    def on_end(self, trainer: Trainer) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.stop()
 
     def _print_noise_scale(self) -> None:
-        scale = self._noise.value
-        if self._noise.is_settled and scale is not None and math.isfinite(scale):
-            rounded = float(f"{scale:.2g}")  # it is an estimate
-            line = f"noise scale {rounded:,.0f} rows: batches up to about that size pay off"
-            self._console.print(line, soft_wrap=True)
-
-    def _print_start(self, job: Job, first_step: int) -> None:
-        if not self._is_first:
+        """Print it where it has changed by a quarter."""
+        scale = None if self._noise is None or not self._noise.is_settled else self._noise.value
+        if scale is None or not math.isfinite(scale) or 0.8 < scale / (self._told or math.inf) < 1.25:
             return
-        settings = self._settings
-        print(
-            f"{settings.recipe}: {settings.towers} towers on {job.world_size} "
-            f"worker{'s' * (job.world_size > 1)} ({job.device.type}), batches of {settings.batch_size} rows"
-        )
-        if first_step:
-            print(f"{settings.run_dir} is at step {first_step} of {settings.steps}; --fresh starts over")
+        self._told = scale
+        rounded = float(f"{scale:.2g}")  # it is an estimate
+        print(f"noise scale {rounded:,.0f} rows: batches up to about that size pay off", flush=True)
+
+
+def _print_start(trainer: Trainer) -> None:
+    job, towers = trainer.job, trainer.step.towers
+    rows = getattr(trainer.loader, "batch_size", None)
+    batches = "" if rows is None else f", batches of {rows} rows"
+    workers = f"{job.world_size} worker{'s' * (job.world_size > 1)} ({job.device.type})"
+    print(f"{trainer.name}: {towers.placement.num_towers} towers on {workers}{batches}")
+    if towers.step:
+        over = "fresh=True" if trainer.settings is None else "--fresh"
+        print(f"{trainer.run_dir} is at step {towers.step} of {trainer.steps}; {over} starts over")
+
+
+def _bar(name: str, step: int, steps: int) -> Progress | None:
+    """Return a progress bar; None where there is no terminal, or no Rich."""
+    if not sys.stdout.isatty() or find_spec("rich") is None:
+        return None
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    bar = Progress(
+        TextColumn(name),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]}  {task.fields[rate]} rows/s "),
+        TimeRemainingColumn(),
+        console=_console(),
+    )
+    bar.add_task("", total=steps, completed=step, loss="-", rate="-")
+    return bar
 
 
 def _console() -> Console:
+    from rich.console import Console
+
     width = height = None
     if {"COLUMNS", "LINES"} & os.environ.keys():  # Rich raises on some values, and shows nothing in 0 columns
         width, height = shutil.get_terminal_size()

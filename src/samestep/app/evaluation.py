@@ -1,89 +1,111 @@
-"""Exact counts over the test examples: each counted once, so that the metrics are those of any placement."""
+"""Exact totals over examples: each counted once, and the same bits on any number of workers."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping
-from datetime import datetime
-from functools import partial
-from pathlib import Path
-from typing import Literal
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from samestep.app.experiment import Experiment
-from samestep.app.run_folder import all_checkpoints, find_newest, print_damaged, search
-from samestep.app.settings import Settings
-from samestep.app.summaries import write_metrics
-from samestep.checkpoint.durable import storage
-from samestep.checkpoint.files import Found
-from samestep.checkpoint.folder import Folder
-from samestep.checkpoint.objects import TrainingObjects
-from samestep.checkpoint.snapshot import restore
+from samestep.data.readers import BatchedReader, Reader, Request, is_batched
+from samestep.errors import ConfigError, UsageError, shown
+from samestep.streams import keep_globals, seed_globals, stream_seed
 from samestep.towers.batch import GlobalBatch
 from samestep.towers.copier import Copier
-from samestep.workers.agreement import agree, from_first_worker
+from samestep.workers.agreement import agree
 from samestep.workers.job import Job
 
-__all__ = ["count_split", "describe", "evaluate", "evaluate_run"]
+__all__ = ["Evaluation", "describe", "evaluation_mode"]
 
-Weights = Literal["average", "raw"]
+Measure: TypeAlias = Callable[[nn.Module, Any], Mapping[str, tuple[Any, Any]]]
+Totals: TypeAlias = Mapping[str, tuple[Tensor, Tensor]]
+_Part: TypeAlias = dict[str, tuple[Tensor, Tensor]]
 
-_POLL_S = 1.0
 
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """What to measure over a dataset, each example once, whatever the number of workers.
 
-def evaluate_run(settings: Settings, job: Job, *, weights: Weights = "average", follow: bool = False) -> int:
-    """Print the metrics of a run's newest checkpoint on the test examples, and write them for TensorBoard.
+    Workers take batches of `rows` examples in turn, so that each has the same shape, and so the same bits,
+    wherever it is computed. Integers add up exactly; floating-point totals are added in float64, in the
+    order of the batches. The model is in evaluation mode and no gradients are kept; random numbers come from
+    streams of their own, which training does not draw from.
 
     Args:
-        settings: of the run.
-        job: all its workers must call this.
-        weights: which of the two kinds to evaluate; a run without moving averages has the raw ones only.
-        follow: go on with each new checkpoint, until that of the run's last step.
-
-    Returns:
-        The exit status, 0.
+        dataset: map-style (`len(dataset)` and `dataset[example]`), or a `BatchedDataset`.
+        measure: `measure(model, batch)` -> (a sum, what it counts) by name, of one batch: numbers, or tensors
+            of any shape, which add up over batches.
+        metrics: `metrics(totals)` -> numbers by name, from the totals by name, the main one first; by
+            default each sum divided by what it counts.
+        rows: examples in a batch; the last may have fewer.
+        collate_fn: a list of examples -> a batch; torch's `default_collate` by default.
 
     Raises:
-        MissingFileError: there is no checkpoint, and `follow` is not set.
-        DataError: none is whole, and `follow` is not set; or it does not fit the model.
+        ConfigError: an empty dataset, or `rows` below 1.
+
+    Example:
+        >>> def accuracy(model, batch):
+        ...     inputs, labels = batch
+        ...     return {"accuracy": ((model(inputs).argmax(1) == labels).sum(), len(labels))}
+        >>> examples = [(torch.tensor([1.0, 0.0]), 0), (torch.tensor([0.0, 1.0]), 0)]
+        >>> Evaluation(examples, accuracy)(nn.Identity(), Job(torch.device("cpu")))
+        {'accuracy': 0.5}
     """
-    experiment = settings.build(job)
-    average = experiment.step.averaged_model
-    model = experiment.model if weights == "raw" or average is None else average.module
-    objects = TrainingObjects(model=experiment.model, averaged_model=average)
-    newest = from_first_worker(job, lambda: find_newest(settings.run_dir)) if not follow else None
-    for found in [newest] if newest is not None else _checkpoints(settings, job):
-        restore(found.snapshot, objects, found.path, job)
-        metrics = experiment.metrics(count_split(experiment, model, job))
-        if job.is_first:
-            line = f"{datetime.now():%Y-%m-%d %H:%M:%S}: step {found.manifest.step}: {describe(metrics)}"
-            print(line, flush=True)
-            write_metrics(settings.run_dir, found.manifest.step, metrics)
-    return 0
 
+    dataset: Any
+    measure: Measure
+    _: KW_ONLY
+    metrics: Callable[[Totals], Mapping[str, float]] | None = None
+    rows: int = 250
+    collate_fn: Callable[[list[Any]], Any] | None = None
 
-def _checkpoints(settings: Settings, job: Job) -> Iterator[Found]:
-    """Yield the newest whole checkpoint whenever there is a new one, until that of the last step."""
-    step, refused = -1, set[Path]()
-    if job.is_first and not all_checkpoints(settings.run_dir):
-        print(f"{settings.run_dir}: no checkpoint yet; waiting for the first", flush=True)
-    with storage(settings.run_dir, "read"):
-        held = Folder.open(settings.run_dir) if job.is_first else None
-    while step != settings.steps:
-        # What worker 0 sees counts, and the others wait for no more than a second.
-        look = partial(search, settings.run_dir, newer_than=step, refused=refused, held=held)
-        result = from_first_worker(job, look)
-        refused.update(path for path, _ in result.damaged)
-        if job.is_first:
-            print_damaged(result)
-        if result.found is None:
-            time.sleep(_POLL_S)
-            continue
-        step = result.found.manifest.step
-        yield result.found
+    def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise ConfigError(f"rows = {self.rows}: expected at least 1 example in a batch of an evaluation")
+        if not len(self.dataset):
+            raise ConfigError(
+                f"dataset ({type(self.dataset).__name__}) is empty: expected at least one example to evaluate"
+            )
+
+    def __call__(self, model: nn.Module, job: Job) -> dict[str, float]:
+        """Return the metrics of a model, on every worker; all must call it.
+
+        Raises:
+            DisagreementError: another worker met an error.
+            UsageError: `measure` returned something else.
+        """
+        totals = self.totals(model, job)
+        metrics = _means if self.metrics is None else self.metrics
+        return {name: float(value) for name, value in metrics(totals).items()}
+
+    def totals(self, model: nn.Module, job: Job) -> Totals:
+        """Return the totals over all examples; where one worker meets an error, all raise."""
+        parts: dict[int, _Part] = {}
+        error = None
+        try:
+            with keep_globals(job.device), evaluation_mode(model), torch.no_grad():
+                parts = _merged(self._measured(model, job))
+        except Exception as raised:
+            error = raised
+        gathered = agree(job, {}, where="evaluation", error=error, message=parts)
+        return _total({place: part for parts in gathered for place, part in parts.items()})
+
+    def _measured(self, model: nn.Module, job: Job) -> Iterator[tuple[int, _Part]]:
+        """Yield what is measured of this worker's batches, by number."""
+        dataset = self.dataset
+        reader = BatchedReader(dataset, 0) if is_batched(dataset) else Reader(dataset, 0, self.collate_fn)
+        copier = Copier(job.device)
+        for number in range(job.rank, -(-len(dataset) // self.rows), job.world_size):
+            examples = np.arange(number * self.rows, min((number + 1) * self.rows, len(dataset)))
+            read = reader[Request(0, number, {0: examples})][0]
+            seed_globals(stream_seed(0, "evaluation", number), job.device)
+            batch = GlobalBatch.open(read).take(range(len(examples)), copier)
+            yield number, _checked(self.measure(model, batch))
 
 
 def describe(metrics: Mapping[str, float]) -> str:
@@ -91,39 +113,63 @@ def describe(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{name} = {value:.4f}" for name, value in metrics.items())
 
 
-def evaluate(experiment: Experiment, job: Job) -> Mapping[str, float]:
-    """Return the metrics of the experiment's model on its test examples, on every worker."""
-    return experiment.metrics(count_split(experiment, experiment.evaluated, job))
-
-
-def count_split(experiment: Experiment, model: nn.Module, job: Job) -> Tensor:
-    """Add up the counts over all test examples; where one worker meets an error, all raise."""
-    own, error = torch.zeros((), dtype=torch.int64), None
-    was_training = model.training
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model in evaluation mode, and each of its layers back into the mode that it was in."""
+    modes = [(layer, layer.training) for layer in model.modules()]
     model.eval()
     try:
-        own = _count_own(experiment, model, job)
-    except Exception as raised:
-        error = raised
-    model.train(was_training)
-    return torch.stack(agree(job, {}, where="evaluation", error=error, message=own)).sum(0)
+        yield
+    finally:
+        for layer, was_training in modes:
+            layer.training = was_training
 
 
-@torch.no_grad()
-def _count_own(experiment: Experiment, model: nn.Module, job: Job) -> Tensor:
-    """Add up the counts over this worker's chunks of the test examples.
+def _checked(measured: Any) -> _Part:
+    is_right = isinstance(measured, Mapping) and all(
+        isinstance(pair, tuple | list) and len(pair) == 2 for pair in measured.values()
+    )
+    if not is_right:
+        raise UsageError(
+            f"measure returned {shown(measured)}: expected a dict of (a sum, what it counts) by name"
+        )
+    return {str(name): (_total_of(total), _total_of(count)) for name, (total, count) in measured.items()}
 
-    Workers take fixed chunks in turn, so that every chunk has the same shape, and so the same bits,
-    wherever it is computed; integers add up exactly.
-    """
-    total = torch.zeros((), dtype=torch.int64)
-    num_rows, chunk_rows = len(experiment.test), experiment.test_chunk_rows
-    # Every worker counts the first chunk, so that those without one of their own have a shape to add to.
-    for start in range(0, num_rows, chunk_rows):
-        if start and start // chunk_rows % job.world_size != job.rank:
-            continue
-        examples = np.arange(start, min(start + chunk_rows, num_rows))
-        batch = GlobalBatch.open(experiment.test.batch(examples, np.zeros(len(examples), np.uint64)))
-        counts = experiment.count(model, batch.take(range(len(examples)), Copier(job.device))).cpu()
-        total = total + (counts if start or job.is_first else torch.zeros_like(counts))
+
+def _total_of(value: Any) -> Tensor:
+    total = torch.as_tensor(value).detach().cpu()
+    return total.double() if total.is_floating_point() else total.long()
+
+
+def _merged(measured: Iterator[tuple[int, _Part]]) -> dict[int, _Part]:
+    """Add up what is exact in any order, and keep the rest apart, by batch."""
+    parts: dict[int, _Part] = {}
+    exact: _Part = {}
+    for number, part in measured:
+        if any(total.is_floating_point() for pair in part.values() for total in pair):
+            parts[number] = part
+        else:
+            exact = part if not exact else _added(exact, part)
+    return {**({-1 - number: exact} if exact else {}), **parts}
+
+
+def _total(parts: Mapping[int, _Part]) -> Totals:
+    total: _Part = {}
+    for place in sorted(parts):
+        total = parts[place] if not total else _added(total, parts[place])
     return total
+
+
+def _added(left: _Part, right: _Part) -> _Part:
+    if left.keys() != right.keys():
+        raise UsageError(f"measure returned {sorted(right)} after {sorted(left)}: expected the same names")
+    return {name: (left[name][0] + right[name][0], left[name][1] + right[name][1]) for name in left}
+
+
+def _means(totals: Totals) -> dict[str, float]:
+    for name, (total, count) in totals.items():
+        if total.numel() != 1 or count.numel() != 1:
+            raise UsageError(f"measure: {name!r} is no number: give `metrics`, a function of the totals")
+    return {
+        name: float(total) / float(count) if count else math.nan for name, (total, count) in totals.items()
+    }

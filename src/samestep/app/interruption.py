@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import os
 import signal
+import threading
 import time
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ class StopFlags(enum.IntFlag):
     SIGHUP = enum.auto()
     SIGINT = enum.auto()
     SIGTERM = enum.auto()
+    ENOUGH = enum.auto()
 
     @property
     def reason(self) -> str | None:
@@ -60,6 +62,8 @@ _SIGNALS = {
 class Interruption:
     """While it is entered, the first SIGTERM, SIGINT or SIGHUP sets a stop flag, and a second one kills.
 
+    In a thread that is not the main one, signals are left alone: Python handles them in that one only.
+
     Times are measured on worker 0, from when this was made.
 
     Args:
@@ -87,8 +91,9 @@ class Interruption:
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Interruption:
+        is_main = threading.current_thread() is threading.main_thread()
         for number in _SIGNALS:
-            if not is_ignored(number):
+            if is_main and not is_ignored(number):
                 self._before[number] = signal.signal(number, self._receive)
         return self
 

@@ -16,10 +16,10 @@ from samestep.workers.environment import error_file, is_first, launched_by_sames
 from samestep.workers.interrupts import release_interrupts
 from samestep.workers.process import GRACE_S, end_with_launcher
 
-__all__ = ["GRACE_S", "launch", "run_worker"]
+__all__ = ["GRACE_S", "run_command", "run_worker"]
 
 
-def launch(command: Sequence[str], num_workers: int, *, threads: int) -> int:
+def run_command(command: Sequence[str], num_workers: int, *, threads: int) -> int:
     """Run `command` in `num_workers` processes of one job, and wait for them.
 
     The workers' output passes straight through. When one fails, the others are stopped, and the error
@@ -57,9 +57,9 @@ def run_worker(main: Callable[[], int]) -> int:
     """Run a worker's `main` and return its exit status, with every exception reported once.
 
     A `samestep.Error` becomes one line, anything else its traceback, an interruption nothing. Under
-    `launch` the launcher shows it. torchrun reports at the end how every worker ended; so under it workers
-    write to stderr only what is new: not that another one is gone, and an `Error`, which mostly all of
-    them raise, only from worker 0.
+    `run_command` the launcher shows it. torchrun reports at the end how every worker ended; so under it
+    workers write to stderr only what is new: not that another one is gone, and an `Error`, which mostly all
+    of them raise, only from worker 0.
 
     Args:
         main: does the work and returns an exit status; non-zero where it has printed why.

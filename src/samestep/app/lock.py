@@ -61,6 +61,13 @@ class RunLock:
         self._open.close()
 
     @property
+    def folder(self) -> Folder:
+        """The run's folder, on worker 0, after the same look as for `checkpoints`."""
+        self.check()
+        assert self._folders is not None
+        return self._folders[0]
+
+    @property
     def checkpoints(self) -> Folder:
         """The folder of the run's checkpoints, on worker 0, after a look whether it is still where it was.
 

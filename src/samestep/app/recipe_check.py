@@ -41,6 +41,6 @@ class _Recipe:
     def __call__(self, job: Job) -> tuple[Step, Iterable[Any]]:
         if job.device.type == "cuda":  # a check starts without
             set_tf32(self.settings.tf32)
-        experiment = self.settings.build(job)
-        loader = experiment.loader
-        return experiment.step, itertools.chain.from_iterable(itertools.repeat(loader))
+        trainer = self.settings.build(job)
+        loader = trainer.loader
+        return trainer.step, itertools.chain.from_iterable(itertools.repeat(loader))

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from samestep.app.experiment import Experiment
 from samestep.app.lock import RunLock
 from samestep.app.run_folder import Search, newest_whole, set_aside, tidy
-from samestep.app.settings import Settings
 from samestep.app.writer import CheckpointWriter
 from samestep.checkpoint.objects import TrainingObjects
 from samestep.checkpoint.snapshot import restore, take_snapshot
+from samestep.errors import ConfigError, shown
 from samestep.identity import Fingerprint, changes, fingerprint
 from samestep.workers.agreement import from_first_worker
 from samestep.workers.job import Job
 
+if TYPE_CHECKING:
+    from samestep.app.trainer import Trainer
+
 __all__ = ["resume", "write_checkpoint"]
 
 _SETTINGS = "settings"
-"""Names, in a checkpoint, the settings that its numbers depend on."""
+_MUST_MATCH = "must_match"
+"""Name, in a checkpoint, a recipe's settings and a script's, as far as its numbers depend on them."""
 
 
-def write_checkpoint(experiment: Experiment, settings: Settings, writer: CheckpointWriter) -> None:
+def write_checkpoint(trainer: Trainer, writer: CheckpointWriter) -> None:
     """Take a snapshot of the state after the newest step, and have it written while training continues."""
-    writer.write(experiment.step.towers.step, lambda: take_snapshot(_objects(experiment, settings)))
+    writer.write(trainer.step.towers.step, lambda: take_snapshot(_objects(trainer, _noted(trainer))))
 
 
-def resume(experiment: Experiment, settings: Settings, lock: RunLock) -> None:
+def resume(trainer: Trainer, lock: RunLock) -> None:
     """Continue from the newest whole checkpoint in the run folder, if it ever had one.
 
     Worker 0 reads it for all. Damaged ones are named and set aside, once the whole one has been loaded.
@@ -37,14 +42,14 @@ def resume(experiment: Experiment, settings: Settings, lock: RunLock) -> None:
         DataError: it does not fit, or there are checkpoints but none is whole.
         StorageError: the disk does not give it.
     """
-    job = experiment.step.towers.job
+    job, run_dir = trainer.job, lock.run_dir
     result = from_first_worker(
-        job, lambda: newest_whole(settings.run_dir), f"{settings.run_dir}, where worker 0 reads a checkpoint"
+        job, lambda: newest_whole(run_dir), f"{run_dir}, where worker 0 reads a checkpoint"
     )
     if result.found is not None:
         snapshot, path = result.found.snapshot, result.found.path
-        settings.check_same(snapshot.sections()["state"].get(_SETTINGS))
-        restore(snapshot, _objects(experiment), path, job)
+        _check_same(trainer, snapshot.sections()["state"], path)
+        restore(snapshot, _objects(trainer), path, job)
         _warn_of_changes(snapshot.fingerprint, job, path)
     from_first_worker(job, lambda: _put_in_order(result, lock))
 
@@ -54,16 +59,55 @@ def _put_in_order(result: Search, lock: RunLock) -> None:
     tidy(lock.checkpoints)
 
 
-def _objects(experiment: Experiment, settings: Settings | None = None) -> TrainingObjects:
-    step = experiment.step
-    noted = {} if settings is None else {_SETTINGS: settings.must_match()}
+def _objects(trainer: Trainer, noted: Mapping[str, Any] | None = None) -> TrainingObjects:
+    step = trainer.step
+    stateful = [callback for callback in trainer.callbacks if hasattr(callback, "state_dict")]
+    callbacks = {f"callback {type(callback).__name__}": callback for callback in stateful}
+    if len(callbacks) < len(stateful):
+        raise ConfigError("callbacks: two of them have a state and the same class; derive a class for each")
     return TrainingObjects(
-        model=experiment.model,
+        model=trainer.model,
         towers=step.towers,
-        loader=experiment.loader,
+        loader=trainer.loader,
         averaged_model=step.averaged_model,
-        state={"optimizer": step.optimizer, "scheduler": step.scheduler, "scaler": step.scaler, **noted},
+        state={
+            **{"optimizer": step.optimizer, "scheduler": step.scheduler, "scaler": step.scaler},
+            **callbacks,
+            **(noted or {}),
+        },
     )
+
+
+def _noted(trainer: Trainer) -> dict[str, Any]:
+    """Return what a run has to be continued with, for a checkpoint."""
+    settings = {} if trainer.settings is None else {_SETTINGS: trainer.settings.must_match()}
+    return {**settings, _MUST_MATCH: _must_match(trainer)}
+
+
+def _must_match(trainer: Trainer) -> dict[str, Any]:
+    """Return what the script says itself, and what it made the optimizer with: loading overrides that."""
+    optimizer = trainer.step.optimizer
+    plain = {f"optimizer's {name}": value for name, value in optimizer.defaults.items() if _is_plain(value)}
+    return {**trainer.must_match, "optimizer": type(optimizer).__name__, **plain}
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, str | int | float | None)
+
+
+def _check_same(trainer: Trainer, state: Mapping[str, Any], path: Path) -> None:
+    if trainer.settings is not None:
+        trainer.settings.check_same(state.get(_SETTINGS))
+    earlier = state.get(_MUST_MATCH)
+    if not isinstance(earlier, dict):  # of a forged checkpoint
+        return
+    for name, now in _must_match(trainer).items():
+        before = earlier.get(name, now)
+        if before != now:
+            raise ConfigError(
+                f"{path}: was trained with {name} = {shown(before)}, not {shown(now)}: use the same value, "
+                "or start a new run in another folder"
+            )
 
 
 def _warn_of_changes(before: Fingerprint, job: Job, path: Path) -> None:

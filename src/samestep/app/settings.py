@@ -6,8 +6,9 @@ import abc
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -28,7 +29,11 @@ from samestep.workers.process import DEFAULT_TIMEOUT_S
 if TYPE_CHECKING:
     import torch
 
-    from samestep.app.experiment import Experiment
+    from samestep.app.callbacks import Callback, Logger
+    from samestep.app.evaluation import Evaluation
+    from samestep.app.scalars import Terms
+    from samestep.app.trainer import Batches, Trainer
+    from samestep.towers.step import Step
     from samestep.workers.job import Job
 
 __all__ = ["Settings", "read_settings"]
@@ -36,6 +41,11 @@ __all__ = ["Settings", "read_settings"]
 _FILE = "settings.json"
 _MAX_BYTES = 1 << 20
 _REMEDY = "restore it or start over"
+_TRAINER_OPTIONS = (
+    *("run_dir", "steps", "evaluate_every", "log_every", "max_seconds", "fresh"),
+    *("checkpoint_every", "checkpoint_minutes", "keep_checkpoints", "keep_every"),
+)
+"""Those that a `Trainer` has by the same names."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +76,8 @@ class Settings(abc.ABC):
     """Steps between printed lines."""
     summary_every: Count = 100
     """Steps between summaries for TensorBoard, which are written to RUN_DIR/summaries."""
+    evaluate_every: Annotated[int, Range(0, 10**12)] = 0
+    """Steps between evaluations; there is always one at the end, and with 0 no others."""
     checkpoint_every: Count = 1000
     """Steps between checkpoints; one is always written at the end."""
     checkpoint_minutes: Annotated[float, Range(0, 10**6, is_open=True)] | None = None
@@ -84,10 +96,11 @@ class Settings(abc.ABC):
     """Print at the start which worker runs which towers, and on which device."""
 
     recipe: ClassVar[str]
+    """Its name; by default that of the file that defines the class."""
     free: ClassVar[frozenset[str]] = frozenset(
         (
             *("workers", "threads", "run_dir", "device", "fresh", "max_seconds", "timeout"),
-            *("log_every", "summary_every", "log_device_placement"),
+            *("log_every", "summary_every", "evaluate_every", "log_device_placement"),
             *("checkpoint_every", "checkpoint_minutes", "keep_checkpoints", "keep_every"),
         )
     )
@@ -97,6 +110,11 @@ class Settings(abc.ABC):
     per_worker: ClassVar[frozenset[str]] = frozenset(("data_dir", "loader_processes"))
     """Settings that may differ between the workers of a job: how a machine gets at the data."""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "recipe" not in vars(cls):
+            cls.recipe = f"{cls.__module__.rpartition('.')[2]}.py"
+
     def __post_init__(self) -> None:
         for name, kind in kinds_of(type(self)).items():
             value = getattr(self, name)
@@ -104,8 +122,47 @@ class Settings(abc.ABC):
                 raise ConfigError(f"--{name.replace('_', '-')} {_shown(value)}: expected {describe(kind)}")
 
     @abc.abstractmethod
-    def build(self, job: Job) -> Experiment:
-        """Make the parts: data, model, optimizer, step. The same on every worker."""
+    def build(self, job: Job) -> Trainer:
+        """Make model, data, step and the rest, alike on every worker; return `self.trainer(...)`."""
+
+    def trainer(
+        self,
+        step: Step,
+        loader: Batches,
+        *,
+        evaluate: Evaluation | None = None,
+        loggers: Sequence[Logger] | None = None,
+        callbacks: Sequence[Callback] = (),
+        terms: Terms | None = None,
+    ) -> Trainer:
+        """Return a `Trainer` with these options.
+
+        Args:
+            step: see `Trainer`, as for the others.
+            loader: of its batches.
+            evaluate: what to measure on the test examples.
+            loggers: by default `TensorBoard`, where that is installed.
+            callbacks: to call on all workers.
+            terms: of the loss.
+        """
+        from samestep.app.tensorboard import TensorBoard
+        from samestep.app.trainer import Trainer
+
+        if loggers is None:
+            loggers = [TensorBoard(self.summary_every)] if find_spec("tensorboard") is not None else []
+        options: dict[str, Any] = {name: getattr(self, name) for name in _TRAINER_OPTIONS}
+        return Trainer(
+            step,
+            loader,
+            **options,
+            evaluate=evaluate,
+            loggers=loggers,
+            callbacks=callbacks,
+            terms=terms,
+            name=self.recipe,
+            log_placement=self.log_device_placement,
+            settings=self,
+        )
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
@@ -168,6 +225,7 @@ def read_settings(run_dir: Path, recipes: Mapping[str, type[Settings]]) -> Setti
     """Return the settings of the run in a folder.
 
     Raises:
+        ConfigError: it is a run of another recipe, in a file.
         MissingFileError: there is no run.
         DataError: its settings cannot be read.
     """
@@ -175,6 +233,8 @@ def read_settings(run_dir: Path, recipes: Mapping[str, type[Settings]]) -> Setti
     values = _read(path)
     recipe = values.get("recipe")
     kind = recipes.get(recipe) if isinstance(recipe, str) else None
+    if kind is None and isinstance(recipe, str) and recipe.endswith(".py"):
+        raise ConfigError(f"{path}: recipe = {shown(recipe)} is a file: give its path with --recipe")
     if kind is None:
         raise DataError(f"{path}: recipe = {shown(recipe)}, expected one of {', '.join(recipes)}; {_REMEDY}")
     known = {name: _parse(path, name, of_kind, values) for name, of_kind in kinds_of(kind).items()}

@@ -37,7 +37,8 @@ class CheckpointWriter:
         self._keep_last = keep_last
         self._keep_every = keep_every
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="samestep-checkpoint")
-        self._pending: Future[None] | None = None
+        self._pending: Future[Path] | None = None
+        self._written: list[Path] = []
         self._path: Path | None = None
 
     def __enter__(self) -> CheckpointWriter:
@@ -60,6 +61,13 @@ class CheckpointWriter:
     def has_failed(self) -> bool:
         """Whether this worker already knows that the disk does not take the last snapshot."""
         return self._pending is not None and self._pending.done() and self._pending.exception() is not None
+
+    def take_written(self) -> list[Path]:
+        """Return the checkpoints that are on the disk since this was last asked, on worker 0."""
+        if self._pending is not None and self._pending.done() and not self.has_failed:
+            self._finish()
+        written, self._written = self._written, []
+        return written
 
     def write(self, step: int, take: Callable[[], Snapshot]) -> None:
         """Take a snapshot and begin to write it, once the one before is on the disk.
@@ -94,9 +102,10 @@ class CheckpointWriter:
     def _finish(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.result()
+            self._written.append(pending.result())
 
-    def _write(self, snapshot: Snapshot) -> None:
+    def _write(self, snapshot: Snapshot) -> Path:
         path = checkpoint_path(self._lock.run_dir, snapshot.step)
         write(snapshot, path, self._lock.checkpoints)
         prune(self._lock.checkpoints, keep_last=self._keep_last, keep_every=self._keep_every)
+        return path

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from samestep.data.loader import TowerLoader
 from samestep.identity import plain_names, uncompiled
 from samestep.streams import GlobalStreams
 from samestep.towers.towers import Towers
@@ -28,7 +27,7 @@ class TrainingObjects:
     Attributes:
         model: the model in training.
         towers: hold T, the seed, the step and the noise scale.
-        loader: holds the position, and the settings that it depends on.
+        loader: holds the position, and the settings that it depends on; in general any object with a state.
         averaged_model: torch's `AveragedModel`, or another module with the averages.
         rng: whether the process's global generators belong to the state.
         state: objects with a `state_dict`, or plain values, by name; None counts as not there.
@@ -36,7 +35,7 @@ class TrainingObjects:
 
     model: nn.Module
     towers: Towers | None = None
-    loader: TowerLoader | None = None
+    loader: Any = None
     averaged_model: nn.Module | None = None
     rng: bool = False
     state: Mapping[str, Any] = field(default_factory=dict)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, cast
 
@@ -23,23 +25,51 @@ _PACKAGES = ("PIL", "requests", "rich", "tensorboard")  # what the extra `train`
 
 
 class _Recipes(Mapping[str, "type[Settings]"]):
-    """The settings of the recipes by name; a recipe, and torch with it, is imported when it is looked up."""
+    """The settings of the recipes by name; a recipe, and torch with it, is imported when it is looked up.
+
+    Beside those of this package, the entry points that other packages declare in the group
+    `samestep.recipes`.
+    """
 
     def __getitem__(self, name: str) -> type[Settings]:
-        where = _SETTINGS[name]
-        missing = [package for package in _PACKAGES if find_spec(package) is None]
-        if missing:
-            raise ConfigError(
-                f"recipes need packages that are not installed ({', '.join(missing)}): "
-                "pip install 'samestep[train]'"
-            )
-        return cast("type[Settings]", pkgutil.resolve_name(where))
+        if name in _SETTINGS:
+            _check_packages()
+            return cast("type[Settings]", pkgutil.resolve_name(_SETTINGS[name]))
+        return _load(_entry_points()[name])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_SETTINGS)
+        return iter([*_SETTINGS, *(name for name in _entry_points() if name not in _SETTINGS)])
 
     def __len__(self) -> int:
-        return len(_SETTINGS)
+        return len(list(iter(self)))
+
+
+def _check_packages() -> None:
+    missing = [package for package in _PACKAGES if find_spec(package) is None]
+    if missing:
+        raise ConfigError(
+            f"recipes need packages that are not installed ({', '.join(missing)}): "
+            "pip install 'samestep[train]'"
+        )
+
+
+@cache
+def _entry_points() -> Mapping[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group="samestep.recipes")}
+
+
+def _load(point: EntryPoint) -> type[Settings]:
+    try:
+        kind = cast("type[Settings]", point.load())
+    except Exception as error:
+        raise ConfigError(
+            f"recipe {point.name}, {point.value}: cannot be imported ({type(error).__name__}: {error})"
+        ) from error
+    if kind.recipe != point.name:
+        raise ConfigError(
+            f"recipe {point.name}, {point.value}: has recipe = {kind.recipe!r}, expected {point.name!r}"
+        )
+    return kind
 
 
 RECIPES: Mapping[str, type[Settings]] = _Recipes()

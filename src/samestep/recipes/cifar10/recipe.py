@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel
 
-from samestep.app.experiment import Experiment
+from samestep.app.evaluation import Evaluation
+from samestep.app.trainer import Trainer
 from samestep.data.loader import TowerLoader
 from samestep.recipes.cifar10.convolution import FourierConv2d
 from samestep.recipes.cifar10.normalization import FastLocalResponseNorm
@@ -112,7 +113,7 @@ class WeightAverage(AveragedModel):
         return min(0.9999, (1 + num_updates) / (10 + num_updates))
 
 
-def build(settings: Cifar10Settings, job: Job) -> Experiment:
+def build(settings: Cifar10Settings, job: Job) -> Trainer:
     """Make the parts."""
     # Imported here, because what fetches archives takes a while to import.
     from samestep.recipes.cifar10.data import Cifar10, Cifar10Pictures, ensure_cifar10
@@ -124,7 +125,7 @@ def build(settings: Cifar10Settings, job: Job) -> Experiment:
     processes: dict[str, Any] = {"num_workers": settings.loader_processes}
     processes["persistent_workers"] = settings.loader_processes > 0
     loader = TowerLoader(train, settings.batch_size, step.towers, seed=settings.seed, **processes)
-    return Experiment(step, loader, test, count_right, precision, terms=terms_of)
+    return settings.trainer(step, loader, evaluate=Evaluation(test, precision), terms=terms_of)
 
 
 def _make_step(settings: Cifar10Settings, job: Job) -> Step:
@@ -171,14 +172,7 @@ def terms_of(model: nn.Module) -> Mapping[str, Tensor]:
     return {"weight decay": model.weight_decay()}
 
 
-def count_right(model: nn.Module, batch: Any) -> Tensor:
-    """Return int64 [right, all]."""
+def precision(model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, int]]:
+    """Return how many pictures have the right class as the likeliest, of how many."""
     pictures, labels = batch
-    right = (model(pictures).argmax(dim=1) == labels).sum()
-    return torch.stack([right, right.new_tensor(len(labels))])
-
-
-def precision(counts: Tensor) -> Mapping[str, float]:
-    """Return the share of pictures with the right class as the likeliest."""
-    right, num_rows = counts.tolist()
-    return {"precision @ 1": right / num_rows}
+    return {"precision @ 1": ((model(pictures).argmax(dim=1) == labels).sum(), len(labels))}

@@ -10,7 +10,7 @@ from samestep.app.bounds import LearningRate, LoaderProcesses, Range
 from samestep.app.settings import Settings
 
 if TYPE_CHECKING:
-    from samestep.app.experiment import Experiment
+    from samestep.app.trainer import Trainer
     from samestep.workers.job import Job
 
 __all__ = ["Cifar10Settings"]
@@ -37,7 +37,7 @@ class Cifar10Settings(Settings):
     recipe: ClassVar[str] = "cifar10"
     free: ClassVar[frozenset[str]] = Settings.free | {"steps", "data_dir", "loader_processes"}
 
-    def build(self, job: Job) -> Experiment:
+    def build(self, job: Job) -> Trainer:
         """Make the parts."""
         from samestep.recipes.cifar10.recipe import build
 

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 
-from samestep.app.experiment import Experiment
+from samestep.app.evaluation import Evaluation
+from samestep.app.trainer import Trainer
 from samestep.data.loader import TowerLoader
 from samestep.recipes.digits.data import Digits
 from samestep.recipes.digits.settings import DigitsSettings
@@ -46,7 +47,7 @@ class DigitsNet(nn.Sequential):
         return convolution, nn.BatchNorm2d(num_outputs), nn.ReLU()
 
 
-def build(settings: DigitsSettings, job: Job) -> Experiment:
+def build(settings: DigitsSettings, job: Job) -> Trainer:
     """Make the parts."""
     torch.manual_seed(stream_seed(settings.seed, "weights"))
     model = DigitsNet().to(job.device)
@@ -56,7 +57,7 @@ def build(settings: DigitsSettings, job: Job) -> Experiment:
     scheduler = OneCycleLR(optimizer, highest, total_steps=settings.steps + 1, cycle_momentum=False)
     step = Step(towers, loss_of, optimizer, scheduler=scheduler, autocast=settings.autocast_dtype)
     loader = TowerLoader(Digits("train", augment=True), settings.batch_size, towers, seed=settings.seed)
-    return Experiment(step, loader, Digits("test", augment=False), count_right, accuracy)
+    return settings.trainer(step, loader, evaluate=Evaluation(Digits("test", augment=False), accuracy))
 
 
 def _make_optimizer(settings: DigitsSettings, model: nn.Module) -> torch.optim.Optimizer:
@@ -73,14 +74,7 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(pictures), labels)
 
 
-def count_right(model: nn.Module, batch: Any) -> Tensor:
-    """Return int64 [right, all]."""
+def accuracy(model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, int]]:
+    """Return how many rows are right, of how many."""
     pictures, labels = batch
-    right = (model(pictures).argmax(dim=1) == labels).sum()
-    return torch.stack([right, right.new_tensor(len(labels))])
-
-
-def accuracy(counts: Tensor) -> Mapping[str, float]:
-    """Return the share of the examples that are right."""
-    right, num_rows = counts.tolist()
-    return {"test accuracy": right / num_rows}
+    return {"test accuracy": ((model(pictures).argmax(dim=1) == labels).sum(), len(labels))}

@@ -10,7 +10,7 @@ from samestep.app.bounds import LearningRate
 from samestep.app.settings import Settings
 
 if TYPE_CHECKING:
-    from samestep.app.experiment import Experiment
+    from samestep.app.trainer import Trainer
     from samestep.workers.job import Job
 
 __all__ = ["DigitsSettings"]
@@ -31,7 +31,7 @@ class DigitsSettings(Settings):
 
     recipe: ClassVar[str] = "digits"
 
-    def build(self, job: Job) -> Experiment:
+    def build(self, job: Job) -> Trainer:
         """Make the parts."""
         from samestep.recipes.digits.recipe import build
 

@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import PolynomialLR
 
-from samestep.app.experiment import Experiment
+from samestep.app.evaluation import Evaluation
+from samestep.app.tensorboard import TensorBoard
+from samestep.app.trainer import Trainer
 from samestep.data.loader import TowerLoader
 from samestep.recipes.segmentation.crops import LabelledPictures, RandomCrops, WholePictures
 from samestep.recipes.segmentation.label_maps import LabelMaps
@@ -84,22 +86,26 @@ def _convolution(num_inputs: int, num_outputs: int, *, size: int = 3, stride: in
     return nn.Sequential(convolution, nn.BatchNorm2d(num_outputs), nn.ReLU())
 
 
-def build(settings: SegmentationSettings, job: Job) -> Experiment:
+def build(settings: SegmentationSettings, job: Job) -> Trainer:
     """Make the parts."""
     train, test = _open(settings, "train", job), _open(settings, "test", job)
     step = _make_step(settings, job)
     crops = RandomCrops(train, settings.crop_size, ignore_label=settings.ignore_label)
     processes: dict[str, Any] = {"num_workers": settings.loader_processes}
     processes["persistent_workers"] = settings.loader_processes > 0
-    return Experiment(
+    return settings.trainer(
         step,
         TowerLoader(crops, settings.batch_size, step.towers, seed=settings.seed, **processes),
-        WholePictures(test),
-        partial(count_pixels, ignore_label=settings.ignore_label),
-        metrics_of,
+        evaluate=Evaluation(
+            WholePictures(test),
+            partial(count_pixels, ignore_label=settings.ignore_label),
+            metrics=metrics_of,
+            rows=1,  # whole pictures may be of any size
+        ),
+        loggers=[
+            TensorBoard(settings.summary_every, panels=partial(panels, ignore_label=settings.ignore_label))
+        ],
         terms=partial(terms_of, weight_decay=settings.weight_decay),
-        panels=partial(panels, ignore_label=settings.ignore_label),
-        test_chunk_rows=1,  # whole pictures may be of any size
     )
 
 
@@ -161,17 +167,18 @@ def decayed_weights(model: nn.Module) -> list[Tensor]:
     return [layer.weight for layer in model.modules() if isinstance(layer, (nn.Conv2d, nn.Linear))]
 
 
-def count_pixels(model: nn.Module, batch: Any, *, ignore_label: int) -> Tensor:
+def count_pixels(model: nn.Module, batch: Any, *, ignore_label: int) -> Mapping[str, tuple[Tensor, Tensor]]:
     """Return the confusion matrix of the valid pixels, int64 [classes, classes]: [label, prediction]."""
     pictures, labels = batch
     logits = model(pictures)
     num_classes = logits.shape[1]
     is_valid = labels != ignore_label
     cells = labels[is_valid].long() * num_classes + logits.argmax(dim=1)[is_valid]
-    return torch.bincount(cells, minlength=num_classes**2).view(num_classes, num_classes)
+    confusion = torch.bincount(cells, minlength=num_classes**2).view(num_classes, num_classes)
+    return {"pixels": (confusion, is_valid.sum())}
 
 
-def metrics_of(confusion: Tensor) -> Mapping[str, float]:
+def metrics_of(totals: Mapping[str, tuple[Tensor, Tensor]]) -> Mapping[str, float]:
     r"""Return the mean over classes of intersection over union, and the share of the pixels that are right.
 
     With n_ij the pixels of class i that are taken for class j,
@@ -180,12 +187,13 @@ def metrics_of(confusion: Tensor) -> Mapping[str, float]:
 
     where a class that is neither labelled nor predicted is left out.
     """
+    confusion, num_pixels = totals["pixels"]
     right = confusion.diagonal().double()
     union = confusion.sum(0) + confusion.sum(1) - right
     of_classes = (right / union)[union > 0]
     return {
         "mean IoU": float(of_classes.mean()),
-        "pixel accuracy": float(right.sum() / confusion.sum()),
+        "pixel accuracy": float(right.sum() / num_pixels),
     }
 
 

@@ -11,7 +11,7 @@ from samestep.app.settings import Settings
 from samestep.errors import ConfigError
 
 if TYPE_CHECKING:
-    from samestep.app.experiment import Experiment
+    from samestep.app.trainer import Trainer
     from samestep.workers.job import Job
 
 __all__ = ["CLASS_NAMES", "SegmentationSettings"]
@@ -58,7 +58,7 @@ class SegmentationSettings(Settings):
                 f"{len(CLASS_NAMES)} classes; leave out --classes, or give --data-dir"
             )
 
-    def build(self, job: Job) -> Experiment:
+    def build(self, job: Job) -> Trainer:
         """Make the parts."""
         from samestep.recipes.segmentation.recipe import build
 

@@ -1,0 +1,80 @@
+"""`samestep eval`: the metrics of a run's checkpoints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from samestep.app.evaluation import describe
+from samestep.app.run_folder import all_checkpoints, find_newest, print_damaged, search
+from samestep.app.settings import Settings
+from samestep.app.tensorboard import write_metrics
+from samestep.checkpoint.durable import storage
+from samestep.checkpoint.files import Found
+from samestep.checkpoint.folder import Folder
+from samestep.checkpoint.objects import TrainingObjects
+from samestep.checkpoint.snapshot import restore
+from samestep.errors import ConfigError
+from samestep.workers.agreement import from_first_worker
+from samestep.workers.job import Job
+
+__all__ = ["evaluate_run"]
+
+Weights = Literal["average", "raw"]
+
+_POLL_S = 1.0
+
+
+def evaluate_run(settings: Settings, job: Job, *, weights: Weights = "average", follow: bool = False) -> None:
+    """Print the metrics of a run's newest checkpoint on the test examples, and write them for TensorBoard.
+
+    Args:
+        settings: of the run.
+        job: all its workers must call this.
+        weights: which of the two kinds to evaluate; a run without moving averages has the raw ones only.
+        follow: go on with each new checkpoint, until that of the run's last step.
+
+    Raises:
+        MissingFileError: there is no checkpoint, and `follow` is not set.
+        ConfigError: the recipe has no evaluation.
+        DataError: none is whole, and `follow` is not set; or it does not fit the model.
+    """
+    trainer = settings.build(job)
+    if trainer.evaluate is None:
+        raise ConfigError(f"{settings.recipe}: has nothing to evaluate: give its trainer an `evaluate`")
+    average = trainer.step.averaged_model
+    model = trainer.model if weights == "raw" or average is None else average.module
+    objects = TrainingObjects(model=trainer.model, averaged_model=average)
+    newest = from_first_worker(job, lambda: find_newest(settings.run_dir)) if not follow else None
+    for found in [newest] if newest is not None else _checkpoints(settings, job):
+        restore(found.snapshot, objects, found.path, job)
+        metrics = trainer.evaluate(model, job)
+        if job.is_first:
+            line = f"{datetime.now():%Y-%m-%d %H:%M:%S}: step {found.manifest.step}: {describe(metrics)}"
+            print(line, flush=True)
+            write_metrics(settings.run_dir, found.manifest.step, metrics)
+
+
+def _checkpoints(settings: Settings, job: Job) -> Iterator[Found]:
+    """Yield the newest whole checkpoint whenever there is a new one, until that of the last step."""
+    step, refused = -1, set[Path]()
+    if job.is_first and not all_checkpoints(settings.run_dir):
+        print(f"{settings.run_dir}: no checkpoint yet; waiting for the first", flush=True)
+    with storage(settings.run_dir, "read"):
+        held = Folder.open(settings.run_dir) if job.is_first else None
+    while step != settings.steps:
+        # What worker 0 sees counts, and the others wait for no more than a second.
+        look = partial(search, settings.run_dir, newer_than=step, refused=refused, held=held)
+        result = from_first_worker(job, look)
+        refused.update(path for path, _ in result.damaged)
+        if job.is_first:
+            print_damaged(result)
+        if result.found is None:
+            time.sleep(_POLL_S)
+            continue
+        step = result.found.manifest.step
+        yield result.found

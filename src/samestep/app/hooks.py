@@ -1,0 +1,126 @@
+"""Calls a run's callbacks and loggers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from samestep.app.callbacks import Logger
+from samestep.app.display import Display
+from samestep.app.json_lines import JsonLines
+from samestep.app.lock import RunLock
+from samestep.app.scalars import Before, Scalars
+from samestep.errors import one_line
+from samestep.towers.report import Report
+
+if TYPE_CHECKING:
+    from samestep.app.trainer import Trainer
+
+__all__ = ["Hooks"]
+
+
+class Hooks:
+    """All that a trainer calls: loggers on worker 0, which may fail, and callbacks everywhere.
+
+        with Hooks(trainer, lock) as hooks:
+            hooks.before_step(batch)
+            hooks.after_step(step(batch))
+
+    Args:
+        trainer: of the run.
+        lock: of its folder.
+    """
+
+    def __init__(self, trainer: Trainer, lock: RunLock) -> None:
+        self._trainer = trainer
+        self._terms = trainer.terms
+        self._before = Before({}, [])
+        self._loggers: list[Logger] = []
+        if trainer.job.is_first:
+            self._loggers = [Display(), JsonLines(lock), *trainer.loggers]
+        # Those that log at the same steps see the same numbers.
+        self._scalars = {logger.every: Scalars(trainer.job.device) for logger in self._loggers}
+
+    def __enter__(self) -> Hooks:
+        self._log(lambda logger: logger.on_start(self._trainer))
+        for callback in self._trainer.callbacks:
+            callback.on_start(self._trainer)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            for callback in self._trainer.callbacks:
+                callback.on_end(self._trainer)
+        finally:
+            self._log(lambda logger: logger.on_end(self._trainer))
+
+    def before_step(self, batch: Any) -> None:
+        """Call what comes before a step on this batch."""
+        if self._loggers:
+            self._before = self._look()
+        self._log(lambda logger: logger.before_step(self._trainer, batch))
+        for callback in self._trainer.callbacks:
+            callback.before_step(self._trainer, batch)
+
+    def after_step(self, report: Report) -> None:
+        """Call what comes after a step, and log its scalars where that is due."""
+        self._log(lambda logger: logger.after_step(self._trainer, report))
+        for every, scalars in self._scalars.items():
+            scalars.add(report, self._before)
+            if self._is_due(report.step + 1, every):
+                self._show(report.step + 1, every, scalars.read())
+        for callback in self._trainer.callbacks:
+            callback.after_step(self._trainer, report)
+
+    def _is_due(self, step: int, every: int | None) -> bool:
+        is_last = every is None and step == self._trainer.steps
+        return step % (every or self._trainer.log_every) == 0 or is_last
+
+    def _show(self, step: int, every: int | None, found: Mapping[str, float]) -> None:
+        self._log(lambda logger: logger.log(step, found) if logger.every == every else None)
+
+    def _look(self) -> Before:
+        try:
+            return Before.of(self._trainer.step, self._terms)
+        except Exception as error:
+            self._terms = None
+            _say("terms", error)
+            return self._look()
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        """Hand on the metrics of an evaluation."""
+        step = self._trainer.step.towers.step
+
+        def show(logger: Logger) -> None:
+            logger.after_evaluation(self._trainer, metrics)
+            logger.log(step, metrics)
+
+        self._log(show)
+        for callback in self._trainer.callbacks:
+            callback.after_evaluation(self._trainer, metrics)
+
+    def written(self, paths: Sequence[Path]) -> None:
+        """Hand on the checkpoints that are on the disk since the last call."""
+        for path in paths:
+            self._log(lambda logger, path=path: logger.after_checkpoint(self._trainer, path))  # type: ignore[misc]
+            for callback in self._trainer.callbacks:
+                callback.after_checkpoint(self._trainer, path)
+
+    def _log(self, action: Callable[[Logger], None]) -> None:
+        """Do something with each logger; one that fails is left out from then on."""
+        for logger in list(self._loggers):
+            try:
+                action(logger)
+            except Exception as error:
+                self._loggers.remove(logger)
+                _say(type(logger).__name__, error)
+
+
+def _say(what: str, error: Exception) -> None:
+    reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+    print(f"samestep: {what} failed ({one_line(reason)}); going on without", file=sys.stderr, flush=True)

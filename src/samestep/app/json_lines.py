@@ -1,0 +1,100 @@
+"""What a run measures and what happens to it, one JSON object a line, in RUN_DIR/metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from samestep.app.callbacks import Logger
+from samestep.app.lock import RunLock
+from samestep.checkpoint.durable import parse_json, read_file
+from samestep.checkpoint.folder import Folder
+
+if TYPE_CHECKING:
+    from samestep.app.trainer import Trainer
+
+__all__ = ["FILE", "JsonLines", "read_lines"]
+
+FILE = "metrics.jsonl"
+"""Its name in a run's folder."""
+
+_MAX_BYTES = 1 << 30
+
+
+class JsonLines(Logger):
+    """Writes a line for each call of `log`, and for each start, checkpoint and end of the run.
+
+    Each has "step", the steps taken, and "time" in seconds since the epoch; the scalars by their names, or
+    "event" with what there is to say of it. When a run is continued, lines of later steps are dropped.
+    """
+
+    def __init__(self, lock: RunLock) -> None:
+        self._lock = lock
+        self._file: BinaryIO | None = None
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Begin the file, or go on with it."""
+        step = trainer.step.towers.step
+        self._file = _rewritten(self._lock.folder, step)
+        job, placement = trainer.job, trainer.step.towers.placement
+        self._write(
+            step,
+            event="start",
+            workers=job.world_size,
+            towers=[len(own) for own in placement.ranges],
+            device=str(job.device.type),
+            steps=trainer.steps,
+            name=trainer.name,
+        )
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write a line."""
+        self._write(step, **scalars)
+
+    def after_checkpoint(self, trainer: Trainer, path: Path) -> None:
+        """Note a checkpoint."""
+        self._write(trainer.step.towers.step, event="checkpoint", name=path.name)
+
+    def on_end(self, trainer: Trainer) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._write(trainer.step.towers.step, event="end")
+            self._file.close()
+
+    def _write(self, step: int, **values: Any) -> None:
+        assert self._file is not None
+        line = json.dumps({"step": step, "time": round(time.time(), 3), **values})
+        self._file.write(f"{line}\n".encode())
+        self._file.flush()
+
+
+def read_lines(run_dir: Path, *, inside: Folder | None = None) -> list[dict[str, Any]]:
+    """Return the lines of a run, without those that are damaged."""
+    content = read_file(run_dir / FILE, _MAX_BYTES, inside=inside)
+    return [line for text in content.splitlines() if (line := _parse(text)) is not None]
+
+
+def _parse(text: bytes) -> dict[str, Any] | None:
+    try:
+        line = parse_json(text)
+    except ValueError:
+        return None
+    is_line = isinstance(line, dict) and isinstance(line.get("step"), int)
+    return line if is_line and isinstance(line.get("time"), float | int) else None
+
+
+def _rewritten(folder: Folder, step: int) -> BinaryIO:
+    """Open the file for writing, with those of its lines that are not after a step."""
+    unfinished = f".{FILE}.unfinished"
+    kept = [] if folder.look(FILE) is None else read_lines(folder.path, inside=folder)
+    folder.unlink(unfinished)  # of a run that was killed
+    file = folder.create(unfinished)
+    for line in kept:
+        if line["step"] <= step:
+            file.write(json.dumps(line).encode() + b"\n")
+    file.flush()
+    folder.rename(unfinished, FILE)
+    return file

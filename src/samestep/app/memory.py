@@ -1,0 +1,26 @@
+"""How much memory a worker has used, and how much there is."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+
+import torch
+
+__all__ = ["peak_bytes", "total_bytes"]
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most memory of the device that this process has used at once: of the host, or of its GPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def total_bytes(device: torch.device) -> int:
+    """Return the memory of the device."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,92 @@
+"""Recipes in a file of the user's own: `samestep train path/to/file.py`."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+from samestep.app.settings import Settings
+from samestep.errors import ConfigError, MissingFileError, one_line
+
+__all__ = ["Recipes", "read_recipe"]
+
+
+class Recipes(Mapping[str, "type[Settings]"]):
+    """Recipes that are installed, by name, and each Python file, by its path."""
+
+    def __init__(self, installed: Mapping[str, type[Settings]]) -> None:
+        self._installed = installed
+
+    def __getitem__(self, name: str) -> type[Settings]:
+        return read_recipe(Path(name)) if name.endswith(".py") else self._installed[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._installed)
+
+    def __len__(self) -> int:
+        return len(self._installed)
+
+
+def read_recipe(path: Path) -> type[Settings]:
+    """Import a file, as `python path/to/file.py` would find what it imports, and return its recipe.
+
+    Raises:
+        ConfigError: it cannot be imported, or has no class derived from `samestep.Settings`, or several.
+        MissingFileError: there is no such file.
+    """
+    if not path.is_file():
+        raise MissingFileError(f"{path}: not found; expected a Python file with a recipe")
+    module = _imported(path)
+    found = [
+        kind
+        for kind in vars(module).values()
+        if inspect.isclass(kind)
+        and issubclass(kind, Settings)
+        and kind.__module__ == module.__name__
+        and not inspect.isabstract(kind)
+    ]
+    if len(found) != 1:
+        names = ", ".join(kind.__name__ for kind in found) or "none"
+        raise ConfigError(
+            f"{path}: expected one class derived from samestep.Settings, with a method build; found {names}"
+        )
+    return found[0]
+
+
+def _imported(path: Path) -> ModuleType:
+    """Import a file by its own name, so that what it defines can be pickled for loader processes."""
+    folder, name = str(path.parent.resolve()), path.stem
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        spec = find_spec(name)
+        if spec is None or spec.origin is None or not path.samefile(spec.origin):
+            raise ConfigError(f"{path}: its name is that of another module; rename it")
+        return import_module(name)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{path}{_line_of(error, path)}: {_told(error)}") from error
+
+
+def _line_of(error: Exception, path: Path) -> str:
+    """Return where in the file it went wrong."""
+    if isinstance(error, SyntaxError):
+        return f", line {error.lineno}"
+    lines, trace = [], error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if Path(code.co_filename).name == path.name:
+            lines.append(trace.tb_lineno)
+        trace = trace.tb_next
+    return f", line {lines[-1]}" if lines else ""
+
+
+def _told(error: Exception) -> str:
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    return one_line(f"{type(error).__name__}: {text}")

@@ -1,0 +1,186 @@
+"""What TensorBoard shows of a run: losses, speed, weights, gradients, activations and input pictures.
+
+Training writes into RUN_DIR/summaries, `samestep eval` into RUN_DIR/summaries/evaluation, because TensorBoard
+follows only the newest file of a folder. Values stand at the number of steps taken, as checkpoints do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from samestep.app.activations import Output, layers_of, outputs_of
+from samestep.app.callbacks import Logger
+from samestep.app.evaluation import evaluation_mode
+from samestep.app.event_file import EventFile
+from samestep.app.histogram import Histogram
+from samestep.towers.batch import GlobalBatch, LocalBatch
+from samestep.towers.copier import Copier
+from samestep.towers.report import Report
+
+if TYPE_CHECKING:
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    from samestep.app.trainer import Trainer
+
+__all__ = ["FOLDER", "TensorBoard", "write_metrics"]
+
+FOLDER = "summaries"
+"""The folder inside a run's that holds its summaries."""
+
+_NUM_PICTURES = 4
+
+
+class TensorBoard(Logger):
+    """Writes files for TensorBoard, in the folder `summaries` of the run.
+
+    At every step that is a multiple of `every` it writes
+
+        loss/total, loss/NAME           the loss, its sums that have a name, and its terms; and each with
+                                        " (smoothed)": the exponential average over steps, decay 0.9
+        towers/T/loss                   each tower's own loss
+        step/...                        learning rate, speed, memory, gradient norm and noise scale
+        weights/NAME, weight gradients/NAME
+                                        histograms after the update, and of the average that made it
+        outputs/NAME, sparsity/NAME     what layers gave in worker 0's first tower; share of zeros
+        pictures/0 ... 3                the first pictures, if the batch's first tensor is [n, 1 or 3, h, w]
+        towers/T/pictures/0 ... 3       instead, with `panels`: those of the first rows of each of worker 0's
+                                        towers, with the weights after the update
+
+    and after an evaluation its metrics. The bits of a run are the same with and without it. Layers inside
+    `torch.compile` are left out, because hooks would have them compiled again. It needs tensorboard.
+
+    Args:
+        every: steps between summaries.
+        panels: `panels(model, batch)` -> uint8 [n, 3, height, width], what is shown of the rows of a tower
+            instead of the input pictures; called without gradients and with the model in evaluation mode.
+    """
+
+    every: int
+
+    def __init__(self, every: int = 100, *, panels: Callable[[nn.Module, Any], Tensor] | None = None) -> None:
+        self.every = every
+        self._panels = panels
+        self._file: EventFile | None = None
+        self._watching = ExitStack()
+        self._outputs: Mapping[str, Output] = {}
+        self._trainer: Trainer | None = None
+        self._batch: Any = None
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Make the file."""
+        self._trainer = trainer
+        self._file = EventFile(Path(trainer.run_dir) / FOLDER, purge_step=trainer.step.towers.step + 1)
+
+    def before_step(self, trainer: Trainer, batch: Any) -> None:
+        """Record what layers give in the step, where it is due."""
+        towers = trainer.step.towers
+        if self._file is None or not self._file.is_open or (towers.step + 1) % self.every:
+            return
+        self._batch = batch
+        layers: list[tuple[str, nn.Module]] = []
+        with self._file.tolerating():
+            layers = layers_of(towers.model)
+        self._outputs = self._watching.enter_context(outputs_of(layers, self._file.tolerating))
+
+    def after_step(self, trainer: Trainer, report: Report) -> None:
+        """Record no more."""
+        self._watching.close()
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write the summaries of a step, or the metrics of an evaluation."""
+        if self._file is not None and self._file.is_open:
+            self._file.write(step, self._summaries(scalars))
+            self._batch, self._outputs = None, {}
+
+    def on_end(self, trainer: Trainer) -> None:
+        """Close the file."""
+        self._watching.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _summaries(self, scalars: Mapping[str, float]) -> Iterator[Summary]:
+        from torch.utils.tensorboard.summary import image
+
+        sparsity = {f"sparsity/{name}": output.sparsity for name, output in self._outputs.items()}
+        for tag, value in {**scalars, **sparsity}.items():
+            yield _scalar(tag, value)
+        if self._batch is None:  # of an evaluation
+            return
+        for tag, histogram in self._histograms():
+            if histogram is not None:
+                yield histogram.summary(tag)
+        for tag, picture in self._pictures(self._batch):
+            yield image(tag, picture, dataformats="CHW")
+
+    def _histograms(self) -> Iterator[tuple[str, Histogram | None]]:
+        assert self._trainer is not None
+        for name, parameter in self._trainer.model.named_parameters():
+            yield f"weights/{name}", Histogram.of(parameter)
+            if parameter.grad is not None:
+                yield f"weight gradients/{name}", Histogram.of(parameter.grad)
+        for name, output in self._outputs.items():
+            yield f"outputs/{name}", output.histogram
+
+    @torch.no_grad()
+    def _pictures(self, batch: Any) -> Iterator[tuple[str, Tensor]]:
+        trainer, panels = self._trainer, self._panels
+        assert trainer is not None
+        if panels is None:
+            yield from ((f"pictures/{index}", picture) for index, picture in enumerate(_pictures(batch)))
+            return
+        model = trainer.evaluated
+        copier = Copier(trainer.job.device)
+        with evaluation_mode(model):
+            for tower, part in batch.slices.items():
+                whole = GlobalBatch.open(part)
+                shown = panels(model, whole.take(range(min(_NUM_PICTURES, whole.rows)), copier)).cpu()
+                yield from ((f"towers/{tower}/pictures/{i}", picture) for i, picture in enumerate(shown))
+
+
+def write_metrics(run_dir: Path, step: int, metrics: Mapping[str, float]) -> None:
+    """Write the metrics of an evaluation; call it on one worker.
+
+    Args:
+        run_dir: the run folder.
+        step: of the checkpoint that was evaluated.
+        metrics: by name, which becomes the tag.
+    """
+    folder = run_dir / FOLDER
+    with suppress(OSError):  # which the file meets, too
+        folder.mkdir(exist_ok=True)
+    file = EventFile(folder / "evaluation")
+    file.write(step, (_scalar(name, value) for name, value in metrics.items()))
+    file.close()
+
+
+def _scalar(tag: str, value: float) -> Summary:
+    # Imported here, because it takes a fifth of a second and only worker 0 needs it.
+    from torch.utils.tensorboard.summary import scalar
+
+    return scalar(tag, value)
+
+
+def _pictures(batch: Any) -> list[Tensor]:
+    """Return the first pictures of this worker, each uint8 or float in [0, 1], [1 or 3, h, w]."""
+    parts = batch.slices.values() if isinstance(batch, LocalBatch) else [batch]
+    found: list[Tensor] = []
+    for part in parts:
+        if len(found) == _NUM_PICTURES:
+            break  # a slice is read when it is asked for
+        first = next((value for value in pytree.tree_leaves(part) if isinstance(value, Tensor)), None)
+        if first is not None and first.ndim == 4 and first.shape[1] in (1, 3):
+            found += first[: _NUM_PICTURES - len(found)]
+    return [picture if picture.dtype == torch.uint8 else _stretched(picture.float()) for picture in found]
+
+
+def _stretched(picture: Tensor) -> Tensor:
+    """Return a standardised picture with its darkest value at 0 and its brightest at 1."""
+    darkest, brightest = picture.aminmax()
+    return (picture - darkest) / (brightest - darkest).clamp(min=1e-12)

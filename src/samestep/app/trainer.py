@@ -1,0 +1,330 @@
+"""The loop around a step: progress, checkpoints, evaluation, and the metrics at the end."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import nn
+
+from samestep.app.callbacks import Callback, Logger
+from samestep.app.display import print_placement
+from samestep.app.evaluation import Evaluation, describe
+from samestep.app.hooks import Hooks
+from samestep.app.interruption import Interruption, StopFlags
+from samestep.app.json_lines import FILE as METRICS
+from samestep.app.lock import RunLock
+from samestep.app.output import lasting_output
+from samestep.app.resume import resume, write_checkpoint
+from samestep.app.run_folder import clear
+from samestep.app.scalars import Terms
+from samestep.app.tensorboard import FOLDER
+from samestep.app.writer import CheckpointWriter
+from samestep.errors import ConfigError, DataError
+from samestep.identity import digest
+from samestep.towers.report import Report
+from samestep.towers.step import Step
+from samestep.workers.agreement import from_first_worker
+from samestep.workers.environment import may_restart
+from samestep.workers.job import Job
+
+if TYPE_CHECKING:
+    from samestep.app.settings import Settings
+
+__all__ = ["Batches", "Trainer", "TrainingResult"]
+
+
+class Batches(Protocol):
+    """Gives an epoch's batches each time that it is iterated over, from its position on, as `TowerLoader`."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+    def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """How a run ended.
+
+    Attributes:
+        step: steps taken.
+        metrics: of the evaluation at the end; empty without one, or where training stopped earlier.
+        digest: of the weights, see `samestep.digest`.
+        reason: what stopped it before its last step: "max_seconds"; None where nothing did.
+    """
+
+    step: int
+    metrics: Mapping[str, float]
+    digest: str
+    reason: str | None = None
+
+
+@dataclass(eq=False, repr=False)
+class Trainer:
+    """Trains to a step, with all that `samestep train` does around it; the same on all workers.
+
+    In a folder of its own it writes checkpoints in the background, and continues from the newest whole one
+    when it is run again: after the same steps with the same bits, on any number of workers. It shows progress
+    on the terminal, keeps scalars in `metrics.jsonl`, and evaluates while it trains and at the end. SIGTERM,
+    SIGINT or SIGHUP to any worker stops all after the same step, with a checkpoint, by `SystemExit`.
+
+    Args:
+        step: takes one training step.
+        loader: gives its batches: a `TowerLoader`, or anything with its `__iter__`, `state_dict` and
+            `load_state_dict`.
+        run_dir: folder for checkpoints and metrics; a run that is already there is continued.
+        steps: steps to train for, including those of earlier runs in the same folder.
+        evaluate: what to measure on the test examples.
+        evaluate_every: steps between evaluations; there is always one at the end. 0 for that alone.
+        loggers: get what is measured, on worker 0; see `Logger`.
+        callbacks: are called on all workers; see `Callback`.
+        terms: `terms(model)` -> terms of the loss that depend on the weights alone, by name, for the loggers;
+            called before each step on worker 0, without gradients.
+        checkpoint_every: steps between checkpoints; there is always one at the end.
+        checkpoint_minutes: also write one every so many minutes.
+        keep_checkpoints: number of newest checkpoints to keep.
+        keep_every: also keep those of steps that are multiples of this; 0 keeps no others.
+        max_seconds: stop after so many seconds, between two steps and with a checkpoint.
+        log_every: steps between printed lines.
+        fresh: start over: first delete the run's checkpoints and metrics.
+        must_match: plain values by name that a run has to be continued with; the optimizer's own settings,
+            batch size, seeds and number of towers are compared in any case.
+        log_placement: print which worker runs which towers, and on which device.
+        name: of the run, for the terminal.
+        settings: of a recipe; they are kept in `settings.json`.
+
+    Raises:
+        ConfigError: when it is made, a number is out of range; in `run`, the folder holds another experiment.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from samestep import TowerLoader, Towers
+        >>> model = nn.Linear(1, 1)
+        >>> towers = Towers(model, 4)
+        >>> step = Step(towers, lambda model, x: model(x).square().mean(),
+        ...             torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> loader = TowerLoader(torch.arange(20.0)[:, None] / 20, 10, towers)
+        >>> with tempfile.TemporaryDirectory() as run_dir:
+        ...     result = Trainer(step, loader, run_dir=run_dir, steps=5, log_every=5).run()
+        training: 4 towers on 1 worker (cpu), batches of 10 rows
+        ...: step 5, loss = ... (... rows/sec; ... sec/batch; ... GiB)
+        weights sha256 ...
+        >>> result.step
+        5
+    """
+
+    step: Step
+    loader: Batches
+    _: KW_ONLY
+    run_dir: str | Path
+    steps: int
+    evaluate: Evaluation | None = None
+    evaluate_every: int = 0
+    loggers: Sequence[Logger] = ()
+    callbacks: Sequence[Callback] = ()
+    terms: Terms | None = None
+    checkpoint_every: int = 1000
+    checkpoint_minutes: float | None = None
+    keep_checkpoints: int = 3
+    keep_every: int = 0
+    max_seconds: float | None = None
+    log_every: int = 50
+    fresh: bool = False
+    must_match: Mapping[str, Any] = field(default_factory=dict)
+    log_placement: bool = False
+    name: str = "training"
+    settings: Settings | None = None
+    _is_enough: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.run_dir = Path(self.run_dir)
+        for name, least in {"steps": 1, "checkpoint_every": 1, "keep_checkpoints": 1, "log_every": 1}.items():
+            _check_count(name, getattr(self, name), least)
+        for name in ("evaluate_every", "keep_every"):
+            _check_count(name, getattr(self, name), 0)
+        if not hasattr(self.loader, "state_dict"):
+            raise ConfigError(
+                f"loader is a {type(self.loader).__name__}: expected a TowerLoader, or another with "
+                "state_dict and load_state_dict, so that the run can be continued"
+            )
+
+    @property
+    def job(self) -> Job:
+        """This process's view of the job."""
+        return self.step.towers.job
+
+    @property
+    def model(self) -> nn.Module:
+        """The model in training."""
+        return self.step.towers.model
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The model to evaluate: with the moving averages of the weights, where they are kept."""
+        return self.step.averaged_model.module if self.step.averaged_model is not None else self.model
+
+    def run(self) -> TrainingResult:
+        """Train from the newest checkpoint, if there is one, to the last step.
+
+        Prints the metrics of the evaluation and, last, `weights sha256 <hex>`.
+
+        Raises:
+            ConfigError: the run folder holds another experiment, or `fresh` would delete more than once.
+            DataError: it holds checkpoints, but none that is whole; or the loader has no batches.
+            LockedError: another process trains in it.
+            LostWorkerError: another worker is gone or silent.
+            StorageError: a checkpoint cannot be written.
+            SystemExit: a signal stopped it, after a checkpoint; 128 + its number.
+        """
+        self._check_fresh()
+        interruption = Interruption(
+            self.job, max_seconds=self.max_seconds, checkpoint_minutes=self.checkpoint_minutes
+        )
+        with lasting_output(), RunLock(Path(self.run_dir), self.job) as lock:
+            self._open(lock)
+            return self._train(interruption, lock)
+
+    def stop(self) -> None:
+        """End the run after the next step, on all workers, as if that were its last; for callbacks."""
+        self._is_enough = True
+
+    def measure(self) -> dict[str, float]:
+        """Evaluate now, and return the metrics, on every worker; all must call it."""
+        return {} if self.evaluate is None else self.evaluate(self.evaluated, self.job)
+
+    def _open(self, lock: RunLock) -> None:
+        """Get the folder and all parts into the state in which training begins or goes on."""
+        if self.fresh:
+            from_first_worker(self.job, lambda: self._start_over(lock))
+        if self.settings is not None:
+            from_first_worker(self.job, self.settings.check_same_experiment)
+        resume(self, lock)
+        from_first_worker(self.job, lambda: self._note(lock))
+        if self.log_placement:
+            print_placement(self.step.towers)
+
+    def _start_over(self, lock: RunLock) -> None:
+        clear(lock.checkpoints)
+        shutil.rmtree(lock.run_dir / FOLDER, ignore_errors=True)
+        for name in ("settings.json", METRICS):
+            (lock.run_dir / name).unlink(missing_ok=True)
+
+    def _note(self, lock: RunLock) -> None:
+        lock.check()
+        if self.settings is not None:
+            self.settings.write()
+
+    def _train(self, interruption: Interruption, lock: RunLock) -> TrainingResult:
+        """Take steps to the last one, or until any worker has to stop."""
+        hooks = Hooks(self, lock)
+        writer = CheckpointWriter(lock, keep_last=self.keep_checkpoints, keep_every=self.keep_every)
+        flags, metrics = StopFlags(0), None
+        with hooks:
+            with interruption, writer:
+                for flags in self._steps(interruption, writer, hooks):
+                    step = self.step.towers.step
+                    metrics = None
+                    if _is_evaluation_due(step, self):
+                        metrics = self._evaluate(hooks)
+                        self._print(f"{datetime.now():%Y-%m-%d %H:%M:%S}: step {step}: {describe(metrics)}")
+                    if _is_checkpoint_due(step, flags, self):
+                        write_checkpoint(self, writer)
+                    hooks.written(writer.take_written())
+                    if flags.reason is not None:
+                        interruption.acknowledge(flags)
+                        break
+                    if StopFlags.ENOUGH in flags:
+                        break
+                writer.wait()
+            hooks.written(writer.take_written())
+            if flags.reason is not None:
+                return self._stopped(flags)
+            metrics = metrics if metrics is not None else self._evaluate(hooks)
+        return self._done(metrics)
+
+    def _steps(
+        self, interruption: Interruption, writer: CheckpointWriter, hooks: Hooks
+    ) -> Iterator[StopFlags]:
+        """Take steps, epoch after epoch, until all have been taken; yield the flags of all workers."""
+
+        def flags() -> StopFlags:
+            # Asking all for a checkpoint tells them that the one before has failed.
+            asked = StopFlags.CHECKPOINT if writer.has_failed else StopFlags(0)
+            return interruption.flags() | asked | (StopFlags.ENOUGH if self._is_enough else StopFlags(0))
+
+        towers = self.step.towers
+        while towers.step < self.steps:
+            before = towers.step
+            for batch in self.loader:
+                yield StopFlags(self._step(batch, flags, hooks).flags)
+                if towers.step >= self.steps:
+                    return
+            if towers.step == before:
+                raise DataError(f"{type(self.loader).__name__} gave no batch: expected one or more an epoch")
+
+    def _step(self, batch: Any, flags: Any, hooks: Hooks) -> Report:
+        hooks.before_step(batch)
+        report = self.step(batch, flags=flags)
+        hooks.after_step(report)
+        return report
+
+    def _evaluate(self, hooks: Hooks) -> Mapping[str, float]:
+        if self.evaluate is None:
+            return {}
+        metrics = self.measure()
+        hooks.evaluated(metrics)
+        return metrics
+
+    def _stopped(self, flags: StopFlags) -> TrainingResult:
+        step = self.step.towers.step
+        if self.job.is_first:
+            sys.stdout.flush()
+            sys.stderr.write(_goodbye(step, flags))
+        if flags.exit_status:
+            raise SystemExit(flags.exit_status)
+        return TrainingResult(step, {}, digest(self.model), "max_seconds")
+
+    def _done(self, metrics: Mapping[str, float]) -> TrainingResult:
+        result = TrainingResult(self.step.towers.step, metrics, digest(self.model))
+        if metrics:
+            self._print(describe(metrics))
+        self._print(f"weights sha256 {result.digest}")
+        return result
+
+    def _print(self, line: str) -> None:
+        if self.job.is_first:
+            print(line, flush=True)
+
+    def _check_fresh(self) -> None:
+        if self.fresh and may_restart():
+            raise ConfigError(
+                "--fresh together with torchrun's --max-restarts would start over at every restart: delete "
+                f"{self.run_dir} once, or choose another --run-dir"
+            )
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name} = {value!r}: expected an int of at least {least}")
+
+
+def _is_evaluation_due(step: int, trainer: Trainer) -> bool:
+    return trainer.evaluate_every > 0 and step % trainer.evaluate_every == 0
+
+
+def _is_checkpoint_due(step: int, flags: StopFlags, trainer: Trainer) -> bool:
+    """Say, alike on every worker, whether a checkpoint follows after `step` steps."""
+    is_planned = step % trainer.checkpoint_every == 0 or step == trainer.steps
+    return is_planned or bool(flags)
+
+
+def _goodbye(step: int, flags: StopFlags) -> str:
+    return (
+        f"samestep: stopped after step {step} by {flags.reason}; checkpoint written; run the same command "
+        "to continue\n"
+    )

@@ -1,0 +1,339 @@
+"""A trainer for people's own models: what it does, on how many workers ever, and where it is interrupted."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import samestep
+from samestep.errors import ConfigError, DataError
+
+from .simulation import values
+
+NUM_TOWERS = 7
+
+
+def examples():
+    torch.manual_seed(1)
+    inputs = torch.randn(53, 4)
+    return TensorDataset(inputs, (inputs.sum(1) > 0).long())
+
+
+def accuracy(model, batch):
+    assert not model.training
+    torch.rand(3)  # from a stream of its own
+    logits = model(batch[0])
+    loss = F.cross_entropy(logits, batch[1], reduction="sum")
+    return {"accuracy": ((logits.argmax(1) == batch[1]).sum(), len(batch[1])), "loss": (loss, len(batch[1]))}
+
+
+def trainer_of(job, run_dir, rate=0.1, **options):
+    """A net with dropout and momentum, 7 towers, batches of 10 of 53 rows: the last one is short."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 2))
+    towers = samestep.Towers(model, NUM_TOWERS, job=job, seed=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+    step = samestep.Step(towers, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), optimizer)
+    loader = samestep.TowerLoader(examples(), 10, towers, seed=3)
+    options = {"steps": 15, "log_every": 5, **options}
+    evaluate = samestep.Evaluation(examples(), accuracy, rows=8)
+    return samestep.Trainer(step, loader, run_dir=run_dir, evaluate=evaluate, **options)
+
+
+def run(run_dir, num_workers=1, **options):
+    """Return the results of all workers, which are the same."""
+    results = values(lambda job: trainer_of(job, run_dir, **options).run(), num_workers)
+    assert all(result == results[0] for result in results)
+    return results[0]
+
+
+def lines_of(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("whole"))
+
+
+# ---- the same bits -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_any_number_of_workers_gets_the_same_weights_and_metrics(tmp_path, whole, num_workers):
+    assert run(tmp_path, num_workers, evaluate_every=4) == whole
+
+
+def test_a_run_goes_on_with_other_workers(tmp_path, whole):
+    for steps, num_workers in ((4, 3), (9, 1), (15, 2)):
+        result = run(tmp_path, num_workers, steps=steps, checkpoint_every=3)
+    assert result == whole
+
+
+def test_a_time_limit_ends_it_after_a_checkpoint_and_without_metrics(tmp_path, whole):
+    stopped = run(tmp_path, 2, max_seconds=1e-9)
+    assert (stopped.step, stopped.metrics, stopped.reason) == (1, {}, "max_seconds")
+    assert run(tmp_path, 2) == whole
+
+
+def test_what_is_evaluated_meanwhile_changes_nothing(tmp_path, whole):
+    result = run(tmp_path, evaluate_every=1)
+    assert result == whole
+    assert [line["step"] for line in lines_of(tmp_path) if "accuracy" in line] == [*range(1, 16)]
+
+
+# ---- callbacks -----------------------------------------------------------------------------------------
+
+
+class Noting(samestep.Callback):
+    def __init__(self):
+        self.seen = []
+
+    def on_start(self, trainer):
+        self.seen.append("start")
+
+    def before_step(self, trainer, batch):
+        self.seen.append(f"before {trainer.step.towers.step}")
+
+    def after_step(self, trainer, report):
+        self.seen.append(f"after {report.step}")
+
+    def after_evaluation(self, trainer, metrics):
+        self.seen.append(f"evaluated {sorted(metrics)}")
+
+    def after_checkpoint(self, trainer, path):
+        assert (path / "manifest.json").exists()
+        self.seen.append(path.name)
+
+    def on_end(self, trainer):
+        self.seen.append("end")
+
+
+def test_callbacks_are_called_at_their_points(tmp_path):
+    noting = Noting()
+    trainer_of(
+        samestep.Job(torch.device("cpu")), tmp_path, steps=2, evaluate_every=1, callbacks=[noting]
+    ).run()
+    evaluated = "evaluated ['accuracy', 'loss']"
+    assert [seen for seen in noting.seen if not seen.startswith("step-")] == [
+        *("start", "before 0", "after 0", evaluated, "before 1", "after 1", evaluated, "end")
+    ]
+    assert noting.seen[-2:] == ["step-00000002", "end"]
+
+
+class Patience(samestep.Callback):
+    """Halves the learning rate at every second evaluation, and stops at the fifth."""
+
+    def __init__(self):
+        self.count = 0
+
+    def after_evaluation(self, trainer, metrics):
+        self.count += 1
+        if self.count % 2 == 0:
+            for group in trainer.step.optimizer.param_groups:
+                group["lr"] /= 2
+        if self.count == 5:
+            trainer.stop()
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_callbacks_have_a_state_and_may_stop_the_run(tmp_path, num_workers):
+    def go(run_dir, steps):
+        options = {"steps": steps, "evaluate_every": 2, "checkpoint_every": 2}
+        results = values(
+            lambda job: trainer_of(job, run_dir, callbacks=[Patience()], **options).run(), num_workers
+        )
+        assert all(result == results[0] for result in results)
+        return results[0]
+
+    once = go(tmp_path / "once", 15)
+    assert once.step == 11  # the step after that in which it was asked
+    assert once.metrics
+    go(tmp_path / "parts", 4)
+    assert go(tmp_path / "parts", 15) == once
+
+
+def test_what_a_callback_raises_ends_the_run_and_its_end_is_called(tmp_path):
+    class Raising(Noting):
+        def after_step(self, trainer, report):
+            raise KeyError("mine")
+
+    raising = Raising()
+    with pytest.raises(KeyError, match="mine"):
+        run(tmp_path, callbacks=[raising])
+    assert raising.seen == ["start", "before 0", "end"]
+
+
+# ---- loggers -------------------------------------------------------------------------------------------
+
+
+class Kept(samestep.Logger):
+    def __init__(self, every=None):
+        self.every = every
+        self.lines = []
+
+    def log(self, step, scalars):
+        self.lines.append((step, scalars))
+
+
+def test_loggers_get_scalars_at_their_steps_on_worker_0_alone(tmp_path):
+    loggers = []
+
+    def work(job):
+        loggers.append(Kept(every=6 if job.is_first else 1))
+        trainer_of(job, tmp_path, loggers=[loggers[-1]]).run()
+
+    values(work, 3)
+    (kept,) = [logger for logger in loggers if logger.lines]
+    assert [step for step, _ in kept.lines] == [6, 12, 15]  # the last one is of the evaluation
+    names = kept.lines[0][1].keys()
+    assert {"loss/total", "loss/total (smoothed)", "step/learning rate", "towers/0/loss"} <= names
+    assert kept.lines[-1][1].keys() == {"accuracy", "loss"}
+
+
+def test_a_logger_that_fails_is_left_out_and_the_run_goes_on(tmp_path, whole, capsys):
+    class Broken(samestep.Logger):
+        def log(self, step, scalars):
+            raise OSError(28, "No space left on device")
+
+    assert run(tmp_path, loggers=[Broken()]) == whole
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "samestep: Broken failed (No space left on device); going on without"
+
+
+def test_a_term_that_fails_is_left_out(tmp_path, whole, capsys):
+    assert run(tmp_path, terms=lambda model: 1 // 0) == whole
+    assert capsys.readouterr().err.count("terms failed (ZeroDivisionError") == 1
+
+
+def test_lines_of_metrics_go_on_where_the_run_does(tmp_path):
+    run(tmp_path, steps=10, checkpoint_every=100)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 11, "time": 1, "lost": 1}\n{"step": 1\n[]\n')
+    run(tmp_path, 2)
+    lines = lines_of(tmp_path)
+    assert [line["step"] for line in lines if "loss/total" in line] == [5, 10, 15]
+    assert [line["workers"] for line in lines if line.get("event") == "start"] == [1, 2]
+    assert not any("lost" in line for line in lines)
+
+
+def test_metrics_are_never_written_through_a_link(tmp_path, whole, capsys):
+    other = tmp_path / "other"
+    other.write_text("mine")
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "metrics.jsonl").symlink_to(other)
+    assert run(run_dir) == whole
+    assert other.read_text() == "mine"
+
+
+# ---- what is refused -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rate": 0.2}, "was trained with optimizer's lr = 0.1, not 0.2"),
+        ({"must_match": {"width": 9}}, "was trained with width = 8, not 9"),
+    ],
+)
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_another_experiment_is_refused(tmp_path, num_workers, options, message):
+    run(tmp_path, steps=2, must_match={"width": 8})
+    for error in values(lambda job: refusal(job, tmp_path, **options), num_workers):
+        assert message in error
+
+
+def refusal(job, run_dir, **options):
+    with pytest.raises(ConfigError) as caught:
+        trainer_of(job, run_dir, **options).run()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("steps", 0), ("steps", 1.5), ("log_every", 0), ("evaluate_every", -1), ("keep_checkpoints", True)],
+)
+def test_numbers_out_of_range_are_refused(tmp_path, option, value):
+    with pytest.raises(ConfigError, match=f"{option} = {value}: expected"):
+        trainer_of(samestep.Job(torch.device("cpu")), tmp_path, **{option: value})
+
+
+def test_a_loader_without_a_position_is_refused(tmp_path):
+    trainer = trainer_of(samestep.Job(torch.device("cpu")), tmp_path)
+    with pytest.raises(ConfigError, match="loader is a list: expected a TowerLoader"):
+        samestep.Trainer(trainer.step, [1], run_dir=tmp_path, steps=1)
+
+
+def test_a_loader_without_batches_is_refused(tmp_path):
+    trainer = trainer_of(samestep.Job(torch.device("cpu")), tmp_path)
+
+    class Empty(samestep.TowerLoader):
+        def __iter__(self):
+            return iter(())
+
+    trainer.loader.__class__ = Empty
+    with pytest.raises(DataError, match="Empty gave no batch"):
+        trainer.run()
+
+
+# ---- scripts and files -----------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+
+import samestep
+from tests.test_trainer import trainer_of
+
+
+def main(job):
+    if "fail" in sys.argv and job.rank == 1:
+        raise samestep.ConfigError("no such thing")
+    trainer_of(job, sys.argv[2]).run()
+    if "fail" in sys.argv:
+        raise AssertionError
+
+
+samestep.launch(main, int(sys.argv[1]), towers=7)
+"""
+
+
+def run_script(tmp_path, *words):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    return subprocess.run(
+        [sys.executable, str(script), *words],
+        capture_output=True,
+        text=True,
+        env={
+            **environment(),
+            "PYTHONPATH": f"{Path(__file__).parents[1]}:{Path(samestep.__file__).parents[1]}",
+        },
+    )
+
+
+def environment():
+    folders = Path(__file__).parents[1], Path(samestep.__file__).parents[1]
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return {**kept, "PYTHONPATH": ":".join(map(str, folders))}
+
+
+def test_a_script_starts_its_workers(tmp_path, whole):
+    done = run_script(tmp_path, "2", str(tmp_path / "run"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.findall(r"^weights sha256 (\w+)$", done.stdout, re.M) == [whole.digest]
+    assert "7 towers on 2 workers (cpu), batches of 10 rows" in done.stdout
