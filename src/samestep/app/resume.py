@@ -2,29 +2,67 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from samestep.app.json_lines import FILE as METRICS
 from samestep.app.lock import RunLock
-from samestep.app.run_folder import Search, newest_whole, set_aside, tidy
+from samestep.app.run_folder import Search, clear, newest_whole, set_aside, tidy
+from samestep.app.tensorboard import FOLDER
 from samestep.app.writer import CheckpointWriter
 from samestep.checkpoint.objects import TrainingObjects
 from samestep.checkpoint.snapshot import restore, take_snapshot
 from samestep.errors import ConfigError, shown
 from samestep.identity import Fingerprint, changes, fingerprint
 from samestep.workers.agreement import from_first_worker
+from samestep.workers.environment import may_restart
 from samestep.workers.job import Job
 
 if TYPE_CHECKING:
+    from samestep.app.settings import Settings
     from samestep.app.trainer import Trainer
 
-__all__ = ["resume", "write_checkpoint"]
+__all__ = ["check_fresh", "open_run", "resume", "write_checkpoint"]
 
 _SETTINGS = "settings"
 _MUST_MATCH = "must_match"
 """Name, in a checkpoint, a recipe's settings and a script's, as far as its numbers depend on them."""
+
+
+def check_fresh(trainer: Trainer) -> None:
+    """Raise a `ConfigError` where starting over would delete more than once."""
+    if trainer.fresh and may_restart():
+        raise ConfigError(
+            "--fresh together with torchrun's --max-restarts would start over at every restart: delete "
+            f"{trainer.run_dir} once, or choose another --run-dir"
+        )
+
+
+def open_run(trainer: Trainer, lock: RunLock) -> None:
+    """Get the folder and all parts into the state in which training begins or goes on; see `resume`."""
+    job, settings = trainer.job, trainer.settings
+    if trainer.fresh:
+        from_first_worker(job, lambda: _start_over(lock))
+    if settings is not None:
+        from_first_worker(job, settings.check_same_experiment)
+    resume(trainer, lock)
+    if settings is not None:
+        from_first_worker(job, lambda: _note(settings, lock))
+
+
+def _start_over(lock: RunLock) -> None:
+    clear(lock.checkpoints)
+    shutil.rmtree(lock.run_dir / FOLDER, ignore_errors=True)
+    for name in ("settings.json", METRICS):
+        (lock.run_dir / name).unlink(missing_ok=True)
+
+
+def _note(settings: Settings, lock: RunLock) -> None:
+    lock.check()
+    settings.write()
 
 
 def write_checkpoint(trainer: Trainer, writer: CheckpointWriter) -> None:

@@ -50,7 +50,25 @@ _TRAINER_OPTIONS = (
 
 @dataclass(frozen=True)
 class Settings(abc.ABC):
-    """The options that all recipes share."""
+    """A recipe: the options that all share, and in a class derived from it those of its own.
+
+    Such a class is a frozen dataclass. Its docstring and the strings below its fields are the help of
+    `samestep train`; a field's type says what values it may have. All options are kept in the run's folder,
+    and a run is continued only with the same, but for those in `free`.
+
+    Raises:
+        ConfigError: an option has a value that its type does not allow.
+
+    Example:
+        >>> @dataclass(frozen=True)
+        ... class Mine(Settings):
+        ...     width: int = 64
+        ...     def build(self, job):
+        ...         raise NotImplementedError  # see docs/trainer.md
+        >>> Mine(width=8, steps=0)
+        Traceback (most recent call last):
+        samestep.errors.ConfigError: --steps 0: expected an integer from 1 to 1000000000000
+    """
 
     towers: Annotated[int, Range(1, 65_536)] = 8
     """Slices of the global batch; part of the experiment, like the batch size."""

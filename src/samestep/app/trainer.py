@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -17,20 +16,15 @@ from samestep.app.display import print_placement
 from samestep.app.evaluation import Evaluation, describe
 from samestep.app.hooks import Hooks
 from samestep.app.interruption import Interruption, StopFlags
-from samestep.app.json_lines import FILE as METRICS
 from samestep.app.lock import RunLock
 from samestep.app.output import lasting_output
-from samestep.app.resume import resume, write_checkpoint
-from samestep.app.run_folder import clear
+from samestep.app.resume import check_fresh, open_run, write_checkpoint
 from samestep.app.scalars import Terms
-from samestep.app.tensorboard import FOLDER
 from samestep.app.writer import CheckpointWriter
 from samestep.errors import ConfigError, DataError
 from samestep.identity import digest
 from samestep.towers.report import Report
 from samestep.towers.step import Step
-from samestep.workers.agreement import from_first_worker
-from samestep.workers.environment import may_restart
 from samestep.workers.job import Job
 
 if TYPE_CHECKING:
@@ -181,12 +175,14 @@ class Trainer:
             StorageError: a checkpoint cannot be written.
             SystemExit: a signal stopped it, after a checkpoint; 128 + its number.
         """
-        self._check_fresh()
+        check_fresh(self)
         interruption = Interruption(
             self.job, max_seconds=self.max_seconds, checkpoint_minutes=self.checkpoint_minutes
         )
         with lasting_output(), RunLock(Path(self.run_dir), self.job) as lock:
-            self._open(lock)
+            open_run(self, lock)
+            if self.log_placement:
+                print_placement(self.step.towers)
             return self._train(interruption, lock)
 
     def stop(self) -> None:
@@ -196,28 +192,6 @@ class Trainer:
     def measure(self) -> dict[str, float]:
         """Evaluate now, and return the metrics, on every worker; all must call it."""
         return {} if self.evaluate is None else self.evaluate(self.evaluated, self.job)
-
-    def _open(self, lock: RunLock) -> None:
-        """Get the folder and all parts into the state in which training begins or goes on."""
-        if self.fresh:
-            from_first_worker(self.job, lambda: self._start_over(lock))
-        if self.settings is not None:
-            from_first_worker(self.job, self.settings.check_same_experiment)
-        resume(self, lock)
-        from_first_worker(self.job, lambda: self._note(lock))
-        if self.log_placement:
-            print_placement(self.step.towers)
-
-    def _start_over(self, lock: RunLock) -> None:
-        clear(lock.checkpoints)
-        shutil.rmtree(lock.run_dir / FOLDER, ignore_errors=True)
-        for name in ("settings.json", METRICS):
-            (lock.run_dir / name).unlink(missing_ok=True)
-
-    def _note(self, lock: RunLock) -> None:
-        lock.check()
-        if self.settings is not None:
-            self.settings.write()
 
     def _train(self, interruption: Interruption, lock: RunLock) -> TrainingResult:
         """Take steps to the last one, or until any worker has to stop."""
@@ -299,13 +273,6 @@ class Trainer:
     def _print(self, line: str) -> None:
         if self.job.is_first:
             print(line, flush=True)
-
-    def _check_fresh(self) -> None:
-        if self.fresh and may_restart():
-            raise ConfigError(
-                "--fresh together with torchrun's --max-restarts would start over at every restart: delete "
-                f"{self.run_dir} once, or choose another --run-dir"
-            )
 
 
 def _check_count(name: str, value: object, least: int) -> None:
