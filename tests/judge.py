@@ -23,7 +23,7 @@ from torch import Tensor
 from samestep.app.interruption import StopFlags
 from samestep.errors import AbandonedError, DisagreementError, LostWorkerError, UsageError
 
-from .program import Note, Place
+from .program import INTERRUPTS, Note, Place
 from .protocol import RATE, ROWS
 from .simulation import TIMEOUT, Killed, Outcome, World
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .schedules import Schedule
 
 REFUSED = "when other workers may have taken it"
+GAVE_UP = "was interrupted in the middle of"
 FATAL = ("killed", "stopped", "stalled")
 
 
@@ -67,7 +68,7 @@ class Trial:
             for note in self.log
             if note.kind == "ended"
             and id(note.value) not in left
-            and not isinstance(note.value, (LostWorkerError, Killed))
+            and (GAVE_UP in str(note.value) or not isinstance(note.value, (LostWorkerError, Killed)))
         }
 
     def is_lost(self, rank: int) -> bool:
@@ -139,6 +140,9 @@ def judge_left(trial: Trial, note: Note, struck: dict[int, str], left: set[int])
 
 
 def judge_loss(trial: Trial, note: Note) -> None:
+    own = [each.value[0] for each in trial.log if each.kind == "struck" and each.rank == note.rank]
+    if GAVE_UP in str(note.value) and any(isinstance(error, INTERRUPTS) for error in own):
+        return
     assert trial.follows_a_loss(note), f"{told(note)}, but nobody was lost"
     if "did not answer" in str(note.value):
         kinds = {kind for _, kind, _, _ in trial.world.events[: note.event]}
@@ -168,7 +172,7 @@ def words_of(error: BaseException, place: Place, kind: str) -> str:
 
     User code runs inside samestep where it counts, and where the loss is one of the whole batch.
     """
-    name = f"{type(error).__name__}: {error}"
+    name = f"{type(error).__name__}: {error}".removesuffix(": ")
     is_own = isinstance(error, UsageError)
     is_inside = isinstance(place, int) or (kind == "whole" and isinstance(place, tuple))
     if place in ("begin", "count") or (is_own and is_inside):
@@ -198,7 +202,7 @@ def judge_last_error(trial: Trial, note: Note) -> None:
     """A program ends by what struck it, by that for which it left a step, or because of a loss."""
     own = [each for each in trial.log if each.rank == note.rank]
     errors = [each.value[0] for each in own if each.kind == "struck"]
-    is_late = any(isinstance(error, KeyboardInterrupt) for error in errors) and REFUSED in str(note.value)
+    is_late = any(isinstance(error, INTERRUPTS) for error in errors) and REFUSED in str(note.value)
     errors += [each.value for each in own if each.kind == "left"]
     if isinstance(note.value, LostWorkerError):
         judge_loss(trial, note)

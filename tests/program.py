@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ Place = str | int | tuple[int, int]
 """Where a worker's own code may fail: "begin", "count", "after", before a tower's pass, or in a backward."""
 
 ATTEMPTS = 3
+INTERRUPTS = (KeyboardInterrupt, TimeoutError)
 
 
 # ---- what is noted -----------------------------------------------------------------------------------
@@ -96,23 +98,35 @@ def take_steps(
             job.transport.calls[event, is_after] = lambda: interruption.acknowledge(StopFlags.SIGTERM)
     for worker, event, is_after in schedule.interrupts:
         if worker == job.rank:
-            job.transport.calls[event, is_after] = lambda: script.strike(KeyboardInterrupt())
+            # What a signal handler raises may be any exception.
+            error = TimeoutError("planted") if event % 5 == 3 else KeyboardInterrupt()
+            job.transport.calls[event, is_after] = partial(script.strike, error)
 
     def ask() -> StopFlags:
         flags = interruption.flags()
         script.note("asked", flags)
         return flags
 
-    towers = kind(job, schedule, script, ask)
+    towers = do(lambda: kind(job, schedule, script, ask), schedule)
     flags = StopFlags(0)
     while towers.step < len(schedule.tasks) and flags.reason is None:
         flags = take_step(towers, schedule, script)
         if _is_checkpoint_due(towers.step, flags, settings):
-            steps = gather_objects(job.transport, towers.step, "checkpoint")
+            steps = do(lambda: gather_objects(job.transport, towers.step, "checkpoint"), schedule)
             script.note("wrote", steps, towers.weights)
         if flags.reason is not None:
             interruption.acknowledge(flags)
     return towers.step, flags.reason
+
+
+def do(act: Callable[[], Any], schedule: Schedule) -> Any:
+    """Do what all workers do outside of steps, perhaps once more after an interrupt."""
+    try:
+        return act()
+    except INTERRUPTS:
+        if not schedule.retries:
+            raise
+        return act()  # is refused where messages of the first time may be on their way
 
 
 def take_step(towers: Any, schedule: Schedule, script: Script) -> StopFlags:

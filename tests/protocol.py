@@ -187,21 +187,23 @@ class PlainTowers:
         """As `Towers.abandon`."""
         exchange = self.exchange or self.opening
         if exchange is not None and exchange.is_committed:
+            self.job.transport.give_up(exchange.where)
             raise UsageError(f"step {self.step} was interrupted, when other workers may have taken it")
         self.opening = None
         if self.exchange is None:
             return
         cause = sys.exception()
         with contextlib.suppress(AbandonedError, DisagreementError):
-            self.leave(AbandonedError(f" after {type(cause).__name__}: {cause}"))
+            self.leave(AbandonedError(f" after {type(cause).__name__}: {cause}".removesuffix(": ")))
 
     def leave(self, error: Error) -> None:
         """As `Towers._leave`."""
         self.sums.clear()
         try:
             self.exchange.fail(error)
-        except Exception:
-            self.exchange = None
+        except Exception as raised:
+            if raised is error:
+                self.exchange = None
             raise
 
     @contextlib.contextmanager
@@ -212,7 +214,8 @@ class PlainTowers:
         except Error as error:
             self.leave(error)
         except Exception:
-            self.abandon()
+            if not self.exchange.is_committed:
+                self.abandon()
             raise
 
 

@@ -7,7 +7,8 @@ is killed or stops, and when, all come from the seed, so a seed that fails is a 
 Messages between two workers arrive in order, as over gloo. What would abort a process there (a message of
 another size than its receiver expects) is an `AssertionError` here. Memory that a message should fill holds
 garbage until then, and one that a sender still owns is read as late as possible. Posting to a worker that
-is gone fails at once, or when the post is waited for. Whoever waits for `TIMEOUT` without an answer hangs up.
+is gone fails at once, or when the post is waited for, and whoever has met a loss can post no more. Whoever
+waits for `TIMEOUT` without an answer hangs up.
 What a process has for itself, its generators, is put away and back where the turn goes to another worker.
 """
 
@@ -242,6 +243,7 @@ class Worker:
         self.outcome = Outcome()
         self.streams: GlobalStreams | None = None
         self.is_running = True
+        self.loss: str | None = None  # the first that this worker has met, after which it can post no more
         self.num_events = 0
         self.calls: dict[tuple[int, bool], Callable[[], None]] = {}  # at (event, whether after it)
         self.condition: Callable[[], bool] = lambda: True
@@ -338,7 +340,8 @@ class Worker:
         if not lost:
             self.world.end(self.rank, is_killed=True)
         who, how = (f"worker {lost[0]}", "is gone") if lost else ("another worker", "did not answer")
-        return LostWorkerError(f"{what}: {who} {how} at {self.world.time}")
+        self.loss = self.loss or f"{who} {how} at {self.world.time}"
+        return LostWorkerError(f"{what}: {self.loss}")
 
     # ---- what `Transport` asks for ---------------------------------------------------------------------
 
@@ -346,10 +349,12 @@ class Worker:
         self, outgoing: Mapping[int, Sequence[Tensor]], incoming: Mapping[int, Sequence[Tensor]], what: str
     ) -> Posted:
         self.note_event("post", what)
+        if self.loss is not None:
+            raise LostWorkerError(f"{what}: {self.loss}")
         to_fill = {source: filled for source, tensors in incoming.items() if (filled := as_bytes(tensors))}
         to_send = {target: content for target, tensors in outgoing.items() if (content := as_bytes(tensors))}
         lost = [*self.lost_sources(to_fill), *self.lost_targets(to_send)]
-        if lost and (self.rank in self.world.gone or self.world.random.random() < 0.5):
+        if lost and self.world.random.random() < 0.5:
             raise self.lost_worker(what, lost)
         received = {source: Receive(tensors) for source, tensors in to_fill.items()}
         for source, receive in received.items():
@@ -359,6 +364,10 @@ class Worker:
         sent = {target: self.world.send(self.rank, target, tensors) for target, tensors in to_send.items()}
         self.call(is_after=True)
         return Posted(self, what, received, sent)
+
+    def give_up(self, what: str) -> None:
+        if self.world_size > 1:
+            self.loss = self.loss or f"worker {self.rank} was interrupted in the middle of {what}"
 
     def close(self) -> None:
         pass

@@ -1,5 +1,8 @@
 """What workers say to each other, on simulated transports, against what one process would compute."""
 
+import contextlib
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -142,3 +145,18 @@ def test_a_killed_worker_is_named_and_nobody_hangs(name, num_workers):
             assert all(isinstance(e, LostWorkerError) and str(e).startswith("it: worker") for e in errors)
             if name != "tensors" and event < whole.workers[lost].num_events:
                 assert len(errors) == len(outcomes)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, TimeoutError])
+@pytest.mark.parametrize("moment", [(1, False), (1, True), (2, False), (2, True), (3, False), (4, True)])
+def test_after_an_interrupt_nothing_can_be_posted_that_others_would_take_for_the_rest(error, moment):
+    def work(job):
+        if job.rank == 1:
+            job.transport.calls[moment] = mock.Mock(side_effect=error)
+        with pytest.raises(error) if job.rank == 1 else contextlib.nullcontext():
+            gather_objects(job.transport, "before", "agreement")
+        return gather_objects(job.transport, "after", "checkpoint")
+
+    texts = [outcome.text for outcome in simulate(work, 3)]
+    assert texts[1] == ("LostWorkerError: checkpoint: worker 1 was interrupted in the middle of agreement")
+    assert all(text.startswith("LostWorkerError: ") for text in texts)

@@ -20,7 +20,7 @@ from samestep.summation.exchange import Exchange
 from samestep.summation.placement import Placement
 
 from . import schedules
-from .simulation import values
+from .simulation import Worker, values
 
 BIG = 140_000  # as many float32 numbers are sent in shards for W > 1
 
@@ -229,6 +229,18 @@ def test_whatever_happens_with_a_model_the_bits_or_the_error_are_right(first, on
     assert schedules.run(range(first, first + 20), with_model=True)[1] == []
 
 
+FOUND = {
+    "a worker that was lost while an error was told": (34570, 37605, 67244, 72462, 74801, 83911, 102345),
+    "an interrupt while an error is told": (77013, 98230),
+    "an interrupt that became the reason": (11161, 67796, 96491),
+}
+
+
+@pytest.mark.parametrize("what", FOUND)
+def test_what_long_runs_have_found(what, one_thread):
+    assert schedules.run(FOUND[what])[1] == []
+
+
 def test_everything_happens_in_some_schedule(one_thread):
     seen, _ = schedules.run(range(100))
     errors = ("AbandonedError", "DisagreementError", "KeyboardInterrupt", "Killed", "LostWorkerError")
@@ -256,6 +268,7 @@ DEFECTS = {
     "nobody looks at how others ended": (Exchange, "_wait_for_last", lambda self: self._buckets[-1].wait()),
     "headers are not compared": (Exchange, "_check", lambda self, headers: None),
     "nothing is waited for": (SharedBucket, "wait", lambda self: None),
+    "who was interrupted among messages posts others": (Worker, "give_up", lambda self, what: None),
 }
 
 

@@ -4,8 +4,10 @@ import datetime
 import multiprocessing
 import os
 import signal
+import socket
 import time
 import traceback
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from samestep.errors import LostWorkerError
 from samestep.workers.collectives import gather_objects
 from samestep.workers.meeting import meet
+from samestep.workers.peers import Peers
 from samestep.workers.transport import Alone, ProcessGroup, how_lost, is_lost_connection
 
 SMALL = 2**18 // 4  # float32 numbers up to which a tensor shares a message
@@ -304,6 +307,25 @@ def test_nothing_is_posted_once_a_worker_is_lost(monkeypatch):
     transport.waiter.first_loss("worker 1 did not answer for 1 s")
     with pytest.raises(LostWorkerError, match="step 3: worker 1 did not answer for 1 s"):
         transport.post({1: [torch.zeros(1)]}, {1: [torch.zeros(1)]}, "step 3")
+
+
+def test_nothing_is_posted_after_an_interrupt_among_messages_and_others_know(monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    here, there = socket.socketpair()
+    transport, other = ProcessGroup(torch.device("cpu"), 1.0), Peers({0: there})
+    transport.waiter.peers = Peers({1: here})
+    monkeypatch.setattr(transport, "post", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        gather_objects(transport, 1, "checkpoint one")
+    monkeypatch.undo()
+    sentence = "worker 0 was interrupted in the middle of checkpoint one"
+    with pytest.raises(LostWorkerError, match=f"step 3: {sentence}"):
+        transport.post({1: [torch.zeros(1)]}, {1: [torch.zeros(1)]}, "step 3")
+    other.look()
+    assert other.loss() == sentence
+    here.close()
+    there.close()
 
 
 def test_a_worker_alone_has_nobody_to_wait_for():

@@ -113,7 +113,7 @@ class DisagreementError(Error, RuntimeError):
 
 
 class LostWorkerError(Error, RuntimeError):
-    """A worker of the job exited, or did not answer within the timeout."""
+    """A worker of the job exited, was interrupted among messages, or did not answer within the timeout."""
 
     exit_status = 1
 

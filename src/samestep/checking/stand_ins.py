@@ -104,6 +104,9 @@ class _StandIn:
             self._num_expected[source] += 1
         return _Posted(self, expected, numbers, what)
 
+    def give_up(self, what: str) -> None:
+        """Do nothing: an interrupt ends them all."""
+
     def receive(self, source: int, number: int, what: str) -> list[Tensor]:
         """Return a message, for which other stand-ins may have to run."""
         messages = self.inbox[source]

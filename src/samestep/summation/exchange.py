@@ -15,7 +15,7 @@ A worker has committed to the step once it has sent its last bucket: others may 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import reduce
 from operator import or_
 from typing import NoReturn, Protocol
@@ -23,7 +23,7 @@ from typing import NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from samestep.errors import DisagreementError, LostWorkerError
+from samestep.errors import DisagreementError, Error, LostWorkerError
 from samestep.summation.bucket_exchange import LocalBucket, Node, SharedBucket
 from samestep.summation.gradients import Gradients
 from samestep.summation.plan import Plan
@@ -98,8 +98,8 @@ class Exchange:
         rows = list(zip(headers, tables, strict=True))
         with self.unbroken():
             post_to_all(self._job.transport, rows, f"{self.where}, counts").wait()
-        self._compared = True
-        self._check(headers)
+            self._compared = True
+            self._check(headers)
         return torch.cat(tables)
 
     def change_to(self, plan: Plan) -> None:
@@ -115,28 +115,39 @@ class Exchange:
     def fail(self, error: BaseException) -> NoReturn:
         """Send the other workers an error, instead of what they wait for, and raise it.
 
-        Buckets that are still to be sent are sent unfilled.
+        Buckets that are still to be sent are sent unfilled. Called again after an interrupt, it goes on where
+        it was, and the others hear of the first error.
         """
         if isinstance(error, LostWorkerError):
             self.is_over = True
         if self._job.world_size == 1 or self.is_over or self.is_committed:
             raise error
-        self._status, self._error = _FAILED, error
-        with suppress(LostWorkerError):  # what went wrong here says more
-            if not self._buckets:
-                self._send_unfilled()
-            while len(self._buckets) < len(self.plan.buckets):
-                self.send(None)
-            self._wait_for_last()
+        if self._error is None:
+            self._status, self._error = _FAILED, error
+        try:
+            self._tell()
+        except LostWorkerError:  # what went wrong here says more
+            self.is_over = True
+        except BaseException as raised:
+            if raised is not self._error:
+                raise
         raise error
 
+    def _tell(self) -> None:
+        if self._known is None:
+            self._send_unfilled()
+        while len(self._buckets) < len(self.plan.buckets):
+            self.send(None)
+        self._wait_for_last()
+
     def _send_unfilled(self) -> None:
+        """Send what comes first, unless it has been sent, and see what the others sent."""
         if not self._compared:
             num_towers = len(self.plan.placement.towers(self._job.rank))
             self.compare(torch.zeros(num_towers, len(self.plan.sums), dtype=torch.float64))
-        else:
+        if not self._buckets:
             self.send(None)
-            self._wait_for_first()
+        self._wait_for_first()
 
     def start(self, towers: Sequence[TowerScalars]) -> None:
         """Note the scalars of all this worker's towers, which travel with the first bucket."""
@@ -170,13 +181,16 @@ class Exchange:
 
     @contextmanager
     def unbroken(self) -> Iterator[None]:
-        """Exchange messages of which some may have gone, and some not, after an interrupt: nobody leaves."""
+        """Exchange messages of which some may have gone, and some not, after an interrupt: nobody leaves.
+
+        Whatever is not the exchange's own error is an interrupt: signal handlers raise what they like.
+        """
         try:
             yield
-        except Exception:
-            raise
-        except BaseException:
-            self.is_committed = self._job.world_size > 1
+        except BaseException as error:
+            if not isinstance(error, Error) and error is not self._error:
+                self.is_committed = self._job.world_size > 1
+                self._job.transport.give_up(self.where)
             raise
 
     def finish(self, sparse_sums: Sequence[Gradients]) -> list[tuple[int, Tensor | None]]:
@@ -240,9 +254,9 @@ class Exchange:
 
     def _settle(self) -> None:
         """Exchange errors and descriptions, and raise unless all workers have the same and none failed."""
-        self.is_over = True
-        rest = {} if self._rest is None else self._rest.in_words()
         with self.unbroken():
+            self.is_over = True
+            rest = {} if self._rest is None else self._rest.in_words()
             agree(self._job, {**self._described, **rest}, where=self.where, error=self._error)
         if self._status != _CHANGED:
             raise DisagreementError(f"{self.where}: workers differ, and none of them can say in what")

@@ -336,6 +336,7 @@ class Towers:
         run = self._run
         exchange = self._opening if run is None else run.exchange
         if exchange is not None and exchange.is_committed:
+            self.job.transport.give_up(exchange.where)
             raise UsageError(
                 f"step {self._step} was interrupted in an exchange, when other workers may have taken it: "
                 "end this process, and go on from a checkpoint"
@@ -344,7 +345,8 @@ class Towers:
         if run is None:
             return
         cause = sys.exception()
-        reason = "" if cause is None else f" after {one_line(f'{type(cause).__name__}: {cause}')}"
+        name = one_line(f"{type(cause).__name__}: {cause}").removesuffix(":")
+        reason = "" if cause is None else f" after {name}"
         with contextlib.suppress(AbandonedError, DisagreementError):
             self._leave(run, AbandonedError(reason))
 
@@ -353,8 +355,9 @@ class Towers:
         run.drop()
         try:
             run.exchange.fail(error)
-        except Exception:
-            self._run = None
+        except Exception as raised:
+            if raised is error:
+                self._run = None
             raise
 
     @contextlib.contextmanager
@@ -365,7 +368,8 @@ class Towers:
         except Error as error:
             self._leave(run, error)
         except Exception:
-            self.abandon()
+            if not run.exchange.is_committed:
+                self.abandon()
             raise
 
     def _report(self, run: StepRun, gradients: Sequence[Tensor], **more: Any) -> Report:

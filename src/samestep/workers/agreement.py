@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from samestep.errors import AbandonedError, DisagreementError, Error, LostWorkerError, who_has_what
-from samestep.workers.collectives import broadcast, gather_objects
+from samestep.workers.collectives import broadcast, gather_objects, unbroken
 from samestep.workers.job import Job
 
 __all__ = ["agree", "difference", "from_first_worker"]
@@ -90,7 +90,8 @@ def from_first_worker(job: Job, work: Callable[[], T], what: str = "what worker 
     except Error as raised:
         error = raised
     finally:
-        error, result = _share((error, result), job, what)
+        with unbroken(job.transport, what):
+            error, result = _share((error, result), job, what)
     if error is not None:
         raise error
     return result  # type: ignore[no-any-return]

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from samestep.errors import Error
 from samestep.workers.transport import Pending, Transport
 
-__all__ = ["broadcast", "gather_objects", "gather_rows", "post_to_all"]
+__all__ = ["broadcast", "gather_objects", "gather_rows", "post_to_all", "unbroken"]
+
+
+@contextmanager
+def unbroken(transport: Transport, what: str) -> Iterator[None]:
+    """Exchange messages of which, after an interrupt, some have gone and some have not: post no others then.
+
+    They would be taken for those. Signal handlers raise what they like: whatever is no `Error` interrupts.
+    """
+    try:
+        yield
+    except Error:
+        raise
+    except BaseException:
+        transport.give_up(what)
+        raise
 
 
 def gather_rows(transport: Transport, values: Tensor, sizes: Sequence[int], what: str) -> Tensor:
@@ -21,7 +38,8 @@ def gather_rows(transport: Transport, values: Tensor, sizes: Sequence[int], what
     """
     parts = [values.new_empty(size, *values.shape[1:]) for size in sizes]
     parts[transport.rank] = values.contiguous()
-    post_to_all(transport, [[part] for part in parts], what).wait()
+    with unbroken(transport, what):
+        post_to_all(transport, [[part] for part in parts], what).wait()
     return torch.cat(parts)
 
 
@@ -37,8 +55,9 @@ def gather_objects(transport: Transport, value: Any, what: str) -> list[Any]:
     if transport.world_size == 1:
         return [value]
     own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes = gather_rows(transport, torch.tensor([len(own)]), [1] * transport.world_size, what).tolist()
-    parts = gather_rows(transport, own, sizes, what).split(sizes)
+    with unbroken(transport, what):
+        sizes = gather_rows(transport, torch.tensor([len(own)]), [1] * transport.world_size, what).tolist()
+        parts = gather_rows(transport, own, sizes, what).split(sizes)
     return [
         value if worker == transport.rank else pickle.loads(part.numpy().tobytes())
         for worker, part in enumerate(parts)
@@ -57,5 +76,6 @@ def broadcast(transport: Transport, tensors: Sequence[Tensor], what: str) -> Non
             outgoing[rank + num_ready] = tensors
         elif num_ready <= rank < 2 * num_ready:
             incoming[rank - num_ready] = tensors
-        transport.post(outgoing, incoming, what).wait()
+        with unbroken(transport, what):
+            transport.post(outgoing, incoming, what).wait()
         num_ready *= 2

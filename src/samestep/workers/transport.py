@@ -55,6 +55,9 @@ class Transport(Protocol):
     def post(self, outgoing: Tensors, incoming: Tensors, what: str) -> Pending:
         """Start to send `outgoing` and to fill `incoming`; `what` names it if a worker is lost."""
 
+    def give_up(self, what: str) -> None:
+        """Post nothing any more: an interrupt has broken off `what`, for which others may wait."""
+
     def close(self) -> None:
         """Leave the job; nothing may be posted afterwards."""
 
@@ -69,6 +72,9 @@ class Alone:
     def post(self, outgoing: Tensors, incoming: Tensors, what: str) -> Pending:
         """Do nothing."""
         return _Nothing()
+
+    def give_up(self, what: str) -> None:
+        """Do nothing."""
 
     def close(self) -> None:
         """Do nothing."""
@@ -117,6 +123,10 @@ class ProcessGroup:
         posted.start([operation for operation in operations if operation.tensor.device.type == "cpu"])
         posted.start_batch([operation for operation in operations if operation.tensor.device.type == "cuda"])
         return posted
+
+    def give_up(self, what: str) -> None:
+        """Let all others know that this worker was interrupted, and refuse to post."""
+        self.waiter.peers.tell(f"worker {self.rank} was interrupted in the middle of {what}")
 
     def close(self) -> None:
         """Leave the process group."""
