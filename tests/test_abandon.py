@@ -163,6 +163,21 @@ def test_abandoning_without_a_step_or_after_the_average_does_nothing():
     assert model.linear.weight.grad is not None
 
 
+def test_an_open_step_is_neither_saved_nor_loaded_into(tmp_path):
+    """Its buffers are in the middle of a pass, and other workers wait for its messages."""
+    model = Net()
+    towers = Towers(model, 3, buffers={"seen": "mean"})
+    saved = samestep.save(tmp_path / "before", model=model, towers=towers)
+    for _ in towers(words_of(0)):
+        break
+    with pytest.raises(samestep.UsageError, match=r"cannot save .*after in step 0: call .* abandon"):
+        samestep.save(tmp_path / "after", model=model, towers=towers)
+    with pytest.raises(samestep.UsageError, match=r"cannot load .*before in step 0: call .* abandon"):
+        samestep.load(saved, model=model, towers=towers)
+    towers.abandon()
+    samestep.save(tmp_path / "after", model=model, towers=towers)
+
+
 def test_a_step_that_was_abandoned_cannot_be_averaged():
     model = Net()
     towers = Towers(model, 3, buffers={"seen": "mean"})

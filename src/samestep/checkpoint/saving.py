@@ -60,6 +60,7 @@ def save(  # noqa: PLR0913 - what a run's state consists of
         ConfigError: some of the state cannot be written; `step` beside `towers`; a path without a name; or no
             `towers` in a job of several workers.
         DisagreementError: with `rng`, workers have drawn different numbers.
+        UsageError: a step is open.
         StorageError: it cannot be written, or what is at `path` is not a checkpoint, a link or an empty
             folder; it is still there then.
 
@@ -83,6 +84,7 @@ def save(  # noqa: PLR0913 - what a run's state consists of
         return write(take_snapshot(objects, step or 0), path)
     if step is not None:
         raise ConfigError(f"step = {step} was passed with towers, which know the step: leave step out")
+    towers._check_no_step(f"save {path}")
     if rng:
         _check_generators(towers.job, path)
     what = f"checkpoint {path}, which worker 0 writes"
@@ -122,6 +124,7 @@ def load(
         DataError: it does not fit the objects or the memory, or is of a newer format.
         ConfigError: it is from a run with other settings.
         DisagreementError: it does not fit the objects of another worker.
+        UsageError: a step is open.
         StorageError: it cannot be read.
 
     Example:
@@ -135,6 +138,8 @@ def load(
     objects = TrainingObjects(
         model=model, towers=towers, loader=loader, averaged_model=averaged_model, rng=rng, state=state
     )
+    if towers is not None:
+        towers._check_no_step(f"load {path}")
     job = None if towers is None else towers.job
     what = f"checkpoint {path}, which worker 0 reads"
     found = _read(path) if job is None else from_first_worker(job, lambda: _read(path), what)
