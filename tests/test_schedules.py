@@ -241,6 +241,11 @@ def test_what_long_runs_have_found(what, one_thread):
     assert schedules.run(FOUND[what])[1] == []
 
 
+def test_what_long_runs_with_a_model_have_found(one_thread):
+    """Who waited while it told an error took the other workers' nets for ones that it ran itself."""
+    assert schedules.run((200175, 200516, 201427), with_model=True)[1] == []
+
+
 def test_everything_happens_in_some_schedule(one_thread):
     seen, _ = schedules.run(range(100))
     errors = ("AbandonedError", "DisagreementError", "KeyboardInterrupt", "Killed", "LostWorkerError")

@@ -200,6 +200,7 @@ class StepRun:
         except Exception as error:
             if self._gradients is None:  # a closer look, of this worker alone
                 raise
+            self.watch.outside.stop_looking()  # while this one waits, another may run in this process
             self.exchange.fail(error)
 
     def _check_turn(self, tower: Tower) -> None:
