@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from samestep.errors import BatchError
-from samestep.summation.placement import Placement
+from samestep.errors import BatchError, shown
+from samestep.summation.placement import Placement, even_ranges
 from samestep.towers.batch_fingerprint import fingerprint
 from samestep.towers.columns import Branch, Column, Node, Whole, columns, parse, resolved, version_of
 from samestep.towers.copier import Copier, copied
@@ -25,11 +27,16 @@ __all__ = ["GlobalBatch", "LocalBatch", "Slices", "cut"]
 class LocalBatch:
     """One worker's part of a global batch, already cut into its towers.
 
+    What a `TowerLoader` hands out, and the door for data that come in any other way: see docs/data.md.
+
     Attributes:
         rows: rows of the global batch.
-        slices: from tower index to the tower's batch, for this worker's towers that have rows.
+        slices: from tower index to the tower's batch, for this worker's towers that have rows, in order. It
+            may be any mapping, such as one that reads a tower when it is asked for.
         position: which batch of the run this is.
         fingerprint: a 32-bit number that workers compare, to see that they have the same batch.
+        tower_rows: rows of each of the T towers, those without any last; by default as even as possible, the
+            longer ones first.
 
     Example:
         >>> from samestep import TowerLoader, Towers
@@ -42,6 +49,13 @@ class LocalBatch:
     slices: Mapping[int, Any]
     position: int = 0
     fingerprint: int = 0
+    tower_rows: Sequence[int] | None = None
+
+    def ranges(self, num_towers: int) -> list[range]:
+        """Return the rows of the global batch that each tower has."""
+        if self.tower_rows is None:
+            return even_ranges(self.rows, num_towers)
+        return [range(start, stop) for start, stop in pairwise(accumulate(self.tower_rows, initial=0))]
 
     def to(self, device: torch.device) -> LocalBatch:
         """Return the same batch with its tensors on a device, moved there when a tower is asked for."""
@@ -142,9 +156,10 @@ def cut(batch: Any, placement: Placement, job: Job, *, is_read_twice: bool = Fal
             another worker's.
     """
     if isinstance(batch, LocalBatch):
+        _check_tower_rows(batch, placement.num_towers)
         _check_slices(batch, placement, job)
         local = replace(batch, slices=dict(batch.slices)) if is_read_twice else batch
-        local = local.to(job.device)
+        local = replace(local.to(job.device), fingerprint=_with_tower_rows(batch))
     else:
         whole, copier = GlobalBatch.open(batch), Copier(job.device)
         mine = placement.rows(job.rank, whole.rows)
@@ -161,12 +176,30 @@ def _at_turn(copier: Copier, read: Callable[[int], Any], tower: int) -> Any:
     return read(tower)
 
 
+def _with_tower_rows(local: LocalBatch) -> int:
+    rows = local.tower_rows
+    return local.fingerprint if rows is None else zlib.crc32(repr([*rows]).encode(), local.fingerprint)
+
+
+def _check_tower_rows(local: LocalBatch, num_towers: int) -> None:
+    rows = local.tower_rows
+    if rows is None:
+        return
+    first_empty = next((tower for tower, n in enumerate(rows) if n == 0), len(rows))
+    if len(rows) != num_towers or sum(rows) != local.rows or min(rows) < 0 or any(rows[first_empty:]):
+        raise BatchError(
+            f"tower_rows = {shown([*rows])}: expected {num_towers} numbers of rows, {local.rows} in all, "
+            "with those of towers without rows last"
+        )
+
+
 def _check_slices(local: LocalBatch, placement: Placement, job: Job) -> None:
-    expected = list(placement.rows(job.rank, local.rows))
+    ranges = local.ranges(placement.num_towers)
+    expected = [tower for tower in placement.towers(job.rank) if ranges[tower]]
     if list(local.slices) != expected:
         raise BatchError(
             f"the batch holds towers {list(local.slices)}, but this worker runs {expected} of "
-            f"{placement.num_towers}: create the TowerLoader with the same Towers"
+            f"{placement.num_towers}: create the loader with the same Towers, and set placement between steps"
         )
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from samestep.summation.placement import even_ranges
 from samestep.summation.sparse import coalesced, stored
 from samestep.towers.report import Report
 from samestep.towers.tower import Tower
@@ -38,24 +37,24 @@ def first_nonfinite(towers: Towers, run_tower: Callable[[Tower], None]) -> list[
     return [None if index == _NONE else run.plan.parameters[index].name for index in indices]
 
 
-def explain(report: Report, parameters: Sequence[str | None] | None) -> str:
+def explain(report: Report, parameters: Sequence[str | None] | None, ranges: Sequence[range]) -> str:
     """Say where an averaged gradient that is not finite came from.
 
-    `parameters` is what `first_nonfinite` returned; None after a loss of the whole batch.
+    `parameters` is what `first_nonfinite` returned; None after a loss of the whole batch. `ranges` are the
+    towers' rows.
     """
     if parameters is None:
         where = f"the loss of the whole batch, {report.rows} rows, is {report.loss:g}"
     else:
-        bad = _bad_towers(report, parameters)
+        bad = _bad_towers(report, parameters, ranges)
         where = "; ".join(bad[:_MAX_TOWERS]) or "the loss and the gradient of each tower are finite"
         if len(bad) > _MAX_TOWERS:
             where += f"; and {len(bad) - _MAX_TOWERS} more"
     return f"step {report.step}: the averaged gradient is not finite ({where}); nothing was updated"
 
 
-def _bad_towers(report: Report, parameters: Sequence[str | None]) -> list[str]:
+def _bad_towers(report: Report, parameters: Sequence[str | None], ranges: Sequence[range]) -> list[str]:
     bad = []
-    ranges = even_ranges(report.rows, len(parameters))
     for tower, (rows, loss, name) in enumerate(zip(ranges, report.tower_losses, parameters, strict=True)):
         if name is not None or (rows and not math.isfinite(loss)):
             text = f"tower {tower}, rows {rows.start} to {rows.stop - 1}, loss {loss:g}"

@@ -16,7 +16,6 @@ from samestep.streams import keep_globals, seed_globals, tower_seed
 from samestep.summation.exchange import Exchange
 from samestep.summation.gradient_sum import GradientSum
 from samestep.summation.gradients import norms_of, squared_sum
-from samestep.summation.placement import even_ranges
 from samestep.summation.scalars import TowerScalars
 from samestep.towers.batch import LocalBatch
 from samestep.towers.counts import (
@@ -92,7 +91,7 @@ class StepRun:
 
     def turns(self) -> Iterator[Tower]:
         """Yield the towers that have rows, in order, each under its own streams, from the shared buffers."""
-        rows = self.plan.placement.rows(self.job.rank, self.local.rows)
+        rows = self.local.ranges(self.plan.placement.num_towers)
         with self._passes:
             # `finish` closes this too: whoever calls `next` on the generator may never reach its end.
             self._passes.enter_context(keep_globals(self.job.device))
@@ -297,7 +296,7 @@ class StepRun:
         scale = 1.0 if self.scaler is None else self.scaler.get_scale()
         counts, sums = self.exchange.scalars.counts, self.gather(own, "norms")
         squares = torch.where(counts > 0, sums / scale**2 / counts.square(), torch.nan).tolist()
-        rows = [len(part) for part in even_ranges(self.local.rows, len(squares))]
+        rows = [len(part) for part in self.local.ranges(len(squares))]
         norms = [norm for gradient in gradients if gradient is not None for norm in norms_of(gradient)]
         average = float(squared_sum(norms, counts.device) / scale**2)
         return GradientNorms(squares, counts.tolist(), rows, average)
@@ -310,7 +309,8 @@ class StepRun:
     def update_buffers(self) -> None:
         """Give the model's buffers the values that all towers' passes make together."""
         scalars, rows = self.exchange.scalars, self.local.rows
-        num_ran = min(rows, self.plan.placement.num_towers)  # those without rows come last
+        # Those without rows come last.
+        num_ran = sum(map(bool, self.local.ranges(self.plan.placement.num_towers)))
         self._buffers.finish(scalars.moments, rows, scalars.counters[:num_ran])
 
     def report(self, gradients: Sequence[Tensor], **more: Any) -> Report:

@@ -199,5 +199,6 @@ class Step:
             self.scaler.update()
         elif self.on_nonfinite == "raise":
             parameters = None if self.forward is not None else first_nonfinite(self.towers, self._run)
-            raise NonFiniteError(explain(report, parameters))
+            ranges = self.towers._last.local.ranges(self.towers.placement.num_towers)
+            raise NonFiniteError(explain(report, parameters, ranges))
         return replace(report, skipped=True)

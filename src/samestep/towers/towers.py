@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -39,6 +39,7 @@ from samestep.towers.replica import Replica, Settings, job_alone
 from samestep.towers.report import Report
 from samestep.towers.root import Also, together
 from samestep.towers.run import StepRun
+from samestep.towers.slices import NumRows, in_steps
 from samestep.towers.tower import Tower
 from samestep.towers.whole_batch import Forward, WholeLoss, run_whole_batch
 from samestep.workers.agreement import agree
@@ -284,6 +285,37 @@ class Towers:
         self._run = run = self._begin(batch, scaler, flags, must_match, is_whole_batch=True)
         with self._ending_on_error(run):
             run_whole_batch(run, self._root, batch, forward, loss)
+
+    def slices(self, batches: Iterable[Any], *, rows: NumRows = None) -> Iterator[LocalBatch]:
+        """Make each T small batches one batch, of which tower t has the t-th: for loops that accumulated.
+
+        The gradient is that of the mean over the rows of all T, whatever their sizes. Where the iterator ends
+        in the middle of a step, the last step has the small batches that are left, and nothing counts twice.
+
+        Every worker takes all T small batches, which must be the same everywhere, counts their rows, and
+        keeps copies of its own in memory until the step is over. There is no position to keep: to go on
+        with a run, skip `towers.step * T` small batches.
+
+        Args:
+            batches: an iterable of small batches; each a nest as for `__call__`, or, with `rows`, anything.
+            rows: how many rows a small batch has, at least 1: an int, or `rows(small_batch)` where nothing
+                can be counted; by default they are counted.
+
+        Raises:
+            ConfigError: `rows` is something else.
+            BatchError: in the loop, rows cannot be counted, there are none, or not as many as `rows` says.
+
+        Example:
+            >>> model = torch.nn.Linear(2, 1)
+            >>> towers = Towers(model, 2)
+            >>> for batch in towers.slices(torch.randn(10, 2).split(4)):
+            ...     for tower in towers(batch):
+            ...         tower.backward(model(tower.batch).square().mean())
+            ...     print(towers.average().rows)
+            8
+            2
+        """
+        return in_steps(batches, self, rows)
 
     def average(self) -> Report:
         """Finish the step: every worker's `p.grad` becomes the average over all towers.

@@ -1,0 +1,79 @@
+"""Small batches, T of them a step: what loops that accumulate gradients read."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count, islice
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from samestep.errors import BatchError, ConfigError, shown
+from samestep.towers.batch import GlobalBatch, LocalBatch
+from samestep.towers.copier import copied
+from samestep.towers.nest import mapped
+
+if TYPE_CHECKING:
+    from samestep.towers.towers import Towers
+
+__all__ = ["NumRows", "in_steps"]
+
+NumRows: TypeAlias = int | Callable[[Any], int] | None
+"""Rows of a small batch: a number, rows(small_batch), or None where they are counted."""
+
+
+def in_steps(batches: Iterable[Any], towers: Towers, rows: NumRows) -> Iterator[LocalBatch]:
+    """Take T small batches at a time, or those that are left; see `Towers.slices`."""
+    if not (rows is None or callable(rows) or _is_count(rows)):
+        raise ConfigError(f"rows = {shown(rows)}: expected an int >= 1, a function of a small batch, or None")
+    return _steps(iter(batches), towers, rows)
+
+
+def _steps(batches: Iterator[Any], towers: Towers, rows: NumRows) -> Iterator[LocalBatch]:
+    for position in count():
+        batch = _next_step(batches, towers, rows, position)
+        if batch is None:
+            return
+        yield batch
+
+
+def _next_step(batches: Iterator[Any], towers: Towers, rows: NumRows, position: int) -> LocalBatch | None:
+    """Keep copies of this worker's, because an iterator may write the next one to the same memory."""
+    placement, own, tower_rows, crc = towers.placement, {}, [], 0
+    for tower, batch in enumerate(islice(batches, placement.num_towers)):
+        num_rows, number = _measured(batch, f"small batch {tower} of batch {position}", towers, rows)
+        tower_rows.append(num_rows)
+        crc = zlib.crc32(number.to_bytes(4), crc)
+        if tower in placement.towers(towers.job.rank):
+            own[tower] = mapped(copied, batch)
+    if not tower_rows:
+        return None
+    missing = placement.num_towers - len(tower_rows)
+    return LocalBatch(sum(tower_rows), own, position, crc, [*tower_rows, *[0] * missing])
+
+
+def _measured(batch: Any, name: str, towers: Towers, rows: NumRows) -> tuple[int, int]:
+    """Return a small batch's rows, and its fingerprint where there is somebody to compare it with."""
+    told = rows(batch) if callable(rows) else rows
+    try:
+        whole = GlobalBatch.open(batch)
+    except BatchError as error:
+        if told is None:
+            raise BatchError(
+                f"{name}: {error}; or say how many rows it has: slices(..., rows=...)"
+            ) from error
+        return _checked(told, name), 0
+    number = whole.fingerprint() if towers.job.world_size > 1 else 0
+    if isinstance(rows, int) and whole.rows != rows:
+        raise BatchError(f"{name} has {whole.rows} rows: expected {rows}; without rows=, they are counted")
+    return _checked(whole.rows if told is None else told, name), number
+
+
+def _checked(rows: object, name: str) -> int:
+    if not _is_count(rows):
+        raise BatchError(f"{name} has {shown(rows)} rows: expected an int >= 1")
+    assert isinstance(rows, int)
+    return rows
+
+
+def _is_count(rows: object) -> bool:
+    return isinstance(rows, int) and not isinstance(rows, bool) and rows >= 1
