@@ -551,7 +551,7 @@ def test_the_state_is_the_position_and_what_it_depends_on():
     next(iter(loader))
     state = loader.state_dict()
     settings = {"batch_size": 7, "seed": 3, "examples": 23, "shuffle": True, "drop_last": False}
-    assert state == {"position": 1, **settings}
+    assert state == {"position": 1, "order": None, **settings}
     other = make_loader(placement=Placement.even(NUM_TOWERS, 2))
     other.load_state_dict(state)
     assert other.position == 1

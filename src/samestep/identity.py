@@ -143,9 +143,9 @@ def check_same(saved: Mapping[str, Any], current: Mapping[str, Any], owner: str)
         samestep.errors.ConfigError: the state of towers is from a run with seed = 1, not 0: ...
     """
     for name, value in current.items():
-        if saved[name] != value:
+        if saved.get(name) != value:
             raise ConfigError(
-                f"the state of {owner} is from a run with {name} = {one_line(repr(saved[name]))}, not "
+                f"the state of {owner} is from a run with {name} = {one_line(repr(saved.get(name)))}, not "
                 f"{value!r}: use the same value, or start a new run in another folder"
             )
 

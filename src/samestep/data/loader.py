@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from functools import partial
 from typing import Any, Protocol
@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.utils.data import DataLoader
 
-from samestep.data.loader_processes import read_through, timeout_option
+from samestep.data.dataloader import check_options, reading
+from samestep.data.from_dataloader import options_of
+from samestep.data.order import CustomOrder, Order, numbered
 from samestep.data.readers import BatchedReader, Reader, Request, is_batched
 from samestep.data.single_rows import warn_of_single_rows
 from samestep.data.stream import RequestSampler, Stream
@@ -30,17 +32,8 @@ from samestep.streams import generator
 from samestep.summation.placement import Placement
 from samestep.towers.batch import LocalBatch, Slices
 from samestep.workers.job import Job
-from samestep.workers.process import join_own_group
 
 __all__ = ["PlacedTowers", "TowerLoader"]
-
-_OWNED = {
-    "sampler": "the order of an epoch depends on seed and epoch alone; use shuffle, or order the dataset",
-    "batch_sampler": "batches are cut into towers here; use batch_size and drop_last",
-    "generator": "every random stream comes from seed; use seed",
-    "worker_init_fn": "its effects would depend on the number of loader processes; use the dataset",
-    "in_order": "batches always come in order",
-}
 
 
 class PlacedTowers(Protocol):
@@ -64,8 +57,9 @@ class TowerLoader:
 
     An iteration yields the rest of the current epoch, from `position` on; the next one is the next epoch's.
     Around `dataset[example]` torch's CPU generator, Python's `random` and NumPy's legacy generator are
-    seeded from (seed, epoch, example), and around `collate_fn` from (seed, position, tower). Examples are
-    read with one CPU thread, in loader processes and without.
+    seeded from (seed, epoch, example), and around `collate_fn` from (seed, position, tower). An example that
+    an epoch holds several times has another stream each time. Examples are read with one CPU thread, in
+    loader processes and without.
 
     Where a batch leaves some tower a single row and the model has a `BatchNorm1d`, there is a warning.
 
@@ -81,14 +75,20 @@ class TowerLoader:
         batch_size: rows of the global batch.
         towers: a `samestep.Towers`.
         seed: of the order and of all examples' random streams.
-        shuffle: a new permutation for each epoch; otherwise the dataset's own order.
+        shuffle: a new permutation for each epoch, which is the default without `order`; otherwise the
+            dataset's own order.
+        order: `order(seed, epoch)` -> the indices of an epoch's examples, int64 [n], for weighted sampling,
+            subsets, grouping by length: a tensor, an array, or an iterable of ints such as a torch `Sampler`.
+            Any length, repeats allowed, but as many batches in every epoch. It must give the same whenever it
+            is asked; the global generators are seeded from (seed, epoch) while it runs. See docs/data.md.
         drop_last: leave out an epoch's last batch where it is short.
         collate_fn: a tower's list of examples -> its batch; torch's `default_collate` by default.
         dataloader_options: passed on to `torch.utils.data.DataLoader`, such as `num_workers`, `pin_memory`,
             `prefetch_factor`, `persistent_workers`, `multiprocessing_context`, `timeout`.
 
     Raises:
-        ConfigError: no examples, no whole batch, a batch size below 1, or an option that cannot be set here.
+        ConfigError: no examples, no whole batch, a batch size below 1, an option that cannot be set here, or
+            an `order` that gives something else; in an iteration, an epoch with another number of batches.
         LoaderError: later, a loader process was killed, or none has answered for `timeout`, by default that
             of the job.
 
@@ -111,46 +111,42 @@ class TowerLoader:
         towers: PlacedTowers,
         *,
         seed: int = 0,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
+        order: Order | None = None,
         drop_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         **dataloader_options: Any,
     ) -> None:
         batched = is_batched(dataset)
-        _check(dataset, batch_size, drop_last)
-        _check_options(dataloader_options, collate_fn if batched else None)
-        warn_of_single_rows(
-            towers.model,
-            towers.placement.num_towers,
-            examples=len(dataset),
-            batch_size=batch_size,
-            drop_last=drop_last,
-        )
+        _check(dataset, batch_size)
+        check_options(dataloader_options, "TowerLoader")
+        if batched and collate_fn is not None:
+            raise ConfigError(
+                "collate_fn has no effect on a BatchedDataset: do its work in the dataset's batch()"
+            )
+        if order is not None and shuffle:
+            raise ConfigError("shuffle has no effect beside order: leave it out, or let order shuffle")
         self.dataset = dataset
         self.batch_size = batch_size
         self.seed = seed
-        self.shuffle = shuffle
+        self.shuffle = order is None if shuffle is None else shuffle
         self.drop_last = drop_last
+        self._custom = None if order is None else CustomOrder.check(order, seed, len(dataset))
+        _check_has_batch(self._num_rows, batch_size, drop_last)
+        warn_of_single_rows(
+            towers.model,
+            towers.placement.num_towers,
+            examples=self._num_rows,
+            batch_size=batch_size,
+            drop_last=drop_last,
+        )
         self._towers = towers
         self._position = 0
         self._sampler = RequestSampler()
         self._reader = BatchedReader(dataset, seed) if batched else Reader(dataset, seed, collate_fn)
         self._stream: Stream | None = None
-        options = {"num_workers": 0, "persistent_workers": False, **dataloader_options}
-        timeout_s = options.pop("timeout", 0) or towers.job.timeout_s
-        in_thread = batched and not options["num_workers"]
-        loader: DataLoader[Any] = DataLoader(
-            self._reader,
-            batch_size=None,
-            sampler=self._sampler,
-            collate_fn=_as_it_is,
-            # Without one of its own, DataLoader draws a number from torch's global generator each epoch.
-            generator=torch.Generator(),
-            worker_init_fn=_start_loader_process,
-            timeout=timeout_option(options["num_workers"], options["persistent_workers"], timeout_s),
-            **options,
-        )
-        read_ahead = partial(read_through, loader, towers.job.rank, timeout_s)
+        read_ahead = reading(self._reader, towers.job, dataloader_options, sampler=self._sampler)
+        in_thread = batched and not dataloader_options.get("num_workers")
         self._read_ahead = None if in_thread else read_ahead
 
     @property
@@ -172,20 +168,56 @@ class TowerLoader:
         """Return the position, and the settings that it depends on."""
         return {"position": self._position, **self._settings}
 
+    @classmethod
+    def from_dataloader(
+        cls, loader: DataLoader[Any], towers: PlacedTowers, *, seed: int = 0, batch_size: int | None = None
+    ) -> TowerLoader:
+        """Return a loader with the dataset, batch size and options of a torch `DataLoader`.
+
+        Each worker reads its own rows only. What a sampler shuffles is shuffled; another one becomes `order`.
+
+        Args:
+            loader: is not iterated over; its `batch_size` is the global one.
+            towers: a `samestep.Towers`.
+            seed: of the order and of all examples' random streams.
+            batch_size: another global one, such as the loader's times the processes or accumulation steps.
+
+        Raises:
+            ConfigError: the loader has something that cannot be kept, such as a `batch_sampler`, a generator,
+                a `worker_init_fn`, an `IterableDataset`, or a `DistributedSampler`.
+
+        Example:
+            >>> from samestep import Towers
+            >>> plain = DataLoader([10, 11, 12, 13, 14], batch_size=3)
+            >>> loader = TowerLoader.from_dataloader(plain, Towers(torch.nn.Linear(1, 1), 2))
+            >>> [batch.slices for batch in loader]
+            [{0: tensor([10, 11]), 1: tensor([12])}, {0: tensor([13]), 1: tensor([14])}]
+        """
+        options = options_of(loader)
+        if batch_size is not None:
+            options["batch_size"] = batch_size
+        return cls(towers=towers, seed=seed, **options)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the position of what `state_dict` returned, with any number of workers.
 
         Raises:
-            ConfigError: it is from a run with another batch size, seed, number of examples, `shuffle` or
-                `drop_last`.
+            ConfigError: it is from a run with another batch size, seed, number of examples, `shuffle`,
+                `drop_last` or `order`, as far as epoch 0 shows.
         """
         check_same(state, self._settings, "loader")
         self.position = state["position"]
 
     @property
-    def _settings(self) -> dict[str, int]:
+    def _settings(self) -> dict[str, int | None]:
         names = ("batch_size", "seed", "shuffle", "drop_last")
-        return {"examples": len(self.dataset), **{name: getattr(self, name) for name in names}}
+        order = None if self._custom is None else self._custom.checksum
+        return {"examples": len(self.dataset), "order": order, **{n: getattr(self, n) for n in names}}
+
+    @property
+    def _num_rows(self) -> int:
+        """Rows of epoch 0; every epoch has as many batches."""
+        return len(self.dataset) if self._custom is None else self._custom.num_rows
 
     @property
     def epoch(self) -> int:
@@ -194,12 +226,13 @@ class TowerLoader:
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch."""
-        return _num_batches(len(self.dataset), self.batch_size, self.drop_last)
+        return _num_batches(self._num_rows, self.batch_size, self.drop_last)
 
     def __iter__(self) -> Iterator[LocalBatch]:
         """Iterate over the rest of the current epoch.
 
         Raises:
+            ConfigError: `order` gives another number of batches than in epoch 0, or no indices.
             UsageError: `position` was set, or another iteration went on, since the last batch of this one.
         """
         expected, end = self._position, (self.epoch + 1) * len(self)
@@ -219,6 +252,8 @@ class TowerLoader:
         self, order: NDArray[np.int64], positions: range, placement: Placement
     ) -> Generator[LocalBatch]:
         """Yield batches; their slices are read ahead one by one, and handed out when they are asked for."""
+        # Workers whose orders differ find out in an epoch's first step: one may be longer than the other.
+        checksum = 0 if self._custom is None else zlib.crc32(order.tobytes())
         if self._stream is not None:
             self._stream.close()  # a DataLoader that keeps its processes reads for one iteration at a time
         requests = (self._request(self._rows(order, each), each, placement) for each in positions)
@@ -229,7 +264,7 @@ class TowerLoader:
                 rows = self._rows(order, position)
                 request = self._request(rows, position, placement)
                 slices = Slices(tuple(request.examples), partial(stream.take, request))
-                yield LocalBatch(len(rows), slices, position, zlib.crc32(rows.tobytes()))
+                yield LocalBatch(len(rows), slices, position, zlib.crc32(rows.tobytes(), checksum))
 
     def _rows(self, order: NDArray[np.int64], position: int) -> NDArray[np.int64]:
         """Return the examples of a batch."""
@@ -243,11 +278,23 @@ class TowerLoader:
         return Request(position // len(self), position, examples)
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
-        """Return the epoch's examples in their global order, int64 [examples]."""
+        """Return the numbers of the epoch's examples in their global order, int64 [rows]; see `Request`."""
+        if self._custom is not None:
+            order = self._custom(epoch)
+            self._check_num_batches(epoch, len(order))
+            return numbered(order, len(self.dataset))
         if not self.shuffle:
             return np.arange(len(self.dataset), dtype=np.int64)
-        order = torch.randperm(len(self.dataset), generator=generator(self.seed, "order", epoch))
-        return np.asarray(order.numpy(), dtype=np.int64)
+        shuffled = torch.randperm(len(self.dataset), generator=generator(self.seed, "order", epoch))
+        return np.asarray(shuffled.numpy(), dtype=np.int64)
+
+    def _check_num_batches(self, epoch: int, num_rows: int) -> None:
+        if _num_batches(num_rows, self.batch_size, self.drop_last) != len(self):
+            raise ConfigError(
+                f"order({self.seed}, {epoch}) gives {num_rows} indices, epoch 0 has {self._num_rows}: "
+                f"expected {len(self)} batches of {self.batch_size} rows in every epoch; repeat indices, or "
+                "leave some out"
+            )
 
     def _check_unmoved(self, expected: int) -> None:
         if self._position != expected:
@@ -255,14 +302,6 @@ class TowerLoader:
                 f"position is {self._position}, this iteration is at {expected}: after setting position or "
                 "starting another iteration, do not continue an old one"
             )
-
-
-def _start_loader_process(_: int) -> None:
-    join_own_group()
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 def _num_batches(examples: int, batch_size: int, drop_last: bool) -> int:
@@ -273,28 +312,21 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _check(dataset: Any, batch_size: int, drop_last: bool) -> None:
+def _check(dataset: Any, batch_size: int) -> None:
     if not hasattr(dataset, "__len__"):
         raise ConfigError(
             f"dataset is a {type(dataset).__name__} without a length: expected a map-style dataset, with "
-            "__len__ and __getitem__"
+            "__len__ and __getitem__; a StreamLoader reads streams"
         )
     if not _is_int(batch_size) or batch_size < 1:
         raise ConfigError(f"batch_size = {batch_size!r}: expected an int >= 1, the rows of the global batch")
     if len(dataset) == 0:
         raise ConfigError(f"dataset ({type(dataset).__name__}) is empty: expected at least one example")
-    if _num_batches(len(dataset), batch_size, drop_last) == 0:
-        raise ConfigError(
-            f"batch_size = {batch_size} with drop_last leaves no batch of {len(dataset)} examples: expected "
-            f"batch_size <= {len(dataset)}, or drop_last=False"
-        )
 
 
-def _check_options(options: Iterable[str], unused_collate_fn: object) -> None:
-    for name in options:
-        if name in _OWNED:
-            raise ConfigError(f"{name} is not an option of TowerLoader: {_OWNED[name]}")
-    if unused_collate_fn is not None:
+def _check_has_batch(num_rows: int, batch_size: int, drop_last: bool) -> None:
+    if _num_batches(num_rows, batch_size, drop_last) == 0:
         raise ConfigError(
-            "collate_fn has no effect on a BatchedDataset: do its work in the dataset's batch()"
+            f"batch_size = {batch_size} with drop_last leaves no batch of {num_rows} examples: expected "
+            f"batch_size <= {num_rows}, or drop_last=False"
         )

@@ -25,6 +25,8 @@ __all__ = [
     "BatchedReader",
     "Reader",
     "Request",
+    "aligned",
+    "as_in_a_loader_process",
     "is_batched",
 ]
 
@@ -68,7 +70,10 @@ class BatchedDataset(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """Some of a worker's towers in one batch, before they are read: the numbers of their examples."""
+    """Some of a worker's towers in one batch, before they are read: the numbers of their examples.
+
+    The k-th time that an epoch holds an example, its number is higher by k times the dataset's length.
+    """
 
     epoch: int
     position: int
@@ -87,17 +92,18 @@ class Reader(Dataset[dict[int, Any]]):
     collate_fn: Callable[[list[Any]], Any] | None = None
 
     def __getitem__(self, request: Request) -> dict[int, Any]:
-        with _as_in_a_loader_process():
+        with as_in_a_loader_process():
             slices = {tower: self._read(request, tower) for tower in request.examples}
-        return {tower: mapped(_aligned, batch) for tower, batch in slices.items()}
+        return {tower: mapped(aligned, batch) for tower, batch in slices.items()}
 
     def _read(self, request: Request, tower: int) -> Any:
         rows = [self._example(request.epoch, int(example)) for example in request.examples[tower]]
         seed_globals(stream_seed(self.seed, "collate", request.position, tower), _CPU)
         return (self.collate_fn or default_collate)(rows)
 
-    def _example(self, epoch: int, example: int) -> Any:
-        seed_globals(stream_seed(self.seed, "example", epoch, example), _CPU)
+    def _example(self, epoch: int, number: int) -> Any:
+        example = number % len(self.dataset)
+        seed_globals(stream_seed(self.seed, "example", epoch, number), _CPU)
         try:
             return self.dataset[example]
         except Exception as error:
@@ -116,8 +122,9 @@ class BatchedReader(Dataset[dict[int, Any]]):
     seed: int
 
     def __getitem__(self, request: Request) -> dict[int, Any]:
-        examples = np.concatenate(list(request.examples.values()))
-        seeds = [stream_seed(self.seed, "example", request.epoch, int(example)) for example in examples]
+        numbers = np.concatenate(list(request.examples.values()))
+        seeds = [stream_seed(self.seed, "example", request.epoch, int(number)) for number in numbers]
+        examples = numbers % len(self.dataset)
         batch = GlobalBatch.open(self.dataset.batch(examples, np.array(seeds, dtype=np.uint64)))
         if batch.rows != len(examples):
             raise BatchError(
@@ -131,7 +138,7 @@ class BatchedReader(Dataset[dict[int, Any]]):
 
 
 @contextmanager
-def _as_in_a_loader_process() -> Iterator[None]:
+def as_in_a_loader_process() -> Iterator[None]:
     """Read with one thread, as DataLoader's processes do, and leave the global generators as they were."""
     streams, threads = GlobalStreams.capture(_CPU), torch.get_num_threads()
     torch.set_num_threads(1)
@@ -142,7 +149,7 @@ def _as_in_a_loader_process() -> Iterator[None]:
         streams.restore()
 
 
-def _aligned(value: Tensor | NDArray[Any]) -> Tensor | NDArray[Any]:
+def aligned(value: Tensor | NDArray[Any]) -> Tensor | NDArray[Any]:
     """Move a tensor or array to memory that starts at the same alignment in every process.
 
     Kernels may choose by alignment, and arrays from NumPy start where torch's own would not.

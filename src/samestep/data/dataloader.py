@@ -1,0 +1,63 @@
+"""torch's DataLoader underneath a loader of ours: which options are passed on to it, and how it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from samestep.data.loader_processes import read_through, timeout_option
+from samestep.errors import ConfigError
+from samestep.workers.job import Job
+from samestep.workers.process import join_own_group
+
+__all__ = ["check_options", "reading"]
+
+_OWNED = {
+    "sampler": "the order of an epoch depends on seed and epoch alone; use shuffle, or order",
+    "batch_sampler": "batches are cut into towers here; use batch_size and drop_last, or order",
+    "generator": "every random stream comes from seed; use seed",
+    "worker_init_fn": "its effects would depend on the number of loader processes; use the dataset",
+    "in_order": "batches always come in order",
+}
+
+
+def check_options(options: Iterable[str], loader: str, owned: Mapping[str, str] = _OWNED) -> None:
+    """Refuse options of DataLoader that are decided here.
+
+    Raises:
+        ConfigError: one of them is given.
+    """
+    for name in options:
+        if name in owned:
+            raise ConfigError(f"{name} is not an option of {loader}: {owned[name]}")
+
+
+def reading(
+    dataset: Dataset[Any], job: Job, options: Mapping[str, Any], **more: Any
+) -> Callable[[], Generator[Any]]:
+    """Return a function that reads a dataset through a DataLoader, and gives what it yields as it is."""
+    options = {"num_workers": 0, "persistent_workers": False, **options, **more}
+    timeout_s = options.pop("timeout", 0) or job.timeout_s
+    loader: DataLoader[Any] = DataLoader(
+        dataset,
+        batch_size=None,
+        collate_fn=_as_it_is,
+        # Without one of its own, DataLoader draws a number from torch's global generator each epoch.
+        generator=torch.Generator(),
+        worker_init_fn=_start_loader_process,
+        timeout=timeout_option(options["num_workers"], options["persistent_workers"], timeout_s),
+        **options,
+    )
+    return partial(read_through, loader, job.rank, timeout_s)
+
+
+def _start_loader_process(_: int) -> None:
+    join_own_group()
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,96 @@
+"""The order of an epoch: the indices of its examples, from a function of seed and epoch."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from samestep.errors import ConfigError
+from samestep.streams import keep_globals, seed_globals, stream_seed
+
+__all__ = ["CustomOrder", "Order", "indices_of", "numbered"]
+
+Order: TypeAlias = Callable[[int, int], Any]
+"""order(seed, epoch) -> indices of examples: a tensor, an array, or an iterable of ints such as a sampler."""
+
+_CPU = torch.device("cpu")
+
+
+def indices_of(order: Order, seed: int, epoch: int, num_examples: int) -> NDArray[np.int64]:
+    """Return an epoch's indices, int64 [n]; the global generators are seeded from (seed, epoch) meanwhile.
+
+    Raises:
+        ConfigError: they are no integers in range, or there are none.
+    """
+    with keep_globals(_CPU):
+        seed_globals(stream_seed(seed, "order", epoch), _CPU)
+        found = order(seed, epoch)
+        if isinstance(found, Tensor):
+            found = found.cpu().numpy()
+        indices = np.asarray(found if isinstance(found, np.ndarray) else list(found))
+    if indices.ndim != 1 or indices.dtype.kind not in "iu" or not len(indices):
+        what = f"{indices.dtype} {list(indices.shape)}" if indices.size else "no indices"
+        raise ConfigError(f"order({seed}, {epoch}) gives {what}: expected int64 [n], indices of examples")
+    wrong = indices[(indices < 0) | (indices >= num_examples)]
+    if len(wrong):
+        raise ConfigError(
+            f"order({seed}, {epoch}) gives the index {wrong[0]}: expected 0 to "
+            f"{num_examples - 1}, as the dataset has {num_examples} examples"
+        )
+    return indices.astype(np.int64)
+
+
+@dataclass(frozen=True)
+class CustomOrder:
+    """A user's order, and what its epoch 0 shows of it."""
+
+    order: Order
+    seed: int
+    num_examples: int
+    num_rows: int  # of epoch 0
+    checksum: int
+
+    @classmethod
+    def check(cls, order: Order, seed: int, num_examples: int) -> CustomOrder:
+        """Ask for epoch 0 twice, which must give the same.
+
+        Raises:
+            ConfigError: it does not, or as for `indices_of`.
+        """
+        if not callable(order):
+            raise ConfigError(
+                f"order is a {type(order).__name__}: expected a function order(seed, epoch) -> indices"
+            )
+        first, again = (indices_of(order, seed, 0, num_examples) for _ in range(2))
+        if not np.array_equal(first, again):
+            raise ConfigError(
+                f"order({seed}, 0) gives other indices when it is asked again: expected a function of seed "
+                "and epoch alone, which may draw from the global generators, but from none that it keeps"
+            )
+        return cls(order, seed, num_examples, len(first), zlib.crc32(first.tobytes()))
+
+    def __call__(self, epoch: int) -> NDArray[np.int64]:
+        """Return an epoch's indices, int64 [n]."""
+        return indices_of(self.order, self.seed, epoch, self.num_examples)
+
+
+def numbered(indices: NDArray[np.int64], num_examples: int) -> NDArray[np.int64]:
+    """Return index + k · num_examples for an example that an epoch holds for the k-th time, from 0.
+
+    Each is another number, so each has a random stream of its own.
+
+    >>> numbered(np.array([3, 1, 3, 3]), 10)
+    array([ 3,  1, 13, 23])
+    """
+    by_example = np.argsort(indices, kind="stable")
+    _, starts, counts = np.unique(indices[by_example], return_index=True, return_counts=True)
+    repeats = np.empty_like(indices)
+    repeats[by_example] = np.arange(len(indices)) - np.repeat(starts, counts)
+    return indices + repeats * num_examples
