@@ -12,8 +12,8 @@ import samestep
 from samestep import errors, recipes
 
 PUBLIC = {
-    "BatchedDataset", "CheckResult", "Job", "LocalBatch", "Manifest", "Placement", "Report", "Step", "Tower",
-    "TowerLoader", "Towers", "Whole",
+    "BatchedDataset", "CheckResult", "Job", "LocalBatch", "Manifest", "Placement", "Report", "Step",
+    "StreamLoader", "Tower", "TowerLoader", "Towers", "Whole",
     "Callback", "Evaluation", "Logger", "Settings", "TensorBoard", "Trainer", "TrainingResult", "launch",
     "AbandonedError", "BatchError", "BufferPolicyError", "ConfigError", "DamagedError", "DataError",
     "DisagreementError",

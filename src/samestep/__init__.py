@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from samestep.checkpoint.saving import load as load, save as save
     from samestep.data.loader import TowerLoader as TowerLoader
     from samestep.data.readers import BatchedDataset as BatchedDataset
+    from samestep.data.stream_loader import StreamLoader as StreamLoader
     from samestep.errors import (
         AbandonedError as AbandonedError,
         BatchError as BatchError,
@@ -55,6 +56,7 @@ _HOMES = {
     "checkpoint.saving": ("load", "save"),
     "data.loader": ("TowerLoader",),
     "data.readers": ("BatchedDataset",),
+    "data.stream_loader": ("StreamLoader",),
     "errors": (
         "AbandonedError",
         "BatchError",

@@ -14,6 +14,7 @@ from samestep.checkpoint.manifest import Manifest
 from samestep.checkpoint.objects import GlobalGenerators, TrainingObjects
 from samestep.checkpoint.snapshot import restore, take_snapshot
 from samestep.data.loader import TowerLoader
+from samestep.data.stream_loader import StreamLoader
 from samestep.errors import ConfigError, DamagedError
 from samestep.towers.towers import Towers
 from samestep.workers.agreement import agree, from_first_worker
@@ -28,7 +29,7 @@ def save(  # noqa: PLR0913 - what a run's state consists of
     *,
     model: nn.Module,
     towers: Towers | None = None,
-    loader: TowerLoader | None = None,
+    loader: TowerLoader | StreamLoader | None = None,
     averaged_model: nn.Module | None = None,
     step: int | None = None,
     rng: bool = False,
@@ -96,7 +97,7 @@ def load(
     *,
     model: nn.Module,
     towers: Towers | None = None,
-    loader: TowerLoader | None = None,
+    loader: TowerLoader | StreamLoader | None = None,
     averaged_model: nn.Module | None = None,
     rng: bool = False,
     **state: Any,

@@ -1,1 +1,1 @@
-"""The loader: one global order of the examples, and a random stream for each of them."""
+"""The loaders: one global order of the examples, or T shards, and a random stream for each example."""

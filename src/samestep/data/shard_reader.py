@@ -1,0 +1,120 @@
+"""Reads the shards of a worker's towers, row by row and step by step, in this process or a loader process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
+
+from samestep.data.readers import aligned, as_in_a_loader_process
+from samestep.data.shards import Shard, Source, open_shard, seen_as
+from samestep.streams import seed_globals, stream_seed
+from samestep.towers.nest import mapped
+
+__all__ = ["Ended", "ShardReader"]
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Instead of a tower's batch: its shard has ended, after so many examples of the epoch."""
+
+    tower: int
+    num_examples: int
+
+
+@dataclass(frozen=True)
+class ShardReader(IterableDataset[Any]):
+    """For each batch, the towers' batches in order; then None, until all loader processes have had a turn.
+
+    It holds nothing that changes. In one of several loader processes it gives every n-th item, which
+    DataLoader puts together in order again.
+
+    Attributes:
+        source: see `StreamLoader`.
+        rows: of each tower that is read, in a batch.
+        num_towers: T.
+        seed: of all streams.
+        epoch: which one.
+        position: of the first batch to read, in the run.
+        num_before: batches of this epoch before that one.
+        collate_fn: makes a tower's batch of a list of examples.
+    """
+
+    source: Source
+    rows: Mapping[int, int]
+    num_towers: int
+    seed: int
+    epoch: int
+    position: int
+    num_before: int
+    collate_fn: Callable[[list[Any]], Any] | None
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        index, num_processes = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        padding = [None] * (-len(self.rows) % num_processes)
+        towers = [*self.rows, *padding][index::num_processes]
+        readers = {tower: _TowerReader(self, tower) for tower in towers if tower is not None}
+        for position in itertools.count(self.position):
+            for tower in towers:
+                yield None if tower is None else readers[tower].next(position)
+
+
+class _TowerReader:
+    """One tower's shard, from where it is; it is opened when its first batch is read."""
+
+    def __init__(self, reader: ShardReader, tower: int) -> None:
+        self._reader = reader
+        self._tower = tower
+        self._shard: Shard | None = None
+        self._num_read = 0
+        self._has_ended = False
+
+    def next(self, position: int) -> Any:
+        """Return the tower's next batch, or `Ended` where there is no whole one."""
+        reader, tower = self._reader, self._tower
+        with as_in_a_loader_process():
+            if self._shard is None:
+                self._open()
+            rows = [*itertools.islice(self._examples(), reader.rows[tower])]
+            if self._has_ended:
+                return Ended(tower, self._num_read)
+            seed_globals(stream_seed(reader.seed, "collate", position, tower), _CPU)
+            return mapped(aligned, (reader.collate_fn or default_collate)(rows))
+
+    def _open(self) -> None:
+        reader, tower = self._reader, self._tower
+        start = reader.num_before * reader.rows[tower]
+        seed_globals(stream_seed(reader.seed, "shard", reader.epoch, tower), _CPU)
+        with seen_as(None):
+            self._shard = open_shard(
+                reader.source, tower, reader.num_towers, epoch=reader.epoch, seed=reader.seed, start=start
+            )
+        self._num_read = self._shard.start
+        for _ in itertools.islice(self._examples(), start - self._num_read):
+            pass
+
+    def _examples(self) -> Iterator[Any]:
+        """Yield examples, each under its own stream, until the shard ends."""
+        assert self._shard is not None
+        reader, tower = self._reader, self._tower
+        while not self._has_ended:
+            seed_globals(stream_seed(reader.seed, "stream", reader.epoch, tower, self._num_read), _CPU)
+            try:
+                with seen_as(self._shard.worker):
+                    example = next(self._shard.examples)
+            except StopIteration:
+                self._has_ended = True
+                return
+            except Exception as error:
+                where = f"example {self._num_read} of tower {tower}'s shard in epoch {reader.epoch}"
+                error.add_note(f"samestep: in {where}")
+                raise
+            self._num_read += 1
+            yield example

@@ -1,0 +1,144 @@
+"""The T shards of a stream, one for each tower, wherever it runs."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch.utils.data import DataLoader, IterableDataset, _utils
+
+from samestep.errors import ConfigError, UsageError
+from samestep.streams import stream_seed
+
+__all__ = ["Shard", "Source", "check_source", "open_shard", "seen_as"]
+
+Source: TypeAlias = Callable[..., Iterable[Any]] | Iterable[Any]
+"""make_shard(tower, num_towers, epoch, seed) -> a shard's examples, or an iterable of all examples."""
+
+
+class VirtualWorker:
+    """What `torch.utils.data.get_worker_info` returns while a tower's shard is read: worker t of T.
+
+    It notes whether the dataset has asked for its part.
+    """
+
+    def __init__(self, tower: int, num_towers: int, seed: int, dataset: Any) -> None:
+        self._part = tower, num_towers
+        self.seed = seed
+        self.dataset = dataset
+        self.was_asked = False
+
+    @property
+    def id(self) -> int:
+        """The tower."""
+        self.was_asked = True
+        return self._part[0]
+
+    @property
+    def num_workers(self) -> int:
+        """T."""
+        self.was_asked = True
+        return self._part[1]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One tower's examples in an epoch.
+
+    Attributes:
+        examples: from number `start` on.
+        worker: what the dataset sees as its loader process, if anything.
+        start: how many examples have been left out already.
+    """
+
+    examples: Iterator[Any]
+    worker: VirtualWorker | None = None
+    start: int = 0
+
+
+@contextmanager
+def seen_as(worker: VirtualWorker | None) -> Iterator[None]:
+    """Let datasets see this virtual worker, and not the process that reads for several towers."""
+    # Only DataLoader's own processes set it, and T of them on each worker would read everything:
+    # https://github.com/pytorch/pytorch/blob/main/torch/utils/data/_utils/worker.py
+    before, _utils.worker._worker_info = _utils.worker._worker_info, worker  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _utils.worker._worker_info = before
+
+
+def open_shard(source: Source, tower: int, num_towers: int, *, epoch: int, seed: int, start: int) -> Shard:
+    """Open one tower's shard; only a function with a parameter `start` begins there."""
+    if not isinstance(source, Iterable):
+        if _has_start(source):
+            return Shard(iter(source(tower, num_towers, epoch, seed, start=start)), start=start)
+        return Shard(iter(source(tower, num_towers, epoch, seed)))
+    if _is_hugging_face(source):
+        from datasets.distributed import split_dataset_by_node
+
+        part = split_dataset_by_node(source, tower, num_towers)
+        part.set_epoch(epoch)
+        return Shard(iter(part))
+    # A copy for each tower and epoch, as each of DataLoader's processes has: it may keep things in itself.
+    own = copy.deepcopy(source)
+    if hasattr(own, "set_epoch"):
+        own.set_epoch(epoch)
+    worker = VirtualWorker(tower, num_towers, stream_seed(seed, "shard", epoch, tower), own)
+    with seen_as(worker):
+        examples = iter(own)
+    return Shard(_own_examples(examples, worker), worker)
+
+
+def _own_examples(examples: Iterable[Any], worker: VirtualWorker) -> Iterator[Any]:
+    """Yield all where the dataset gives this tower its part, and every T-th where it gives each all."""
+    gives_part = True
+    tower, num_towers = worker._part
+    for number, example in enumerate(examples):
+        if number == 0:
+            gives_part = worker.was_asked
+        elif gives_part != worker.was_asked:
+            raise UsageError(
+                f"{type(worker.dataset).__name__} asked get_worker_info() for its part after its first "
+                "example: expected before, or never, which means every T-th example for each tower"
+            )
+        if gives_part or number % num_towers == tower:
+            yield example
+
+
+def check_source(source: Any) -> None:
+    """Refuse what cannot be read as T shards.
+
+    Raises:
+        ConfigError: see the messages.
+    """
+    name = type(source).__name__
+    if isinstance(source, DataLoader):
+        raise ConfigError(
+            "source is a DataLoader: give its dataset to StreamLoader, or, where that has a length, use "
+            "TowerLoader.from_dataloader"
+        )
+    if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
+        raise ConfigError(f"source is a {name}, which has a length and indices: use a TowerLoader")
+    if isinstance(source, Iterator) and not isinstance(source, IterableDataset):
+        raise ConfigError(
+            f"source is a {name}, which can be read only once: expected an IterableDataset, another "
+            "iterable, or make_shard(tower, num_towers, epoch, seed) -> iterable"
+        )
+    if not isinstance(source, Iterable) and not callable(source):
+        raise ConfigError(
+            f"source is a {name}: expected an iterable, or make_shard(tower, num_towers, epoch, seed) -> "
+            "iterable"
+        )
+
+
+def _is_hugging_face(source: Any) -> bool:
+    return type(source).__module__.partition(".")[0] == "datasets"
+
+
+def _has_start(make_shard: Callable[..., Any]) -> bool:
+    return "start" in inspect.signature(make_shard).parameters

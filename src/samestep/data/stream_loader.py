@@ -1,0 +1,281 @@
+"""The data of a run that come as a stream: T shards, one for each tower, read in parallel on any workers."""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
+from typing import Any
+
+import torch
+
+from samestep.data.dataloader import check_options, reading
+from samestep.data.shard_reader import Ended, ShardReader
+from samestep.data.shards import Source, check_source
+from samestep.errors import BatchError, ConfigError, UsageError
+from samestep.identity import check_same
+from samestep.summation.placement import Placement, even_ranges
+from samestep.towers.batch import GlobalBatch, LocalBatch
+from samestep.towers.towers import Towers
+from samestep.workers.agreement import agree
+from samestep.workers.collectives import gather_rows
+
+__all__ = ["StreamLoader"]
+
+_OWNED = {
+    "shuffle": "a stream has the order of its source; shuffle there",
+    "order": "a stream has the order of its source",
+    "drop_last": "an epoch ends with the last batch that all towers can fill",
+    "sampler": "a stream has the order of its source",
+    "batch_sampler": "batches are cut into towers here; use batch_size",
+    "generator": "every random stream comes from seed; use seed",
+    "worker_init_fn": "its effects would depend on the number of loader processes; use the source",
+    "in_order": "batches always come in order",
+    "persistent_workers": "loader processes are started for each epoch",
+}
+_FULL, _ENDED, _FAILED = range(3)
+_HINT = "a source that depends on tower, T, epoch and seed alone, not on process, rank or time (docs/data.md)"
+
+
+class StreamLoader:
+    """Loads this worker's rows of each global batch from a stream, of which each tower reads its own shard.
+
+    Which examples a tower gets depends on (seed, T, epoch) alone, not on the workers. Around each example
+    torch's CPU generator, Python's `random` and NumPy's legacy generator are seeded from (seed, epoch, tower,
+    number in the shard), and around `collate_fn` from (seed, position, tower).
+
+    An iteration yields the rest of the current epoch. An epoch ends, on all workers, where the first tower
+    cannot fill its rows: what the others have left is not read. To know that, workers exchange a message of
+    some bytes before each batch is handed out, so ask for the next batch between two steps.
+
+    Before the first batch, each worker reads the first rows of tower 0 twice, to see that all get the same; a
+    checkpoint keeps a checksum of them, and a run that goes on with another stream is warned.
+
+    A run that goes on in the middle of an epoch, and a worker that gets other towers, reads past the examples
+    before, unless `source` takes a `start`.
+
+    Args:
+        source: one of
+
+            - `make_shard(tower, num_towers, epoch, seed)` -> an iterable of a tower's examples. Where it has
+              a parameter `start`, it is to leave out that many examples itself.
+            - an `IterableDataset`, such as a webdataset: each tower has a copy, to which
+              `torch.utils.data.get_worker_info()` says worker `tower` of `num_towers`. If it never asks, each
+              tower takes every T-th example. `set_epoch(epoch)` is called where there is one.
+            - a Hugging Face `datasets.IterableDataset`, split by `split_dataset_by_node`.
+            - another iterable that can be iterated over again: each tower takes every T-th example.
+        batch_size: rows of the global batch, at least T.
+        towers: a `samestep.Towers`.
+        seed: of all random streams.
+        collate_fn: a tower's list of examples -> its batch; torch's `default_collate` by default.
+        dataloader_options: passed on to `torch.utils.data.DataLoader`: `num_workers`, `pin_memory`,
+            `prefetch_factor`, `multiprocessing_context`, `timeout`.
+
+    Raises:
+        ConfigError: a source that cannot be split, fewer rows than towers, or an option that cannot be set.
+        BatchError: in an iteration, a shard has not even the rows of an epoch's first batch.
+        LoaderError: as for `TowerLoader`.
+
+    Example:
+        >>> def make_shard(tower, num_towers, epoch, seed):
+        ...     return range(tower, 7, num_towers)
+        >>> towers = Towers(torch.nn.Linear(1, 1), 2)
+        >>> loader = StreamLoader(make_shard, 3, towers)
+        >>> for batch in loader:
+        ...     print(batch.position, batch.rows, batch.slices)
+        0 3 {0: tensor([0, 2]), 1: tensor([1])}
+        1 3 {0: tensor([4, 6]), 1: tensor([3])}
+        >>> loader.position, loader.epoch
+        (2, 1)
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        batch_size: int,
+        towers: Towers,
+        *,
+        seed: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        **dataloader_options: Any,
+    ) -> None:
+        check_source(source)
+        check_options(dataloader_options, "StreamLoader", _OWNED)
+        num_towers = towers.placement.num_towers
+        if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < num_towers:
+            raise ConfigError(
+                f"batch_size = {batch_size!r}: expected an int >= {num_towers}, the number of towers, "
+                "because each reads a shard"
+            )
+        self.source = source
+        self.batch_size = batch_size
+        self.seed = seed
+        self._towers = towers
+        self._collate_fn = collate_fn
+        self._options = dataloader_options
+        self._position = self._epoch = self._num_before = 0
+        self._checksum: int | None = None
+        self._is_checked = False
+        self._reading(towers.placement)  # which checks the options
+
+    @property
+    def position(self) -> int:
+        """Batches handed out over the whole run, all epochs together."""
+        return self._position
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch; where that is the last one, the loop has to end first."""
+        return self._epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, its epoch, and the settings that they depend on."""
+        place = {"position": self._position, "epoch": self._epoch, "batches_of_epoch": self._num_before}
+        return {**place, "first_examples": self._checksum, **self._settings}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the position of what `state_dict` returned, with any number of workers.
+
+        Raises:
+            ConfigError: it is from a run with another batch size, seed or T.
+        """
+        check_same(state, self._settings, "loader")
+        self._position, self._epoch = int(state["position"]), int(state["epoch"])
+        self._num_before = int(state["batches_of_epoch"])
+        self._checksum, self._is_checked = state["first_examples"], False
+
+    @property
+    def _settings(self) -> dict[str, int]:
+        num_towers = self._towers.placement.num_towers
+        return {"batch_size": self.batch_size, "seed": self.seed, "towers": num_towers}
+
+    def __iter__(self) -> Iterator[LocalBatch]:
+        """Iterate over the rest of the current epoch.
+
+        Raises:
+            BatchError: a shard has not even the rows of the first batch.
+            DisagreementError: another worker could not read its shards.
+            UsageError: a shard gives something else when it is read again; a step is open; or another
+                iteration went on since the last batch of this one.
+        """
+        expected = self._position
+        if not self._is_checked:
+            self._check_source()
+        while True:
+            # A worker that gets other towers has to open their shards, and read past what has been read.
+            placement = self._towers.placement
+            with closing(self._read(placement)) as batches:
+                while self._towers.placement == placement:
+                    self._check_unmoved(expected)
+                    batch = self._next(batches)
+                    if batch is None:
+                        self._epoch, self._num_before = self._epoch + 1, 0
+                        return
+                    expected = self._position = expected + 1
+                    self._num_before += 1
+                    yield batch
+
+    def _next(self, batches: Iterator[dict[int, Any]]) -> LocalBatch | None:
+        """Return the next batch, or None, alike on all workers, where a tower cannot fill its rows."""
+        self._towers._check_no_step("read the next batch")
+        slices: dict[int, Any] = {}
+        error: Exception | None = None
+        try:
+            slices = next(batches)
+        except Exception as found:
+            error = found
+        ended = next((each for each in slices.values() if isinstance(each, Ended)), None)
+        if (ended := self._first_ended(ended, error)) is None:
+            place = repr((self.seed, self._epoch, self._num_before, self.batch_size))
+            return LocalBatch(self.batch_size, slices, self._position, zlib.crc32(place.encode()))
+        if self._num_before == 0:
+            num_towers = self._towers.placement.num_towers
+            rows = even_ranges(self.batch_size, num_towers)[ended.tower]
+            raise BatchError(
+                f"epoch {self._epoch} of the stream has no batch: tower {ended.tower}'s shard ended after "
+                f"{ended.num_examples} examples, and a batch has {len(rows)} of its rows: expected a stream "
+                f"that gives each of {num_towers} towers as many, such as {num_towers} files or more"
+            )
+        return None
+
+    def _first_ended(self, ended: Ended | None, error: Exception | None) -> Ended | None:
+        """Ask all workers whether a shard has ended; raise on all where one has met an error."""
+        job, where = self._towers.job, f"batch {self._position} of the stream"
+        kind = _FAILED if error is not None else _FULL if ended is None else _ENDED
+        own = (kind, 0, 0) if ended is None else (kind, ended.tower, ended.num_examples)
+        everyone = gather_rows(job.transport, torch.tensor([own]), [1] * job.world_size, where).tolist()
+        if any(kind == _FAILED for kind, _, _ in everyone):
+            agree(job, {}, where=where, error=error)
+        return next((Ended(tower, count) for kind, tower, count in everyone if kind == _ENDED), None)
+
+    def _read(self, placement: Placement) -> Generator[dict[int, Any]]:
+        """Yield this worker's slices, batch after batch; in place of some, that their shards have ended."""
+        read, num_items = self._reading(placement)
+        own = placement.rows(self._towers.job.rank, self.batch_size)
+        with closing(read()) as items:
+            while True:
+                batch = [next(items) for _ in range(num_items)]
+                yield dict(zip(own, batch, strict=False))
+
+    def _reading(self, placement: Placement) -> tuple[Callable[[], Generator[Any]], int]:
+        """Return what reads on from here, and how many items it gives for each batch."""
+        own = placement.rows(self._towers.job.rank, self.batch_size)
+        num_processes = min(self._options.get("num_workers", 0), len(own))
+        read = self._reading_of(own, num_processes, self._epoch, self._position, self._num_before)
+        return read, len(own) + -len(own) % max(num_processes, 1)
+
+    def _reading_of(
+        self, rows: Mapping[int, range], num_processes: int, epoch: int, position: int, num_before: int
+    ) -> Callable[[], Generator[Any]]:
+        reader = ShardReader(
+            self.source,
+            {tower: len(part) for tower, part in rows.items()},
+            self._towers.placement.num_towers,
+            self.seed,
+            epoch,
+            position,
+            num_before,
+            self._collate_fn,
+        )
+        return reading(reader, self._towers.job, self._options, num_workers=num_processes)
+
+    def _check_source(self) -> None:
+        """Read the run's first rows of tower 0, on all workers, and again: they must be the same."""
+        checksum, error = 0, None
+        try:
+            checksum, again = self._first_checksum(), self._first_checksum()
+            if checksum != again:
+                raise UsageError(
+                    f"StreamLoader: tower 0 gets other examples when they are read again: expected {_HINT}"
+                )
+        except Exception as found:
+            error = found
+        name = "checksum of tower 0's first examples"
+        must_match = {name: checksum, f"?{name}: expected {_HINT}": checksum}
+        agree(self._towers.job, must_match, where="StreamLoader", error=error)
+        if self._checksum not in (None, checksum) and self._towers.job.is_first:
+            warnings.warn(
+                "StreamLoader: the stream begins with other examples than in the run that is continued: "
+                f"expected the same CPU model, and {_HINT}",
+                stacklevel=3,
+            )
+        self._checksum, self._is_checked = checksum, True
+
+    def _first_checksum(self) -> int:
+        """Return a number of the first batch of tower 0; 0 where it cannot be taken apart."""
+        first = Placement.even(self._towers.placement.num_towers, 1).rows(0, self.batch_size)[0]
+        num_processes = min(self._options.get("num_workers", 0), 1)
+        with closing(self._reading_of({0: first}, num_processes, 0, 0, 0)()) as items:
+            batch = next(items)
+        try:
+            return GlobalBatch.open(batch).fingerprint()
+        except BatchError:
+            return 0
+
+    def _check_unmoved(self, expected: int) -> None:
+        if self._position != expected:
+            raise UsageError(
+                f"position is {self._position}, this iteration is at {expected}: after load_state_dict, or "
+                "starting another iteration, do not continue an old one"
+            )
