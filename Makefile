@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Two processes, each with files of tests of its own; those with jobs of several workers come first.
 PYTEST := $(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: install train test test-all chaos schedules check bench clean
+.PHONY: install train test test-all chaos schedules check docs bench clean
 
 install: $(STAMP)
 
@@ -38,8 +38,16 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+docs: install $(VENV)/.docs
+	$(BIN)/python docs/pictures/draw.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
 bench: install
 	$(BIN)/python benchmarks/step.py
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache

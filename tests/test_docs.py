@@ -94,6 +94,7 @@ def half_precision():
     return {"model": model, "towers": towers}
 
 
+OPTIONAL = ("webdataset", "datasets", "transformers", "peft", "wandb")
 COMMON = {"torch": torch, "nn": nn, "F": F, "np": np, "samestep": samestep}
 GIVEN: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "README": lambda folder: {"dataset": pairs(), "...": nn.Linear(4, 2)},
@@ -115,6 +116,9 @@ def test_the_blocks_of_a_page_run(name, tmp_path, monkeypatch, capsys):
     given = {**COMMON, **GIVEN.get(name, lambda folder: {})(tmp_path)}
     missing = given.pop("...", None)
     for block in blocks_of(PAGES[name]):
+        for package in OPTIONAL:
+            if f"import {package}" in block:
+                pytest.importorskip(package)
         code = block.replace("model = ...", "model = given_model")
         exec(compile(code, f"{name}.md", "exec"), {**given, "given_model": missing} if missing else given)
     assert "Traceback" not in capsys.readouterr().err
