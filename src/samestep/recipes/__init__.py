@@ -20,6 +20,7 @@ _SETTINGS = {
     "digits": "samestep.recipes.digits.settings:DigitsSettings",
     "cifar10": "samestep.recipes.cifar10.settings:Cifar10Settings",
     "segmentation": "samestep.recipes.segmentation.settings:SegmentationSettings",
+    "lm": "samestep.recipes.lm.settings:LmSettings",
 }
 _PACKAGES = ("PIL", "requests", "rich", "tensorboard")  # what the extra `train` installs
 
