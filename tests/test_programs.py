@@ -193,3 +193,30 @@ def half_precision_weights_on_the_way(job):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_any_number_of_workers_takes_the_same_steps(name):
     assert len({value for num in (1, 2, 3) for value in values(PROGRAMS[name], num, num)}) == 1
+
+
+def test_a_model_that_is_compiled_in_place_is_compiled_once():
+    """A hook that came and went with each tower would let the compiler run into its limit."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.layer(x)
+
+    model = Net()
+    model.compile(backend=backend, dynamic=False)
+    towers = Towers(model, 12)
+    for step in range(2):
+        for tower in towers(torch.randn(24, 6, generator=torch.Generator().manual_seed(step))):
+            tower.backward(model(tower.batch).square().mean())
+        towers.average()
+    assert len(graphs) == 1

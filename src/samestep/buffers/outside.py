@@ -77,8 +77,9 @@ class OutsideNets:
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
         self._inside = weakref.WeakSet(modules)
-        # A compiled module would run without its parts' hooks, and warn of this one.
-        self._is_compiled = any(uncompiled(module) is not module for module in modules)
+        # A compiled module would run without its parts' hooks, warn of this one, and be compiled once more
+        # for each new one: up to a limit, after which other code runs.
+        self._is_compiled = any(_is_compiled(module) for module in modules)
         self._seen: weakref.WeakKeyDictionary[nn.Module, list[_Seen]] = weakref.WeakKeyDictionary()
         self._hook: Any = None
 
@@ -122,6 +123,10 @@ class OutsideNets:
                     "not part of the model, so workers would end with different values: call eval() on that "
                     "net for the pass, or pass it as Towers(model, ..., also=net), which shares its buffers"
                 )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return uncompiled(module) is not module or module._compiled_call_impl is not None
 
 
 def _buffers_of(module: nn.Module) -> list[_Seen]:
