@@ -180,7 +180,7 @@ def run_python(program, *words):
     ("line", "status"),
     [
         *[("--help", 0), ("", 2), ("learn", 2), ("train", 2), ("train dig", 2)],
-        *[(f"train {recipe} --help", 0) for recipe in ("digits", "cifar10", "segmentation")],
+        *[(f"train {recipe} --help", 0) for recipe in ("digits", "cifar10", "segmentation", "lm")],
         *[("train digits --steps x", 2), ("train digits --towers 2 --workers 3", 2)],
         *[("train segmentation --classes 7", 2), ("check digits --threads 0", 2), ("eval /nowhere", 2)],
     ],

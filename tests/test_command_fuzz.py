@@ -31,13 +31,14 @@ from samestep.app import command_line, launch
 from samestep.errors import MissingFileError
 from samestep.recipes.cifar10 import data as records, recipe as cifar10
 from samestep.recipes.digits import recipe as digits
+from samestep.recipes.lm import recipe as lm
 from samestep.recipes.segmentation import recipe as segmentation
 from samestep.towers.towers import Towers
 
 FIRST, COUNT = map(int, os.environ.get("SAMESTEP_FUZZ", "0:2000").split(":"))
 LIMIT_S = 10.0
 
-RECIPES = ("digits", "cifar10", "segmentation")
+RECIPES = ("digits", "cifar10", "segmentation", "lm")
 NUMBERS = (
     *(
         "0",
@@ -113,9 +114,12 @@ OPTIONS = {
         ("weight-decay", "classes", "ignore-label", "crop-size", "width", "picture-size"), NUMBERS
     ),
     **dict.fromkeys(("loader-processes",), NUMBERS),
+    **dict.fromkeys(("context", "depth", "heads", "vocabulary", "document-end", "warmup", "sample"), NUMBERS),
     **dict.fromkeys(("run-dir", "data-dir"), PATHS),
-    **dict.fromkeys(("device", "autocast", "statistics", "optimizer", "weights"), TEXTS),
-    **dict.fromkeys(("tf32", "fresh", "log-device-placement", "follow", "help", "nonsense"), None),
+    **dict.fromkeys(("device", "autocast", "statistics", "optimizer", "weights", "token-dtype"), TEXTS),
+    **dict.fromkeys(
+        ("tf32", "fresh", "log-device-placement", "follow", "help", "compile", "tied-head", "nonsense"), None
+    ),
 }
 ENVIRONMENT = {
     "COLUMNS": ("0", "1", "-1", "²", "9" * 30, ""),
@@ -360,11 +364,13 @@ def stubs():
             (digits, "DigitsNet"),
             (cifar10, "Cifar10Net"),
             (segmentation, "SegmentationNet"),
+            (lm, "GPT"),
         ):
             patch.setattr(module, net, lambda *_: nn.Linear(1, 1))
         patch.setattr("samestep.app.recipe_check.examine", reached)
         patch.setattr(torch, "manual_seed", lambda _: None)
         patch.setattr(torch, "set_num_threads", lambda _: None)
+        patch.setattr(lm, "read_library", cache(lm.read_library))
         patch.setattr(recipes, "find_spec", cache(recipes.find_spec))
         patch.setattr(launch, "launch", lambda *_, **__: 0)
         patch.setattr(records, "fetch", refuse)

@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.recipes.cifar10 import recipe as cifar10
 from samestep.recipes.digits import recipe as digits
+from samestep.recipes.lm import recipe as lm
+from samestep.recipes.lm.model import Sizes
 from samestep.recipes.segmentation import recipe as segmentation
 
 RAISING = {
@@ -45,7 +47,7 @@ def raising(work):
     """Return what of a piece of work would raise on a GPU."""
     with Watch() as watch:
         work()
-    assert "convolution" in watch.names or "_nnpack_spatial_convolution" in watch.names
+    assert watch.names & {"convolution", "_nnpack_spatial_convolution", "embedding"}
     return watch.names & {*RAISING, "bincount with weights"}
 
 
@@ -67,6 +69,12 @@ RECIPES = {
         lambda model, batch: segmentation.loss_of(model, batch, **CHOSEN, weight_decay=0.1)[0],
         lambda model, batch: segmentation.count_pixels(model, batch, **CHOSEN),
         batch_of(3, 17, 16, num_classes=4, label_shape=(17, 16)),
+    ),
+    "lm": (
+        lambda: lm.GPT(Sizes(9, width=8, depth=1, heads=2, context=5, ngram_slots=7)),
+        lambda model, batch: lm.loss_of(model, batch)[0],
+        lm.nats_of,
+        (torch.ones(ROWS, 5).long(), torch.ones(ROWS, 5).long(), torch.arange(5).expand(ROWS, 5)),
     ),
 }
 

@@ -49,9 +49,9 @@ def test_paths_that_are_no_text_come_back_too(tmp_path):
         ("autocast", "banana", "one of none, bf16, fp16"),
         ("device", "\x1b[2J" * 1000, "one of auto, cpu, cuda"),
         ("device", "x" * 500_000, "one of auto, cpu, cuda"),
-        ("recipe", [], "one of digits, cifar10, segmentation"),
-        ("recipe", "other", "one of digits, cifar10, segmentation"),
-        ("recipe", {"a": [[[[]]]]}, "one of digits, cifar10, segmentation"),
+        ("recipe", [], "one of digits, cifar10, segmentation, lm"),
+        ("recipe", "other", "one of digits, cifar10, segmentation, lm"),
+        ("recipe", {"a": [[[[]]]]}, "one of digits, cifar10, segmentation, lm"),
     ],
 )
 def test_values_that_no_option_takes_are_named(tmp_path, name, value, expected):

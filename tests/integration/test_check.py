@@ -117,7 +117,7 @@ def test_a_recipe_that_does_not(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("check", "a recipe is missing, expected one of digits, cifar10, segmentation"),
+        ("check", "a recipe is missing, expected one of digits, cifar10, segmentation, lm"),
         ("check digits --towers 2 --workers 3", "workers = 3: expected 1 <= workers <= towers = 2; start at"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -139,8 +139,7 @@ def open_tokens(path: Path, dtype: str) -> Stream:
                 f"{path}: {num_bytes} bytes, expected a multiple of the {kind.itemsize} of a {dtype}; "
                 "write it again, or set --token-dtype"
             )
-        tokens: Any = np.memmap(path, dtype=kind, mode="r")
-    return tokens
+        return np.memmap(path, dtype=kind, mode="r")
 
 
 def fingerprint(stream: Stream) -> str:

@@ -155,7 +155,8 @@ class _Block(nn.Module):
 
     def forward(self, features: Tensor, turns: tuple[Tensor, Tensor], is_seen: Tensor) -> Tensor:
         features = features + self.attention(self.attention_norm(features), turns, is_seen)
-        return features + self.down(F.relu(self.up(self.norm(features))).square())
+        added: Tensor = self.down(F.relu(self.up(self.norm(features))).square())
+        return features + added
 
 
 class Attention(nn.Module):

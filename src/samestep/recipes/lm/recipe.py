@@ -39,8 +39,7 @@ _EVALUATED_TOKENS = 4096
 def build(settings: LmSettings, job: Job) -> Trainer:
     """Make the parts."""
     train, held_out = (_open(settings, split) for split in ("train", "val"))
-    same = {"tokens to train on": train, "held-out tokens": held_out}
-    agree(job, {name: fingerprint(windows.stream) for name, windows in same.items()}, where="data")
+    check_same(train, held_out, job)
     step = _make_step(settings, job)
     loader = TowerLoader(train, settings.batch_size, step.towers, seed=settings.seed)
     rows = max(1, _EVALUATED_TOKENS // settings.context)
@@ -61,16 +60,23 @@ def _open(settings: LmSettings, split: Literal["train", "val"]) -> Windows:
     return Windows(stream, settings.context, border=settings.document_end, name=str(path), **options)
 
 
+def check_same(train: Windows, held_out: Windows, job: Job) -> None:
+    """Raise on all workers unless they have the same tokens."""
+    same = {"tokens to train on": train, "held-out tokens": held_out}
+    agree(job, {name: fingerprint(windows.stream) for name, windows in same.items()}, where="data")
+
+
 def _make_step(settings: LmSettings, job: Job) -> Step:
     torch.manual_seed(stream_seed(settings.seed, "weights"))
     sizes = Sizes(**{field.name: getattr(settings, field.name) for field in fields(Sizes)})
     model = GPT(sizes).to(job.device)
     if settings.compile:
         model.compile(dynamic=False)  # for each shape by itself: the same code on every placement
+    towers = Towers(model, settings.towers, job=job, seed=settings.seed)
     groups = groups_of(model, settings)
     optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=True)
     return Step(
-        Towers(model, settings.towers, job=job, seed=settings.seed),
+        towers,
         loss_of,
         optimizer,
         clip_norm=settings.clip_norm,

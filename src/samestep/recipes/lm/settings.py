@@ -23,8 +23,8 @@ _NUM_BYTES = 256
 class LmSettings(Settings):
     """Train a small GPT on the sources of Python's standard library, or on any tokenizer's files."""
 
-    batch_size: int = 32
-    steps: int = 340
+    batch_size: int = 16
+    steps: int = 600
     run_dir: Path = Path("runs/lm")
     data_dir: Path | None = None
     """Folder with train.bin and val.bin, flat files of token ids; without it, Python's standard library."""
@@ -48,7 +48,7 @@ class LmSettings(Settings):
     """Embeddings of n-grams of each length, found by a hash."""
     tied_head: bool = False
     """Use the weight of the embedding for the head, too."""
-    learning_rate: LearningRate = 0.006
+    learning_rate: LearningRate = 0.004
     """Learning rate after the warm-up; then it falls to 0 along half a cosine."""
     embedding_rate: Annotated[float, Range(0, 10**6, is_open=True)] = 15.0
     """How many times the learning rate that of the embeddings is."""
