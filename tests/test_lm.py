@@ -195,6 +195,12 @@ def test_a_tokenizer_s_files_are_trained_on(tmp_path, capsys):
         short.build(JOB).run()
 
 
+def test_a_compiler_that_is_not_there_is_named(settings, monkeypatch):
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    with pytest.raises(ConfigError, match=r"--compile: no C\+\+ compiler found \(/nowhere/g\+\+\); install"):
+        replace(settings, compile=True).build(JOB)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -6,6 +6,8 @@ Ends with bits per byte of the files that are held out, beside those of `xz -9`,
 from __future__ import annotations
 
 import math
+import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial
@@ -19,6 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from samestep.app.evaluation import Evaluation
 from samestep.app.trainer import Trainer
 from samestep.data.loader import TowerLoader
+from samestep.errors import ConfigError
 from samestep.recipes.lm.data import IGNORED, Windows, fingerprint, open_tokens
 from samestep.recipes.lm.held_out import HeldOut
 from samestep.recipes.lm.library import BORDER, read_library
@@ -71,6 +74,7 @@ def _make_step(settings: LmSettings, job: Job) -> Step:
     sizes = Sizes(**{field.name: getattr(settings, field.name) for field in fields(Sizes)})
     model = GPT(sizes).to(job.device)
     if settings.compile:
+        _check_compiler(job)
         model.compile(dynamic=False)  # for each shape by itself: the same code on every placement
     towers = Towers(model, settings.towers, job=job, seed=settings.seed)
     groups = groups_of(model, settings)
@@ -83,6 +87,15 @@ def _make_step(settings: LmSettings, job: Job) -> Step:
         scheduler=LambdaLR(optimizer, partial(cosine, warmup=settings.warmup, steps=settings.steps)),
         autocast=settings.autocast_dtype,
     )
+
+
+def _check_compiler(job: Job) -> None:
+    names = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
+    if job.device.type == "cpu" and not any(map(shutil.which, names)):
+        raise ConfigError(
+            f"--compile: no C++ compiler found ({' or '.join(names)}); install one, name it in CXX, or leave "
+            "--compile out"
+        )
 
 
 def groups_of(model: GPT, settings: LmSettings) -> list[dict[str, Any]]:
