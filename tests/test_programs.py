@@ -195,28 +195,41 @@ def test_any_number_of_workers_takes_the_same_steps(name):
     assert len({value for num in (1, 2, 3) for value in values(PROGRAMS[name], num, num)}) == 1
 
 
-def test_a_model_that_is_compiled_in_place_is_compiled_once():
-    """A hook that came and went with each tower would let the compiler run into its limit."""
+class Affine(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def compiled_in_place(backend):
+    model = Affine()
+    model.compile(backend=backend, dynamic=False)
+    return model, lambda x: model(x).square().mean()
+
+
+def compiled_loss(backend):
+    model = Affine()
+    return model, torch.compile(lambda x: model(x).square().mean(), backend=backend, dynamic=False)
+
+
+@pytest.mark.parametrize(("build", "num_graphs"), [(compiled_in_place, 1), (compiled_loss, 2)])
+def test_what_is_compiled_is_not_compiled_again_for_each_tower(build, num_graphs):
+    """With and without the watch's hook; one that came as another for each tower would reach a limit."""
     torch._dynamo.reset()
     graphs = []
 
     def backend(graph, inputs):
-        graphs.append(graph)
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op.startswith("call")])
         return graph.forward
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(6, 3)
-
-        def forward(self, x):
-            return self.layer(x)
-
-    model = Net()
-    model.compile(backend=backend, dynamic=False)
+    model, loss_of = build(backend)
     towers = Towers(model, 12)
-    for step in range(2):
+    for step in range(3):
         for tower in towers(torch.randn(24, 6, generator=torch.Generator().manual_seed(step))):
-            tower.backward(model(tower.batch).square().mean())
+            tower.backward(loss_of(tower.batch))
         towers.average()
-    assert len(graphs) == 1
+    assert len(graphs) == num_graphs
+    assert graphs == graphs[:1] * num_graphs

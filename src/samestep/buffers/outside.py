@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import _global_forward_pre_hooks
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from samestep.errors import BufferPolicyError, UsageError
@@ -16,6 +17,7 @@ from samestep.identity import checksum_of, uncompiled
 
 __all__ = ["OutsideNets", "averaged_parameters", "graph_of", "note_outside_gradients"]
 
+_keys = itertools.count(-1, -1)  # torch's own are not below 0
 _SMALL_BYTES = 2**16
 _MOST_NAMES = 4
 
@@ -77,11 +79,12 @@ class OutsideNets:
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
         self._inside = weakref.WeakSet(modules)
-        # A compiled module would run without its parts' hooks, warn of this one, and be compiled once more
-        # for each new one: up to a limit, after which other code runs.
+        # A compiled module would run without its parts' hooks, and warn of this one.
         self._is_compiled = any(_is_compiled(module) for module in modules)
         self._seen: weakref.WeakKeyDictionary[nn.Module, list[_Seen]] = weakref.WeakKeyDictionary()
-        self._hook: Any = None
+        # One key for good: what is compiled would be compiled again for each new one, up to a limit, after
+        # which other code runs.
+        self._key = next(_keys)
 
     def start_step(self) -> None:
         """Note the buffers of all nets that are known."""
@@ -90,16 +93,16 @@ class OutsideNets:
 
     def start_looking(self) -> None:
         """Note every other net that runs, until `stop_looking`."""
-        if not self._is_compiled and self._hook is None:
-            self._hook = register_module_forward_pre_hook(self._note)
+        if not self._is_compiled:
+            _global_forward_pre_hooks[self._key] = self._note
 
     def stop_looking(self) -> None:
         """Note no more nets."""
-        hook, self._hook = self._hook, None
-        if hook is not None:
-            hook.remove()
+        _global_forward_pre_hooks.pop(self._key, None)
 
     def _note(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():  # no part of what is compiled
+            return
         if module._buffers and module not in self._inside and module not in self._seen:
             self._seen[module] = _buffers_of(module)
 
