@@ -372,7 +372,7 @@ def stubs():
         patch.setattr(torch, "set_num_threads", lambda _: None)
         patch.setattr(lm, "read_library", cache(lm.read_library))
         patch.setattr(recipes, "find_spec", cache(recipes.find_spec))
-        patch.setattr(launch, "launch", lambda *_, **__: 0)
+        patch.setattr(launch, "run_command", lambda *_, **__: 0)
         patch.setattr(records, "fetch", refuse)
         patch.setattr(command_line, "_options", cache(command_line._options))
         patch.setattr("samestep.app.lock.WAIT_S", 0.0)

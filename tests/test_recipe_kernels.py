@@ -57,11 +57,11 @@ def batch_of(*shape, num_classes, label_shape=()):
 
 CHOSEN = {"ignore_label": 255}
 RECIPES = {
-    "digits": (digits.DigitsNet, digits.loss_of, digits.count_right, batch_of(1, 8, 8, num_classes=10)),
+    "digits": (digits.DigitsNet, digits.loss_of, digits.accuracy, batch_of(1, 8, 8, num_classes=10)),
     "cifar10": (
         cifar10.Cifar10Net,
         cifar10.loss_of,
-        cifar10.count_right,
+        cifar10.precision,
         batch_of(3, 24, 24, num_classes=10),
     ),
     "segmentation": (
