@@ -1,6 +1,6 @@
 """The public names are a contract: other people's scripts use them."""
 
-import importlib
+import importlib.util
 import inspect
 import pkgutil
 import subprocess
@@ -22,11 +22,17 @@ PUBLIC = {
 }  # fmt: skip
 
 
+def has_its_package(module):
+    """Say whether the package is there that a module of samestep.integrations is for."""
+    _, _, package = module.partition("samestep.integrations.")
+    return not package or importlib.util.find_spec(package.partition(".")[0]) is not None
+
+
 def modules():
     return [
         importlib.import_module(info.name)
         for info in pkgutil.walk_packages(samestep.__path__, "samestep.")
-        if not info.name.endswith("__main__")
+        if not info.name.endswith("__main__") and has_its_package(info.name)
     ]
 
 

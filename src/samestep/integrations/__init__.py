@@ -1,0 +1,1 @@
+"""Other packages' training loops, with towers in them."""

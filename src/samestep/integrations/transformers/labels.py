@@ -1,0 +1,63 @@
+"""What a loss is a mean over: the labels that count."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["count_labels", "ignores_first"]
+
+_IGNORED = -100  # the label that no loss of transformers counts
+
+
+def count_labels(inputs: Mapping[str, Any], *, skip_first: bool) -> Tensor | None:
+    """Return how many integer labels count, 0-dim; None where there are none of that kind."""
+    labels: Any = inputs.get("shift_labels")
+    if labels is None:
+        labels = inputs.get("labels")
+        labels = labels[:, 1:] if skip_first and labels is not None else labels
+    return labels.ne(_IGNORED).sum() if _is_integer(labels) else None
+
+
+def _is_integer(labels: Any) -> bool:
+    """Say whether labels are those of classes, not numbers or boxes."""
+    return isinstance(labels, Tensor) and not labels.is_floating_point()
+
+
+def ignores_first(model: nn.Module, inputs: Mapping[str, Any], loss: Callable[[Any, Tensor], Tensor]) -> bool:
+    """Ask a model whether its loss ignores each row's first label, as in causal language models.
+
+    What transformers itself knows of it is wrong for some, such as GPT2LMHeadModel and prompt tuning.
+
+    Args:
+        model: is in evaluation mode meanwhile.
+        inputs: of a tower, on the model's device.
+        loss: from such inputs, and what it is to be divided by, to a scalar.
+    """
+    labels: Any = inputs.get("labels")
+    if not _is_integer(labels) or labels.dim() != 2:
+        return False
+    losses = []
+    for first in (_IGNORED, 0):
+        changed = torch.full_like(labels, _IGNORED)
+        changed[:, 0] = first
+        with torch.no_grad(), _evaluating(model):
+            losses.append(float(loss({**inputs, "labels": changed}, torch.ones_like(labels[0, 0]))))
+    none, one = losses
+    return none == one or (none != none and one != one)  # a mean of nothing is NaN
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode for a while."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

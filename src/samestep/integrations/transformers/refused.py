@@ -1,0 +1,77 @@
+"""What of `TrainingArguments` and `transformers.Trainer` has no meaning with towers: refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import IterableDataset
+from transformers import TrainingArguments
+
+from samestep.errors import ConfigError
+
+__all__ = ["check_arguments", "check_overrides"]
+
+_OWNED = {
+    "get_train_dataloader": "a samestep.TowerLoader reads the rows: override create_loader",
+    "get_batch_samples": "a samestep.TowerLoader reads the rows: override create_loader",
+    "_get_train_sampler": "the order depends on seed and epoch alone: use args.train_sampling_strategy",
+}
+
+
+def check_overrides(found: type, ours: type) -> None:
+    """Refuse subclasses that replace what would not be called, or would be called in vain."""
+    for cls in found.__mro__[: found.__mro__.index(ours)]:
+        for name in sorted(_OWNED.keys() & vars(cls).keys()):
+            raise ConfigError(f"{cls.__name__}.{name} has no effect with towers: {_OWNED[name]}")
+
+
+def check_arguments(args: TrainingArguments, model: Any, train_dataset: Any, towers: int) -> None:
+    """Refuse what would change the average behind the towers' back, or have no effect."""
+    steps = args.gradient_accumulation_steps
+    if steps != 1:
+        raise ConfigError(
+            f"gradient_accumulation_steps = {steps}: expected 1, as a worker runs its towers one after the "
+            f"other anyway; for batches {steps} times as large, pass towers={towers * steps}"
+        )
+    for name, is_right, expected in _EXPECTED:
+        value = getattr(args, name)
+        if not is_right(value):
+            raise ConfigError(f"{name} = {value!r} cannot be used with towers: expected {expected}")
+    for what in _sharded(args, model):
+        raise ConfigError(f"{what}: towers average whole gradients; expected a whole model on each worker")
+    if isinstance(train_dataset, IterableDataset):
+        raise ConfigError(
+            f"train_dataset is an IterableDataset ({type(train_dataset).__name__}): expected a map-style "
+            "dataset, with __len__ and __getitem__"
+        )
+
+
+def _one_of(*values: object) -> Callable[[Any], bool]:
+    return lambda value: value in values
+
+
+_EXPECTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("auto_find_batch_size", _one_of(False), "False: the batch size is part of the experiment"),
+    ("train_sampling_strategy", _one_of("random", "sequential"), "'random' or 'sequential'"),
+    ("include_num_input_tokens_seen", _one_of("no", False), "'no'; see trainer.report.count"),
+    ("batch_eval_metrics", _one_of(False), "False: metrics of all predictions at once"),
+    ("dataloader_in_order", _one_of(True), "True: batches always come in order"),
+    ("enable_jit_checkpoint", _one_of(False), "False: all workers must stop after the same step"),
+    ("torch_empty_cache_steps", _one_of(None), "None"),
+    ("optim", lambda optim: "lomo" not in str(optim).lower(), "one that takes averaged gradients"),
+)
+
+
+def _sharded(args: TrainingArguments, model: Any) -> Iterator[str]:
+    """Say what would shard the model, or average gradients itself."""
+    for name in ("deepspeed", "fsdp", "parallelism_config"):
+        if getattr(args, name):
+            yield f"{name} = {getattr(args, name)!r}"
+    kind = args.distributed_state.distributed_type.value
+    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
+        yield f"accelerate's distributed type {kind}"
+    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+        yield "a model on several devices (hf_device_map)"
+    if (getattr(model, "_tp_size", None) or 1) > 1:
+        yield "a tensor-parallel model"

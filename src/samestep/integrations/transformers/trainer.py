@@ -1,0 +1,318 @@
+"""`transformers.Trainer` with towers in place of devices.
+
+Their Trainer runs as if its process were alone: nothing of theirs wraps the model, shards data, adds or
+divides. What several workers do together is ours: the towers' average, the evaluation's batches, who writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate.utils import send_to_device
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers.trainer_pt_utils import find_batch_size
+from transformers.trainer_utils import EvalLoopOutput
+
+from samestep.data.loader import TowerLoader
+from samestep.errors import DamagedError, Error, MissingFileError, NonFiniteError
+from samestep.integrations.transformers.alone import join, work_alone
+from samestep.integrations.transformers.evaluation import Prediction, Rounds
+from samestep.integrations.transformers.labels import count_labels, ignores_first
+from samestep.integrations.transformers.refused import check_arguments, check_overrides
+from samestep.summation.placement import Placement
+from samestep.towers.batch import LocalBatch
+from samestep.towers.diagnosis import explain, first_nonfinite
+from samestep.towers.report import Report
+from samestep.towers.root import check_optimizer
+from samestep.towers.tower import Tower
+from samestep.towers.towers import Towers
+from samestep.workers.collectives import gather_objects
+from samestep.workers.job import Job
+
+__all__ = ["NOT_PUBLIC", "Trainer"]
+
+NOT_PUBLIC = {
+    "Trainer._save_optimizer_and_scheduler": "overridden: a checkpoint also gets the towers' state",
+    "Trainer._load_optimizer_and_scheduler": "overridden: reads it, before the loop reads data",
+    "Trainer._save_rng_state": "overridden: worker 0 alone writes the file",
+    "Trainer.save_model(_internal_call)": "overridden: workers wait for a checkpoint's weights",
+    "TrainingArguments._n_gpu": "set to 1: no DataParallel around the model",
+}
+"""What of transformers is used here though its documentation does not name it, and what for."""
+
+_STATE_FILE = "samestep.json"
+
+
+class Trainer(transformers.Trainer):  # type: ignore[misc]
+    """`transformers.Trainer` that takes the same steps, bit for bit, on any number of workers.
+
+    Run it by plain `python`, or under `torchrun` with any number of processes up to T. In a step, the global
+    batch of T · `args.per_device_train_batch_size` rows is cut into T towers; the loss is the mean over all
+    its tokens:
+
+        loss = Σ_t (sum of the losses of tower t's labels that are not −100) / Σ_t (how many these are)
+
+    Where there are no integer `labels`, it is the mean over rows. Dropout draws from streams of (seed, step,
+    tower), the order of the data from (`args.data_seed` or `args.seed`, epoch).
+
+    Args:
+        model: as theirs, as are all arguments that are not named here.
+        args: `gradient_accumulation_steps` is 1; `per_device_train_batch_size` is the rows of a tower.
+        arguments: the others of `transformers.Trainer`, by position.
+        towers: T, part of the experiment like the batch size.
+        job: from `samestep.init`; by default of `args.device` with one CPU thread for each worker.
+        options: the others of `transformers.Trainer`, by name.
+
+    Attributes:
+        job: this process's view of the job.
+        towers: the `samestep.Towers` of the model; from the first training on.
+        report: what the last step returned.
+
+    Raises:
+        ConfigError: an argument that has no meaning with towers, or T below 1 or below the workers.
+        NonFiniteError: in `train`, a gradient is NaN or infinite; it names towers and parameters. Float16
+            skips such steps.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=1))
+        >>> rows = [{"input_ids": [n, n + 1, n + 2], "labels": [n, n + 1, n + 2]} for n in range(10)]
+        >>> args = TrainingArguments(output_dir="runs/doctest", per_device_train_batch_size=2, max_steps=2,
+        ...                          report_to=[], disable_tqdm=True, save_strategy="no", use_cpu=True)
+        >>> trainer = Trainer(model, args, train_dataset=rows, towers=4)
+        >>> _ = trainer.train()  # doctest: +ELLIPSIS
+        {'train_runtime': ...}
+        >>> trainer.report.rows, trainer.report.count
+        (2, 4.0)
+    """
+
+    towers: Towers
+    report: Report
+    current_flos: float
+    preprocess_logits_for_metrics: Any
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: transformers.TrainingArguments | None = None,
+        *arguments: Any,
+        towers: int,
+        job: Job | None = None,
+        **options: Any,
+    ) -> None:
+        args = transformers.TrainingArguments("tmp_trainer") if args is None else args
+        check_overrides(type(self), Trainer)
+        dataset = arguments[1] if len(arguments) > 1 else options.get("train_dataset")
+        check_arguments(args, model, dataset, towers)
+        self.job = join(args.device.type, tf32=bool(args.tf32)) if job is None else job
+        self._placement = Placement.even(towers, self.job.world_size)
+        work_alone(args, self.job)
+        self._flos = 0
+        self._skips_first: bool | None = None
+        self._rounds: Rounds | None = None
+        self._preprocess: Any = None
+        super().__init__(model, args, *arguments, **options)
+
+    def create_towers(self) -> Towers:
+        """Make the towers of `self.model`, when training begins; override it for other settings of theirs."""
+        # Measuring the noise scale keeps the gradients of several towers.
+        return Towers(
+            self.model, self._placement.num_towers, job=self.job, seed=self.args.seed, noise_every=0
+        )
+
+    def create_loader(self, dataset: Any, collate_fn: Any) -> TowerLoader:
+        """Make what reads the rows of `self.towers`, from a dataset whose unused columns are removed."""
+        args = self.args
+        names = ("num_workers", "persistent_workers", "multiprocessing_context", "prefetch_factor")
+        options = {name: getattr(args, f"dataloader_{name}") for name in names}
+        options["pin_memory"] = args.dataloader_pin_memory and self.job.device.type == "cuda"
+        return TowerLoader(
+            dataset,
+            self.get_total_train_batch_size(args),
+            self.towers,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            shuffle=args.train_sampling_strategy == "random",
+            drop_last=args.dataloader_drop_last,
+            collate_fn=collate_fn,
+            **options,
+        )
+
+    def count_items(self, inputs: Any) -> Tensor | None:
+        """Return what the mean loss of these inputs is a mean over, 0-dim; None for their rows.
+
+        That is integer labels that are not −100; each row's first one only where the model predicts it.
+        Override it where a loss counts something else.
+        """
+        return count_labels(inputs, skip_first=bool(self._skips_first))
+
+    def get_total_train_batch_size(self, args: transformers.TrainingArguments) -> int:
+        """Return the rows of the global batch: T · `per_device_train_batch_size`."""
+        return int(self._placement.num_towers * args.per_device_train_batch_size)
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return what their loop counts steps with; `get_batch_samples` reads the rows of this worker."""
+        theirs = super().get_train_dataloader()
+        self.towers = self.create_towers()
+        self._loader = self.create_loader(theirs.dataset, theirs.collate_fn)
+        self._batches = _without_end(self._loader)
+        return DataLoader(
+            theirs.dataset,
+            self._loader.batch_size,
+            drop_last=self._loader.drop_last,
+            collate_fn=theirs.collate_fn,
+            generator=torch.Generator(),  # else it draws from the global one
+        )
+
+    def get_batch_samples(self, *_: Any) -> tuple[list[LocalBatch], None]:
+        """Return this worker's part of the next global batch; every tower counts its own items."""
+        return [next(self._batches)], None
+
+    def training_step(self, model: nn.Module, inputs: LocalBatch, num_items_in_batch: Any = None) -> Tensor:
+        """Run this worker's towers and average the gradient; return the loss, the same on all workers."""
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        check_optimizer(self.optimizer, self.model.parameters())
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        must_match = {"global step": self.state.global_step, "optimizer": groups}
+        if self._skips_first is None and inputs.slices:
+            self._look_at_labels(model, next(iter(inputs.slices.values())))
+        self._flos, scaler = 0, self.accelerator.scaler
+        try:
+            for tower in self.towers(inputs, scaler=scaler, must_match=must_match):
+                self._run(model, tower)
+                del tower  # its rows, before those of the next one are read
+            self.report = self.towers.average()
+        except BaseException:
+            with contextlib.suppress(Error):
+                self.towers.abandon()
+            raise
+        if scaler is None and not self.report.skipped and not math.isfinite(self.report.grad_norm):
+            parameters = first_nonfinite(self.towers, lambda tower: self._run(model, tower))
+            raise NonFiniteError(explain(self.report, parameters))
+        return torch.tensor(self.report.loss, device=self.args.device)
+
+    def _run(self, model: nn.Module, tower: Tower) -> None:
+        """Hand in a tower's loss: its mean, which is made a sum again by what it counts."""
+        inputs, count = dict(tower.batch), self.count_items(tower.batch)
+        self._flos += self.floating_point_ops(inputs)
+        at_least_one = None if count is None else count.clamp(min=1)
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs, num_items_in_batch=at_least_one)
+        if count is None:
+            tower.backward(loss)
+        else:
+            loss = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+            tower.backward_sum(loss * count, count)
+
+    def _look_at_labels(self, model: nn.Module, inputs: Any) -> None:
+        with self.compute_loss_context_manager():
+            self._skips_first = ignores_first(
+                model,
+                send_to_device(dict(inputs), self.args.device),
+                lambda changed, count: self.compute_loss(model, changed, num_items_in_batch=count),
+            )
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Return the operations of a batch; of a step, those of this worker's towers."""
+        return self._flos if isinstance(inputs, LocalBatch) else int(super().floating_point_ops(inputs))
+
+    def store_flos(self) -> None:
+        """Add the operations of all workers since the last time to the state."""
+        self.current_flos = sum(gather_objects(self.job.transport, self.current_flos, "floating_point_ops"))
+        super().store_flos()
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Run theirs with batches that are spread over workers; the loss is the mean over all that counts."""
+        self._rounds = rounds = Rounds(dataloader, self.job)
+        # It is applied before logits are sent.
+        self._preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
+        try:
+            self.gather_function = _as_it_is  # which theirs sets again at the end
+            output = super().evaluation_loop(
+                rounds, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+        finally:
+            self.preprocess_logits_for_metrics, self._preprocess, self._rounds = self._preprocess, None, None
+        if (loss := rounds.loss()) is not None:
+            output.metrics[f"{metric_key_prefix}_loss"] = loss
+        return output
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        """Predict a batch; in an evaluation, whichever worker's turn it is."""
+
+        def predict(batch: Any) -> Prediction:
+            if self._skips_first is None:
+                self._look_at_labels(model, batch)
+            count = self.count_items(batch)
+            rows = (find_batch_size(batch) or 1) if count is None else int(count)
+            found = super(Trainer, self).prediction_step(model, batch, prediction_loss_only, ignore_keys)
+            loss, logits, labels = found
+            if logits is not None and self._preprocess is not None:
+                logits = self._preprocess(logits, labels)
+            return Prediction(loss, rows, logits, labels)
+
+        found = predict(inputs) if self._rounds is None else self._rounds.predict(inputs, predict)
+        return found.loss, found.logits, found.labels
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model, on worker 0."""
+        super().save_model(output_dir, _internal_call)
+        if self.is_in_train and _internal_call:
+            self.job.barrier("checkpoint")  # all ask whether the best one is there
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.args.should_save:
+            state = {"towers": self.towers.state_dict(), "loader": self._loader.state_dict()}
+            Path(output_dir, _STATE_FILE).write_text(json.dumps(state))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            state = _read_state(Path(checkpoint, _STATE_FILE))
+            self.towers.load_state_dict(state["towers"])
+            self._loader.load_state_dict(state["loader"])
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.args.should_save:
+            super()._save_rng_state(output_dir)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _without_end(loader: TowerLoader) -> Iterator[LocalBatch]:
+    """Iterate over one epoch after the other, from the loader's position at the first batch on."""
+    while True:
+        yield from loader
+
+
+def _read_state(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text())
+    except FileNotFoundError:
+        raise MissingFileError(
+            f"{file} does not exist: expected a checkpoint of this Trainer, saved without save_only_model; "
+            "load weights alone with from_pretrained"
+        ) from None
+    except ValueError as error:
+        raise DamagedError(f"{file} is damaged ({error}): go on from an older checkpoint") from None

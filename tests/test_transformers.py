@@ -1,0 +1,236 @@
+"""`samestep.integrations.transformers`: their Trainer takes the step of the whole batch, and nothing else."""
+
+import ast
+import copy
+import inspect
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from samestep import ConfigError, DamagedError, MissingFileError, NonFiniteError, digest  # noqa: E402
+from samestep.integrations import transformers as integration  # noqa: E402
+from samestep.integrations.transformers import NOT_PUBLIC, Trainer  # noqa: E402
+
+from .small_language import (  # noqa: E402
+    NUM_SENTENCES,
+    ROWS,
+    TOWERS,
+    classes,
+    classifier,
+    collate,
+    gpt2,
+    llama,
+    masked,
+    sentences,
+    trainer_of,
+    true_loss,
+)
+
+
+class Watch(transformers.TrainerCallback):
+    """Keeps, of each step, the model as it was, the gradients that the optimizer got, and the loss."""
+
+    def __init__(self):
+        self.models, self.gradients, self.logs = [], [], []
+
+    def on_step_begin(self, args, state, control, model, **_):
+        self.models.append(copy.deepcopy(model))
+
+    def on_pre_optimizer_step(self, args, state, control, model, **_):
+        self.gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+
+    def on_log(self, args, state, control, logs, **_):
+        self.logs.append(logs)
+
+
+def batches(trainer, rows):
+    """The global batches of an epoch, padded as a whole."""
+    orders = torch.utils.data.SequentialSampler(rows)
+    loader = trainer.create_loader(list(orders), list)
+    return [collate([rows[n] for part in batch.slices.values() for n in part]) for batch in loader]
+
+
+def distance(gradients, model, loss):
+    loss.backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    wrong = sum((gradients[name].double() - each).square().sum() for name, each in expected.items())
+    return float((wrong / sum(each.square().sum() for each in expected.values())).sqrt())
+
+
+@pytest.mark.parametrize(
+    ("make", "make_rows"), [(gpt2, sentences), (llama, sentences), (masked, sentences), (classifier, classes)]
+)
+def test_each_step_is_that_of_the_whole_batch(make, make_rows, tmp_path):
+    rows, watch = make_rows(NUM_SENTENCES), Watch()
+    trainer = trainer_of(make(), tmp_path, rows, callbacks=[watch], max_grad_norm=0, learning_rate=1e-2)
+    trainer.train()
+    assert [len(batch["labels"]) for batch in batches(trainer, rows)] == [21, 21, 5]
+    for batch, model, gradients, logs in zip(
+        batches(trainer, rows), watch.models, watch.gradients, watch.logs[:3], strict=True
+    ):
+        model, loss = true_loss(model, batch)
+        assert distance(gradients, model, loss) < 2e-6
+        assert logs["loss"] == pytest.approx(float(loss), rel=1e-6)
+
+
+def test_what_theirs_makes_of_it(tmp_path):
+    """The same batch in 7 accumulation steps: what their loss counts for GPT-2 is not what it predicts."""
+    rows, watch = sentences(TOWERS * ROWS), Watch()
+    more = {"gradient_accumulation_steps": TOWERS, "train_sampling_strategy": "sequential", "max_grad_norm": 0}
+    own = {"kind": lambda *args, towers, **options: transformers.Trainer(*args, **options)}
+    trainer_of(gpt2(), tmp_path, rows, callbacks=[watch], **own, **more).train()
+    model, loss = true_loss(watch.models[0], collate(rows))
+    assert distance(watch.gradients[0], model, loss) > 0.1
+
+
+def test_a_label_smoother_and_a_loss_function_of_the_user(tmp_path):
+    def loss_of(outputs, labels, num_items_in_batch=None):
+        logits, labels = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+
+    found = {}
+    for name, more in {"plain": {}, "own": {"compute_loss_func": loss_of}}.items():
+        watch = Watch()
+        kind = lambda *args, more=more, **options: Trainer(*args, **options, **more)  # noqa: E731
+        torch.manual_seed(0)
+        trainer_of(llama(), tmp_path, kind=kind, callbacks=[watch]).train()
+        found[name] = [logs["loss"] for logs in watch.logs[:3]]
+    assert found["own"] == found["plain"]
+    torch.manual_seed(0)
+    watch, rows = Watch(), sentences(TOWERS * ROWS)
+    trainer = trainer_of(llama(), tmp_path, rows, callbacks=[watch], label_smoothing_factor=0.1)
+    trainer.train()
+    batch = collate(rows)
+    count = batch["labels"][:, 1:].ne(-100).sum()
+    whole = trainer.compute_loss(watch.models[0].double(), batch, num_items_in_batch=count)
+    assert watch.logs[0]["loss"] == pytest.approx(float(whole), rel=1e-6)
+
+
+@pytest.mark.parametrize("make", [gpt2, masked])
+def test_the_loss_of_an_evaluation_is_the_mean_over_all_that_counts(make, tmp_path):
+    rows = sentences(19)
+    trainer = trainer_of(make(), tmp_path, eval_dataset=rows, per_device_eval_batch_size=8)
+    _, loss = true_loss(trainer.model, collate(rows))
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(float(loss), rel=1e-6)
+
+
+def test_a_run_that_is_resumed_ends_in_the_same_weights(tmp_path):
+    def model():
+        torch.manual_seed(0)
+        return gpt2(dropout=0.1)
+
+    saving = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 1}
+    whole = trainer_of(model(), tmp_path, **saving)
+    whole.train()
+    for step in (2, 3):  # within an epoch, and after one
+        resumed = trainer_of(model(), tmp_path / "resumed", **saving)
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        assert digest(resumed.model) == digest(whole.model)
+    state = tmp_path / "checkpoint-2" / "samestep.json"
+    other = trainer_of(model(), tmp_path / "other", **saving | {"per_device_train_batch_size": 4})
+    with pytest.raises(ConfigError, match="batch_size"):
+        other.train(resume_from_checkpoint=str(state.parent))
+    state.write_text(state.read_text()[:-1])
+    with pytest.raises(DamagedError, match=r"samestep.json is damaged"):
+        resumed.train(resume_from_checkpoint=str(state.parent))
+    state.unlink()
+    with pytest.raises(MissingFileError, match=r"samestep.json does not exist"):
+        resumed.train(resume_from_checkpoint=str(state.parent))
+
+
+def test_gradient_checkpointing_changes_no_bit(tmp_path):
+    found = set()
+    for more in ({}, {"activation_checkpointing": True}):
+        torch.manual_seed(0)
+        trainer = trainer_of(gpt2(dropout=0.1), tmp_path, **more)
+        trainer.train()
+        found.add(digest(trainer.model))
+    assert len(found) == 1
+
+
+def test_a_gradient_that_is_not_finite_is_traced(tmp_path):
+    class Broken(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return loss * (math.nan if 9 in inputs["input_ids"][:, 0] else 1)
+
+    with pytest.raises(NonFiniteError, match=r"tower \d, rows \d+ to \d+, loss nan"):
+        trainer_of(llama(), tmp_path, kind=Broken).train()
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"gradient_accumulation_steps": 4}, r"gradient_accumulation_steps = 4.*towers=28"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size = True"),
+        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy"),
+        ({"include_num_input_tokens_seen": "all"}, "include_num_input_tokens_seen"),
+        ({"torch_empty_cache_steps": 5}, "torch_empty_cache_steps"),
+        ({"batch_eval_metrics": True}, "batch_eval_metrics"),
+    ],
+)
+def test_what_has_no_meaning_with_towers_is_refused(more, text, tmp_path):
+    with pytest.raises(ConfigError, match=text):
+        trainer_of(gpt2(), tmp_path, **more)
+
+
+def test_overriding_what_is_not_called_is_refused(tmp_path):
+    class Own(Trainer):
+        def get_train_dataloader(self):
+            return []
+
+    with pytest.raises(ConfigError, match=r"Own.get_train_dataloader has no effect.*create_loader"):
+        trainer_of(gpt2(), tmp_path, kind=Own)
+
+
+def test_a_stream_of_rows_is_refused(tmp_path):
+    class Stream(torch.utils.data.IterableDataset):
+        pass
+
+    with pytest.raises(ConfigError, match=r"IterableDataset \(Stream\)"):
+        trainer_of(gpt2(), tmp_path, Stream(), max_steps=3)
+
+
+def test_more_workers_than_towers_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="towers"):
+        Trainer(gpt2(), towers=0)
+
+
+class TestWhatIsNotPublic:
+    """NOT_PUBLIC is all that is used of theirs, and is there in the version that constraints.txt names."""
+
+    def test_it_is_there(self):
+        parameters = {
+            "_save_optimizer_and_scheduler": ["self", "output_dir"],
+            "_load_optimizer_and_scheduler": ["self", "checkpoint"],
+            "_save_rng_state": ["self", "output_dir"],
+            "save_model": ["self", "output_dir", "_internal_call"],
+        }
+        for name, expected in parameters.items():
+            assert list(inspect.signature(getattr(transformers.Trainer, name)).parameters) == expected
+        named = {name.partition(".")[2].partition("(")[0] for name in NOT_PUBLIC}
+        assert named == {*parameters, "_n_gpu"}
+
+    def test_nothing_else_is_used(self):
+        named = {name.partition(".")[2].partition("(")[0] for name in NOT_PUBLIC}
+        for file in Path(integration.__file__).parent.glob("*.py"):
+            tree = ast.parse(file.read_text())
+            private = {
+                node.attr
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Attribute) and node.attr.startswith("_") and node.attr[1] != "_"
+            }
+            methods = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+            stored = {
+                node.attr
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+            }
+            assert private - named <= methods | stored, file
+            assert not (private - named) & set(dir(transformers.Trainer)), file
