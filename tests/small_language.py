@@ -52,7 +52,11 @@ def sentences(count, seed=0):
         length = int(torch.randint(2, 24, (), generator=generator))
         words = torch.randint(1, WORDS, (length,), generator=generator).tolist()
         # A third of the sentences counts whole; the others count their first word, and at most one more.
-        labels = words if number % 3 == 0 else [words[0]] + [-100] * (length - 2) + [words[-1] if number % 2 else -100]
+        labels = (
+            words
+            if number % 3 == 0
+            else [words[0]] + [-100] * (length - 2) + [words[-1] if number % 2 else -100]
+        )
         rows.append({"input_ids": words, "labels": labels})
     return rows
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedType
 from transformers import TrainingArguments
@@ -27,4 +28,5 @@ def work_alone(args: TrainingArguments, job: Job) -> None:
     state = args.distributed_state
     state.distributed_type, state.num_processes = DistributedType.NO, 1
     state.process_index, state.local_process_index = job.rank, local_rank()
+    torch.set_num_threads(job.threads)  # Accelerate sets others for each TrainingArguments
     args._n_gpu = min(args._n_gpu, 1)  # no DataParallel

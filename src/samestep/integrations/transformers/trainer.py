@@ -40,6 +40,7 @@ from samestep.workers.job import Job
 __all__ = ["NOT_PUBLIC", "Trainer"]
 
 NOT_PUBLIC = {
+    "Trainer._get_num_items_in_batch": "overridden: what a loss is divided by is what count_items says",
     "Trainer._save_optimizer_and_scheduler": "overridden: a checkpoint also gets the towers' state",
     "Trainer._load_optimizer_and_scheduler": "overridden: reads it, before the loop reads data",
     "Trainer._save_rng_state": "overridden: worker 0 alone writes the file",
@@ -204,14 +205,18 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """Hand in a tower's loss: its mean, which is made a sum again by what it counts."""
         inputs, count = dict(tower.batch), self.count_items(tower.batch)
         self._flos += self.floating_point_ops(inputs)
-        at_least_one = None if count is None else count.clamp(min=1)
+        divisor = self._get_num_items_in_batch([inputs], self.args.device)
         with self.compute_loss_context_manager():
-            loss = self.compute_loss(model, inputs, num_items_in_batch=at_least_one)
+            loss = self.compute_loss(model, inputs, num_items_in_batch=divisor)
         if count is None:
             tower.backward(loss)
         else:
             loss = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
             tower.backward_sum(loss * count, count)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
+        count = self.count_items(batch_samples[0])
+        return None if count is None else count.clamp(min=1).to(device)
 
     def _look_at_labels(self, model: nn.Module, inputs: Any) -> None:
         with self.compute_loss_context_manager():

@@ -1,0 +1,89 @@
+"""samestep's Trainer of transformers beside theirs: seconds per step on one worker, interleaved.
+
+Both train the same small Llama on the same rows, with one CPU thread: theirs by gradient accumulation over T
+batches, samestep's by T towers of the same rows. As printed by
+
+    python benchmarks/transformers_trainer.py
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+
+import torch
+import transformers
+
+from samestep.integrations.transformers import Trainer
+
+TOWERS = 4
+
+
+class Clock(transformers.TrainerCallback):
+    """Notes how long each step takes."""
+
+    def __init__(self):
+        self.seconds = []
+
+    def on_step_begin(self, *_, **__):
+        self.begin_s = time.perf_counter()
+
+    def on_step_end(self, *_, **__):
+        self.seconds.append(time.perf_counter() - self.begin_s)
+
+
+def seconds_per_step(kind, options, sizes, num_steps, rows):
+    transformers.set_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as folder:
+        args = transformers.TrainingArguments(
+            folder,
+            max_steps=num_steps,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=1 if options else TOWERS,
+            use_cpu=True,
+            **{"report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"},
+        )
+        trainer = kind(model, args, train_dataset=rows, callbacks=[clock], **options)
+        torch.set_num_threads(1)
+        trainer.train()
+    return clock.seconds[2:]  # the first ones warm up
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--words", type=int, default=128, help="of each row")
+    given = parser.parse_args()
+    sizes = {
+        "vocab_size": 4096,
+        "hidden_size": given.hidden_size,
+        "intermediate_size": 3 * given.hidden_size,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    }
+    words = torch.randint(4096, (512, given.words), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = [{"input_ids": each, "labels": each} for each in words]
+    kinds = {"theirs": (transformers.Trainer, {}), "samestep": (Trainer, {"towers": TOWERS})}
+    found = {name: [] for name in kinds}
+    for _ in range(given.rounds):
+        for name, (kind, options) in kinds.items():
+            found[name] += seconds_per_step(kind, options, sizes, given.steps, rows)
+    for name, seconds in found.items():
+        low, middle, high = statistics.quantiles(seconds, n=4)
+        print(
+            f"{name}: {1e3 * middle:.1f} ms a step (quartiles {1e3 * low:.1f} to {1e3 * high:.1f}, n = {len(seconds)})"
+        )
+    ratio = statistics.median(found["samestep"]) / statistics.median(found["theirs"])
+    print(
+        f"samestep / theirs: {ratio:.3f} by medians, {min(found['samestep']) / min(found['theirs']):.3f} by fastest"
+    )
+
+
+if __name__ == "__main__":
+    main()
