@@ -26,13 +26,16 @@ class Clock(transformers.TrainerCallback):
         self.seconds = []
 
     def on_step_begin(self, *_, **__):
+        """Start."""
         self.begin_s = time.perf_counter()
 
     def on_step_end(self, *_, **__):
+        """Stop."""
         self.seconds.append(time.perf_counter() - self.begin_s)
 
 
 def seconds_per_step(kind, options, sizes, num_steps, rows):
+    """Train a new model; return how long each step took, without the first two."""
     transformers.set_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
     clock = Clock()
@@ -48,10 +51,11 @@ def seconds_per_step(kind, options, sizes, num_steps, rows):
         trainer = kind(model, args, train_dataset=rows, callbacks=[clock], **options)
         torch.set_num_threads(1)
         trainer.train()
-    return clock.seconds[2:]  # the first ones warm up
+    return clock.seconds[2:]
 
 
 def main():
+    """Take turns."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -76,13 +80,10 @@ def main():
             found[name] += seconds_per_step(kind, options, sizes, given.steps, rows)
     for name, seconds in found.items():
         low, middle, high = statistics.quantiles(seconds, n=4)
-        print(
-            f"{name}: {1e3 * middle:.1f} ms a step (quartiles {1e3 * low:.1f} to {1e3 * high:.1f}, n = {len(seconds)})"
-        )
+        print(f"{name}: {1e3 * middle:.1f} ms a step (quartiles {1e3 * low:.1f} to {1e3 * high:.1f})")
     ratio = statistics.median(found["samestep"]) / statistics.median(found["theirs"])
-    print(
-        f"samestep / theirs: {ratio:.3f} by medians, {min(found['samestep']) / min(found['theirs']):.3f} by fastest"
-    )
+    fastest = min(found["samestep"]) / min(found["theirs"])
+    print(f"samestep / theirs: {ratio:.3f} by medians, {fastest:.3f} by the fastest of {len(seconds)} steps")
 
 
 if __name__ == "__main__":

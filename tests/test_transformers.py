@@ -88,7 +88,7 @@ def test_each_step_is_that_of_the_whole_batch(make, make_rows, tmp_path):
 
 
 def test_what_theirs_makes_of_it(tmp_path):
-    """The same batch in 7 accumulation steps: what their loss counts for GPT-2 is not what it predicts."""
+    """The same batch in 7 accumulation steps: they count first labels, which GPT-2 does not predict."""
     rows, watch = sentences(TOWERS * ROWS), Watch()
     more = {
         "gradient_accumulation_steps": TOWERS,

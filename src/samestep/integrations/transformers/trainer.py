@@ -83,10 +83,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             skips such steps.
 
     Example:
+        >>> from tempfile import mkdtemp
         >>> from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
         >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=1))
         >>> rows = [{"input_ids": [n, n + 1, n + 2], "labels": [n, n + 1, n + 2]} for n in range(10)]
-        >>> args = TrainingArguments(output_dir="runs/doctest", per_device_train_batch_size=2, max_steps=2,
+        >>> args = TrainingArguments(output_dir=mkdtemp(), per_device_train_batch_size=2, max_steps=2,
         ...                          report_to=[], disable_tqdm=True, save_strategy="no", use_cpu=True)
         >>> trainer = Trainer(model, args, train_dataset=rows, towers=4)
         >>> _ = trainer.train()  # doctest: +ELLIPSIS
