@@ -31,7 +31,7 @@ def _is_integer(labels: Any) -> bool:
 def ignores_first(model: nn.Module, inputs: Mapping[str, Any], loss: Callable[[Any, Tensor], Tensor]) -> bool:
     """Ask a model whether its loss ignores each row's first label, as in causal language models.
 
-    What transformers itself knows of it is wrong for some, such as GPT2LMHeadModel and prompt tuning.
+    What transformers itself knows of it is wrong for some, such as GPT2LMHeadModel.
 
     Args:
         model: is in evaluation mode meanwhile.

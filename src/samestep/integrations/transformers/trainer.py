@@ -206,7 +206,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """Hand in a tower's loss: its mean, which is made a sum again by what it counts."""
         inputs, count = dict(tower.batch), self.count_items(tower.batch)
         self._flos += self.floating_point_ops(inputs)
-        divisor = self._get_num_items_in_batch([inputs], self.args.device)
+        divisor = None if count is None else count.clamp(min=1)
         with self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs, num_items_in_batch=divisor)
         if count is None:
