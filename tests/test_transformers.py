@@ -184,6 +184,10 @@ def test_a_gradient_that_is_not_finite_is_traced(tmp_path):
         ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy"),
         ({"include_num_input_tokens_seen": "all"}, "include_num_input_tokens_seen"),
         ({"torch_empty_cache_steps": 5}, "torch_empty_cache_steps"),
+        ({"torch_compile": True}, "torch_compile = True"),
+        ({"dataloader_in_order": False}, "dataloader_in_order = False"),
+        ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint = True"),
+        ({"optim": "lomo"}, "optim = "),
         ({"batch_eval_metrics": True}, "batch_eval_metrics"),
     ],
 )

@@ -27,7 +27,6 @@ def test_the_same_runs_on_one_worker_and_on_two(printed, tmp_path):
     alone = printed(None, tmp_path / "alone")
     assert alone.keys() == {"saved", "lora", "bf16"}
     assert printed(2, tmp_path / "two") == alone
-    assert len(list((tmp_path / "two").rglob("rng_state*"))) == 2  # only worker 0 writes
 
 
 @pytest.mark.packages

@@ -58,6 +58,7 @@ _EXPECTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("batch_eval_metrics", _one_of(False), "False: metrics of all predictions at once"),
     ("dataloader_in_order", _one_of(True), "True: batches always come in order"),
     ("enable_jit_checkpoint", _one_of(False), "False: all workers must stop after the same step"),
+    ("torch_compile", _one_of(False), "False; it has not been seen to end in the same bits"),
     ("torch_empty_cache_steps", _one_of(None), "None"),
     ("optim", lambda optim: "lomo" not in str(optim).lower(), "one that takes averaged gradients"),
 )
