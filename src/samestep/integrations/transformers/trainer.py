@@ -199,7 +199,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             raise
         if scaler is None and not self.report.skipped and not math.isfinite(self.report.grad_norm):
             parameters = first_nonfinite(self.towers, lambda tower: self._run(model, tower))
-            raise NonFiniteError(explain(self.report, parameters))
+            ranges = inputs.ranges(self._placement.num_towers)
+            raise NonFiniteError(explain(self.report, parameters, ranges))
         return torch.tensor(self.report.loss, device=self.args.device)
 
     def _run(self, model: nn.Module, tower: Tower) -> None:
