@@ -117,7 +117,7 @@ def test_the_blocks_of_a_page_run(name, tmp_path, monkeypatch, capsys):
     missing = given.pop("...", None)
     for block in blocks_of(PAGES[name]):
         for package in OPTIONAL:
-            if f"import {package}" in block:
+            if re.search(rf"^(import|from) {package}\b", block, re.M):
                 pytest.importorskip(package)
         code = block.replace("model = ...", "model = given_model")
         exec(compile(code, f"{name}.md", "exec"), {**given, "given_model": missing} if missing else given)

@@ -219,14 +219,6 @@ def test_more_workers_than_towers_are_refused(tmp_path):
         Trainer(gpt2(), towers=0)
 
 
-def test_the_program_of_the_docs(monkeypatch, capsys):
-    monkeypatch.setenv("TQDM_DISABLE", "1")
-    page = (Path(__file__).parents[1] / "docs" / "transformers.md").read_text()
-    program = page.partition("```python\n")[2].partition("```")[0]
-    exec(compile(program, "docs/transformers.md", "exec"), {})
-    assert "weights sha256 " in capsys.readouterr().out
-
-
 class TestWhatIsNotPublic:
     """NOT_PUBLIC is all that is used of theirs, and is there in the version that constraints.txt names."""
 
