@@ -23,6 +23,7 @@ def printed(nursery, tmp_path):
     return run
 
 
+@pytest.mark.packages
 def test_the_same_runs_on_one_worker_and_on_two(printed, tmp_path):
     alone = printed(None, tmp_path / "alone")
     assert alone.keys() == {"saved", "lora", "bf16"}
