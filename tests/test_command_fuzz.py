@@ -376,7 +376,7 @@ def stubs():
         patch.setattr(records, "fetch", refuse)
         patch.setattr(command_line, "_options", cache(command_line._options))
         patch.setattr("samestep.app.lock.WAIT_S", 0.0)
-        patch.setattr("samestep.app.evaluation._POLL_S", 0.0)
+        patch.setattr("samestep.app.evaluate_run._POLL_S", 0.0)
         patch.setattr(records, "_open", lambda path, num_records, real=records._open: real(path, 2))
         yield
 

@@ -15,7 +15,7 @@ _WORKERS_PER_CORE = 32
 
 
 def resolve_workers(
-    workers: int | Literal["auto"], towers: int, device: str = "auto", *, threads: int = 1
+    workers: int | Literal["auto"], towers: int | None, device: str = "auto", *, threads: int = 1
 ) -> int:
     """Return the number of workers W that `--workers` asks for.
 
@@ -24,7 +24,7 @@ def resolve_workers(
 
     Args:
         workers: a number, or "auto".
-        towers: logical slices of the global batch, T.
+        towers: logical slices of the global batch, T; None where they are not known yet.
         device: as for `init`.
         threads: CPU threads of each worker.
 
@@ -43,11 +43,16 @@ def resolve_workers(
                 f"workers = {workers}, but the launcher started {started} processes (WORLD_SIZE={started}): "
                 f"start {workers} processes, or leave out --workers"
             )
-        return Placement.even(towers, started).num_workers
+        return _placed(towers, started)
     if workers != "auto":
         _check_fits(workers)
-        return Placement.even(towers, workers).num_workers
-    return max(1, min(towers, _num_gpus(device) or num_cores() // threads))
+        return _placed(towers, workers)
+    most = _num_gpus(device) or num_cores() // threads
+    return max(1, most if towers is None else min(towers, most))
+
+
+def _placed(towers: int | None, workers: int) -> int:
+    return workers if towers is None else Placement.even(towers, workers).num_workers
 
 
 def _check_fits(workers: int) -> None:

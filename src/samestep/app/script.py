@@ -48,7 +48,7 @@ def launch(  # noqa: PLR0913 - what `init` takes
         >>> launch(lambda job: print(f"worker {job.rank} of {job.world_size}"), workers=1)
         worker 0 of 1
     """
-    most = 1 if workers == "auto" and not _has_script() else towers or sys.maxsize
+    most = 1 if workers == "auto" and not _has_script() else towers
 
     def work() -> int:
         check_environment()
