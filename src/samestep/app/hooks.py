@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -53,6 +54,8 @@ class Hooks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is not None and self._trainer.ending is None:
+            self._trainer.ending = one_line(f"{kind.__name__}: {error}".removesuffix(": "))
         try:
             for callback in self._trainer.callbacks:
                 callback.on_end(self._trainer)
@@ -95,10 +98,11 @@ class Hooks:
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Hand on the metrics of an evaluation."""
         step = self._trainer.step.towers.step
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
 
         def show(logger: Logger) -> None:
             logger.after_evaluation(self._trainer, metrics)
-            logger.log(step, metrics)
+            logger.log(step, finite)
 
         self._log(show)
         for callback in self._trainer.callbacks:

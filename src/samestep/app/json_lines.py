@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from samestep.app.callbacks import Logger
 from samestep.app.lock import RunLock
+from samestep.app.memory import total_bytes
 from samestep.checkpoint.durable import parse_json, read_file
 from samestep.checkpoint.folder import Folder
 
@@ -22,13 +23,16 @@ FILE = "metrics.jsonl"
 """Its name in a run's folder."""
 
 _MAX_BYTES = 1 << 30
+_MAX_STEP = 1 << 53
+_MAX_TIME_S = 1 << 36  # in a year that a date can have
 
 
 class JsonLines(Logger):
     """Writes a line for each call of `log`, and for each start, checkpoint and end of the run.
 
     Each has "step", the steps taken, and "time" in seconds since the epoch; the scalars by their names, or
-    "event" with what there is to say of it. When a run is continued, lines of later steps are dropped.
+    "event" with what there is to say of it. When a run is continued, lines of later steps are dropped, but
+    for starts and ends.
     """
 
     def __init__(self, lock: RunLock) -> None:
@@ -46,22 +50,27 @@ class JsonLines(Logger):
             workers=job.world_size,
             towers=[len(own) for own in placement.ranges],
             device=str(job.device.type),
+            memory_bytes=total_bytes(job.device),
             steps=trainer.steps,
             name=trainer.name,
         )
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Write a line."""
-        self._write(step, **scalars)
+        own = {"step", "time", "event"} & scalars.keys()  # of a recipe's evaluation
+        self._write(
+            step, **{f"evaluation/{name}" if name in own else name: scalars[name] for name in scalars}
+        )
 
     def after_checkpoint(self, trainer: Trainer, path: Path) -> None:
         """Note a checkpoint."""
-        self._write(trainer.step.towers.step, event="checkpoint", name=path.name)
+        # Steps have been taken while it was written.
+        self._write(int(path.name.removeprefix("step-")), event="checkpoint", name=path.name)
 
     def on_end(self, trainer: Trainer) -> None:
         """Close the file."""
         if self._file is not None:
-            self._write(trainer.step.towers.step, event="end")
+            self._write(trainer.step.towers.step, event="end", reason=trainer.ending)
             self._file.close()
 
     def _write(self, step: int, **values: Any) -> None:
@@ -82,8 +91,11 @@ def _parse(text: bytes) -> dict[str, Any] | None:
         line = parse_json(text)
     except ValueError:
         return None
-    is_line = isinstance(line, dict) and isinstance(line.get("step"), int)
-    return line if is_line and isinstance(line.get("time"), float | int) else None
+    if not isinstance(line, dict):
+        return None
+    step, time_s = line.get("step"), line.get("time")
+    is_line = isinstance(step, int) and 0 <= step < _MAX_STEP
+    return line if is_line and isinstance(time_s, float | int) and 0 <= time_s < _MAX_TIME_S else None
 
 
 def _rewritten(folder: Folder, step: int) -> BinaryIO:
@@ -93,7 +105,7 @@ def _rewritten(folder: Folder, step: int) -> BinaryIO:
     folder.unlink(unfinished)  # of a run that was killed
     file = folder.create(unfinished)
     for line in kept:
-        if line["step"] <= step:
+        if line["step"] <= step or line.get("event") in ("start", "end"):
             file.write(json.dumps(line).encode() + b"\n")
     file.flush()
     folder.rename(unfinished, FILE)

@@ -92,6 +92,10 @@ class Trainer:
         name: of the run, for the terminal.
         settings: of a recipe; they are kept in `settings.json`.
 
+    Attributes:
+        ending: why the run ended, for `on_end`: "done", "--max-seconds", a signal's name, or the error in a
+            line; None before.
+
     Raises:
         ConfigError: when it is made, a number is out of range; in `run`, the folder holds another experiment.
 
@@ -133,6 +137,7 @@ class Trainer:
     log_placement: bool = False
     name: str = "training"
     settings: Settings | None = None
+    ending: str | None = field(default=None, init=False)
     _is_enough: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -195,6 +200,7 @@ class Trainer:
 
     def _train(self, interruption: Interruption, lock: RunLock) -> TrainingResult:
         """Take steps to the last one, or until any worker has to stop."""
+        self.ending = None
         hooks = Hooks(self, lock)
         writer = CheckpointWriter(lock, keep_last=self.keep_checkpoints, keep_every=self.keep_every)
         flags, metrics = StopFlags(0), None
@@ -217,8 +223,10 @@ class Trainer:
                 writer.wait()
             hooks.written(writer.take_written())
             if flags.reason is not None:
+                self.ending = flags.reason
                 return self._stopped(flags)
             metrics = metrics if metrics is not None else self._evaluate(hooks)
+            self.ending = "done"
         return self._done(metrics)
 
     def _steps(
