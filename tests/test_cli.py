@@ -59,8 +59,12 @@ TRAIN_HELP = "see samestep train tiny --help"
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("", "a command is missing, expected one of train, eval, digest, check; see samestep --help"),
-        ("learn", "unknown command 'learn', expected one of train, eval, digest, check; see samestep --help"),
+        ("", "a command is missing, expected one of train, eval, digest, report, check; see samestep --help"),
+        (
+            "learn",
+            "unknown command 'learn', expected one of train, eval, digest, report, check; "
+            "see samestep --help",
+        ),
         ("train", "a recipe is missing, expected one of tiny, other; see samestep train --help"),
         ("train tin", "unknown recipe 'tin', expected one of tiny, other; see samestep train --help"),
         ("train tiny --towers x", f"argument --towers: invalid value 'x', expected an integer; {TRAIN_HELP}"),

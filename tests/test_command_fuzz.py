@@ -115,7 +115,7 @@ OPTIONS = {
     ),
     **dict.fromkeys(("loader-processes",), NUMBERS),
     **dict.fromkeys(("context", "depth", "heads", "vocabulary", "document-end", "warmup", "sample"), NUMBERS),
-    **dict.fromkeys(("run-dir", "data-dir"), PATHS),
+    **dict.fromkeys(("run-dir", "data-dir", "output"), PATHS),
     **dict.fromkeys(("device", "autocast", "statistics", "optimizer", "weights", "token-dtype"), TEXTS),
     **dict.fromkeys(
         ("tf32", "fresh", "log-device-placement", "follow", "help", "compile", "tied-head", "nonsense"), None
@@ -153,9 +153,9 @@ def choose(chance, likely, unlikely, share=0.15):
 
 def words_of(chance):
     command = choose(
-        chance, chance.choice(["train", "train", "train", "eval", "digest", "check"]), TEXTS, 0.03
+        chance, chance.choice(["train", "train", "train", "eval", "digest", "report", "check"]), TEXTS, 0.03
     )
-    if command in ("eval", "digest"):
+    if command in ("eval", "digest", "report"):
         words = [command, choose(chance, "run", PATHS, 0.4)]
     else:
         words = [command, choose(chance, chance.choice(RECIPES), TEXTS, 0.03)]
@@ -170,7 +170,7 @@ def command_of(chance, folder):
     """Return the words of a command, having made the files that it is about."""
     kind = chance.choice(("words",) * 5 + ("settings",) * 3 + ("pictures", "records"))
     if kind in ("words", "settings"):
-        words = words_of(chance) if kind == "words" else [chance.choice(("eval", "digest")), "run"]
+        words = words_of(chance) if kind == "words" else [chance.choice(("eval", "digest", "report")), "run"]
         if any(word == "--run-dir" or word in PATHS or "=" in word for word in words):
             fill(folder, chance)
         if kind == "settings" and chance.random() < 0.4:
@@ -258,6 +258,21 @@ def settings_of(chance):
     )
 
 
+def metrics_of(chance):
+    """Return the bytes of a metrics.jsonl, each line mostly with something odd in it."""
+    odd = (*(None, True, 0, -1, 2**70, 1.5, 1e308, -1e308, 5e-324, "", "</script>", "\ud800"), [], [[1]], {})
+    names = ("step", "time", "event", "loss/total", "step/seconds", "towers/0/loss", "towers/x/loss")
+    names += ("workers", "towers", "steps", "name", "reason", "memory_bytes", "accuracy", "</b>\n", "$x$")
+    lines = []
+    for step in range(chance.randint(0, 9)):
+        event = chance.choice(["start", "checkpoint", "end", None, None])
+        line = {"step": step, "time": 1e9 + step, "event": event, "loss/total": 1.0, "step/seconds": 1.0}
+        line |= {chance.choice(names): chance.choice(odd) for _ in range(chance.randint(0, 3))}
+        lines.append(json.dumps({k: v for k, v in line.items() if k != "event" or v is not None}))
+    text = "\n".join([*lines, chance.choice(("", '{"step": NaN}', nest(100_000), "9" * 5000, "{"))])
+    return text.encode() + chance.choice((b"", b"\xff", b"\0"))
+
+
 def fill(folder, chance):
     """Make the files that a case may name."""
     (folder / "file").write_text("mine")
@@ -270,6 +285,8 @@ def fill(folder, chance):
     (folder / "run").mkdir()
     if chance.random() < 0.9:
         put(folder / "run" / "settings.json", chance, lambda path: path.write_bytes(settings_of(chance)))
+    if chance.random() < 0.5:
+        put(folder / "run" / "metrics.jsonl", chance, lambda path: path.write_bytes(metrics_of(chance)))
 
 
 def put(path, chance, write, share=0.05):
@@ -375,7 +392,10 @@ def stubs():
         patch.setattr(launch, "run_command", lambda *_, **__: 0)
         patch.setattr(records, "fetch", refuse)
         patch.setattr(command_line, "_options", cache(command_line._options))
+        patch.setattr(torch, "compile", lambda model, **_: model)
         patch.setattr("samestep.app.lock.WAIT_S", 0.0)
+        patch.setattr("samestep.app.report.find_spec", lambda _: True)
+        patch.setattr("samestep.app.charts._svg", lambda *_: "")
         patch.setattr("samestep.app.evaluate_run._POLL_S", 0.0)
         patch.setattr(records, "_open", lambda path, num_records, real=records._open: real(path, 2))
         yield

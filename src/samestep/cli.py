@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from samestep.app.settings import Settings
     from samestep.workers.job import Job
 
-__all__ = ["Digest", "Eval", "main"]
+__all__ = ["Digest", "Eval", "Report", "main"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,16 @@ class Digest:
 
     path: Path
     """A checkpoint, or a run folder; of a run folder its newest checkpoint."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write a page of a run's curves, interruptions and settings, to open in a browser."""
+
+    run_dir: Path
+    """The run folder."""
+    output: Path | None = None
+    """The HTML file; by default report.html in the run folder."""
 
 
 @lasting_output()
@@ -89,6 +99,7 @@ def _commands() -> Command:
         ),
         "eval": Eval,
         "digest": Digest,
+        "report": Report,
         "check": Command(
             "Train a recipe's first steps on 1, 2 and 3 workers and compare the weights bit for bit. "
             "Takes the options of train.",
@@ -118,6 +129,8 @@ def _run(command: Any, words: list[str]) -> int:
             return _eval(command, words)
         case Digest():
             return _digest(command)
+        case Report():
+            return _report(command)
         case settings if words[0] == "check":
             return _check(settings)
         case settings:
@@ -168,6 +181,13 @@ def _digest(command: Digest) -> int:
 
     print(read_digest(command.path), flush=True)
     return 1 if is_stdout_lost() else 0  # it does nothing else
+
+
+def _report(command: Report) -> int:
+    from samestep.app.report import write_report
+
+    print(write_report(command.run_dir, command.output), flush=True)
+    return 0
 
 
 def _refusing() -> AbstractContextManager[None]:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from samestep.towers.step import Step
     from samestep.workers.job import Job
 
-__all__ = ["Settings", "read_settings"]
+__all__ = ["Settings", "read_settings", "read_values"]
 
 _FILE = "settings.json"
 _MAX_BYTES = 1 << 20
@@ -205,7 +205,7 @@ class Settings(abc.ABC):
             ConfigError: a setting that the result depends on has changed.
         """
         try:
-            earlier = _read(self.run_dir / _FILE)
+            earlier = read_values(self.run_dir)
         except MissingFileError:
             return
         self.check_same(earlier)
@@ -248,7 +248,7 @@ def read_settings(run_dir: Path, recipes: Mapping[str, type[Settings]]) -> Setti
         DataError: its settings cannot be read.
     """
     path = run_dir / _FILE
-    values = _read(path)
+    values = read_values(run_dir)
     recipe = values.get("recipe")
     kind = recipes.get(recipe) if isinstance(recipe, str) else None
     if kind is None and isinstance(recipe, str) and recipe.endswith(".py"):
@@ -272,7 +272,14 @@ def _parse(path: Path, name: str, kind: Any, values: Mapping[str, Any]) -> Any:
         raise DataError(f"{path}: {name} = {shown(values[name])}, {error}; {_REMEDY}") from None
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_values(run_dir: Path) -> dict[str, Any]:
+    """Return what settings.json in a run folder holds, whether these are settings or not.
+
+    Raises:
+        MissingFileError: there is none.
+        DataError: it is no JSON object.
+    """
+    path = run_dir / _FILE
     with storage(path, "read"):
         if not os.path.lexists(path):
             raise MissingFileError(f"{path}: not found; expected a run folder, as `samestep train` writes it")

@@ -1,0 +1,124 @@
+"""What happened in a run, out of its metrics.jsonl: curves over steps, and each start with what followed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from samestep.errors import one_line, shown
+
+__all__ = ["Curve", "History", "Stretch"]
+
+_MAX_NAMES = 1000
+_MAX_VALUE = 1e100  # beyond that the limits of an axis may overflow
+
+
+@dataclass
+class Curve:
+    """A scalar over the steps at which it was measured."""
+
+    name: str
+    steps: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Stretch:
+    """A part of a run from a start to its end.
+
+    Attributes:
+        start: the line of its start.
+        times_s: of each of its lines, in seconds since the epoch.
+        steps: of each of its lines.
+        checkpoints: places of lines, in `steps`, that note a checkpoint.
+        ending: why it ended, as the line of its end says; None where there is none.
+    """
+
+    start: Mapping[str, Any]
+    times_s: list[float] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    checkpoints: list[int] = field(default_factory=list)
+    ending: str | None = None
+
+    @property
+    def workers(self) -> str:
+        """How many workers it had, and the towers of each."""
+        towers = self.start.get("towers")
+        is_list = isinstance(towers, list) and all(isinstance(count, int) for count in towers)
+        placed = f" ({one_line(' + '.join(map(str, towers[:64])), 80)} towers)" if is_list and towers else ""
+        return f"{shown(self.start.get('workers'))}{placed}"
+
+    def text(self, name: str) -> str:
+        """Return what its start says of something."""
+        value = self.start.get(name)
+        return one_line(value, 80) if isinstance(value, str) else "" if value is None else shown(value)
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Take in a line that follows its start."""
+        if line.get("event") == "checkpoint":
+            self.checkpoints.append(len(self.steps))
+        self.times_s.append(float(line["time"]))
+        self.steps.append(int(line["step"]))
+        if line.get("event") == "end":
+            reason = line.get("reason")
+            self.ending = one_line(reason) if isinstance(reason, str) else "unknown"
+
+
+@dataclass
+class History:
+    """What happened in a run.
+
+    Attributes:
+        training: the curves of what training measured, by name.
+        metrics: those of evaluations.
+        stretches: from each start to its end, oldest first.
+    """
+
+    training: dict[str, Curve] = field(default_factory=dict)
+    metrics: dict[str, Curve] = field(default_factory=dict)
+    stretches: list[Stretch] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, lines: Iterable[Mapping[str, Any]]) -> History:
+        """Take in the lines of a run; see `read_lines`."""
+        history = cls()
+        for line in lines:
+            if line.get("event") == "start" or not history.stretches:
+                history.stretches.append(Stretch(line if line.get("event") == "start" else {}))
+            history.stretches[-1].add(line)
+            if not isinstance(line.get("event"), str):
+                _add(history.training if "step/seconds" in line else history.metrics, line)
+        return history
+
+    def named(self, *names: str) -> list[Curve]:
+        """Return those of the training's curves that there are."""
+        return [self.training[name] for name in names if name in self.training]
+
+    def towers(self) -> list[Curve]:
+        """Return the curves of the towers' losses, in order."""
+        found = {}
+        for name, curve in self.training.items():
+            first, _, rest = name.partition("/")
+            number = rest.removesuffix("/loss")
+            if first == "towers" and rest != number and number.isascii() and number.isdecimal():
+                found[int(number[:9])] = curve
+        return [found[number] for number in sorted(found)]
+
+    @property
+    def last_step(self) -> int:
+        """The highest step of any line."""
+        return max((max(stretch.steps) for stretch in self.stretches), default=0)
+
+
+def _add(curves: dict[str, Curve], line: Mapping[str, Any]) -> None:
+    for name, value in line.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MAX_VALUE
+        if name in ("step", "time") or not is_number:
+            continue
+        if name not in curves:
+            if len(curves) >= _MAX_NAMES and not name.startswith("towers/"):
+                continue
+            curves[name] = Curve(name)
+        curves[name].steps.append(int(line["step"]))
+        curves[name].values.append(float(value))
