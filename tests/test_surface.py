@@ -14,7 +14,8 @@ from samestep import errors, recipes
 PUBLIC = {
     "BatchedDataset", "CheckResult", "Job", "LocalBatch", "Manifest", "Placement", "Report", "Step",
     "StreamLoader", "Tower", "TowerLoader", "Towers", "Whole",
-    "Callback", "Evaluation", "Logger", "Settings", "TensorBoard", "Trainer", "TrainingResult", "launch",
+    "Callback", "Evaluation", "Logger", "Settings", "TensorBoard", "Trainer", "TrainingResult", "WandB",
+    "launch",
     "AbandonedError", "BatchError", "BufferPolicyError", "ConfigError", "DamagedError", "DataError",
     "DisagreementError",
     "Error", "LoaderError", "LockedError", "LostWorkerError", "MissingFileError", "NonFiniteError",
@@ -65,7 +66,7 @@ def test_the_library_needs_none_of_the_packages_of_the_extra():
         assert "torch" not in sys.modules
         for name in samestep.__all__:
             getattr(samestep, name)
-        assert not {"PIL", "requests", "rich", "tensorboard"} & sys.modules.keys()
+        assert not {"PIL", "matplotlib", "requests", "rich", "tensorboard", "wandb"} & sys.modules.keys()
     """
     subprocess.run([sys.executable, "-c", program], check=True)
 

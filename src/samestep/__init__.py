@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from samestep.app.settings import Settings as Settings
     from samestep.app.tensorboard import TensorBoard as TensorBoard
     from samestep.app.trainer import Trainer as Trainer, TrainingResult as TrainingResult
+    from samestep.app.wandb import WandB as WandB
     from samestep.checking.result import CheckResult as CheckResult, check as check
     from samestep.checkpoint.manifest import Manifest as Manifest
     from samestep.checkpoint.saving import load as load, save as save
@@ -51,6 +52,7 @@ _HOMES = {
     "app.settings": ("Settings",),
     "app.tensorboard": ("TensorBoard",),
     "app.trainer": ("Trainer", "TrainingResult"),
+    "app.wandb": ("WandB",),
     "checking.result": ("CheckResult", "check"),
     "checkpoint.manifest": ("Manifest",),
     "checkpoint.saving": ("load", "save"),

@@ -12,6 +12,7 @@ from samestep.app.json_lines import FILE as METRICS
 from samestep.app.lock import RunLock
 from samestep.app.run_folder import Search, clear, newest_whole, set_aside, tidy
 from samestep.app.tensorboard import FOLDER
+from samestep.app.wandb import ID_FILE
 from samestep.app.writer import CheckpointWriter
 from samestep.checkpoint.objects import TrainingObjects
 from samestep.checkpoint.snapshot import restore, take_snapshot
@@ -56,7 +57,7 @@ def open_run(trainer: Trainer, lock: RunLock) -> None:
 def _start_over(lock: RunLock) -> None:
     clear(lock.checkpoints)
     shutil.rmtree(lock.run_dir / FOLDER, ignore_errors=True)
-    for name in ("settings.json", METRICS):
+    for name in ("settings.json", METRICS, ID_FILE):
         (lock.run_dir / name).unlink(missing_ok=True)
 
 

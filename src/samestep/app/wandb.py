@@ -1,0 +1,98 @@
+"""Weights & Biases: a run's settings and scalars, sent or kept for later by their own package."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from samestep.app.callbacks import Logger
+from samestep.checkpoint.durable import read_file, write_whole
+
+if TYPE_CHECKING:
+    from samestep.app.trainer import Trainer
+
+__all__ = ["ID_FILE", "WandB"]
+
+ID_FILE = "wandb_id.txt"
+"""The file in a run's folder that holds the id of its run at Weights & Biases."""
+
+
+class WandB(Logger):
+    """Logs to Weights & Biases: the settings as config, and scalars at their steps.
+
+    A run that is continued goes on as the same run there, by the id in `RUN_DIR/wandb_id.txt`; `fresh` begins
+    another. Steps that are taken again after an interruption have the same bits, and wandb keeps the first of
+    them. The run ends as failed there unless its last step was taken. What goes wrong is said once, and
+    training goes on without it. Log in first (`wandb login`), or set `WANDB_MODE=offline` to have it all kept
+    in `RUN_DIR/wandb`. It needs wandb.
+
+    Args:
+        project: that the run belongs to.
+        every: steps between two logs of what training measured; None for the `log_every` of the trainer.
+        options: further arguments of `wandb.init`, such as `name`, `tags` or `entity`.
+
+    Example:
+        >>> logger = WandB("digits", every=100, tags=["8 towers"])
+        >>> logger.every
+        100
+    """
+
+    def __init__(self, project: str, *, every: int | None = None, **options: Any) -> None:
+        self.every = every
+        self._options = {"project": project, **options}
+        self._run: Any = None
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Begin the run there, or go on with it."""
+        import wandb
+
+        run_dir = Path(trainer.run_dir)
+        options = {
+            "id": _id_of(run_dir),
+            "resume": "allow",
+            "dir": str(run_dir),
+            # Else it takes the place of sys.stdout, which the progress bar has as well.
+            "settings": wandb.Settings(console="off"),
+            **self._options,
+        }
+        self._run = wandb.init(**options)
+        self._run.config.update(_config_of(trainer), allow_val_change=True)
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Log scalars."""
+        if self._run is not None:
+            self._run.log(dict(scalars), step=step)
+
+    def on_end(self, trainer: Trainer) -> None:
+        """End the run there, or for now."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish(exit_code=0 if trainer.ending == "done" else 1)
+
+
+def _id_of(run_dir: Path) -> str:
+    """Return the id that the run has, or gets now."""
+    file = run_dir / ID_FILE
+    found = read_file(file, 1000).decode(errors="replace").strip() if file.exists() else ""
+    if not re.fullmatch(r"[a-z0-9]{1,64}", found):
+        found = secrets.token_hex(4)
+        write_whole(file, f"{found}\n")
+    return found
+
+
+def _config_of(trainer: Trainer) -> dict[str, Any]:
+    settings = trainer.settings
+    values = dict(trainer.must_match) if settings is None else dataclasses.asdict(settings)
+    towers = trainer.step.towers
+    return {
+        **{name: str(value) if isinstance(value, Path) else value for name, value in values.items()},
+        "recipe": trainer.name,
+        "steps": trainer.steps,
+        "towers": towers.placement.num_towers,
+        "workers": trainer.job.world_size,
+        "batch_size": getattr(trainer.loader, "batch_size", None),
+    }
