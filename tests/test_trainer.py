@@ -304,8 +304,6 @@ def main(job):
     if "fail" in sys.argv and job.rank == 1:
         raise samestep.ConfigError("no such thing")
     trainer_of(job, sys.argv[2]).run()
-    if "fail" in sys.argv:
-        raise AssertionError
 
 
 samestep.launch(main, int(sys.argv[1]), towers=7)
@@ -337,3 +335,17 @@ def test_a_script_starts_its_workers(tmp_path, whole):
     assert (done.returncode, done.stderr) == (0, "")
     assert re.findall(r"^weights sha256 (\w+)$", done.stdout, re.M) == [whole.digest]
     assert "7 towers on 2 workers (cpu), batches of 10 rows" in done.stdout
+
+
+def test_an_error_of_one_worker_ends_a_script_in_one_line(tmp_path):
+    done = run_script(tmp_path, "2", str(tmp_path / "run"), "fail")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "samestep: error: no such thing\n")
+
+
+def test_a_session_without_a_script_starts_no_workers(monkeypatch, capsys):
+    monkeypatch.delattr("__main__.__file__", raising=False)
+    samestep.launch(lambda job: print(job.world_size))
+    assert capsys.readouterr().out == "1\n"
+    with pytest.raises(SystemExit):
+        samestep.launch(print, workers=2)
+    assert "launch: each worker runs the script again, and there is none here" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -55,12 +56,16 @@ class Waiter:
         self.peers = Peers({}) if peers is None else peers
         self._timeout_s = timeout_s
         self._waits: SimpleQueue[Wait | None] | None = None
+        self._thread: threading.Thread | None = None
 
     def start(self, calls: Sequence[Call]) -> Wait:
         """Start to make calls; then `finish` waits for them."""
         if self._waits is None:
             self._waits = SimpleQueue()
-            threading.Thread(target=_serve, args=(self._waits,), name="samestep-wait", daemon=True).start()
+            self._thread = threading.Thread(
+                target=_serve, args=(self._waits,), name="samestep-wait", daemon=True
+            )
+            self._thread.start()
         wait = Wait(calls)
         self._waits.put(wait)
         return wait
@@ -92,6 +97,9 @@ class Waiter:
         return sentence
 
     def _give_up(self, sentence: str) -> LostWorkerError:
+        if self._thread is not None:
+            # A thread that comes back from C++ while Python ends aborts the process, and mostly it soon does.
+            atexit.register(self._thread.join, _GRACE_S)
         self.close()  # the thread may wait for ever
         return LostWorkerError(sentence)
 
