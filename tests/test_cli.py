@@ -2,6 +2,7 @@ import runpy
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
@@ -144,6 +145,11 @@ def test_help_is_printed(line, words, capsys):
     assert printed.err == ""
 
 
+def test_the_version_is_that_of_the_package(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"samestep {metadata.version('samestep')}\n"
+
+
 def test_several_workers_run_the_same_command_line(monkeypatch):
     launched = []
     monkeypatch.setattr(
@@ -183,7 +189,7 @@ def run_python(program, *words):
 @pytest.mark.parametrize(
     ("line", "status"),
     [
-        *[("--help", 0), ("", 2), ("learn", 2), ("train", 2), ("train dig", 2)],
+        *[("--help", 0), ("--version", 0), ("", 2), ("learn", 2), ("train", 2), ("train dig", 2)],
         *[(f"train {recipe} --help", 0) for recipe in ("digits", "cifar10", "segmentation", "lm")],
         *[("train digits --steps x", 2), ("train digits --towers 2 --workers 3", 2)],
         *[("train segmentation --classes 7", 2), ("check digits --threads 0", 2), ("eval /nowhere", 2)],
@@ -199,19 +205,6 @@ def test_neither_help_nor_a_wrong_command_waits_for_torch(line, status):
     """
     found, _, errors = run_python(program, *line.split())
     assert (found, len(errors)) == (status, status // 2), errors
-
-
-@pytest.mark.parametrize("package", ["rich", "tensorboard", "requests", "PIL"])
-def test_without_the_extra_one_line_says_what_to_install(package):
-    program = f"import sys; sys.modules[{package!r}] = None; from samestep.cli import main; sys.exit(main())"
-    assert run_python(program, "train", "digits") == (
-        2,
-        "",
-        [
-            f"samestep: error: recipes need packages that are not installed ({package}): "
-            "pip install 'samestep[train]'"
-        ],
-    )
 
 
 def test_settings_without_a_source_file_have_no_help():

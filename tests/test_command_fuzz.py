@@ -26,7 +26,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from samestep import cli, recipes
+from samestep import cli
 from samestep.app import command_line, launch
 from samestep.errors import MissingFileError
 from samestep.recipes.cifar10 import data as records, recipe as cifar10
@@ -388,7 +388,6 @@ def stubs():
         patch.setattr(torch, "manual_seed", lambda _: None)
         patch.setattr(torch, "set_num_threads", lambda _: None)
         patch.setattr(lm, "read_library", cache(lm.read_library))
-        patch.setattr(recipes, "find_spec", cache(recipes.find_spec))
         patch.setattr(launch, "run_command", lambda *_, **__: 0)
         patch.setattr(records, "fetch", refuse)
         patch.setattr(command_line, "_options", cache(command_line._options))

@@ -573,7 +573,7 @@ def test_who_waits_for_another_process_says_so(tmp_path, server, monkeypatch, ca
         assert lock.acquire(0)
         releasing = threading.Timer(1.0, lock.release)
         releasing.start()
-        monkeypatch.setattr(download.requests, "get", None)
+        monkeypatch.setattr("requests.get", None)
         (tmp_path / FILE).write_bytes(ARCHIVE)
         ensure_cifar10(tmp_path, base_url=server.url, md5=md5(ARCHIVE))
         releasing.join()

@@ -5,11 +5,9 @@ import inspect
 import pkgutil
 import subprocess
 import sys
-import tomllib
-from pathlib import Path
 
 import samestep
-from samestep import errors, recipes
+from samestep import errors
 
 PUBLIC = {
     "BatchedDataset", "CheckResult", "Job", "LocalBatch", "Manifest", "Placement", "Report", "Step",
@@ -69,9 +67,3 @@ def test_the_library_needs_none_of_the_packages_of_the_extra():
         assert not {"PIL", "matplotlib", "requests", "rich", "tensorboard", "wandb"} & sys.modules.keys()
     """
     subprocess.run([sys.executable, "-c", program], check=True)
-
-
-def test_the_extra_installs_what_recipes_look_for():
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
-    names = [line.partition(">=")[0] for line in project["optional-dependencies"]["train"]]
-    assert sorted(recipes._PACKAGES) == sorted("PIL" if name == "pillow" else name for name in names)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 TYPE_CHECKING = False  # as type checkers know it; importing `typing` takes a while
 if TYPE_CHECKING:
+    __version__: str
+
     from samestep.app.callbacks import Callback as Callback, Logger as Logger
     from samestep.app.evaluation import Evaluation as Evaluation
     from samestep.app.script import launch as launch
@@ -93,13 +95,22 @@ __all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> object:
-    if name not in _MODULES:
+    if name != "__version__" and name not in _MODULES:
         raise AttributeError(f"module 'samestep' has no attribute {name!r}")
     from importlib import import_module
 
-    value = getattr(import_module(_MODULES[name]), name)
+    value = _version() if name == "__version__" else getattr(import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("samestep")
+    except PackageNotFoundError:  # run from its sources
+        return "unknown"
 
 
 def __dir__() -> list[str]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import samestep
 from samestep import recipes
 from samestep.app.bounds import NumWorkers, Threads
 from samestep.app.command_line import Command, parse
@@ -78,6 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         128 + the signal's number where one ended it.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["--version"]:
+        print(f"samestep {samestep.__version__}")
+        return 0
     try:
         command = parse("samestep", _commands(), words)
     except SystemExit:  # --help has been printed
@@ -108,7 +112,9 @@ def _commands() -> Command:
         ),
     }
     return Command(
-        "Train PyTorch models with the same result, bit for bit, on any number of workers.", choices
+        "Train PyTorch models with the same result, bit for bit, on any number of workers. "
+        "--version prints the version.",
+        choices,
     )
 
 

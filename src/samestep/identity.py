@@ -11,7 +11,6 @@ import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+import samestep
 from samestep.errors import ConfigError, one_line, who_has_what
 
 __all__ = [
@@ -165,7 +165,7 @@ def fingerprint(device: torch.device) -> Fingerprint:
         "float32 on CPU": precisions(torch.backends.mkldnn),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "Python": platform.python_version(),
-        "samestep": _version_of_samestep(),
+        "samestep": samestep.__version__,
         "torch": torch.__version__,
         "NumPy": np.__version__,
         **_libraries(),
@@ -265,11 +265,3 @@ def _libraries() -> Fingerprint:
     patterns = {"oneDNN": r"MKL-DNN (v[\d.]+)", "MKL": r"Math Kernel Library Version (\S+)"}
     found = {name: re.search(pattern, built_with) for name, pattern in patterns.items()}
     return {name: match[1] for name, match in found.items() if match}
-
-
-@cache
-def _version_of_samestep() -> str:
-    try:
-        return metadata.version("samestep")
-    except metadata.PackageNotFoundError:  # run from its sources
-        return "unknown"

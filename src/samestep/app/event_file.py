@@ -14,7 +14,8 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from samestep.errors import one_line
+from samestep.app.extras import extra
+from samestep.errors import Error, one_line
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -39,7 +40,8 @@ class EventFile:
         self._file: BinaryIO | None = None
         self._has_failed = False
         with self.tolerating():
-            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+            with extra("tensorboard"):
+                from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
             folder.mkdir(exist_ok=True)
             self._file = _create(folder)
@@ -63,7 +65,8 @@ class EventFile:
             if self._has_failed:
                 return
             self._has_failed = True
-            reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            told = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
+            reason = getattr(error, "strerror", None) or told
             _say(f"{self._folder}: summaries cannot be written ({one_line(reason)}); going on without them")
 
     def write(self, step: int, summaries: Iterable[Summary]) -> None:

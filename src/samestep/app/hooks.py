@@ -14,7 +14,7 @@ from samestep.app.display import Display
 from samestep.app.json_lines import JsonLines
 from samestep.app.lock import RunLock
 from samestep.app.scalars import Before, Scalars
-from samestep.errors import one_line
+from samestep.errors import Error, one_line
 from samestep.towers.report import Report
 
 if TYPE_CHECKING:
@@ -126,5 +126,6 @@ class Hooks:
 
 
 def _say(what: str, error: Exception) -> None:
-    reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+    told = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
+    reason = getattr(error, "strerror", None) or told
     print(f"samestep: {what} failed ({one_line(reason)}); going on without", file=sys.stderr, flush=True)

@@ -6,9 +6,9 @@ import abc
 import dataclasses
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from samestep.app.callbacks import Callback, Logger
     from samestep.app.evaluation import Evaluation
     from samestep.app.scalars import Terms
+    from samestep.app.tensorboard import Panels
     from samestep.app.trainer import Batches, Trainer
     from samestep.towers.step import Step
     from samestep.workers.job import Job
@@ -143,7 +144,7 @@ class Settings(abc.ABC):
     def build(self, job: Job) -> Trainer:
         """Make model, data, step and the rest, alike on every worker; return `self.trainer(...)`."""
 
-    def trainer(
+    def trainer(  # noqa: PLR0913 - what a `Trainer` takes
         self,
         step: Step,
         loader: Batches,
@@ -152,6 +153,7 @@ class Settings(abc.ABC):
         loggers: Sequence[Logger] | None = None,
         callbacks: Sequence[Callback] = (),
         terms: Terms | None = None,
+        panels: Panels | None = None,
     ) -> Trainer:
         """Return a `Trainer` with these options.
 
@@ -159,15 +161,15 @@ class Settings(abc.ABC):
             step: see `Trainer`, as for the others.
             loader: of its batches.
             evaluate: what to measure on the test examples.
-            loggers: by default `TensorBoard`, where that is installed.
+            loggers: by default `TensorBoard`; where that is not installed, a line says so.
             callbacks: to call on all workers.
             terms: of the loss.
+            panels: what `TensorBoard` shows, where `loggers` is left out.
         """
-        from samestep.app.tensorboard import TensorBoard
         from samestep.app.trainer import Trainer
 
         if loggers is None:
-            loggers = [TensorBoard(self.summary_every)] if find_spec("tensorboard") is not None else []
+            loggers = self._summaries(panels, step.towers.job)
         options: dict[str, Any] = {name: getattr(self, name) for name in _TRAINER_OPTIONS}
         return Trainer(
             step,
@@ -181,6 +183,16 @@ class Settings(abc.ABC):
             log_placement=self.log_device_placement,
             settings=self,
         )
+
+    def _summaries(self, panels: Panels | None, job: Job) -> list[Logger]:
+        from samestep.app.tensorboard import TensorBoard
+
+        try:
+            return [TensorBoard(self.summary_every, panels=panels)]
+        except ConfigError as error:  # it is not installed
+            if job.is_first:
+                print(f"samestep: no summaries are written: {error}", file=sys.stderr, flush=True)
+            return []
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:

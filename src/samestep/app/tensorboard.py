@@ -19,6 +19,7 @@ from samestep.app.activations import Output, layers_of, outputs_of
 from samestep.app.callbacks import Logger
 from samestep.app.evaluation import evaluation_mode
 from samestep.app.event_file import EventFile
+from samestep.app.extras import extra
 from samestep.app.histogram import Histogram
 from samestep.towers.batch import GlobalBatch, LocalBatch
 from samestep.towers.copier import Copier
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
 
     from samestep.app.trainer import Trainer
 
-__all__ = ["FOLDER", "TensorBoard", "write_metrics"]
+__all__ = ["FOLDER", "Panels", "TensorBoard", "write_metrics"]
+
+Panels = Callable[[nn.Module, Any], Tensor]
+"""panels(model, batch) -> uint8 [n, 3, height, width]."""
 
 FOLDER = "summaries"
 """The folder inside a run's that holds its summaries."""
@@ -60,11 +64,16 @@ class TensorBoard(Logger):
         every: steps between summaries.
         panels: `panels(model, batch)` -> uint8 [n, 3, height, width], what is shown of the rows of a tower
             instead of the input pictures; called without gradients and with the model in evaluation mode.
+
+    Raises:
+        ConfigError: tensorboard is not installed.
     """
 
     every: int
 
-    def __init__(self, every: int = 100, *, panels: Callable[[nn.Module, Any], Tensor] | None = None) -> None:
+    def __init__(self, every: int = 100, *, panels: Panels | None = None) -> None:
+        with extra("tensorboard"):
+            import tensorboard  # noqa: F401
         self.every = every
         self._panels = panels
         self._file: EventFile | None = None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samestep.app.callbacks import Logger
+from samestep.app.extras import extra
 from samestep.checkpoint.durable import read_file, write_whole
 
 if TYPE_CHECKING:
@@ -48,8 +49,8 @@ class WandB(Logger):
 
     def on_start(self, trainer: Trainer) -> None:
         """Begin the run there, or go on with it."""
-        import wandb
-
+        with extra("wandb"):
+            import wandb
         run_dir = Path(trainer.run_dir)
         options = {
             "id": _id_of(run_dir),

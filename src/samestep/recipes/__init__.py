@@ -6,7 +6,6 @@ import pkgutil
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, cast
 
 from samestep.errors import ConfigError
@@ -22,7 +21,6 @@ _SETTINGS = {
     "segmentation": "samestep.recipes.segmentation.settings:SegmentationSettings",
     "lm": "samestep.recipes.lm.settings:LmSettings",
 }
-_PACKAGES = ("PIL", "requests", "rich", "tensorboard")  # what the extra `train` installs
 
 
 class _Recipes(Mapping[str, "type[Settings]"]):
@@ -34,7 +32,6 @@ class _Recipes(Mapping[str, "type[Settings]"]):
 
     def __getitem__(self, name: str) -> type[Settings]:
         if name in _SETTINGS:
-            _check_packages()
             return cast("type[Settings]", pkgutil.resolve_name(_SETTINGS[name]))
         return _load(_entry_points()[name])
 
@@ -43,15 +40,6 @@ class _Recipes(Mapping[str, "type[Settings]"]):
 
     def __len__(self) -> int:
         return len(list(iter(self)))
-
-
-def _check_packages() -> None:
-    missing = [package for package in _PACKAGES if find_spec(package) is None]
-    if missing:
-        raise ConfigError(
-            f"recipes need packages that are not installed ({', '.join(missing)}): "
-            "pip install 'samestep[train]'"
-        )
 
 
 @cache

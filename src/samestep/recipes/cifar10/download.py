@@ -7,21 +7,19 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
-import requests
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
+from samestep.app.extras import extra
 from samestep.checkpoint.durable import open_regular
 from samestep.checkpoint.file_lock import FileLock
 from samestep.checkpoint.folder import Folder
-from samestep.errors import DataError, MissingFileError, StorageError, one_line
+from samestep.errors import ConfigError, DataError, MissingFileError, StorageError, one_line
 from samestep.recipes.cifar10.unpacking import unpack
 
 __all__ = ["Archive", "fetch"]
@@ -68,6 +66,7 @@ def fetch(archive: Archive, data_dir: Path) -> Path:
         data_dir: where it is kept; made where it is not there.
 
     Raises:
+        ConfigError: the archive has to be fetched, and the package for that is not installed.
         MissingFileError: the archive cannot be fetched, or nothing can be written to `data_dir`.
         DataError: what was fetched has another checksum, or cannot be unpacked safely.
     """
@@ -168,11 +167,13 @@ def _transfer(archive: Archive, file: BinaryIO, remedy: str) -> str:
     """Copy what the server sends, and return its MD5 checksum."""
     transfer = _Transfer(archive, file)
     try:
+        with extra("cifar10"):
+            from requests import RequestException
         transfer.watch()
-    except (DataError, MissingFileError) as error:
+    except (ConfigError, DataError, MissingFileError) as error:
         raise type(error)(f"{archive.url}: {error}; run again, or {remedy}") from error
     except Exception as error:  # requests' are OSErrors, too; hostile answers raise others, such as Unicode's
-        if isinstance(error, OSError) and not isinstance(error, requests.RequestException):
+        if isinstance(error, OSError) and not isinstance(error, RequestException):
             raise
         raise MissingFileError(
             f"{archive.url}: cannot be fetched ({_reason(error)}), expected {archive.file}; check the "
@@ -196,15 +197,12 @@ class _Transfer(threading.Thread):
 
     def watch(self) -> None:
         """Start, show the progress and wait; raise what went wrong, or that it takes too long."""
-        columns = TextColumn(self._archive.file), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-        console = Console(stderr=True)
         begin_s = time.monotonic()
         self.start()
-        with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-            task = progress.add_task("", total=None)
+        with _progress(self._archive.file) as show:
             while self.is_alive():
                 self.join(_POLL_S)
-                progress.update(task, total=self._total, completed=self._num_bytes)
+                show(self._num_bytes, self._total)
                 self._check_speed(time.monotonic() - begin_s)
         if self._error is not None:
             raise self._error
@@ -223,6 +221,8 @@ class _Transfer(threading.Thread):
             self._error = error
 
     def _fetch(self) -> None:
+        import requests
+
         headers = {"Accept-Encoding": "identity"}  # what is unpacked on the way has no limit
         url = self._archive.url
         with requests.get(url, headers=headers, stream=True, timeout=_TIMEOUT_S) as response:
@@ -237,6 +237,22 @@ class _Transfer(threading.Thread):
                     raise DataError(f"sends more than the {self._archive.max_bytes} bytes that were expected")
                 self._file.write(chunk)
                 self.md5.update(chunk)
+
+
+@contextmanager
+def _progress(name: str) -> Iterator[Callable[[int, int | None], object]]:
+    """Show how many bytes have come, of how many, on a terminal; nothing without Rich."""
+    if find_spec("rich") is None:
+        yield lambda num_bytes, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = TextColumn(name), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda num_bytes, total: progress.update(task, total=total, completed=num_bytes)
 
 
 def _reason(error: BaseException) -> str:

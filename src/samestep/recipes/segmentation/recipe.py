@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import PolynomialLR
 
 from samestep.app.evaluation import Evaluation
-from samestep.app.tensorboard import TensorBoard
+from samestep.app.extras import extra
 from samestep.app.trainer import Trainer
 from samestep.data.loader import TowerLoader
 from samestep.recipes.segmentation.crops import LabelledPictures, RandomCrops, WholePictures
-from samestep.recipes.segmentation.label_maps import LabelMaps
 from samestep.recipes.segmentation.panels import label_panels
 from samestep.recipes.segmentation.settings import SegmentationSettings
 from samestep.recipes.segmentation.shapes import Shapes
@@ -102,9 +101,7 @@ def build(settings: SegmentationSettings, job: Job) -> Trainer:
             metrics=metrics_of,
             rows=1,  # whole pictures may be of any size
         ),
-        loggers=[
-            TensorBoard(settings.summary_every, panels=partial(panels, ignore_label=settings.ignore_label))
-        ],
+        panels=partial(panels, ignore_label=settings.ignore_label),
         terms=partial(terms_of, weight_decay=settings.weight_decay),
     )
 
@@ -112,6 +109,8 @@ def build(settings: SegmentationSettings, job: Job) -> Trainer:
 def _open(settings: SegmentationSettings, split: Literal["train", "test"], job: Job) -> LabelledPictures:
     if settings.data_dir is None:
         return Shapes(split, settings.seed, ignore_label=settings.ignore_label)
+    with extra("segmentation"):
+        from samestep.recipes.segmentation.label_maps import LabelMaps
     maps = LabelMaps(settings.data_dir / split, settings.classes, ignore_label=settings.ignore_label)
     maps.check(job)
     return maps
