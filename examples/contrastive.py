@@ -1,22 +1,23 @@
-"""A contrastive loss on towers: run it as it is, or with `torchrun --nproc-per-node 2`.
+"""A contrastive loss, which compares every row of the batch with every other, for the memory of one tower.
 
-Each handwritten digit is cut in two, and two small nets learn which halves belong together. The loss
-compares every left half of the batch with every right half, so it is no mean over towers: `whole_batch`
-takes the place of the inner loop.
+Each handwritten digit is cut in two, and two small nets learn which halves belong together. Such a loss is
+no mean over towers: `forward` tells `Step` to gather what all towers give before the loss is computed.
 """
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import samestep
 from samestep.recipes.digits.data import Digits
+
+STEPS = 60
 
 
 class Halves(nn.Module):
     """Two encoders and a learnable temperature, as in CLIP."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.left, self.right = (
             nn.Sequential(
@@ -26,43 +27,42 @@ class Halves(nn.Module):
         )
         self.log_scale = nn.Parameter(torch.tensor(2.0))
 
-    def forward(self, pictures: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, pictures):
         """Embed both halves of each picture: [rows, 1, 8, 8] -> twice [rows, 32], of length 1."""
         left, right = pictures.chunk(2, dim=-1)
         return F.normalize(self.left(left)), F.normalize(self.right(right))
 
 
-job = samestep.init("cpu")
-torch.manual_seed(0)
-model = Halves()
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-towers = samestep.Towers(model, 8, job=job, seed=0)
-loader = samestep.TowerLoader(Digits("train", augment=True), batch_size=512, towers=towers, seed=0)
-
-
-def forward(tower_batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def embed(model, batch):
     """Embed one tower's rows; called twice for every tower."""
-    pictures, _ = tower_batch
+    pictures, _ = batch
     return model(pictures)
 
 
-def info_nce(outputs: tuple[Tensor, Tensor], batch: object) -> Tensor:
+def info_nce(model, outputs, batch):
     """Compare all rows of the batch with each other; called once, on every worker alike."""
     left, right = outputs
     logits = model.log_scale.exp() * left @ right.T
-    own = torch.arange(len(logits))
+    own = torch.arange(len(logits), device=logits.device)
     return (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2
 
 
-for epoch in range(10):
-    for batch in loader:
-        towers.whole_batch(batch, forward, info_nce)
-        report = towers.average()  # every worker now holds the same p.grad
-        optimizer.step()
-    if job.is_first:
-        scale = model.log_scale.exp().item()
-        print(f"epoch {epoch}: loss {report.loss:.4f} over {report.rows} rows, scale {scale:.3f}")
+def matches(model, batch):
+    """Return how many left halves are closest to their own right halves, of how many."""
+    left, right = embed(model, batch)
+    closest = (left @ right.T).argmax(1)
+    return {"matches": ((closest == torch.arange(len(left), device=left.device)).sum(), len(left))}
 
-if job.is_first:
-    print("weights sha256", samestep.digest(model))
-job.close()
+
+def main(job):
+    torch.manual_seed(0)
+    model = Halves().to(job.device)
+    towers = samestep.Towers(model, 8, job=job, seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    step = samestep.Step(towers, info_nce, optimizer, forward=embed)
+    loader = samestep.TowerLoader(Digits("train", augment=True), 512, towers, seed=0)
+    evaluate = samestep.Evaluation(Digits("test", augment=False), matches, rows=120)
+    samestep.Trainer(step, loader, run_dir="runs/contrastive", steps=STEPS, evaluate=evaluate).run()
+
+
+samestep.launch(main, workers="auto", towers=8)
