@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Two processes, each with files of tests of its own; those with jobs of several workers come first.
 PYTEST := $(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: install train test test-all chaos schedules check docs bench clean
+.PHONY: install train test test-all slow chaos schedules check docs bench clean
 
 install: $(STAMP)
 
@@ -22,8 +22,12 @@ train: install
 test: install
 	$(PYTEST) -m "not slow and not packages"
 
-test-all: install
-	$(PYTEST)
+# With what other packages are needed for: those compared with, and those that build and check the package.
+test-all: test check
+	$(PYTEST) -m "packages and not slow" tests
+
+slow: install
+	$(PYTEST) -m slow
 
 chaos: install
 	$(BIN)/python -m pytest -q -m slow tests/integration/test_elastic.py tests/integration/test_launch.py
