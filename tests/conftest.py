@@ -12,3 +12,9 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="torch sees no GPU"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Compute with one thread, as workers do, whatever a test before this one has left."""
+    torch.set_num_threads(1)

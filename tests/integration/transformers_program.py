@@ -47,4 +47,5 @@ def main(folder, *checkpoint):
         run("bf16", llama(attention_dropout=0.1), Path(folder), bf16=True, neftune_noise_alpha=5.0)
 
 
-main(*sys.argv[1:])
+if __name__ == "__main__":
+    main(*sys.argv[1:])
