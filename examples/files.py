@@ -11,7 +11,7 @@ from torch import nn
 import samestep
 from samestep.recipes.digits.data import load_digits
 
-FOLDER, STEPS = Path("runs/files/pictures"), 100
+FOLDER, STEPS, PROCESSES = Path("runs/files/pictures"), 100, 2
 
 
 class Pictures(torch.utils.data.Dataset):
@@ -63,7 +63,12 @@ def main(job):
     towers = samestep.Towers(model, 8, job=job, seed=0)
     step = samestep.Step(towers, loss_of, torch.optim.AdamW(model.parameters(), lr=3e-3))
     loader = samestep.TowerLoader(
-        Pictures("train", augment=True), 128, towers, seed=0, num_workers=2, persistent_workers=True
+        Pictures("train", augment=True),
+        128,
+        towers,
+        seed=0,
+        num_workers=PROCESSES,
+        persistent_workers=PROCESSES > 0,
     )
     evaluate = samestep.Evaluation(Pictures("test", augment=False), accuracy)
     samestep.Trainer(step, loader, run_dir="runs/files", steps=STEPS, evaluate=evaluate).run()

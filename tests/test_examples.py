@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 SMALL = {
     "contrastive": {"STEPS": 2},
-    "files": {"STEPS": 3},
+    "files": {"STEPS": 3, "PROCESSES": 0},  # the kernel ends them with the thread that started them
     "finetune": {"STEPS": 4, "THAW_AT": 2},
     "gan": {"EPOCHS": 1, "load_digits": lambda: [part[:300] for part in load_digits()]},
     "language_model": {"STEPS": 2},
