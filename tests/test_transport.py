@@ -133,11 +133,11 @@ def finds_a_worker_that_dies_with_messages_on_their_way(transport):
     """Worker 2 is killed while 0 has received, and 1 has sent, a part of a message: gloo wakes neither."""
     pids = gather_objects(transport, os.getpid(), "pids")
     content, received = torch.zeros(LARGE), torch.full((LARGE,), -1.0)
-    # Worker 1 has more to send, so that some is left when 0 has seen the first of what comes from 2.
+    # Worker 1 has one more to send than 2 asks for, so that some is left, whenever 0 kills it.
     outgoing, incoming = [
         ({}, {2: [received]}),
         ({2: [content] * 4}, {}),
-        ({0: [content]}, {1: [torch.empty(LARGE) for _ in range(4)]}),
+        ({0: [content]}, {1: [torch.empty(LARGE) for _ in range(3)]}),
     ][transport.rank]
     pending = transport.post(outgoing, incoming, "it")
     while transport.rank == 0 and received[0] == -1:
