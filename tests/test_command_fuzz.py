@@ -393,7 +393,6 @@ def stubs():
         patch.setattr(command_line, "_options", cache(command_line._options))
         patch.setattr(torch, "compile", lambda model, **_: model)
         patch.setattr("samestep.app.lock.WAIT_S", 0.0)
-        patch.setattr("samestep.app.report.find_spec", lambda _: True)
         patch.setattr("samestep.app.charts._svg", lambda *_: "")
         patch.setattr("samestep.app.evaluate_run._POLL_S", 0.0)
         patch.setattr(records, "_open", lambda path, num_records, real=records._open: real(path, 2))

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 from html.parser import HTMLParser
 
 import pytest
@@ -296,6 +297,6 @@ def test_the_page_goes_where_it_is_asked_to(tmp_path, capsys):
 
 
 def test_without_matplotlib_the_extra_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("samestep.app.report.find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert cli.main(["report", str(tmp_path)]) == 2
     assert "pip install 'samestep[report]'" in capsys.readouterr().err

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from samestep.app.charts import COLORS, FAINT, MARKS, Line, draw_band, draw_curves, draw_timeline, draw_towers
+from samestep.app.extras import extra
 from samestep.app.history import Curve, History, Stretch
 from samestep.app.json_lines import FILE, read_lines
 from samestep.app.page import Html, figure, page, section, table, tiles
@@ -19,7 +19,7 @@ from samestep.app.run_folder import search
 from samestep.app.settings import read_values
 from samestep.checkpoint.durable import storage, write_whole
 from samestep.checkpoint.manifest import Manifest
-from samestep.errors import ConfigError, MissingFileError, shown
+from samestep.errors import MissingFileError, shown
 
 __all__ = ["write_report"]
 
@@ -41,8 +41,8 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
         MissingFileError: there is no run.
         StorageError: a file cannot be read, or the page not be written.
     """
-    if find_spec("matplotlib") is None:
-        raise ConfigError("a report needs matplotlib, which is not installed: pip install 'samestep[report]'")
+    with extra("report"):
+        import matplotlib  # noqa: F401
     run = _Run.read(run_dir)
     file = run_dir / "report.html" if output is None else output
     write_whole(file, _page(run))

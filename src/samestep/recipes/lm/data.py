@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 from typing import TypeAlias
 
@@ -11,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from samestep.checkpoint.durable import storage
+from samestep.checkpoint.durable import open_regular, storage
 from samestep.errors import ConfigError, DataError, MissingFileError
 
 __all__ = ["IGNORED", "Stream", "Windows", "fingerprint", "open_tokens"]
@@ -129,17 +130,19 @@ def open_tokens(path: Path, dtype: str) -> Stream:
             raise MissingFileError(
                 f"{path}: not there, expected token ids of {dtype}; write it, or change --data-dir"
             )
-        if not path.is_file():
+        opened = open_regular(path)
+        if opened is None:
             raise DataError(f"{path}: not a file, expected token ids of {dtype}; replace it")
-        num_bytes = path.stat().st_size
-        if not num_bytes:
-            raise DataError(f"{path}: empty, expected token ids of {dtype}; write them again")
-        if num_bytes % kind.itemsize:
-            raise DataError(
-                f"{path}: {num_bytes} bytes, expected a multiple of the {kind.itemsize} of a {dtype}; "
-                "write it again, or set --token-dtype"
-            )
-        return np.memmap(path, dtype=kind, mode="r")
+        with opened as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            if not num_bytes:
+                raise DataError(f"{path}: empty, expected token ids of {dtype}; write them again")
+            if num_bytes % kind.itemsize:
+                raise DataError(
+                    f"{path}: {num_bytes} bytes, expected a multiple of the {kind.itemsize} of a {dtype}; "
+                    "write it again, or set --token-dtype"
+                )
+            return np.memmap(file, dtype=kind, mode="r")
 
 
 def fingerprint(stream: Stream) -> str:
