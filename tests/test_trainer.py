@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import samestep
+from samestep.app import resume
 from samestep.errors import ConfigError, DataError
 
 from .simulation import values
@@ -167,6 +168,14 @@ def test_callbacks_have_a_state_and_may_stop_the_run(tmp_path, num_workers):
     assert go(tmp_path / "parts", 15) == once
 
 
+def test_a_run_that_was_stopped_can_be_run_again(tmp_path):
+    trainer = trainer_of(
+        samestep.Job(torch.device("cpu")), tmp_path, callbacks=[Patience()], evaluate_every=1
+    )
+    assert trainer.run().step == 6
+    assert trainer.run().step == 15
+
+
 def test_what_a_callback_raises_ends_the_run_and_its_end_is_called(tmp_path):
     class Raising(Noting):
         def after_step(self, trainer, report):
@@ -264,9 +273,30 @@ def refusal(job, run_dir, **options):
     return str(caught.value)
 
 
+def test_what_a_forged_checkpoint_says_of_the_run_is_refused(tmp_path, monkeypatch):
+    with monkeypatch.context() as forging:
+        forging.setattr(resume, "_must_match", lambda trainer: {"optimizer's lr": torch.zeros(2)})
+        run(tmp_path, steps=2)
+    (error,) = values(lambda job: refusal(job, tmp_path), 1)
+    assert "was trained with optimizer's lr = tensor([0., 0.]), not 0.1" in error
+
+
+def test_values_that_cannot_be_compared_later_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"must_match: sizes = \[1, 2\]: expected a number, text or None"):
+        trainer_of(samestep.Job(torch.device("cpu")), tmp_path, must_match={"sizes": [1, 2]})
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("steps", 0), ("steps", 1.5), ("log_every", 0), ("evaluate_every", -1), ("keep_checkpoints", True)],
+    [
+        ("max_seconds", -1),
+        ("checkpoint_minutes", float("nan")),
+        ("steps", 0),
+        ("steps", 1.5),
+        ("log_every", 0),
+        ("evaluate_every", -1),
+        ("keep_checkpoints", True),
+    ],
 )
 def test_numbers_out_of_range_are_refused(tmp_path, option, value):
     with pytest.raises(ConfigError, match=f"{option} = {value}: expected"):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from samestep.app.evaluation import describe
+from samestep.app.evaluation import line_of
 from samestep.app.run_folder import all_checkpoints, find_newest, print_damaged, search
 from samestep.app.settings import Settings
 from samestep.app.tensorboard import write_metrics
@@ -54,8 +53,7 @@ def evaluate_run(settings: Settings, job: Job, *, weights: Weights = "average", 
         restore(found.snapshot, objects, found.path, job)
         metrics = trainer.evaluate(model, job)
         if job.is_first:
-            line = f"{datetime.now():%Y-%m-%d %H:%M:%S}: step {found.manifest.step}: {describe(metrics)}"
-            print(line, flush=True)
+            print(line_of(found.manifest.step, metrics), flush=True)
             write_metrics(settings.run_dir, found.manifest.step, metrics)
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
+from datetime import datetime
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,7 +21,7 @@ from samestep.towers.copier import Copier
 from samestep.workers.agreement import agree
 from samestep.workers.job import Job
 
-__all__ = ["Evaluation", "describe", "evaluation_mode"]
+__all__ = ["Evaluation", "describe", "evaluation_mode", "line_of"]
 
 Measure: TypeAlias = Callable[[nn.Module, Any], Mapping[str, tuple[Any, Any]]]
 Totals: TypeAlias = Mapping[str, tuple[Tensor, Tensor]]
@@ -111,6 +112,11 @@ class Evaluation:
 def describe(metrics: Mapping[str, float]) -> str:
     """Return metrics as text."""
     return ", ".join(f"{name} = {value:.4f}" for name, value in metrics.items())
+
+
+def line_of(step: int, metrics: Mapping[str, float]) -> str:
+    """Return the metrics after a step as a line, with the time."""
+    return f"{datetime.now():%Y-%m-%d %H:%M:%S}: step {step}: {describe(metrics)}"
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from samestep.app.json_lines import FILE as METRICS
 from samestep.app.lock import RunLock
 from samestep.app.run_folder import Search, clear, newest_whole, set_aside, tidy
+from samestep.app.settings import Settings, is_plain
 from samestep.app.tensorboard import FOLDER
 from samestep.app.wandb import ID_FILE
 from samestep.app.writer import CheckpointWriter
@@ -23,7 +24,6 @@ from samestep.workers.environment import may_restart
 from samestep.workers.job import Job
 
 if TYPE_CHECKING:
-    from samestep.app.settings import Settings
     from samestep.app.trainer import Trainer
 
 __all__ = ["check_fresh", "open_run", "resume", "write_checkpoint"]
@@ -126,12 +126,8 @@ def _noted(trainer: Trainer) -> dict[str, Any]:
 def _must_match(trainer: Trainer) -> dict[str, Any]:
     """Return what the script says itself, and what it made the optimizer with: loading overrides that."""
     optimizer = trainer.step.optimizer
-    plain = {f"optimizer's {name}": value for name, value in optimizer.defaults.items() if _is_plain(value)}
+    plain = {f"optimizer's {name}": value for name, value in optimizer.defaults.items() if is_plain(value)}
     return {**trainer.must_match, "optimizer": type(optimizer).__name__, **plain}
-
-
-def _is_plain(value: object) -> bool:
-    return isinstance(value, str | int | float | None)
 
 
 def _check_same(trainer: Trainer, state: Mapping[str, Any], path: Path) -> None:
@@ -142,7 +138,7 @@ def _check_same(trainer: Trainer, state: Mapping[str, Any], path: Path) -> None:
         return
     for name, now in _must_match(trainer).items():
         before = earlier.get(name, now)
-        if before != now:
+        if not (is_plain(before) and before == now):
             raise ConfigError(
                 f"{path}: was trained with {name} = {shown(before)}, not {shown(now)}: use the same value, "
                 "or start a new run in another folder"

@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from samestep.towers.step import Step
     from samestep.workers.job import Job
 
-__all__ = ["Settings", "read_settings", "read_values"]
+__all__ = ["TRAINER_OPTIONS", "Settings", "is_plain", "read_settings", "read_values"]
 
 _FILE = "settings.json"
 _MAX_BYTES = 1 << 20
 _REMEDY = "restore it or start over"
-_TRAINER_OPTIONS = (
+TRAINER_OPTIONS = (
     *("run_dir", "steps", "evaluate_every", "log_every", "max_seconds", "fresh"),
     *("checkpoint_every", "checkpoint_minutes", "keep_checkpoints", "keep_every"),
 )
@@ -170,7 +170,7 @@ class Settings(abc.ABC):
 
         if loggers is None:
             loggers = self._summaries(panels, step.towers.job)
-        options: dict[str, Any] = {name: getattr(self, name) for name in _TRAINER_OPTIONS}
+        options: dict[str, Any] = {name: getattr(self, name) for name in TRAINER_OPTIONS}
         return Trainer(
             step,
             loader,
@@ -236,8 +236,7 @@ class Settings(abc.ABC):
             # What is left out had the default, in a version that had no such option.
             values = earlier.get(name, defaults.get(name)), current[name]
             is_free = name in self.free and not (name.endswith("_dir") and None in values)
-            is_plain = isinstance(values[0], int | float | str | None)  # in a forged checkpoint, anything
-            if not is_free and not (is_plain and values[0] == values[1]):
+            if not is_free and not (is_plain(values[0]) and values[0] == values[1]):
                 before, now = map(_shown, values)
                 raise ConfigError(
                     f"{self.run_dir} was trained with {name} = {before}, not {now}: use the same value, "
@@ -249,6 +248,11 @@ class Settings(abc.ABC):
         values = dataclasses.asdict(self)
         folders = {n: None if v is None else "given" for n, v in values.items() if n.endswith("_dir")}
         return {"recipe": self.recipe, **{n: v for n, v in values.items() if n not in self.free}, **folders}
+
+
+def is_plain(value: object) -> bool:
+    """Say whether a value can be compared with one of a checkpoint: in a forged one there may be anything."""
+    return isinstance(value, int | float | str | None)
 
 
 def read_settings(run_dir: Path, recipes: Mapping[str, type[Settings]]) -> Settings:

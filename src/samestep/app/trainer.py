@@ -5,30 +5,28 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
+from samestep.app.bounds import describe as describe_kind, fits, kinds_of
 from samestep.app.callbacks import Callback, Logger
 from samestep.app.display import print_placement
-from samestep.app.evaluation import Evaluation, describe
+from samestep.app.evaluation import Evaluation, describe, line_of
 from samestep.app.hooks import Hooks
 from samestep.app.interruption import Interruption, StopFlags
 from samestep.app.lock import RunLock
 from samestep.app.output import lasting_output
 from samestep.app.resume import check_fresh, open_run, write_checkpoint
 from samestep.app.scalars import Terms
+from samestep.app.settings import TRAINER_OPTIONS, Settings, is_plain
 from samestep.app.writer import CheckpointWriter
-from samestep.errors import ConfigError, DataError
+from samestep.errors import ConfigError, DataError, shown
 from samestep.identity import digest
 from samestep.towers.report import Report
 from samestep.towers.step import Step
 from samestep.workers.job import Job
-
-if TYPE_CHECKING:
-    from samestep.app.settings import Settings
 
 __all__ = ["Batches", "Trainer", "TrainingResult"]
 
@@ -97,7 +95,7 @@ class Trainer:
             line; None before.
 
     Raises:
-        ConfigError: when it is made, a number is out of range; in `run`, the folder holds another experiment.
+        ConfigError: when it is made, an option is out of range; in `run`, the folder holds another run.
 
     Example:
         >>> import tempfile, torch
@@ -142,10 +140,13 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.run_dir = Path(self.run_dir)
-        for name, least in {"steps": 1, "checkpoint_every": 1, "keep_checkpoints": 1, "log_every": 1}.items():
-            _check_count(name, getattr(self, name), least)
-        for name in ("evaluate_every", "keep_every"):
-            _check_count(name, getattr(self, name), 0)
+        for name in TRAINER_OPTIONS:
+            kind, value = kinds_of(Settings)[name], getattr(self, name)
+            if not fits(kind, value):
+                raise ConfigError(f"{name} = {value!r}: expected {describe_kind(kind)}")
+        for name, value in self.must_match.items():
+            if not is_plain(value):
+                raise ConfigError(f"must_match: {name} = {shown(value)}: expected a number, text or None")
         if not hasattr(self.loader, "state_dict"):
             raise ConfigError(
                 f"loader is a {type(self.loader).__name__}: expected a TowerLoader, or another with "
@@ -200,7 +201,7 @@ class Trainer:
 
     def _train(self, interruption: Interruption, lock: RunLock) -> TrainingResult:
         """Take steps to the last one, or until any worker has to stop."""
-        self.ending = None
+        self.ending, self._is_enough = None, False
         hooks = Hooks(self, lock)
         writer = CheckpointWriter(lock, keep_last=self.keep_checkpoints, keep_every=self.keep_every)
         flags, metrics = StopFlags(0), None
@@ -211,7 +212,7 @@ class Trainer:
                     metrics = None
                     if _is_evaluation_due(step, self):
                         metrics = self._evaluate(hooks)
-                        self._print(f"{datetime.now():%Y-%m-%d %H:%M:%S}: step {step}: {describe(metrics)}")
+                        self._print(line_of(step, metrics))
                     if _is_checkpoint_due(step, flags, self):
                         write_checkpoint(self, writer)
                     hooks.written(writer.take_written())
@@ -281,11 +282,6 @@ class Trainer:
     def _print(self, line: str) -> None:
         if self.job.is_first:
             print(line, flush=True)
-
-
-def _check_count(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name} = {value!r}: expected an int of at least {least}")
 
 
 def _is_evaluation_due(step: int, trainer: Trainer) -> bool:
