@@ -76,6 +76,18 @@ def test_a_run_folder_does_not_say_which_code_is_run(recipe, tmp_path, capsys):
         ),
         ("x = 1", ": expected one class derived from samestep.Settings, with a method build; found none"),
         (
+            "import samestep\nclass A(samestep.Settings):\n    width: int = 3\n    build = 1",
+            ": class A: put @dataclasses.dataclass(frozen=True) above it, which makes options of its fields",
+        ),
+        *(
+            (
+                "import dataclasses, samestep\n@dataclasses.dataclass(frozen=True)\n"
+                f"class A(samestep.Settings):\n    width: '{kind}' = None\n    build = 1",
+                ": class A: the type of width cannot be used (",
+            )
+            for kind in ("Width", "list[int]", "int | dict")
+        ),
+        (
             "import samestep\nclass A(samestep.Settings):\n    build = 1\nclass B(A): pass",
             ": expected one class derived from samestep.Settings, with a method build; found A, B",
         ),
@@ -104,6 +116,14 @@ def test_a_file_that_is_not_there_or_has_the_name_of_a_module_is_refused(tmp_pat
         2,
         f"samestep: error: {tmp_path}/json.py: its name is that of another module; rename it\n",
     )
+
+
+def test_a_recipe_that_builds_nothing_is_named_by_every_command(recipe, tmp_path, capsys):
+    recipe.write_text(recipe.read_text().replace("return self.trainer(", "self.trainer("))
+    message = "samestep: error: my_recipe_file.py: build returned None: expected `return self.trainer("
+    for command in ("train", "check"):
+        status, _, err = run(capsys, command, recipe, "--run-dir", tmp_path / "run", *QUICK)
+        assert (status, err.startswith(message)) == (2, True)
 
 
 # ---- entry points --------------------------------------------------------------------------------------

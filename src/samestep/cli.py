@@ -144,7 +144,9 @@ def _run(command: Any, words: list[str]) -> int:
 
 
 def _train(settings: Settings, words: list[str]) -> int:
-    return _on_workers(settings, words, lambda job: settings.build(job).run())
+    from samestep.app.settings import trainer_of
+
+    return _on_workers(settings, words, lambda job: trainer_of(settings, job).run())
 
 
 def _eval(command: Eval, words: list[str]) -> int:

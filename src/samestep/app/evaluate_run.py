@@ -10,7 +10,7 @@ from typing import Literal
 
 from samestep.app.evaluation import line_of
 from samestep.app.run_folder import all_checkpoints, find_newest, print_damaged, search
-from samestep.app.settings import Settings
+from samestep.app.settings import Settings, trainer_of
 from samestep.app.tensorboard import write_metrics
 from samestep.checkpoint.durable import storage
 from samestep.checkpoint.files import Found
@@ -42,7 +42,7 @@ def evaluate_run(settings: Settings, job: Job, *, weights: Weights = "average", 
         ConfigError: the recipe has no evaluation.
         DataError: none is whole, and `follow` is not set; or it does not fit the model.
     """
-    trainer = settings.build(job)
+    trainer = trainer_of(settings, job)
     if trainer.evaluate is None:
         raise ConfigError(f"{settings.recipe}: has nothing to evaluate: give its trainer an `evaluate`")
     average = trainer.step.averaged_model

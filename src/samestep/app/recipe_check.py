@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from samestep.app.settings import Settings
+from samestep.app.settings import Settings, trainer_of
 from samestep.checking.examination import Plan
 from samestep.checking.result import NUM_STEPS, WORKERS, CheckResult, examine
 from samestep.summation.placement import Placement
@@ -41,6 +41,6 @@ class _Recipe:
     def __call__(self, job: Job) -> tuple[Step, Iterable[Any]]:
         if job.device.type == "cuda":  # a check starts without
             set_tf32(self.settings.tf32)
-        trainer = self.settings.build(job)
+        trainer = trainer_of(self.settings, job)
         loader = trainer.loader
         return trainer.step, itertools.chain.from_iterable(itertools.repeat(loader))

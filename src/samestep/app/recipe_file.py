@@ -10,10 +10,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
+from samestep.app.bounds import describe, kinds_of
 from samestep.app.settings import Settings
 from samestep.errors import ConfigError, MissingFileError, one_line
 
-__all__ = ["Recipes", "read_recipe"]
+__all__ = ["Recipes", "check_class", "read_recipe"]
 
 
 class Recipes(Mapping[str, "type[Settings]"]):
@@ -40,7 +41,8 @@ def read_recipe(path: Path) -> type[Settings]:
         MissingFileError: there is no such file.
     """
     if not path.is_file():
-        raise MissingFileError(f"{path}: not found; expected a Python file with a recipe")
+        what = "not a file" if path.exists() else "not found"
+        raise MissingFileError(f"{path}: {what}; expected a Python file with a recipe")
     module = _imported(path)
     found = [
         kind
@@ -55,7 +57,29 @@ def read_recipe(path: Path) -> type[Settings]:
         raise ConfigError(
             f"{path}: expected one class derived from samestep.Settings, with a method build; found {names}"
         )
+    check_class(found[0], str(path))
     return found[0]
+
+
+def check_class(kind: type[Settings], where: str) -> None:
+    """Refuse a recipe whose options cannot be told.
+
+    Raises:
+        ConfigError: it is no dataclass of its own, or the command line does not know the type of an option.
+    """
+    if "__dataclass_params__" not in vars(kind):
+        raise ConfigError(
+            f"{where}: class {kind.__name__}: put @dataclasses.dataclass(frozen=True) above it, which makes "
+            "options of its fields"
+        )
+    for name in kind.__annotations__:
+        try:
+            describe(kinds_of(kind).get(name, str))
+        except Exception as error:
+            raise ConfigError(
+                f"{where}: class {kind.__name__}: the type of {name} cannot be used ({_told(error)}): "
+                "expected bool, int, float, str, Path, a Literal of texts, or one of these | None"
+            ) from error
 
 
 def _imported(path: Path) -> ModuleType:

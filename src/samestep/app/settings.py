@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from samestep.towers.step import Step
     from samestep.workers.job import Job
 
-__all__ = ["TRAINER_OPTIONS", "Settings", "is_plain", "read_settings", "read_values"]
+__all__ = ["TRAINER_OPTIONS", "Settings", "is_plain", "read_settings", "read_values", "trainer_of"]
 
 _FILE = "settings.json"
 _MAX_BYTES = 1 << 20
@@ -248,6 +248,21 @@ class Settings(abc.ABC):
         values = dataclasses.asdict(self)
         folders = {n: None if v is None else "given" for n, v in values.items() if n.endswith("_dir")}
         return {"recipe": self.recipe, **{n: v for n, v in values.items() if n not in self.free}, **folders}
+
+
+def trainer_of(settings: Settings, job: Job) -> Trainer:
+    """Return the trainer that a recipe builds.
+
+    Raises:
+        ConfigError: it builds something else.
+    """
+    trainer = settings.build(job)
+    if not hasattr(trainer, "step"):
+        raise ConfigError(
+            f"{settings.recipe}: build returned {shown(trainer)}: expected "
+            "`return self.trainer(step, loader, ...)`"
+        )
+    return trainer
 
 
 def is_plain(value: object) -> bool:

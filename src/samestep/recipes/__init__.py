@@ -48,6 +48,8 @@ def _entry_points() -> Mapping[str, EntryPoint]:
 
 
 def _load(point: EntryPoint) -> type[Settings]:
+    from samestep.app.recipe_file import check_class
+
     try:
         kind = cast("type[Settings]", point.load())
     except Exception as error:
@@ -58,6 +60,7 @@ def _load(point: EntryPoint) -> type[Settings]:
         raise ConfigError(
             f"recipe {point.name}, {point.value}: has recipe = {kind.recipe!r}, expected {point.name!r}"
         )
+    check_class(kind, f"recipe {point.name}, {point.value}")
     return kind
 
 
