@@ -5,10 +5,10 @@ import pytest
 import samestep
 from samestep import cli
 from samestep.errors import ConfigError
-from samestep.workers.environment import check_environment, is_first, may_restart, seat
+from samestep.workers.environment import check_environment, is_first, may_restart, seat_environment
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SAMESTEP_LAUNCHED")
-SECOND = seat(1, 3, "127.0.0.1", 29500)
+SECOND = seat_environment(1, 3, "127.0.0.1", 29500)
 
 WRONG = [
     ({"RANK": "abc"}, "RANK='abc': expected a whole number, as torchrun sets it; or unset it"),

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from samestep.app.failures import Failure, root_cause
-from samestep.app.supervisor import Supervisor, WorkerProcess
+from samestep.app.supervisor import Supervisor
+from samestep.app.worker_process import WorkerProcess
 from samestep.errors import StorageError
 from samestep.workers.environment import error_file, is_first, launched_by_samestep
 from samestep.workers.interrupts import release_interrupts
@@ -43,9 +44,10 @@ def run_command(command: Sequence[str], num_workers: int, *, threads: int) -> in
     with _folder() as folder:
         supervisor = Supervisor(command, num_workers, threads=threads, folder=folder)
         supervisor.run()
-        if not any(worker.status for worker in supervisor.workers):
+        failed = [worker for worker in supervisor.workers if worker.status and not worker.is_left_behind]
+        if not failed:
             return 0
-        found = [(worker, _failure_of(worker, num_workers)) for worker in supervisor.workers if worker.status]
+        found = [(worker, _failure_of(worker, num_workers)) for worker in failed]
         if supervisor.received is None:
             return _explain(found, num_workers)
         for text in dict.fromkeys(failure.text for _, failure in found if not failure.is_echo):
@@ -98,7 +100,7 @@ def _report(failure: Failure) -> int:
 
 def _explain(found: Sequence[tuple[WorkerProcess, Failure]], num_workers: int) -> int:
     """Write the root cause to stderr and return the job's exit status."""
-    described = [(worker.rank, failure) for worker, failure in found]
+    described = [(worker.seat, failure) for worker, failure in found]
     rank, cause = root_cause(described)
     sys.stderr.write(cause.text)
     if not cause.is_recorded:  # the workers that missed it know the step
@@ -116,7 +118,7 @@ def _failure_of(worker: WorkerProcess, num_workers: int) -> Failure:
     status = worker.process.returncode
     how = f"was killed by {_name_of(-status)}" if status < 0 else f"exited with status {status}"
     text = (
-        f"samestep: worker {worker.rank} of {num_workers} (pid {worker.process.pid}) {how}; "
+        f"samestep: worker {worker.seat} of {num_workers} (pid {worker.process.pid}) {how}; "
         "the job was stopped\n"
     )
     return Failure(text, 1, is_echo=status == -(worker.told or 0), is_recorded=False)

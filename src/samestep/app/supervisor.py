@@ -1,8 +1,11 @@
-"""The worker processes of a job on this host: started together, watched, and ended together."""
+"""The worker processes of a job on this host: started, watched, replaced and ended together.
+
+Where all others can go on without a worker that a signal has killed (see `samestep.workers.members`), they
+do, and a newcomer is started in its place; otherwise one that fails ends all.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
@@ -10,58 +13,36 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from samestep.app.interruption import ECHO_S, is_ignored
+from samestep.app.replacement import Replacement
+from samestep.app.worker_process import WorkerProcess
 from samestep.errors import LostWorkerError
-from samestep.workers.environment import LIFELINE, seat, worker_environment
+from samestep.workers.environment import LIFELINE, NUMBER, seat_environment, worker_environment
 from samestep.workers.interrupts import interrupts_held
 from samestep.workers.process import GRACE_S, loopback_listener
 
-__all__ = ["Supervisor", "WorkerProcess"]
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+    from samestep.workers.members import Roster
+
+__all__ = ["Supervisor"]
 
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _POLL_S = 0.02
 
 
-@dataclass
-class WorkerProcess:
-    """One worker's process.
-
-    Attributes:
-        rank: of the worker.
-        process: the leader of a session of its own, so that a terminal's signals reach the launcher alone.
-        error_file: where the worker leaves why it failed.
-        told: the signal that it was last sent; None where it was sent none.
-    """
-
-    rank: int
-    process: subprocess.Popen[bytes]
-    error_file: Path
-    told: signal.Signals | None = None
-
-    @property
-    def status(self) -> int | None:
-        """The exit status, −n where signal n killed it; None while it runs."""
-        return self.process.poll()
-
-    def end(self, number: signal.Signals) -> None:
-        """Send a signal to the worker and to what it has started; wake them where they are stopped."""
-        if self.status is None:
-            self.told = number
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # it ends just now
-                os.killpg(self.process.pid, number)
-                os.killpg(self.process.pid, signal.SIGCONT)
-
-
 class Supervisor:
     """Runs the workers of one job on this host.
 
-    When one fails, the others get SIGTERM; signals to this process are passed on. Workers have `GRACE_S`
-    seconds to end before they are killed; a second signal, more than `ECHO_S` after the first, kills at once.
-    When this process dies, however that comes, its workers stop as by SIGTERM.
+    One that was killed, or stopped for a second while others run, is replaced, if all others go on without
+    it. When one fails otherwise, the others get SIGTERM; signals to this process are passed on. Workers have
+    `GRACE_S` seconds to end before they are killed; a second signal, more than `ECHO_S` after the first,
+    kills at once. When this process dies, however that comes, its workers stop as by SIGTERM.
 
     Args:
         command: the command line of each worker.
@@ -70,7 +51,7 @@ class Supervisor:
         folder: an empty one, in which workers leave why they failed.
 
     Attributes:
-        workers: those that were started, by rank.
+        workers: those that were started, in that order.
         received: the first signal to this process; None where there was none.
     """
 
@@ -90,49 +71,59 @@ class Supervisor:
         Raises:
             LostWorkerError: a worker cannot be started.
         """
-        with _lifeline() as lifeline, loopback_listener() as listener, _handling(self._receive):
+        with _lifeline() as self._lifeline, loopback_listener() as listener, _handling(self._receive):
             try:
-                for rank in range(self._num_workers):
+                self._address = listener.getsockname()[:2]
+                for seat in range(self._num_workers):
                     if self.received is None:
-                        self._start(rank, listener.getsockname(), lifeline)
+                        self._start(seat)
                 store = _serve(listener)  # imports torch, as the workers do meanwhile
-                self._watch()
+                self._watch(_roster(store, len(self.workers)))
                 del store
             finally:
                 self._end(signal.SIGKILL)
                 for worker in self.workers:
                     worker.process.wait()
 
-    def _start(self, rank: int, address: Sequence[object], lifeline: int) -> None:
-        host, port = address[:2]
-        error_file = self._folder / f"{rank}.json"
+    def _start(self, seat: int) -> None:
+        host, port = self._address
+        number = len(self.workers)
+        error_file = self._folder / f"{number}.json"
         environment = {
             **os.environ,
             **worker_environment(self._threads),
-            **seat(rank, self._num_workers, str(host), int(str(port))),
+            **seat_environment(seat, self._num_workers, str(host), int(port)),
             "TORCHELASTIC_ERROR_FILE": str(error_file),
-            LIFELINE: str(lifeline),
+            LIFELINE: str(self._lifeline),
+            NUMBER: str(number),
         }
         try:
             with interrupts_held():
                 process = subprocess.Popen(
-                    self._command, env=environment, pass_fds=[lifeline], start_new_session=True
+                    self._command, env=environment, pass_fds=[self._lifeline], start_new_session=True
                 )
         except OSError as error:
             where = f"start of {self._num_workers} workers"
-            raise LostWorkerError(f"{where}: worker {rank} could not be started ({error})") from error
-        self.workers.append(WorkerProcess(rank, process, error_file))
+            raise LostWorkerError(f"{where}: worker {seat} could not be started ({error})") from error
+        self.workers.append(WorkerProcess(number, seat, process, error_file))
         if self.received is not None:  # while it was started
             self.workers[-1].end(self.received)
 
-    def _watch(self) -> None:
+    def _watch(self, roster: Roster) -> None:
         """Wait for all to end, and decide what becomes of the others when one has."""
+        replacement = Replacement(roster, self.workers, self._start)
         while any(worker.status is None for worker in self.workers):
-            if self._deadline_s is None and any(worker.status for worker in self.workers):
-                self._end(signal.SIGTERM)
-            if self._deadline_s is not None and time.monotonic() > self._deadline_s:
-                self._end(signal.SIGKILL)
+            if self._deadline_s is None:
+                replacement.look()
+                if any(worker.status and not worker.is_left_behind for worker in self.workers):
+                    self._end(signal.SIGTERM)
+            else:
+                replacement.end()
+                if time.monotonic() > self._deadline_s:
+                    self._end(signal.SIGKILL)
             time.sleep(_POLL_S)
+            for worker in self.workers:
+                worker.look()
 
     def _end(self, number: signal.Signals) -> None:
         self._deadline_s = time.monotonic() + GRACE_S
@@ -159,11 +150,17 @@ def _lifeline() -> Iterator[int]:
         os.close(writing)
 
 
-def _serve(listener: socket.socket) -> object:
+def _serve(listener: socket.socket) -> Store:
     """Return the store in which workers find each other."""
     from samestep.workers.store import open_store
 
     return open_store(listener)
+
+
+def _roster(store: Store, num_workers: int) -> Roster:
+    from samestep.workers.members import Roster
+
+    return Roster(store, range(num_workers))
 
 
 @contextmanager

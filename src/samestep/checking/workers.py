@@ -17,7 +17,7 @@ from samestep.checking.recorder import Subject, Trial, record
 from samestep.checking.recording import Recording
 from samestep.errors import LostWorkerError, UsageError
 from samestep.streams import seed_globals, stream_seed
-from samestep.workers.environment import environment, seat, worker_environment
+from samestep.workers.environment import environment, seat_environment, worker_environment
 from samestep.workers.interrupts import end_at_once_when_interrupted, interrupts_held
 from samestep.workers.job import init
 from samestep.workers.process import end_with_parent, loopback_listener
@@ -50,7 +50,7 @@ class Workers:
         with loopback_listener() as listener, environment(worker_environment(self._threads)):
             host, port = listener.getsockname()[:2]
             store = open_store(listener)  # a job's own, so that no key is stale
-            seats = [seat(rank, num_workers, host, port) for rank in range(num_workers)]
+            seats = [seat_environment(rank, num_workers, host, port) for rank in range(num_workers)]
             with interrupts_held():
                 futures = [self._pool.submit(work, one) for one in seats]
             wait(futures)

@@ -14,7 +14,7 @@ from samestep.errors import AbandonedError, DisagreementError, Error, LostWorker
 from samestep.workers.collectives import broadcast, gather_objects, unbroken
 from samestep.workers.job import Job
 
-__all__ = ["agree", "difference", "from_first_worker"]
+__all__ = ["agree", "difference", "from_first_worker", "hand_over"]
 
 T = TypeVar("T")
 Values = Mapping[str, Any]
@@ -98,14 +98,48 @@ def from_first_worker(job: Job, work: Callable[[], T], what: str = "what worker 
 
 
 def _share(nest: Any, job: Job, what: str) -> Any:
-    """Send worker 0's nest to all, its tensors by themselves: pickled they would need twice the memory."""
-    outline = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), nest) if job.is_first else None
-    outline = gather_objects(job.transport, outline, what)[0]
-    if not job.is_first:
+    """Send worker 0's nest to all."""
+    return _sent(nest, job, 0, what, lambda values: broadcast(job.transport, values, what))
+
+
+def hand_over(nest: Any, job: Job, source: int, targets: Sequence[int], what: str) -> Any:
+    """Return one worker's nest on some others, and None on the rest; all workers must call this.
+
+    Args:
+        nest: of the worker `source`, tensors in host memory and values that can be pickled; None on others.
+        job: of this worker.
+        source: which worker sends.
+        targets: which workers receive.
+        what: names it, should a worker be lost.
+    """
+
+    def send(values: list[Tensor]) -> None:
+        outgoing = dict.fromkeys(targets, values) if job.rank == source else {}
+        incoming = {source: values} if job.rank in targets else {}
+        with unbroken(job.transport, what):
+            job.transport.post(outgoing, incoming, what).wait()
+
+    return _sent(nest, job, source, what, send, is_wanted=job.rank in targets)
+
+
+def _sent(
+    nest: Any,
+    job: Job,
+    source: int,
+    what: str,
+    send: Callable[[list[Tensor]], None],
+    *,
+    is_wanted: bool = True,
+) -> Any:
+    """Send a worker's nest, its tensors by themselves: pickled they would need twice the memory."""
+    is_source = job.rank == source
+    outline = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), nest) if is_source else None
+    outline = gather_objects(job.transport, outline, what)[source]
+    if not is_source and is_wanted:
         nest = pytree.tree_map_only(Tensor, lambda meta: torch.empty_like(meta, device="cpu"), outline)
     tensors = [t for t in pytree.tree_leaves(nest) if isinstance(t, Tensor) and t.numel()]
     values = [tensor.contiguous() for tensor in tensors]
-    broadcast(job.transport, values, what)
+    send(values)
     for tensor, value in zip(tensors, values, strict=True):
         if value is not tensor:
             tensor.copy_(value)

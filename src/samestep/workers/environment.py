@@ -11,6 +11,7 @@ from samestep.errors import ConfigError, shown
 
 __all__ = [
     "LIFELINE",
+    "NUMBER",
     "check_environment",
     "environment",
     "error_file",
@@ -19,7 +20,7 @@ __all__ = [
     "local_rank",
     "may_restart",
     "rank",
-    "seat",
+    "seat_environment",
     "under_launcher",
     "worker_environment",
     "world_size",
@@ -27,6 +28,9 @@ __all__ = [
 
 LIFELINE = "SAMESTEP_LIFELINE"
 """The variable that holds the file descriptor of a worker's lifeline; see `end_with_launcher`."""
+
+NUMBER = "SAMESTEP_NUMBER"
+"""The variable that holds a worker's number, where its launcher replaces those that are lost."""
 
 _MAX_WORKERS = 65_536
 
@@ -108,7 +112,7 @@ def error_file() -> Path | None:
     return Path(name) if name else None
 
 
-def seat(rank: int, world_size: int, address: str, port: int) -> dict[str, str]:
+def seat_environment(rank: int, world_size: int, address: str, port: int) -> dict[str, str]:
     """Return the environment of one of the workers of this host, which meet at a store that is not theirs."""
     return {
         "RANK": str(rank),

@@ -5,16 +5,18 @@ from __future__ import annotations
 import signal
 import warnings
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 
+from samestep.errors import LostWorkerError
 from samestep.workers.collectives import gather_rows
 from samestep.workers.device import device_named, has_tf32, make_cuda_deterministic
 from samestep.workers.environment import check_environment, local_rank, under_launcher
 from samestep.workers.process import DEFAULT_TIMEOUT_S, check_threads, end_with_parent, keep_freed_memory
 from samestep.workers.rendezvous import join
-from samestep.workers.transport import Alone, Transport
+from samestep.workers.transport import Alone, Renewable, Transport
 
 __all__ = ["Job", "init"]
 
@@ -53,7 +55,17 @@ class Job:
     @property
     def is_first(self) -> bool:
         """Whether this is worker 0, the one that prints and writes."""
-        return self.rank == 0
+        return self.rank == 0 and not self.is_newcomer
+
+    @cached_property
+    def renewable(self) -> Renewable | None:
+        """The transport, where workers may be lost and others come; None where a loss ends the job."""
+        return self.transport if isinstance(self.transport, Renewable) else None
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Whether this worker is alone until it joins others that train already."""
+        return self.renewable is not None and self.renewable.is_outside()
 
     def barrier(self, what: str = "barrier") -> None:
         """Wait for all workers; raise a `LostWorkerError` if one is gone or silent."""
@@ -61,7 +73,11 @@ class Job:
 
     def close(self) -> None:
         """Leave the job, once all workers do."""
-        self.barrier("end")
+        try:
+            self.barrier("end")
+        except LostWorkerError:
+            if self.renewable is None:  # else others have taken over, or have done, what that one had to do
+                raise
         self.transport.close()
 
 

@@ -7,25 +7,39 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from samestep.errors import LostWorkerError
 from samestep.workers.device import gpu_of
-from samestep.workers.environment import world_size
+from samestep.workers.environment import NUMBER, world_size
 from samestep.workers.meeting import meet
+from samestep.workers.members import Members
 from samestep.workers.store import reach_store
-from samestep.workers.transport import Alone, ProcessGroup, Transport, how_lost, is_lost_connection
+from samestep.workers.transport import (
+    Alone,
+    Pending,
+    ProcessGroup,
+    Tensors,
+    Transport,
+    how_lost,
+    is_lost_connection,
+)
 from samestep.workers.waiter import Patience, Waiter
 
-__all__ = ["has_group", "join"]
+__all__ = ["Generations", "has_group", "join"]
 
 _POLL_S = 0.01
+_MAKE_S = 30.0
+"""How long those who have met need at most to connect."""
+
+T = TypeVar("T")
 
 
 def has_group() -> bool:
@@ -42,38 +56,146 @@ def join(device: torch.device, timeout_s: float) -> Transport:
     """
     if world_size() == 1:
         return Alone()
+    where = f"start of {world_size()} workers"
+    if NUMBER in os.environ:
+        return Generations(device, timeout_s, where)
     if not dist.is_initialized():
-        _make_group(gpu_of(device), timeout_s)
+        _in_thread(partial(_meet_in_store, gpu_of(device), timeout_s), where)
     transport = ProcessGroup(device, timeout_s)
-    transport.waiter.peers = meet(transport)
+    _connect(transport)
     return transport
 
 
-def _make_group(gpu: str, timeout_s: float) -> None:
-    """Make torch's process group: in a thread, so that an interrupt ends the wait for the others."""
+class Generations:
+    """The transport of a job whose launcher says who belongs to it: to those of one generation.
+
+    Args:
+        device: of this worker.
+        timeout_s: how long to wait for another worker.
+        where: begins the errors of the start, such as "start of 4 workers".
+    """
+
+    def __init__(self, device: torch.device, timeout_s: float, where: str) -> None:
+        self._device = device
+        self._timeout_s = timeout_s
+        self._group: Transport = Alone()
+        store = _in_thread(partial(_reach, timeout_s), where)
+        self._members = Members(store, int(os.environ[NUMBER]))
+        if self._members.are_known:
+            self._meet(self._next_store(where), where)
+
+    @property
+    def rank(self) -> int:
+        """This worker's number in its generation."""
+        return self._group.rank
+
+    @property
+    def world_size(self) -> int:
+        """Workers of its generation."""
+        return self._group.world_size
+
+    def post(self, outgoing: Tensors, incoming: Tensors, what: str) -> Pending:
+        """Start to send and receive; see `Transport`."""
+        return self._group.post(outgoing, incoming, what)
+
+    def give_up(self, what: str) -> None:
+        """Post nothing any more."""
+        self._group.give_up(what)
+
+    def close(self) -> None:
+        """Leave the job."""
+        self._group.close()
+
+    def is_outside(self) -> bool:
+        """Whether this worker is a newcomer; see `Renewable`."""
+        return self._members.current.number < 0
+
+    def is_due(self) -> bool:
+        """Whether there are newcomers."""
+        return self._members.has_newer()
+
+    def can_go_on(self) -> None:
+        """Let others be lost from now on."""
+        self._members.can_go_on()
+
+    def regroup(self) -> None:
+        """Meet again; see `Renewable`."""
+        where = "the workers meet again"
+        if self.is_outside():
+            self._members.is_ready()
+        self._leave()
+        while True:
+            store = self._next_store(where)
+            try:
+                return self._meet(store, where)
+            except LostWorkerError:  # another one, meanwhile
+                self._leave()
+
+    def _next_store(self, where: str) -> Store:
+        return _in_thread(partial(self._members.advance, self._timeout_s), where)
+
+    def _meet(self, store: Store, where: str) -> None:
+        """Become the group of all who have come to the store."""
+        rank, world_size = self._members.rank, len(self._members.current.members)
+        if world_size > 1:
+            make = partial(_make_group, store, gpu_of(self._device), rank, world_size, self._timeout_s)
+            _in_thread(make, where)
+            self._group = ProcessGroup(self._device, self._timeout_s)
+            _connect(self._group)
+
+    def _leave(self) -> None:
+        if isinstance(self._group, ProcessGroup):
+            if self._group.waiter.silent is not None:
+                self._members.accuse(self._group.waiter.silent)
+            self._group.close()
+        self._group = Alone()
+        # A group that could not be made has used up the name that the next one has on the other workers.
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        dist.destroy_process_group()
+
+
+def _connect(transport: ProcessGroup) -> None:
+    transport.waiter.peers = meet(transport)
+
+
+def _in_thread(work: Callable[[], T], where: str) -> T:
+    """Do what waits for other workers, so that an interrupt ends it; errors begin with `where`."""
+    found: list[T] = []
     waiter = Waiter(math.inf)  # each of its waits has its own timeout
-    waiting = waiter.start([(None, partial(_meet_in_store, gpu, timeout_s))])
+    waiting = waiter.start([(None, lambda: found.append(work()))])
     waiter.finish(waiting)
     waiter.close()
-    error, where = waiting.error, f"start of {world_size()} workers"
+    error = waiting.error
     if isinstance(error, LostWorkerError):
         raise LostWorkerError(f"{where}: {error}")
     if error is not None and is_lost_connection(error):
         raise LostWorkerError(f"{where}: {how_lost(error)}") from error
     if error is not None:
         raise error
+    return found[0]
+
+
+def _reach(timeout_s: float) -> Store:
+    store, _, _ = reach_store(timeout_s)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
 
 
 def _meet_in_store(gpu: str, timeout_s: float) -> None:
-    timeout = timedelta(seconds=timeout_s)
     store, rank, world_size = reach_store(timeout_s)
-    store.set_timeout(timeout)
+    store.set_timeout(timedelta(seconds=timeout_s))
     name = f"{socket.gethostname()}/{os.getpid()}/{time.time_ns()}"
     prefix = (
         _gather(store, name, world_size, timeout_s) if rank == 0 else _follow(store, name, rank, timeout_s)
     )
-    store = PrefixStore(f"samestep/{prefix}", store)
+    _make_group(PrefixStore(f"samestep/{prefix}", store), gpu, rank, world_size, timeout_s)
+
+
+def _make_group(store: Store, gpu: str, rank: int, world_size: int, timeout_s: float) -> None:
+    """Make torch's process group of those who have all come to a store."""
     backend = _agree_on_backend(store, gpu, rank, world_size)
+    # That of NCCL also bounds how long a worker computes; gloo has none then.
+    timeout = timedelta(seconds=timeout_s if "nccl" in backend else min(timeout_s, _MAKE_S))
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 

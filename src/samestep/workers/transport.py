@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,16 @@ from torch import Tensor
 from samestep.errors import Error, LostWorkerError
 from samestep.workers.waiter import Call, Wait, Waiter
 
-__all__ = ["Alone", "Pending", "ProcessGroup", "Tensors", "Transport", "how_lost", "is_lost_connection"]
+__all__ = [
+    "Alone",
+    "Pending",
+    "ProcessGroup",
+    "Renewable",
+    "Tensors",
+    "Transport",
+    "how_lost",
+    "is_lost_connection",
+]
 
 Tensors = Mapping[int, Sequence[Tensor]]
 """For other workers, by rank: contiguous tensors in the order in which they are sent."""
@@ -60,6 +69,30 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Leave the job; nothing may be posted afterwards."""
+
+
+@runtime_checkable
+class Renewable(Transport, Protocol):
+    """A transport whose workers may be others from one time to the next: those left, and newcomers."""
+
+    def is_outside(self) -> bool:
+        """Whether this worker, a newcomer, does not belong to the others yet; until then it is alone."""
+
+    def is_due(self) -> bool:
+        """Whether all should meet again, because there are newcomers."""
+
+    def can_go_on(self) -> None:
+        """Let others be lost from now on: this worker will call `regroup` then."""
+
+    def regroup(self) -> None:
+        """Meet again, with those that are there now; `rank` and `world_size` may change.
+
+        All workers must call this, where they meet a loss, or because it is due. What was posted before is
+        lost.
+
+        Raises:
+            LostWorkerError: the others do not come.
+        """
 
 
 @dataclass(frozen=True)

@@ -50,10 +50,14 @@ class Waiter:
     Args:
         timeout_s: how long to wait for a worker.
         peers: says who is gone.
+
+    Attributes:
+        silent: the worker that did not answer within the timeout.
     """
 
     def __init__(self, timeout_s: float, peers: Peers | None = None) -> None:
         self.peers = Peers({}) if peers is None else peers
+        self.silent: int | None = None
         self._timeout_s = timeout_s
         self._waits: SimpleQueue[Wait | None] | None = None
         self._thread: threading.Thread | None = None
@@ -84,6 +88,7 @@ class Waiter:
             elif grace.is_over():
                 raise self._give_up(loss)
             if patience.is_over():
+                self.silent = wait.worker
                 raise self._give_up(
                     f"worker {wait.worker} did not answer for {patience.timeout_s:g} s (nothing came)"
                 )

@@ -1,0 +1,133 @@
+"""Workers that are lost are left behind, and others come in their place, while the job goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from samestep.app.worker_process import WorkerProcess
+from samestep.workers.waiter import Patience
+
+if TYPE_CHECKING:
+    from samestep.workers.members import Roster
+
+__all__ = ["Replacement"]
+
+_STOPPED_S = 1.0
+"""How long a worker may be stopped, while others run, before it counts as lost."""
+
+_LONGEST_PAUSE_S = 60
+_LOOK_S = 0.2
+
+
+class Replacement:
+    """Keeps the list of a job's workers.
+
+    Args:
+        roster: the list.
+        workers: all that were started; those that `start` starts are added to it.
+        start: starts a worker in a seat.
+    """
+
+    def __init__(
+        self, roster: Roster, workers: Sequence[WorkerProcess], start: Callable[[int], None]
+    ) -> None:
+        self._roster = roster
+        self._workers = workers
+        self._start = start
+        self._num_first = len(workers)
+        self._due_s: dict[int, float] = {}  # when to fill a seat again
+        self._num_lost: Counter[int] = Counter()  # by seat
+        self._stopped: dict[int, Patience] = {}  # members that are, by number
+        self._looked_s = 0.0
+
+    def look(self) -> None:
+        """See who is lost, at once, and who has come, now and then, and say so in the list."""
+        present = [worker for worker in self._workers if not worker.is_left_behind]
+        has_ended = any(worker.status is not None for worker in present)
+        if not has_ended and time.monotonic() - self._looked_s < _LOOK_S:
+            return
+        self._looked_s = time.monotonic()
+        newcomers = self._newcomers()
+        trained = [worker for worker in present if worker not in newcomers]
+        running = [worker for worker in trained if worker.status is None]
+        lost = [worker for worker in trained if (worker.status or 0) < 0]
+        if any(worker.status == 0 for worker in trained):  # all have done their part
+            self._send_away()
+            for worker in lost:
+                worker.is_left_behind = True
+        elif running and self._roster.go_on(worker.number for worker in running):
+            self._kill_silent(running)
+            self._leave_behind([*lost, *(worker for worker in newcomers if worker.status is not None)])
+            self._fill_seats()
+            self._let_in()
+
+    def end(self) -> None:
+        """Let nobody come any more, nor wait for one who will not."""
+        self._send_away()
+        if any(self._workers[number].status for number in self._roster.members):
+            self._roster.close()
+
+    def _kill_silent(self, running: Sequence[WorkerProcess]) -> None:
+        """Kill those whom others have waited for in vain, and those who alone are stopped."""
+        silent = set(self._roster.silent())
+        are_stopped = {worker.number: _is_stopped(worker) for worker in running}
+        for worker in running:
+            if not are_stopped[worker.number] or all(are_stopped.values()):
+                self._stopped.pop(worker.number, None)
+            elif self._stopped.setdefault(worker.number, Patience(_STOPPED_S)).is_over():
+                silent.add(worker.number)
+            if worker.number in silent:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(worker.process.pid, signal.SIGKILL)
+
+    def _leave_behind(self, lost: Sequence[WorkerProcess]) -> None:
+        for worker in lost:
+            worker.is_left_behind = True
+            self._free(worker.seat)
+        left = [number for number in self._roster.members if not self._workers[number].is_left_behind]
+        if len(left) < len(self._roster.members):
+            self._roster.become(left)
+
+    def _free(self, seat: int) -> None:
+        """Have a seat filled: at once, and later each time, should whoever sits there never last."""
+        self._due_s[seat] = time.monotonic() + min(2 ** self._num_lost[seat] - 1, _LONGEST_PAUSE_S)
+        self._num_lost[seat] += 1
+
+    def _fill_seats(self) -> None:
+        for seat, due_s in list(self._due_s.items()):
+            if time.monotonic() >= due_s:
+                del self._due_s[seat]
+                self._start(seat)
+
+    def _let_in(self) -> None:
+        members = self._roster.members
+        ready = self._roster.ready(w.number for w in self._newcomers() if w.number not in members)
+        if ready:
+            self._roster.become([*members, *ready])
+
+    def _send_away(self) -> None:
+        self._due_s.clear()
+        for worker in self._newcomers():
+            worker.is_left_behind = True
+            worker.end(signal.SIGKILL)
+
+    def _newcomers(self) -> list[WorkerProcess]:
+        """Return those that do not train yet, whether or not they are in the list."""
+        newcomers = [w for w in self._workers if w.number >= self._num_first and not w.is_left_behind]
+        return [worker for worker in newcomers if not self._roster.go_on([worker.number])]
+
+
+def _is_stopped(worker: WorkerProcess) -> bool:
+    """Say whether a signal has stopped a process; only Linux tells."""
+    try:
+        stat = Path(f"/proc/{worker.process.pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(") ")[2][:1] == "T"
