@@ -142,7 +142,9 @@ def in_a_job(tmp_path, work):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
-    "tell", [lambda writer: None, lambda writer: writer.write(3, None)], ids=["the last", "one of several"]
+    "tell",
+    [lambda writer: writer.wait(), lambda writer: writer.write(3, None)],
+    ids=["the last", "one of several"],
 )
 def test_a_full_disk_is_told_by_all_workers_alike(tmp_path, monkeypatch, tell, seed):
     def work(writer):

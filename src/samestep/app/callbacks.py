@@ -70,6 +70,12 @@ class Logger(Callback):
 
     every: int | None = None
 
+    def on_regroup(self, trainer: Trainer, why: str) -> None:
+        """Do something after workers were lost, or came: the run goes on with others.
+
+        Where worker 0 was lost, the loggers of the new one get `on_start` instead.
+        """
+
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Keep what was measured after so many steps.
 

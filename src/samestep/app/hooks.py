@@ -39,14 +39,11 @@ class Hooks:
         self._trainer = trainer
         self._terms = trainer.terms
         self._before = Before({}, [])
+        self._lock = lock
         self._loggers: list[Logger] = []
-        if trainer.job.is_first:
-            self._loggers = [Display(), JsonLines(lock), *trainer.loggers]
-        # Those that log at the same steps see the same numbers.
-        self._scalars = {logger.every: Scalars(trainer.job.device) for logger in self._loggers}
 
     def __enter__(self) -> Hooks:
-        self._log(lambda logger: logger.on_start(self._trainer))
+        self._start_loggers()
         for callback in self._trainer.callbacks:
             callback.on_start(self._trainer)
         return self
@@ -61,6 +58,20 @@ class Hooks:
                 callback.on_end(self._trainer)
         finally:
             self._log(lambda logger: logger.on_end(self._trainer))
+
+    def _start_loggers(self) -> None:
+        if self._trainer.job.is_first:
+            self._loggers = [Display(), JsonLines(self._lock), *self._trainer.loggers]
+        # Those that log at the same steps see the same numbers.
+        self._scalars = {logger.every: Scalars(self._trainer.job.device) for logger in self._loggers}
+        self._log(lambda logger: logger.on_start(self._trainer))
+
+    def take_over(self, why: str, *, was_first: bool) -> None:
+        """Go on, on worker 0, after workers were lost, or came; it may have been another one before."""
+        if was_first:
+            self._log(lambda logger: logger.on_regroup(self._trainer, why))
+        else:
+            self._start_loggers()
 
     def before_step(self, batch: Any) -> None:
         """Call what comes before a step on this batch."""

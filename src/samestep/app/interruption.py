@@ -33,6 +33,7 @@ class StopFlags(enum.IntFlag):
     SIGINT = enum.auto()
     SIGTERM = enum.auto()
     ENOUGH = enum.auto()
+    REGROUP = enum.auto()
 
     @property
     def reason(self) -> str | None:
@@ -81,7 +82,7 @@ class Interruption:
     def __init__(
         self, job: Job, *, max_seconds: float | None = None, checkpoint_minutes: float | None = None
     ) -> None:
-        self._is_first = job.is_first
+        self._job = job
         self._max_s = max_seconds
         self._period_s = None if checkpoint_minutes is None else 60 * checkpoint_minutes
         self._start_s = self._checkpoint_s = time.monotonic()
@@ -98,6 +99,19 @@ class Interruption:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.end()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the run began."""
+        return time.monotonic() - self._start_s
+
+    def start_earlier(self, elapsed_s: float) -> None:
+        """Take over the time of a worker on which the run began earlier."""
+        self._start_s = min(self._start_s, time.monotonic() - elapsed_s)
+
+    def end(self) -> None:
+        """Leave signals to those who had them before."""
         if not self._received:  # else the process is about to end: an echo may come, and a second signal
             for number, handler in self._before.items():
                 signal.signal(number, handler)  # type: ignore[arg-type]
@@ -105,9 +119,9 @@ class Interruption:
     def flags(self) -> StopFlags:
         """Return what this worker asks for now."""
         flags, now_s = self._received, time.monotonic()
-        if self._is_first and self._max_s is not None and now_s - self._start_s >= self._max_s:
+        if self._job.is_first and self._max_s is not None and now_s - self._start_s >= self._max_s:
             flags |= StopFlags.TIME_UP
-        if self._is_first and self._period_s is not None and now_s - self._checkpoint_s >= self._period_s:
+        if self._job.is_first and self._period_s is not None and now_s - self._checkpoint_s >= self._period_s:
             flags |= StopFlags.CHECKPOINT
             self._checkpoint_s = now_s
         return flags

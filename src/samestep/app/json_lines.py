@@ -41,11 +41,13 @@ class JsonLines(Logger):
 
     def on_start(self, trainer: Trainer) -> None:
         """Begin the file, or go on with it."""
-        step = trainer.step.towers.step
-        self._file = _rewritten(self._lock.folder, step)
+        self._file = _rewritten(self._lock.folder, trainer.step.towers.step)
+        self._start(trainer)
+
+    def _start(self, trainer: Trainer) -> None:
         job, placement = trainer.job, trainer.step.towers.placement
         self._write(
-            step,
+            trainer.step.towers.step,
             event="start",
             workers=job.world_size,
             towers=[len(own) for own in placement.ranges],
@@ -54,6 +56,11 @@ class JsonLines(Logger):
             steps=trainer.steps,
             name=trainer.name,
         )
+
+    def on_regroup(self, trainer: Trainer, why: str) -> None:
+        """Note that other workers go on."""
+        self._write(trainer.step.towers.step, event="end", reason=why)
+        self._start(trainer)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Write a line."""

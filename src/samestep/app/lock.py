@@ -54,8 +54,14 @@ class RunLock:
         self._lock: FileLock | None = None
 
     def __enter__(self) -> RunLock:
-        from_first_worker(self.job, self._acquire, f"{self.run_dir}, which worker 0 locks")
+        if not self.job.is_newcomer:  # to a job that holds it
+            from_first_worker(self.job, self._acquire, f"{self.run_dir}, which worker 0 locks")
         return self
+
+    def take_over(self) -> None:
+        """Hold the folder after a worker that has held it for this job, and is gone."""
+        if self._lock is None:
+            self._acquire()
 
     def __exit__(self, *_: object) -> None:
         self._open.close()

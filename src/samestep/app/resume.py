@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +20,22 @@ from samestep.checkpoint.objects import TrainingObjects
 from samestep.checkpoint.snapshot import restore, take_snapshot
 from samestep.errors import ConfigError, shown
 from samestep.identity import Fingerprint, changes, fingerprint
-from samestep.workers.agreement import from_first_worker
+from samestep.workers.agreement import from_first_worker, hand_over
 from samestep.workers.environment import may_restart
 from samestep.workers.job import Job
 
 if TYPE_CHECKING:
     from samestep.app.trainer import Trainer
 
-__all__ = ["check_fresh", "open_run", "resume", "write_checkpoint"]
+__all__ = [
+    "check_fresh",
+    "hand_over_state",
+    "open_run",
+    "put_back",
+    "resume",
+    "small_states",
+    "write_checkpoint",
+]
 
 _SETTINGS = "settings"
 _MUST_MATCH = "must_match"
@@ -71,6 +80,30 @@ def write_checkpoint(trainer: Trainer, writer: CheckpointWriter) -> None:
     writer.write(trainer.step.towers.step, lambda: take_snapshot(_objects(trainer, _noted(trainer))))
 
 
+def hand_over_state(trainer: Trainer, source: int, targets: Sequence[int]) -> None:
+    """Give some workers the state of another one, in memory; all must call this, between two steps."""
+    job = trainer.job
+    snapshot = take_snapshot(_objects(trainer)) if job.rank == source else None
+    snapshot = hand_over(snapshot, job, source, targets, f"the state of worker {source}")
+    if snapshot is not None and job.rank in targets:
+        restore(snapshot, _objects(trainer), Path(f"the state of worker {source}"))
+
+
+def small_states(trainer: Trainer) -> dict[str, Any]:
+    """Return copies of what changes before a step is taken: where the loader is, and callbacks."""
+    return {name: copy.deepcopy(each.state_dict()) for name, each in _small(trainer).items()}
+
+
+def put_back(trainer: Trainer, states: Mapping[str, Any]) -> None:
+    """Put back what `small_states` returned."""
+    for name, each in _small(trainer).items():
+        each.load_state_dict(states[name])
+
+
+def _small(trainer: Trainer) -> dict[str, Any]:
+    return {"loader": trainer.loader, **_callbacks(trainer)}
+
+
 def resume(trainer: Trainer, lock: RunLock) -> None:
     """Continue from the newest whole checkpoint in the run folder, if it ever had one.
 
@@ -100,10 +133,6 @@ def _put_in_order(result: Search, lock: RunLock) -> None:
 
 def _objects(trainer: Trainer, noted: Mapping[str, Any] | None = None) -> TrainingObjects:
     step = trainer.step
-    stateful = [callback for callback in trainer.callbacks if hasattr(callback, "state_dict")]
-    callbacks = {f"callback {type(callback).__name__}": callback for callback in stateful}
-    if len(callbacks) < len(stateful):
-        raise ConfigError("callbacks: two of them have a state and the same class; derive a class for each")
     return TrainingObjects(
         model=trainer.model,
         towers=step.towers,
@@ -111,10 +140,19 @@ def _objects(trainer: Trainer, noted: Mapping[str, Any] | None = None) -> Traini
         averaged_model=step.averaged_model,
         state={
             **{"optimizer": step.optimizer, "scheduler": step.scheduler, "scaler": step.scaler},
-            **callbacks,
+            **_callbacks(trainer),
             **(noted or {}),
         },
     )
+
+
+def _callbacks(trainer: Trainer) -> dict[str, Any]:
+    """Return the callbacks with a state, by the names that they have in a checkpoint."""
+    stateful = [callback for callback in trainer.callbacks if hasattr(callback, "state_dict")]
+    callbacks = {f"callback {type(callback).__name__}": callback for callback in stateful}
+    if len(callbacks) < len(stateful):
+        raise ConfigError("callbacks: two of them have a state and the same class; derive a class for each")
+    return callbacks
 
 
 def _noted(trainer: Trainer) -> dict[str, Any]:

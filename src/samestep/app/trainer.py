@@ -13,18 +13,18 @@ from torch import nn
 from samestep.app.bounds import describe as describe_kind, fits, kinds_of
 from samestep.app.callbacks import Callback, Logger
 from samestep.app.display import print_placement
-from samestep.app.evaluation import Evaluation, describe, line_of
+from samestep.app.evaluation import Evaluation, describe
 from samestep.app.hooks import Hooks
 from samestep.app.interruption import Interruption, StopFlags
 from samestep.app.lock import RunLock
+from samestep.app.loop import Loop
 from samestep.app.output import lasting_output
-from samestep.app.resume import check_fresh, open_run, write_checkpoint
+from samestep.app.resume import check_fresh, open_run
 from samestep.app.scalars import Terms
 from samestep.app.settings import TRAINER_OPTIONS, Settings, is_plain
 from samestep.app.writer import CheckpointWriter
-from samestep.errors import ConfigError, DataError, shown
+from samestep.errors import ConfigError, shown
 from samestep.identity import digest
-from samestep.towers.report import Report
 from samestep.towers.step import Step
 from samestep.workers.job import Job
 
@@ -93,6 +93,7 @@ class Trainer:
     Attributes:
         ending: why the run ended, for `on_end`: "done", "--max-seconds", a signal's name, or the error in a
             line; None before.
+        is_stopping: whether `stop` was called.
 
     Raises:
         ConfigError: when it is made, an option is out of range; in `run`, the folder holds another run.
@@ -136,7 +137,7 @@ class Trainer:
     name: str = "training"
     settings: Settings | None = None
     ending: str | None = field(default=None, init=False)
-    _is_enough: bool = field(default=False, init=False)
+    is_stopping: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.run_dir = Path(self.run_dir)
@@ -186,14 +187,15 @@ class Trainer:
             self.job, max_seconds=self.max_seconds, checkpoint_minutes=self.checkpoint_minutes
         )
         with lasting_output(), RunLock(Path(self.run_dir), self.job) as lock:
-            open_run(self, lock)
-            if self.log_placement:
-                print_placement(self.step.towers)
+            if not self.job.is_newcomer:  # which gets its state from another worker
+                open_run(self, lock)
+                if self.log_placement:
+                    print_placement(self.step.towers)
             return self._train(interruption, lock)
 
     def stop(self) -> None:
         """End the run after the next step, on all workers, as if that were its last; for callbacks."""
-        self._is_enough = True
+        self.is_stopping = True
 
     def measure(self) -> dict[str, float]:
         """Evaluate now, and return the metrics, on every worker; all must call it."""
@@ -201,67 +203,16 @@ class Trainer:
 
     def _train(self, interruption: Interruption, lock: RunLock) -> TrainingResult:
         """Take steps to the last one, or until any worker has to stop."""
-        self.ending, self._is_enough = None, False
+        self.ending, self.is_stopping = None, False
         hooks = Hooks(self, lock)
         writer = CheckpointWriter(lock, keep_last=self.keep_checkpoints, keep_every=self.keep_every)
-        flags, metrics = StopFlags(0), None
-        with hooks:
-            with interruption, writer:
-                for flags in self._steps(interruption, writer, hooks):
-                    step = self.step.towers.step
-                    metrics = None
-                    if _is_evaluation_due(step, self):
-                        metrics = self._evaluate(hooks)
-                        self._print(line_of(step, metrics))
-                    if _is_checkpoint_due(step, flags, self):
-                        write_checkpoint(self, writer)
-                    hooks.written(writer.take_written())
-                    if flags.reason is not None:
-                        interruption.acknowledge(flags)
-                        break
-                    if StopFlags.ENOUGH in flags:
-                        break
-                writer.wait()
-            hooks.written(writer.take_written())
-            if flags.reason is not None:
-                self.ending = flags.reason
-                return self._stopped(flags)
-            metrics = metrics if metrics is not None else self._evaluate(hooks)
-            self.ending = "done"
-        return self._done(metrics)
-
-    def _steps(
-        self, interruption: Interruption, writer: CheckpointWriter, hooks: Hooks
-    ) -> Iterator[StopFlags]:
-        """Take steps, epoch after epoch, until all have been taken; yield the flags of all workers."""
-
-        def flags() -> StopFlags:
-            # Asking all for a checkpoint tells them that the one before has failed.
-            asked = StopFlags.CHECKPOINT if writer.has_failed else StopFlags(0)
-            return interruption.flags() | asked | (StopFlags.ENOUGH if self._is_enough else StopFlags(0))
-
-        towers = self.step.towers
-        while towers.step < self.steps:
-            before = towers.step
-            for batch in self.loader:
-                yield StopFlags(self._step(batch, flags, hooks).flags)
-                if towers.step >= self.steps:
-                    return
-            if towers.step == before:
-                raise DataError(f"{type(self.loader).__name__} gave no batch: expected one or more an epoch")
-
-    def _step(self, batch: Any, flags: Any, hooks: Hooks) -> Report:
-        hooks.before_step(batch)
-        report = self.step(batch, flags=flags)
-        hooks.after_step(report)
-        return report
-
-    def _evaluate(self, hooks: Hooks) -> Mapping[str, float]:
-        if self.evaluate is None:
-            return {}
-        metrics = self.measure()
-        hooks.evaluated(metrics)
-        return metrics
+        with interruption, writer:
+            loop = Loop(self, lock, interruption, writer, hooks)
+            loop.join()
+            with hooks:
+                loop.run()
+                self.ending = loop.flags.reason or "done"
+        return self._done(loop.metrics or {}) if loop.flags.reason is None else self._stopped(loop.flags)
 
     def _stopped(self, flags: StopFlags) -> TrainingResult:
         step = self.step.towers.step
@@ -275,23 +226,14 @@ class Trainer:
     def _done(self, metrics: Mapping[str, float]) -> TrainingResult:
         result = TrainingResult(self.step.towers.step, metrics, digest(self.model))
         if metrics:
-            self._print(describe(metrics))
-        self._print(f"weights sha256 {result.digest}")
+            self.print_on_first(describe(metrics))
+        self.print_on_first(f"weights sha256 {result.digest}")
         return result
 
-    def _print(self, line: str) -> None:
+    def print_on_first(self, line: str) -> None:
+        """Print a line, on worker 0."""
         if self.job.is_first:
             print(line, flush=True)
-
-
-def _is_evaluation_due(step: int, trainer: Trainer) -> bool:
-    return trainer.evaluate_every > 0 and step % trainer.evaluate_every == 0
-
-
-def _is_checkpoint_due(step: int, flags: StopFlags, trainer: Trainer) -> bool:
-    """Say, alike on every worker, whether a checkpoint follows after `step` steps."""
-    is_planned = step % trainer.checkpoint_every == 0 or step == trainer.steps
-    return is_planned or bool(flags)
 
 
 def _goodbye(step: int, flags: StopFlags) -> str:

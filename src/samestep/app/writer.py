@@ -24,7 +24,8 @@ class CheckpointWriter:
             ...
             writer.write(step, lambda: take_snapshot(objects))
 
-    All workers must call its methods; worker 0 takes the snapshots and writes. Leaving waits for the last.
+    All workers must call its methods; worker 0 takes the snapshots and writes. Leaving waits for what this
+    worker writes.
 
     Args:
         lock: of the run's folder.
@@ -46,10 +47,7 @@ class CheckpointWriter:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         try:
-            if error is None:
-                self.wait()
-            else:
-                self._finish()  # by itself: the others end for a reason of their own
+            self._finish()  # by itself: the others may end for a reason of their own
         except StorageError as failure:
             if error is None:
                 raise
@@ -89,8 +87,7 @@ class CheckpointWriter:
             StorageError: the disk did not take it; earlier checkpoints are untouched.
         """
         path, self._path = self._path, None
-        if path is not None:
-            self._on_first(self._finish, f"checkpoint {path}")
+        self._on_first(self._finish, "the last checkpoint" if path is None else f"checkpoint {path}")
 
     def _on_first(self, work: Callable[[], None], what: str) -> None:
         from_first_worker(self._lock.job, work, f"{what}, which worker 0 writes")

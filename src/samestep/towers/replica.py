@@ -89,7 +89,7 @@ class Replica:
         self._sum: GradientSum | None = None
         self._known: set[object] = set()
         self._new: dict[str, str] = {}
-        self._version = 0
+        self.version = 0
         self._plans: dict[tuple[Placement, tuple[str, ...], bool], Plan] = {}
         self.has_reentrant = False  # whether a backward may come to a parameter twice
         check_wrappers(model)
@@ -109,10 +109,18 @@ class Replica:
         plain, key = (placement, (), False), (placement, sums, is_whole_batch)
         if plain not in self._plans:
             plan = Plan.of(placement, self._layouts, self.buffers.layout, self.settings.bucket_bytes)
-            self._plans[plain] = replace(plan, new_tensors=tuple(self._new.values()), version=self._version)
+            self._plans[plain] = replace(plan, new_tensors=tuple(self._new.values()), version=self.version)
         if key not in self._plans:
             self._plans[key] = replace(self._plans[plain], sums=sums, is_whole_batch=is_whole_batch)
         return self._plans[key]
+
+    def forget_plans(self, version: int) -> None:
+        """Make new plans: this worker's rank may be another one, and others may have seen more changes."""
+        self.version = version
+        self._plans = {}
+        if self._sum is not None:
+            self._sum.close()
+            self._sum = None
 
     def gradient_sum(self, plan: Plan) -> GradientSum:
         """Return what adds the gradients of a step under `plan`; that of other buckets is let go."""
@@ -183,7 +191,7 @@ class Replica:
             new |= parameters - known
         found = {n: f"{n} {tuple(t.shape)} {t.dtype}" for n, t in self._named_tensors() if id(t) in new}
         self._new |= found
-        self._version += bool(found)
+        self.version += bool(found)
 
     def _lay_out(self, name: str, parameter: Tensor, is_sparse: bool) -> ParameterLayout:
         dtype = self.settings.accumulate_dtype or grad_dtype(parameter)

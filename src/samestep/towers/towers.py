@@ -43,6 +43,7 @@ from samestep.towers.slices import NumRows, in_steps
 from samestep.towers.tower import Tower
 from samestep.towers.whole_batch import Forward, WholeLoss, run_whole_batch
 from samestep.workers.agreement import agree
+from samestep.workers.collectives import gather_objects
 from samestep.workers.job import Job
 from samestep.workers.process import keep_freed_memory
 
@@ -125,13 +126,22 @@ class Towers:
         self._step = 0
         self._run: StepRun | None = None
         self._opening: Exchange | None = None  # the last one that had to be over before a step could begin
+
+        def prepare() -> None:
+            self._root = together(model, also)
+            self._replica = Replica(self._root, self.job, self._settings, sparse_parameters)
+
+        self._agree(num_towers, prepare)
+        self._replica.start_from_first_worker()
+
+    def _agree(self, num_towers: int, prepare: Callable[[], None]) -> None:
+        """Place the towers evenly and make the plan; compare it, and settings, with the other workers'."""
         # Every worker checks its own before the first message, so that none waits for one that has raised.
         must_match: dict[str, Any] = {"towers": num_towers, **self._settings.must_match}
         error: Exception | None = None
         try:
             self._placement = Placement.even(num_towers, self.job.world_size)
-            self._root = together(model, also)
-            self._replica = Replica(self._root, self.job, self._settings, sparse_parameters)
+            prepare()
             self._plan = self._replica.plan(self._placement)
             must_match |= self._plan.description
         except Exception as found:
@@ -141,8 +151,25 @@ class Towers:
         if errors:
             raise DisagreementError(f"Towers: {errors[0]}")
         if differences and self.job.is_first:
-            warnings.warn(f"{differences[0]}: the bits may depend on which of them computes", stacklevel=2)
-        self._replica.start_from_first_worker()
+            warnings.warn(f"{differences[0]}: the bits may depend on which of them computes", stacklevel=3)
+
+    def _regroup(self, step: int, change: Callable[[], None]) -> None:
+        """Leave the step that has begun, and agree with the workers that the job has now.
+
+        All must call this after `Renewable.regroup`, and those that had not taken as many steps as the
+        others must then load the state of one that had.
+
+        Args:
+            step: steps that the most advanced worker has taken.
+            change: makes the changes to the model that the others have made since.
+        """
+        run, self._run, self._opening = self._run, None, None
+        if run is not None:
+            run.drop()
+        self._step = step
+        change()
+        versions = gather_objects(self.job.transport, self._replica.version, "towers")
+        self._agree(self._placement.num_towers, lambda: self._replica.forget_plans(max(versions)))
 
     @property
     def step(self) -> int:

@@ -1,0 +1,262 @@
+"""A run's steps and what follows them, also where workers are lost, or come, on the way.
+
+All workers do the same, one thing after the other: a step, an evaluation where one is due, a checkpoint where
+one is due, and so on. Each needs all of them, so nobody is more than one ahead. Where one is lost, the others
+put back what they have begun, meet again, and go on from where the most advanced are: the others take their
+state. Nothing is lost by that, and the bits are those of any other placement.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from samestep.app.evaluation import line_of
+from samestep.app.hooks import Hooks
+from samestep.app.interruption import Interruption, StopFlags
+from samestep.app.lock import RunLock
+from samestep.app.resume import hand_over_state, put_back, small_states, write_checkpoint
+from samestep.app.run_folder import tidy
+from samestep.app.writer import CheckpointWriter
+from samestep.errors import DataError, LostWorkerError
+from samestep.towers.report import Report
+from samestep.workers.collectives import gather_objects
+
+if TYPE_CHECKING:
+    from samestep.app.trainer import Trainer
+
+__all__ = ["Loop"]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """How far a worker is.
+
+    Attributes:
+        step: steps taken; −1 for a newcomer, which has nothing.
+        num_done: how many of the things that follow a step are done.
+        report: of the newest step.
+        metrics: of the evaluation after it.
+        was_first: whether it was worker 0.
+        elapsed_s: how long the run has lasted.
+    """
+
+    step: int
+    num_done: int
+    report: Report | None
+    metrics: Mapping[str, float] | None
+    was_first: bool
+    elapsed_s: float
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.step, self.num_done
+
+
+class Loop:
+    """Takes a run's steps to the last one, or until any worker has to stop.
+
+    Args:
+        trainer: of the run.
+        lock: of its folder.
+        interruption: says when to stop.
+        writer: of its checkpoints.
+        hooks: what it calls.
+
+    Attributes:
+        flags: of all workers in the newest step.
+        metrics: of the evaluation after the newest step; None without one.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        lock: RunLock,
+        interruption: Interruption,
+        writer: CheckpointWriter,
+        hooks: Hooks,
+    ) -> None:
+        self.flags = StopFlags(0)
+        self.metrics: Mapping[str, float] | None = None
+        self._trainer = trainer
+        self._job = trainer.job
+        self._lock = lock
+        self._interruption = interruption
+        self._writer = writer
+        self._hooks = hooks
+        self._batches: Iterator[Any] | None = None
+        self._before: dict[str, Any] | None = None  # small states from before the step that has begun
+        self._report: Report | None = None
+        self._shown = (-1, 0)  # the newest step that hooks know, and whether they know its evaluation
+        self._rest = (self._evaluate, self._write, self._finish_writing, self._evaluate_at_end)
+        # Nothing follows a step of an earlier run, but what follows the last one.
+        self._num_done = self._rest.index(self._finish_writing)
+
+    @property
+    def _step(self) -> int:
+        return self._trainer.step.towers.step
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether the newest step is the last one."""
+        is_stopped = self.flags.reason is not None or StopFlags.ENOUGH in self.flags
+        return is_stopped or self._step >= self._trainer.steps
+
+    def join(self) -> None:
+        """Join those that train already, if this worker is a newcomer."""
+        if self._job.is_newcomer:
+            self._meet_again()
+
+    def run(self) -> None:
+        """Do one thing after the other."""
+        if self._job.renewable is not None:
+            self._job.renewable.can_go_on()
+        while not (self._is_last and self._num_done == len(self._rest)):
+            try:
+                self._go_on()
+            except LostWorkerError as error:
+                if self._job.renewable is None:
+                    raise
+                self._regroup(str(error))
+
+    def _go_on(self) -> None:
+        if self._num_done < len(self._rest):
+            self._rest[self._num_done]()
+            self._num_done += 1
+        elif StopFlags.REGROUP in self.flags:
+            self._regroup("there are newcomers")
+        else:
+            self._take_step()
+
+    def _take_step(self) -> None:
+        if self._job.renewable is not None:
+            self._before = small_states(self._trainer)
+        batch = self._next_batch()
+        self._hooks.before_step(batch)
+        report = self._trainer.step(batch, flags=self._own_flags)
+        # From here on the step is taken: nothing waits for another worker.
+        self._before, self._report, self._num_done, self.metrics = None, report, 0, None
+        self.flags = StopFlags(report.flags)
+        self._show_step(report)
+
+    def _show_step(self, report: Report) -> None:
+        self._hooks.after_step(report)
+        self._shown = (self._step, 0)
+        if self.flags.reason is not None:
+            self._interruption.acknowledge(self.flags)
+
+    def _own_flags(self) -> StopFlags:
+        flags = self._interruption.flags()
+        if self._writer.has_failed:  # asking all for a checkpoint tells them
+            flags |= StopFlags.CHECKPOINT
+        if self._trainer.is_stopping:
+            flags |= StopFlags.ENOUGH
+        if self._job.renewable is not None and self._job.is_first and self._job.renewable.is_due():
+            flags |= StopFlags.REGROUP
+        return flags
+
+    def _next_batch(self) -> Any:
+        """Return the next batch, of the next epoch where one is over."""
+        for _ in range(3):
+            if self._batches is None:
+                self._batches = iter(self._trainer.loader)
+            for batch in self._batches:
+                return batch
+            self._batches = None
+        name = type(self._trainer.loader).__name__
+        raise DataError(f"{name} gave no batch: expected one or more an epoch")
+
+    # ---- what follows a step -------------------------------------------------------------------------
+
+    def _evaluate(self) -> None:
+        every = self._trainer.evaluate_every
+        if every > 0 and self._step % every == 0:
+            self._measure()
+            self._trainer.print_on_first(line_of(self._step, self.metrics or {}))
+
+    def _measure(self) -> None:
+        if self._trainer.evaluate is not None:
+            self.metrics = self._trainer.measure()
+            self._hooks.evaluated(self.metrics)
+            self._shown = (self._step, 1)
+
+    def _write(self) -> None:
+        trainer, flags = self._trainer, self.flags & ~StopFlags.REGROUP
+        if self._step % trainer.checkpoint_every == 0 or self._step == trainer.steps or flags:
+            write_checkpoint(trainer, self._writer)
+        self._hooks.written(self._writer.take_written())
+
+    def _finish_writing(self) -> None:
+        if self._is_last:
+            self._writer.wait()
+            self._hooks.written(self._writer.take_written())
+
+    def _evaluate_at_end(self) -> None:
+        if self._is_last:
+            self._interruption.end()
+            if self.flags.reason is None and self.metrics is None:
+                self._measure()
+
+    # ---- other workers than before -------------------------------------------------------------------
+
+    def _regroup(self, why: str) -> None:
+        """Go on with the workers that are left, and newcomers."""
+        was_first = self._job.is_first
+        if self._before is not None:
+            put_back(self._trainer, self._before)
+            self._before = None
+        self._batches = None
+        self._meet_again()
+        if self._job.is_first:
+            workers = f"{self._job.world_size} worker{'s' * (self._job.world_size > 1)}"
+            sys.stderr.write(f"samestep: {why}; going on with {workers} after step {self._step}\n")
+            self._lock.take_over()
+            if not was_first:
+                tidy(self._lock.checkpoints)
+            self._hooks.take_over(why, was_first=was_first)
+
+    def _meet_again(self) -> None:
+        renewable, is_done = self._job.renewable, False
+        assert renewable is not None
+        place = self._place
+        while not is_done:
+            renewable.regroup()
+            try:
+                self._catch_up(place)
+                is_done = True
+            except LostWorkerError:  # another one, meanwhile
+                continue
+
+    @property
+    def _place(self) -> _Place:
+        elapsed_s = self._interruption.elapsed_s
+        if self._job.is_newcomer:
+            return _Place(-1, 0, None, None, was_first=False, elapsed_s=elapsed_s)
+        is_first = self._job.is_first
+        return _Place(self._step, self._num_done, self._report, self.metrics, is_first, elapsed_s)
+
+    def _catch_up(self, own: _Place) -> None:
+        """Agree with the others on how far all are, and take the state of one that is further than this."""
+        places = gather_objects(self._job.transport, own, "how far the workers are")
+        ahead = max(places, key=lambda place: place.order)
+        behind = [worker for worker, place in enumerate(places) if place.order < ahead.order]
+        self._report, self.metrics, self._num_done = ahead.report, ahead.metrics, ahead.num_done
+        self.flags = StopFlags(0 if ahead.report is None else ahead.report.flags) & ~StopFlags.REGROUP
+        self._interruption.start_earlier(max(place.elapsed_s for place in places))
+        self._trainer.step.towers._regroup(ahead.step, lambda: self._show(own, ahead))
+        if behind:
+            hand_over_state(self._trainer, places.index(ahead), behind)
+        if self._num_done == self._rest.index(self._finish_writing) and not places[0].was_first:
+            self._num_done -= 1  # the last checkpoint may have been lost with its writer
+
+    def _show(self, own: _Place, ahead: _Place) -> None:
+        """Call the hooks for what others have done and this worker was about to do."""
+        if own.step < 0:
+            return
+        if ahead.report is not None and self._shown < (ahead.step, 0):
+            self._show_step(ahead.report)
+        if ahead.metrics is not None and self._shown < (ahead.step, 1):
+            self._hooks.evaluated(ahead.metrics)
+            self._shown = (ahead.step, 1)
