@@ -5,9 +5,10 @@ share and divides once, and all send each other the results (`bucket_exchange.py
 the network, and where W divides T into runs of a power of two the bytes moved are those of a ring all-reduce.
 
 With the first bucket travel the scalars (`scalars.py`) and a header: numbers that must be the same on every
-worker, and flags. A worker that met an error, or that has a new plan, sends its first message all the same,
-unfilled, and says so in the header; one that met an error later says so beside its last bucket. So all
-learn of it before anybody has an average, and none waits for a message that never comes.
+worker, flags, and how long the passes of the step before took. A worker that met an error, or that has a new
+plan, sends its first message all the same, unfilled, and says so in the header; one that met an error later
+says so beside its last bucket. So all learn of it before anybody has an average, and none waits for a
+message that never comes.
 
 A worker has committed to the step once it has sent its last bucket: others may then finish without it.
 """
@@ -32,6 +33,7 @@ from samestep.summation.sparse_exchange import SparseExchange
 from samestep.workers.agreement import agree
 from samestep.workers.collectives import post_to_all
 from samestep.workers.job import Job
+from samestep.workers.stopwatch import Stopwatch
 
 __all__ = ["Exchange"]
 
@@ -60,6 +62,10 @@ class Exchange:
         must_match: numbers that must be the same on every worker, "step" among them.
         rest: what else must be the same; its words say more where workers differ.
         flags: called once, when the first bucket is sent; its bits are OR-ed over all workers.
+        pass_ns: how long this worker's passes of the step before took.
+
+    Attributes:
+        stopwatch: for the passes of this step; it stands still while the exchange sends.
     """
 
     def __init__(
@@ -70,14 +76,17 @@ class Exchange:
         *,
         rest: MustMatch | None = None,
         flags: Callable[[], int] = int,
+        pass_ns: int = 0,
     ) -> None:
         self.plan = plan
+        self.stopwatch = Stopwatch(job.device)
         self.where = f"step {must_match['step']}"
         self.is_over = False  # whether the workers found an error or a difference; then all of them raise
         self.is_committed = False
         self._job = job
         self._must_match = must_match
         self._ask_flags = flags
+        self._pass_ns = pass_ns
         self._described: Mapping[str, object] = {**must_match, **plan.description}
         self._rest = rest
         self._hash_of_rest = 0 if rest is None or job.world_size == 1 else rest.hash()
@@ -94,7 +103,7 @@ class Exchange:
         """Return what all towers count, float64 [T, K], given this worker's, before the first pass."""
         tables = [counts.new_empty(len(own), counts.shape[1]) for own in self.plan.placement.ranges]
         tables[self._job.rank] = counts
-        headers = self._for_all([0, *self._header])
+        headers = self._for_all([0, 0, *self._header])
         rows = list(zip(headers, tables, strict=True))
         with self.unbroken():
             post_to_all(self._job.transport, rows, f"{self.where}, counts").wait()
@@ -158,11 +167,16 @@ class Exchange:
 
         `nodes` are None where it met an error.
         """
+        with self.stopwatch.paused():
+            self._send(nodes)
+
+    def _send(self, nodes: Sequence[Node] | None) -> None:
         bucket = self.plan.buckets[len(self._buckets)]
         is_last = len(self._buckets) + 1 == len(self.plan.buckets)
         beside: list[list[Tensor]] = [[] for _ in range(self._job.world_size)]
         if not self._buckets:
-            self._headers = self._for_all([0 if nodes is None else self._ask_flags(), *self._header])
+            flags = 0 if nodes is None else self._ask_flags()
+            self._headers = self._for_all([flags, self._pass_ns, *self._header])
             beside = [[header, *self._scalars.of(worker)] for worker, header in enumerate(self._headers)]
         else:
             self._average(self._buckets[-1])
@@ -222,6 +236,11 @@ class Exchange:
         """The bits that any worker has set, once `scalars` are there."""
         return reduce(or_, (int(header[0]) for header in self._headers))
 
+    @property
+    def pass_ns(self) -> list[int]:
+        """How long each worker's passes of the step before took, once `scalars` are there."""
+        return [int(header[1]) for header in self._headers]
+
     def _average(self, bucket: LocalBucket | SharedBucket) -> None:
         bucket.average(self.scalars.divisor)
         with self.unbroken():
@@ -249,7 +268,7 @@ class Exchange:
 
     def _check(self, headers: Sequence[Tensor]) -> None:
         own = headers[self._job.rank]
-        if own[1] != _FINE or any(not torch.equal(header[1:], own[1:]) for header in headers):
+        if own[2] != _FINE or any(not torch.equal(header[2:], own[2:]) for header in headers):
             self._settle()
 
     def _settle(self) -> None:

@@ -79,6 +79,11 @@ class Plan:
         """Each worker's range of towers, as whole subtrees of the canonical tree."""
         return [subtrees(towers, self.placement.num_towers) for towers in self.placement.ranges]
 
+    @property
+    def num_bytes(self) -> int:
+        """Of a subtree's sums in the buckets."""
+        return sum(bucket.num_elements * bucket.dtype.itemsize for bucket in self.buckets)
+
     @cached_property
     def sparse(self) -> tuple[int, ...]:
         """The parameters that may get sparse gradients, by index."""

@@ -87,6 +87,12 @@ def subtrees(leaves: range, num_leaves: int) -> list[range]:
     >>> subtrees(range(3, 7), num_leaves=7)
     [range(3, 4), range(4, 7)]
     """
-    spans: TreeSum[None] = TreeSum(num_leaves, add=lambda left, right: None)
-    spans.push_leaves(leaves, [None] * len(leaves))
-    return [span for span, _ in spans.nodes]
+    spans: list[range] = []
+    start = leaves.start
+    while start < leaves.stop:
+        width = start & -start or 1 << num_leaves.bit_length()  # of the widest subtree that begins here
+        while min(start + width, num_leaves) > leaves.stop:
+            width //= 2
+        spans.append(range(start, min(start + width, num_leaves)))
+        start = spans[-1].stop
+    return spans

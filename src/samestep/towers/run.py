@@ -100,6 +100,7 @@ class StepRun:
             self._buffers.start_step()
             self._has_begun = True
             for index in self.local.slices:
+                self.exchange.stopwatch.start()
                 with self._telling_others():
                     batch = self.local.slices[index]
                 self._buffers.start_tower()
@@ -109,6 +110,7 @@ class StepRun:
                 self._turn = tower = Tower(index, batch, len(rows[index]), self)
                 del batch
                 yield tower
+                self.exchange.stopwatch.stop()
                 self._turn = None
                 if self._is_dropped:
                     return
@@ -271,6 +273,7 @@ class StepRun:
     def finish(self) -> list[tuple[int, Tensor | None]]:
         """Return (parameter index, averaged gradient) for each parameter."""
         assert self._gradients is not None
+        self.exchange.stopwatch.stop()
         try:
             self._passes.close()
             if not self.local.slices:
@@ -312,6 +315,11 @@ class StepRun:
         # Those without rows come last.
         num_ran = sum(map(bool, self.local.ranges(self.plan.placement.num_towers)))
         self._buffers.finish(scalars.moments, rows, scalars.counters[:num_ran])
+
+    def rows_of_workers(self) -> list[int]:
+        """Return how many rows each worker's towers had."""
+        rows = self.local.ranges(self.plan.placement.num_towers)
+        return [sum(len(rows[tower]) for tower in towers) for towers in self.plan.placement.ranges]
 
     def report(self, gradients: Sequence[Tensor], **more: Any) -> Report:
         """Return the step's report; `more` are the attributes that only `Towers` knows."""

@@ -17,14 +17,14 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from samestep.buffers.policies import Policy
 from samestep.buffers.statistics import Mode
-from samestep.errors import AbandonedError, ConfigError, DisagreementError, Error, UsageError, one_line
+from samestep.errors import AbandonedError, ConfigError, DisagreementError, Error, UsageError, one_line, shown
 from samestep.identity import check_same, compare, fingerprint
 from samestep.summation.buckets import DEFAULT_BUCKET_BYTES
 from samestep.summation.exchange import Exchange
@@ -35,6 +35,7 @@ from samestep.towers.batch import LocalBatch, cut
 from samestep.towers.counts import Count, check_counts
 from samestep.towers.must_match import MustMatch
 from samestep.towers.noise import NoiseScale
+from samestep.towers.pace import Pace
 from samestep.towers.replica import Replica, Settings, job_alone
 from samestep.towers.report import Report
 from samestep.towers.root import Also, together
@@ -47,7 +48,12 @@ from samestep.workers.collectives import gather_objects
 from samestep.workers.job import Job
 from samestep.workers.process import keep_freed_memory
 
-__all__ = ["Towers"]
+__all__ = ["Placed", "Towers"]
+
+Placed: TypeAlias = Placement | Literal["auto", "even"]
+"""Which towers each worker runs, or how that is found."""
+
+_BYTES_PER_NS = 4  # what a fast network sends; a slower one is worth more whole subtrees
 
 
 class Towers:
@@ -74,6 +80,8 @@ class Towers:
         on_zero_count: where the counts of all towers are 0, "raise" a `BatchError`, or "skip" the step, which
             leaves every `p.grad` None; then `average` waits for counts that are tensors on a GPU.
         noise_every: measure the gradient noise scale at every n-th step; 1 is always, 0 never.
+        placement: which towers each worker runs: "even", a `Placement`, or "auto": even at first, then
+            towers move to the workers that run them faster. It changes no bits; see docs/placement.md.
         also: what the loss trains beside the model: modules, such as a loss head, or parameters, such as a
             temperature, one or several. Their gradients are averaged, too, and their buffers shared.
 
@@ -112,6 +120,7 @@ class Towers:
         sparse_parameters: Sequence[nn.Parameter] = (),
         on_zero_count: Literal["raise", "skip"] = "raise",
         noise_every: int = 20,
+        placement: Placed = "even",
         also: Also | None = None,
     ) -> None:
         self._settings = Settings(
@@ -126,8 +135,12 @@ class Towers:
         self._step = 0
         self._run: StepRun | None = None
         self._opening: Exchange | None = None  # the last one that had to be over before a step could begin
+        self._pace: Pace | None = None  # where the placement follows the workers' speed
+        self._pass_ns = 0  # how long this worker's passes took in the last step
+        self._asked = shown(placement)
 
         def prepare() -> None:
+            self.placement = placement
             self._root = together(model, also)
             self._replica = Replica(self._root, self.job, self._settings, sparse_parameters)
 
@@ -137,7 +150,11 @@ class Towers:
     def _agree(self, num_towers: int, prepare: Callable[[], None]) -> None:
         """Place the towers evenly and make the plan; compare it, and settings, with the other workers'."""
         # Every worker checks its own before the first message, so that none waits for one that has raised.
-        must_match: dict[str, Any] = {"towers": num_towers, **self._settings.must_match}
+        must_match: dict[str, Any] = {
+            "towers": num_towers,
+            "placement": self._asked,
+            **self._settings.must_match,
+        }
         error: Exception | None = None
         try:
             self._placement = Placement.even(num_towers, self.job.world_size)
@@ -166,7 +183,9 @@ class Towers:
         run, self._run, self._opening = self._run, None, None
         if run is not None:
             run.drop()
-        self._step = step
+        if self._pace is not None:
+            self._pace.clear()
+        self._step, self._pass_ns = step, 0
         change()
         versions = gather_objects(self.job.transport, self._replica.version, "towers")
         self._agree(self._placement.num_towers, lambda: self._replica.forget_plans(max(versions)))
@@ -178,24 +197,33 @@ class Towers:
 
     @property
     def placement(self) -> Placement:
-        """Which towers each worker runs; others may be set between two steps, on all workers alike."""
+        """Which towers each worker runs.
+
+        Between two steps others may be set, on all workers alike: a `Placement`, which then stays; "even"; or
+        "auto", which goes on from the present one, and lets it follow the workers' speed.
+        """
         return self._placement
 
     @placement.setter
-    def placement(self, placement: Placement) -> None:
+    def placement(self, placement: Placed) -> None:
         self._check_no_step("set placement")
+        expected = (self._placement.num_towers, self.job.world_size)
+        if placement == "auto":
+            self._pace = Pace()
+            return
+        if placement == "even":
+            placement = Placement.even(*expected)
         if not isinstance(placement, Placement):
             raise ConfigError(
-                f"placement = {placement!r}: expected a samestep.Placement, such as Placement.even(8, 2) or "
-                "Placement((0, 3, 8))"
+                f"placement = {shown(placement)}: expected 'even', 'auto', or a samestep.Placement, such as "
+                "Placement.even(8, 2) or Placement((0, 3, 8))"
             )
-        expected = (self._placement.num_towers, self.job.world_size)
         if (placement.num_towers, placement.num_workers) != expected:
             raise ConfigError(
                 f"placement has {placement.num_towers} towers on {placement.num_workers} workers: expected "
                 f"{expected[0]} on {expected[1]}"
             )
-        self._placement = placement
+        self._placement, self._pace = placement, None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a run needs to go on: T, the seed, the steps taken and the noise scale."""
@@ -433,6 +461,11 @@ class Towers:
 
     def _report(self, run: StepRun, gradients: Sequence[Tensor], **more: Any) -> Report:
         self._step += 1
+        self._pass_ns = run.exchange.stopwatch.read_ns()
+        if self._pace is not None and self.job.world_size > 1:
+            subtree_ns = run.plan.num_bytes // _BYTES_PER_NS
+            rows, pass_ns = run.rows_of_workers(), run.exchange.pass_ns
+            self._placement = self._pace.follow(self._placement, rows, pass_ns, subtree_ns)
         return run.report(gradients, noise_scale=self.noise.value, **more)
 
     def _begin(
@@ -473,7 +506,9 @@ class Towers:
         watch.start_step(self._step)
         threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
         settings = {"CPU threads": threads, "default dtype": dtype, **(must_match or {})}
-        exchange = Exchange(self.job, plan, numbers, rest=MustMatch(settings, watch), flags=flags)
+        exchange = Exchange(
+            self.job, plan, numbers, rest=MustMatch(settings, watch), flags=flags, pass_ns=self._pass_ns
+        )
         return StepRun(self._step, self.seed, local, self._replica, exchange, scaler)
 
     def _check_no_step(self, what: str) -> None:
