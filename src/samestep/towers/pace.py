@@ -1,18 +1,17 @@
 """Towers move to the workers that run them faster. Integers only, so that all workers find the same cuts.
 
-With the first message of a step each worker says how long its passes of the step before took. From the
-medians of the last 8 steps, ns_w a tower on worker w, come the cuts that make
+With the first message of a step each worker says how long its passes of the step before took. That makes
+ns_w, the time of a tower on worker w, in each of the last 8 stretches of at least a step and 0.6 seconds.
+From the medians come the cuts that make
 
     max over w of  ns_w * (towers of w) + subtree_ns * (whole subtrees that these are)
 
-as small as it gets. They are taken where that is a twentieth less than with the present cuts; it is looked
-at after 8 steps or more, and after 2 seconds of passes or more, because what loaders have read ahead is
-read again after a change.
+as small as it gets. They are taken if in 6 of the 8 stretches they would have made it a twentieth less. So
+a load that soon goes elsewhere is not followed, and what loaders have read ahead is seldom read again.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
 from statistics import median_low
@@ -22,8 +21,8 @@ from samestep.summation.tree import subtrees
 
 __all__ = ["Pace", "fastest", "slowest_ns"]
 
-_WINDOW = 8
-_PAUSE_NS = 2 * 10**9
+_NUM_STRETCHES, _NUM_FASTER = 8, 6
+_STRETCH_NS = 600_000_000
 _REACH = 8  # how far from the cuts that share the passes best others are tried, for fewer subtrees
 
 
@@ -35,9 +34,10 @@ class Pace:
 
     def clear(self) -> None:
         """Forget all, as where other workers run the towers."""
-        self._tower_ns: deque[Sequence[int]] = deque(maxlen=_WINDOW)  # of each step, one number a worker
         self._rows: Sequence[int] = ()  # of each worker in the step before
-        self._steps = self._pause_ns = 0  # since it was last looked at
+        self._stretches: list[Sequence[int]] = []  # of each, a tower's time on each worker
+        self._steps: list[Sequence[int]] = []  # the same of each step since then
+        self._since_ns = 0
 
     def follow(
         self, placement: Placement, rows: Sequence[int], pass_ns: Sequence[int], subtree_ns: int = 0
@@ -50,21 +50,24 @@ class Pace:
             pass_ns: how long each worker's passes of the step before took; 0 where that is not known.
             subtree_ns: what it costs to send one more subtree.
         """
-        before, self._rows = self._rows, tuple(rows)
-        if len(before) != len(pass_ns) or not all(before) or not all(ns > 0 for ns in pass_ns):
+        before, self._rows = self._rows, rows
+        if len(before) != len(rows) or 0 in before or 0 in pass_ns:
             return placement
-        towers = placement.num_towers
-        means = zip(pass_ns, before, strict=True)
-        self._tower_ns.append([max(1, ns * sum(before) // (of_worker * towers)) for ns, of_worker in means])
-        self._steps += 1
-        self._pause_ns += max(pass_ns)
-        if self._steps < _WINDOW or self._pause_ns < _PAUSE_NS:
-            return placement
-        self._steps = self._pause_ns = 0
-        tower_ns = [median_low(of_worker) for of_worker in zip(*self._tower_ns, strict=True)]
-        found = fastest(tower_ns, towers, subtree_ns)
-        now, then = (slowest_ns(each, tower_ns, subtree_ns) for each in (placement, found))
-        return found if 20 * then <= 19 * now else placement
+        each = zip(pass_ns, before, strict=True)
+        self._steps.append([max(1, ns * sum(before) // (own * placement.num_towers)) for ns, own in each])
+        self._since_ns += max(pass_ns)
+        if self._since_ns >= _STRETCH_NS:
+            self._stretches.append([sum(steps) // len(steps) for steps in zip(*self._steps, strict=True)])
+            self._steps, self._since_ns = [], 0
+        return self._look(placement, subtree_ns) if len(self._stretches) == _NUM_STRETCHES else placement
+
+    def _look(self, placement: Placement, subtree_ns: int) -> Placement:
+        stretches, self._stretches = self._stretches, []
+        tower_ns = [median_low(times) for times in zip(*stretches, strict=True)]
+        found = fastest(tower_ns, placement.num_towers, subtree_ns)
+        both = [(slowest_ns(placement, s, subtree_ns), slowest_ns(found, s, subtree_ns)) for s in stretches]
+        num_faster = sum(20 * then <= 19 * now for now, then in both)
+        return found if num_faster >= _NUM_FASTER else placement
 
 
 def slowest_ns(placement: Placement, tower_ns: Sequence[int], subtree_ns: int = 0) -> int:
