@@ -1,11 +1,13 @@
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from samestep.app.display import Display, _console
 from samestep.recipes.digits.recipe import DigitsSettings
+from samestep.summation.placement import Placement
 from samestep.workers.job import Job
 
 from .runs import train
@@ -61,6 +63,17 @@ def test_the_noise_scale_is_printed_where_it_has_changed(tmp_path, capsys, noise
         if factor == 2 and expected:
             lines = [line.replace("4,700", "2,300") for line in lines]
         assert lines == ([expected] if expected and factor in (1, 2) else [])
+    display.on_end(trainer)
+
+
+def test_a_line_says_where_towers_have_moved(tmp_path, capsys):
+    trainer, display = tiny(tmp_path, steps=5).build(JOB), Display()
+    display.on_start(trainer)
+    capsys.readouterr()
+    towers = SimpleNamespace(placement=Placement((0, 3, 4)))
+    for step in (6, 7):
+        display.after_step(SimpleNamespace(step=SimpleNamespace(towers=towers)), SimpleNamespace(step=step))
+    assert capsys.readouterr().out == "placement: the workers run 3 + 1 towers from step 7 on\n"
     display.on_end(trainer)
 
 

@@ -1,12 +1,15 @@
 """metrics.jsonl: what is said of a run's starts, checkpoints and ends."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import samestep
-from samestep.app.json_lines import read_lines
+from samestep.app.json_lines import JsonLines, read_lines
+from samestep.app.lock import RunLock
+from samestep.summation.placement import Placement
 
 from .test_trainer import run, trainer_of
 
@@ -49,6 +52,19 @@ def test_a_checkpoint_is_noted_at_its_own_step(tmp_path):
     noted = {line["name"]: line["step"] for line in events(tmp_path, "checkpoint")}
     assert noted["step-00000007"] == 7
     assert all(name == f"step-{step:08d}" for name, step in noted.items())
+
+
+def test_where_towers_move_is_noted_once(tmp_path):
+    trainer = trainer_of(samestep.Job(torch.device("cpu")), tmp_path, steps=4)
+    with RunLock(tmp_path, trainer.job) as lock:
+        lines = JsonLines(lock)
+        lines.on_start(trainer)
+        for step, cuts in enumerate([(0, 4), (0, 3, 4), (0, 3, 4), (0, 1, 4)]):
+            towers = SimpleNamespace(placement=Placement(cuts))
+            lines.after_step(SimpleNamespace(step=SimpleNamespace(towers=towers)), SimpleNamespace(step=step))
+        lines.on_end(trainer)
+    found = [(line["step"], line["towers"]) for line in events(tmp_path, "placement")]
+    assert found[-2:] == [(2, [3, 1]), (4, [1, 3])]
 
 
 def test_metrics_that_are_not_finite_or_have_our_names_damage_no_line(tmp_path):

@@ -16,6 +16,7 @@ import torch
 
 from samestep.app.callbacks import Logger
 from samestep.app.memory import total_bytes
+from samestep.summation.placement import Placement
 from samestep.towers.report import Report
 from samestep.towers.towers import Towers
 from samestep.workers.collectives import gather_objects
@@ -51,10 +52,12 @@ class Display(Logger):
         self._noise: NoiseScale | None = None
         self._told = 0.0
         self._memory_bytes = math.inf
+        self._placement: Placement | None = None
 
     def on_start(self, trainer: Trainer) -> None:
         """Print where it runs, and show the bar."""
         self._noise = trainer.step.towers.noise
+        self._placement = trainer.step.towers.placement
         self._memory_bytes = total_bytes(trainer.job.device)
         _print_start(trainer)
         self._bar = _bar(trainer.name, trainer.step.towers.step, trainer.steps)
@@ -62,7 +65,12 @@ class Display(Logger):
             self._bar.start()
 
     def after_step(self, trainer: Trainer, report: Report) -> None:
-        """Move the bar."""
+        """Move the bar, and say where towers have moved."""
+        placement = trainer.step.towers.placement
+        if placement != self._placement:
+            self._placement = placement
+            towers = " + ".join(str(len(own)) for own in placement.ranges)
+            print(f"placement: the workers run {towers} towers from step {report.step + 1} on", flush=True)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=report.step + 1)
 

@@ -13,6 +13,8 @@ from samestep.app.lock import RunLock
 from samestep.app.memory import total_bytes
 from samestep.checkpoint.durable import parse_json, read_file
 from samestep.checkpoint.folder import Folder
+from samestep.summation.placement import Placement
+from samestep.towers.report import Report
 
 if TYPE_CHECKING:
     from samestep.app.trainer import Trainer
@@ -38,6 +40,7 @@ class JsonLines(Logger):
     def __init__(self, lock: RunLock) -> None:
         self._lock = lock
         self._file: BinaryIO | None = None
+        self._placement: Placement | None = None
 
     def on_start(self, trainer: Trainer) -> None:
         """Begin the file, or go on with it."""
@@ -46,6 +49,7 @@ class JsonLines(Logger):
 
     def _start(self, trainer: Trainer) -> None:
         job, placement = trainer.job, trainer.step.towers.placement
+        self._placement = placement
         self._write(
             trainer.step.towers.step,
             event="start",
@@ -61,6 +65,13 @@ class JsonLines(Logger):
         """Note that other workers go on."""
         self._write(trainer.step.towers.step, event="end", reason=why)
         self._start(trainer)
+
+    def after_step(self, trainer: Trainer, report: Report) -> None:
+        """Note where towers have moved."""
+        placement = trainer.step.towers.placement
+        if placement != self._placement:
+            self._placement = placement
+            self._write(report.step + 1, event="placement", towers=[len(own) for own in placement.ranges])
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Write a line."""

@@ -77,6 +77,8 @@ class Settings(abc.ABC):
     """Processes to start here; auto is one for each core or GPU, and at most one for each tower."""
     threads: Threads = 1
     """CPU threads of each worker; another number may change the last bits of the result."""
+    placement: Literal["auto", "even"] = "auto"
+    """Which workers run which towers: auto moves them to workers that run them faster, even never does."""
     batch_size: Annotated[int, Range(1, 2**31 - 1)] = 256
     """Rows of the global batch, of all towers together."""
     steps: Count = 1000
@@ -118,7 +120,7 @@ class Settings(abc.ABC):
     """Its name; by default that of the file that defines the class."""
     free: ClassVar[frozenset[str]] = frozenset(
         (
-            *("workers", "threads", "run_dir", "device", "fresh", "max_seconds", "timeout"),
+            *("workers", "threads", "placement", "run_dir", "device", "fresh", "max_seconds", "timeout"),
             *("log_every", "summary_every", "evaluate_every", "log_device_placement"),
             *("checkpoint_every", "checkpoint_minutes", "keep_checkpoints", "keep_every"),
         )

@@ -50,8 +50,10 @@ class Pace:
             pass_ns: how long each worker's passes of the step before took; 0 where that is not known.
             subtree_ns: what it costs to send one more subtree.
         """
+        if len(self._rows) != len(rows):
+            self.clear()
         before, self._rows = self._rows, rows
-        if len(before) != len(rows) or 0 in before or 0 in pass_ns:
+        if not before or 0 in before or 0 in pass_ns:
             return placement
         each = zip(pass_ns, before, strict=True)
         self._steps.append([max(1, ns * sum(before) // (own * placement.num_towers)) for ns, own in each])

@@ -150,17 +150,13 @@ class Towers:
     def _agree(self, num_towers: int, prepare: Callable[[], None]) -> None:
         """Place the towers evenly and make the plan; compare it, and settings, with the other workers'."""
         # Every worker checks its own before the first message, so that none waits for one that has raised.
-        must_match: dict[str, Any] = {
-            "towers": num_towers,
-            "placement": self._asked,
-            **self._settings.must_match,
-        }
+        must_match: dict[str, Any] = {"towers": num_towers, **self._settings.must_match}
         error: Exception | None = None
         try:
             self._placement = Placement.even(num_towers, self.job.world_size)
             prepare()
             self._plan = self._replica.plan(self._placement)
-            must_match |= self._plan.description
+            must_match |= self._plan.description | {"placement": self._asked}
         except Exception as found:
             error = found
         mine = fingerprint(self.job.device)

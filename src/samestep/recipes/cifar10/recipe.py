@@ -131,7 +131,7 @@ def build(settings: Cifar10Settings, job: Job) -> Trainer:
 def _make_step(settings: Cifar10Settings, job: Job) -> Step:
     torch.manual_seed(stream_seed(settings.seed, "weights"))
     model = Cifar10Net(settings.picture_size).to(job.device)
-    towers = Towers(model, settings.towers, job=job, seed=settings.seed)
+    towers = Towers(model, settings.towers, job=job, seed=settings.seed, placement=settings.placement)
     optimizer = torch.optim.SGD(decayed(model), lr=settings.learning_rate)
     return Step(
         towers,

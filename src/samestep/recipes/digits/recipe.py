@@ -51,7 +51,14 @@ def build(settings: DigitsSettings, job: Job) -> Trainer:
     """Make the parts."""
     torch.manual_seed(stream_seed(settings.seed, "weights"))
     model = DigitsNet().to(job.device)
-    towers = Towers(model, settings.towers, job=job, seed=settings.seed, statistics=settings.statistics)
+    towers = Towers(
+        model,
+        settings.towers,
+        job=job,
+        seed=settings.seed,
+        placement=settings.placement,
+        statistics=settings.statistics,
+    )
     optimizer = _make_optimizer(settings, model)
     highest = [group["lr"] for group in optimizer.param_groups]
     scheduler = OneCycleLR(optimizer, highest, total_steps=settings.steps + 1, cycle_momentum=False)

@@ -76,7 +76,7 @@ def _make_step(settings: LmSettings, job: Job) -> Step:
     if settings.compile:
         _check_compiler(job)
         model.compile(dynamic=False)  # for each shape by itself: the same code on every placement
-    towers = Towers(model, settings.towers, job=job, seed=settings.seed)
+    towers = Towers(model, settings.towers, job=job, seed=settings.seed, placement=settings.placement)
     groups = groups_of(model, settings)
     optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=True)
     return Step(

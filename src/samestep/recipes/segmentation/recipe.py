@@ -121,7 +121,14 @@ def _make_step(settings: SegmentationSettings, job: Job) -> Step:
     model = SegmentationNet(settings.classes, settings.width).to(job.device)
     # The order that pictures are read in, and convolutions are quickest in.
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    towers = Towers(model, settings.towers, job=job, seed=settings.seed, statistics=settings.statistics)
+    towers = Towers(
+        model,
+        settings.towers,
+        job=job,
+        seed=settings.seed,
+        placement=settings.placement,
+        statistics=settings.statistics,
+    )
     # Coupled: Adam scales the decay as it does the gradient. AdamW would not.
     optimizer = torch.optim.Adam(decayed(model, settings.weight_decay), lr=settings.learning_rate)
     return Step(
