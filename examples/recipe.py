@@ -30,7 +30,7 @@ class Parity(samestep.Settings):
         model = model.to(job.device)
         inputs = torch.randn(2000, 8, generator=torch.Generator().manual_seed(0))
         train, test = (TensorDataset(part, (part[:, :3].prod(1) > 0).long()) for part in inputs.split(1500))
-        towers = samestep.Towers(model, self.towers, job=job, seed=self.seed)
+        towers = samestep.Towers(model, self.towers, job=job, seed=self.seed, placement=self.placement)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         step = samestep.Step(
             towers,
