@@ -81,7 +81,7 @@ class Towers:
             leaves every `p.grad` None; then `average` waits for counts that are tensors on a GPU.
         noise_every: measure the gradient noise scale at every n-th step; 1 is always, 0 never.
         placement: which towers each worker runs: "even", a `Placement`, or "auto": even at first, then
-            towers move to the workers that run them faster. It changes no bits; see docs/placement.md.
+            towers move to the workers that run them faster. It changes no bits; see docs/clusters.md.
         also: what the loss trains beside the model: modules, such as a loss head, or parameters, such as a
             temperature, one or several. Their gradients are averaged, too, and their buffers shared.
 
