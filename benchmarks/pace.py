@@ -7,6 +7,8 @@ core; at best even cuts take 6 towers at half speed, and 8 + 4 are 1.5 times as 
 runs. "random": every second busy processes start or end, on a core or two, from a fixed seed. A round times
 a block of steps of the one, then of the other, in turn first and second; reported are the median and the
 quartiles of the rounds' ratios, the cuts that were taken, and whether all weights are the same bits.
+
+It takes two idle cores: other load goes where nobody is busy yet, and makes the workers equal again.
 """
 
 from __future__ import annotations
