@@ -140,7 +140,8 @@ class Towers:
         self._asked = shown(placement)
 
         def prepare() -> None:
-            self.placement = placement
+            if placement == "auto" or not self.job.is_newcomer:  # which is not one of so many workers yet
+                self.placement = placement
             self._root = together(model, also)
             self._replica = Replica(self._root, self.job, self._settings, sparse_parameters)
 
