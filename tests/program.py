@@ -12,7 +12,7 @@ from torch import Tensor
 
 from samestep import Job
 from samestep.app.interruption import Interruption, StopFlags
-from samestep.app.trainer import _is_checkpoint_due
+from samestep.app.loop import _is_checkpoint_due
 from samestep.errors import LostWorkerError, UsageError
 from samestep.workers.collectives import gather_objects
 

@@ -183,9 +183,8 @@ class Loop:
             self._shown = (self._step, 1)
 
     def _write(self) -> None:
-        trainer, flags = self._trainer, self.flags & ~StopFlags.REGROUP
-        if self._step % trainer.checkpoint_every == 0 or self._step == trainer.steps or flags:
-            write_checkpoint(trainer, self._writer)
+        if _is_checkpoint_due(self._step, self.flags, self._trainer):
+            write_checkpoint(self._trainer, self._writer)
         self._hooks.written(self._writer.take_written())
 
     def _finish_writing(self) -> None:
@@ -260,3 +259,9 @@ class Loop:
         if ahead.metrics is not None and self._shown < (ahead.step, 1):
             self._hooks.evaluated(ahead.metrics)
             self._shown = (ahead.step, 1)
+
+
+def _is_checkpoint_due(step: int, flags: StopFlags, trainer: Trainer) -> bool:
+    """Say, alike on every worker, whether a checkpoint follows after `step` steps."""
+    is_planned = step % trainer.checkpoint_every == 0 or step == trainer.steps
+    return is_planned or bool(flags & ~StopFlags.REGROUP)
