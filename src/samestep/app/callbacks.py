@@ -38,7 +38,7 @@ class Callback:
         """Do something before the first step, once an earlier run has been continued."""
 
     def before_step(self, trainer: Trainer, batch: Any) -> None:
-        """Do something before a step that will be taken on `batch`."""
+        """Do something before a step that will be taken on `batch`; again, where a worker is lost in it."""
 
     def after_step(self, trainer: Trainer, report: Report) -> None:
         """Do something after a step's update; `trainer.step.towers.step` is the number of steps taken."""

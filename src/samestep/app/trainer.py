@@ -63,7 +63,9 @@ class Trainer:
     In a folder of its own it writes checkpoints in the background, and continues from the newest whole one
     when it is run again: after the same steps with the same bits, on any number of workers. It shows progress
     on the terminal, keeps scalars in `metrics.jsonl`, and evaluates while it trains and at the end. SIGTERM,
-    SIGINT or SIGHUP to any worker stops all after the same step, with a checkpoint, by `SystemExit`.
+    SIGINT or SIGHUP to any worker stops all after the same step, with a checkpoint, by `SystemExit`. A worker
+    of `samestep.launch` or `samestep train` that is killed is replaced while the others go on, with the same
+    bits; see docs/reliability.md.
 
     Args:
         step: takes one training step.
@@ -178,7 +180,7 @@ class Trainer:
             ConfigError: the run folder holds another experiment, or `fresh` would delete more than once.
             DataError: it holds checkpoints, but none that is whole; or the loader has no batches.
             LockedError: another process trains in it.
-            LostWorkerError: another worker is gone or silent.
+            LostWorkerError: another worker is gone or silent, and the others cannot go on without it.
             StorageError: a checkpoint cannot be written.
             SystemExit: a signal stopped it, after a checkpoint; 128 + its number.
         """
