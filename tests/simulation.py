@@ -181,7 +181,7 @@ class World:
         """Wait until nothing can go on."""
         num_events = -1
         while not self.nobody_is_left.acquire(timeout=_LONGEST_S):
-            assert len(self.events) > num_events, f"worker {self.chosen.rank} hangs outside waits"
+            assert len(self.events) > num_events, f"worker {self.chosen.number} hangs outside waits"
             num_events = len(self.events)
 
     def send(self, source: int, target: int, tensors: Sequence[Tensor]) -> Message:
@@ -211,11 +211,16 @@ class World:
         """Move the clock to the next message that somebody expects, or the end of somebody's patience."""
         times: list[float] = [m[0].arrives for pair, m in self.sent.items() if m and self.expected[pair]]
         times += [worker.deadline for worker in self.workers if worker.is_running]
+        times += self.more_times()
         next_time = min(times, default=math.inf)
         if next_time == math.inf:
             return False
         self.time = max(self.time, int(next_time))
         return True
+
+    def more_times(self) -> list[int]:
+        """Return when else something happens."""
+        return []
 
     def note_fault(self, rank: int, kind: str) -> None:
         self.events.append((rank, kind, "", self.time))
@@ -238,7 +243,7 @@ class Worker:
     """A thread that runs in turns, and its transport."""
 
     def __init__(self, rank: int, world: World) -> None:
-        self.rank = rank
+        self.number = self.rank = rank
         self.world = world
         self.outcome = Outcome()
         self.streams: GlobalStreams | None = None
@@ -265,7 +270,7 @@ class Worker:
         except BaseException as error:
             self.outcome.error = error
         self.is_running = False
-        self.world.end(self.rank, is_killed=isinstance(self.outcome.error, Killed))
+        self.world.end(self.number, is_killed=isinstance(self.outcome.error, Killed))
         if not self.world.is_over:
             self.world.choose()
             self.world.pass_on()
@@ -300,20 +305,20 @@ class Worker:
 
     def note_event(self, kind: str, what: str) -> None:
         self.num_events += 1
-        self.world.events.append((self.rank, kind, what, self.world.time))
+        self.world.events.append((self.number, kind, what, self.world.time))
         # From then on: what runs while the exception passes sends nothing either.
         faults = self.world.faults
         if self.world.is_over:
             raise Killed
-        if self.num_events >= faults.killed.get(self.rank, math.inf):
-            self.world.note_fault(self.rank, "killed")
+        if self.num_events >= faults.killed.get(self.number, math.inf):
+            self.world.note_fault(self.number, "killed")
             raise Killed
-        if faults.stopped.get(self.rank) == self.num_events:
-            self.world.note_fault(self.rank, "stopped")
+        if faults.stopped.get(self.number) == self.num_events:
+            self.world.note_fault(self.number, "stopped")
             self.wait_until(lambda: False, math.inf)
-        event, time = faults.stalled.get(self.rank, (0, 0))
+        event, time = faults.stalled.get(self.number, (0, 0))
         if event == self.num_events:
-            self.world.note_fault(self.rank, "stalled")
+            self.world.note_fault(self.number, "stalled")
             self.wait_until(lambda: False, time)
         self.call(is_after=False)
 
@@ -323,12 +328,23 @@ class Worker:
 
     def lost_sources(self, peers: Iterable[int]) -> list[int]:
         """Return those of whom nothing can arrive any more."""
-        return [peer for peer in self.lost_targets(peers) if not self.world.sent[peer, self.rank]]
+        return [peer for peer in self.lost_targets(peers) if not self.world.sent[peer, self.number]]
 
     def lost_targets(self, peers: Iterable[int]) -> list[int]:
         """Return those who will take nothing any more; whoever has hung up has nobody."""
-        gone = self.world.gone
-        return [peer for peer in peers if peer in gone or self.rank in gone] if gone else []
+        return [peer for peer in peers if self.is_gone(peer)] if self.world.gone else []
+
+    def is_gone(self, peer: int) -> bool:
+        """Say whether another worker, or this one, has ended or hung up."""
+        return peer in self.world.gone or self.number in self.world.gone
+
+    def rank_of(self, number: int) -> int:
+        """Return the rank of a worker."""
+        return number
+
+    def number_of(self, rank: int) -> int:
+        """Return the number of a worker, by which the world knows it."""
+        return rank
 
     def lost_worker(self, what: str, lost: Sequence[int]) -> LostWorkerError:
         """Close the connection to those who are lost, and return the error.
@@ -336,10 +352,12 @@ class Worker:
         After a timeout gloo closes all connections (`UnboundBuffer::waitRecv` signals all pairs).
         """
         for peer in lost:
-            self.world.sent[peer, self.rank].clear()
+            self.world.sent[peer, self.number].clear()
         if not lost:
-            self.world.end(self.rank, is_killed=True)
-        who, how = (f"worker {lost[0]}", "is gone") if lost else ("another worker", "did not answer")
+            self.world.end(self.number, is_killed=True)
+        who, how = (
+            (f"worker {self.rank_of(lost[0])}", "is gone") if lost else ("another worker", "did not answer")
+        )
         self.loss = self.loss or f"{who} {how} at {self.world.time}"
         return LostWorkerError(f"{what}: {self.loss}")
 
@@ -351,8 +369,8 @@ class Worker:
         self.note_event("post", what)
         if self.loss is not None:
             raise LostWorkerError(f"{what}: {self.loss}")
-        to_fill = {source: filled for source, tensors in incoming.items() if (filled := as_bytes(tensors))}
-        to_send = {target: content for target, tensors in outgoing.items() if (content := as_bytes(tensors))}
+        to_fill = {self.number_of(rank): filled for rank, t in incoming.items() if (filled := as_bytes(t))}
+        to_send = {self.number_of(rank): content for rank, t in outgoing.items() if (content := as_bytes(t))}
         lost = [*self.lost_sources(to_fill), *self.lost_targets(to_send)]
         if lost and self.world.random.random() < 0.5:
             raise self.lost_worker(what, lost)
@@ -360,8 +378,8 @@ class Worker:
         for source, receive in received.items():
             for tensor in receive.tensors:
                 tensor.fill_(GARBAGE)
-            self.world.expected[source, self.rank].append(receive)
-        sent = {target: self.world.send(self.rank, target, tensors) for target, tensors in to_send.items()}
+            self.world.expected[source, self.number].append(receive)
+        sent = {target: self.world.send(self.number, target, tensors) for target, tensors in to_send.items()}
         self.call(is_after=True)
         return Posted(self, what, received, sent)
 

@@ -1,0 +1,118 @@
+"""A real `Trainer` on simulated workers that are killed, and newcomers, at any message."""
+
+import io
+import random
+import shutil
+from contextlib import redirect_stderr, redirect_stdout
+
+import pytest
+import torch
+from torch import nn
+
+import samestep
+from samestep.app.json_lines import FILE, read_lines
+from samestep.app.run_folder import all_checkpoints
+from samestep.checkpoint.files import read
+from samestep.errors import LostWorkerError
+
+from .renewal import Town
+from .simulation import Faults, Killed
+
+STEPS, TOWERS = 6, 5
+
+
+class Decay(samestep.Callback):
+    """Halves the learning rate after every second evaluation: by a count of its own."""
+
+    count = 0
+
+    def after_evaluation(self, trainer, metrics):
+        self.count += 1
+        if self.count % 2 == 0:
+            for group in trainer.step.optimizer.param_groups:
+                group["lr"] /= 2
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def measure(model, batch):
+    return {"loss": (model(batch[0]).square().sum(), len(batch[0]))}
+
+
+def train(job, run_dir):
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.2), nn.Linear(4, 1))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    towers = samestep.Towers(model, TOWERS, job=job, noise_every=2)
+    data = torch.utils.data.TensorDataset(torch.randn(26, 3, generator=generator))
+    loader = samestep.TowerLoader(data, 14, towers)  # the last batch of an epoch has 12 rows
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step = samestep.Step(towers, lambda model, batch: model(batch[0]).square().mean(), optimizer)
+    trainer = samestep.Trainer(
+        step,
+        loader,
+        run_dir=run_dir,
+        steps=STEPS,
+        evaluate=samestep.Evaluation(data, measure, rows=8),
+        evaluate_every=1,
+        callbacks=[Decay()],
+        checkpoint_every=3,
+        log_every=1,
+    )
+    return trainer.run().digest
+
+
+def run(seed, run_dir):
+    """Train under what a seed brings; return the world and how each worker ended."""
+    chance = random.Random(seed)
+    world_size = chance.randrange(1, 5)
+    arrivals = [chance.randrange(2_000) for _ in range(chance.randrange(3))]
+    victims = chance.sample(range(world_size + len(arrivals)), chance.randrange(world_size + 1))
+    killed = {victim: chance.randrange(1, 160) for victim in victims}
+    town = Town(world_size, seed, Faults(killed=killed), arrivals=arrivals)
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        return town, town.run(lambda job: train(job, run_dir))
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    with redirect_stdout(io.StringIO()):
+        return train(samestep.Job(torch.device("cpu")), tmp_path_factory.mktemp("alone"))
+
+
+def judge(town, outcomes, expected, run_dir):
+    """Return what is wrong with how the workers ended; nothing, if all is right."""
+    first = len(town.lists[0])
+    is_killed = [isinstance(outcome.error, Killed) for outcome in outcomes]
+    trained = [n for n, worker in enumerate(town.workers) if n < first or worker.goes_on]
+    for number, outcome in enumerate(outcomes):
+        if outcome.error is None and outcome.value != expected:
+            return f"worker {number} has other bits"
+        if not (outcome.error is None or isinstance(outcome.error, Killed | LostWorkerError)):
+            return f"worker {number}: {outcome.text}"
+        if outcome.error is not None and number in trained and not (is_killed[number] or town.was_early):
+            return f"worker {number} did not go on: {outcome.text}"
+    if not town.was_early and not all(is_killed[number] for number in trained):
+        steps = [line["step"] for line in read_lines(run_dir) if "loss/total" in line]
+        if len(set(steps)) < len(steps) or steps != sorted(steps) or STEPS - len(steps) > sum(is_killed):
+            return f"steps in {FILE}: {steps}"
+        if read(all_checkpoints(run_dir)[-1]).manifest.step != STEPS:
+            return "there is no checkpoint of the last step"
+    return None
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(30), *(pytest.param(n, marks=pytest.mark.slow) for n in range(30, 3000))]
+)
+def test_whoever_is_killed_and_whoever_comes_the_bits_are_the_same(seeds, expected, tmp_path):
+    for seed in seeds:
+        run_dir = tmp_path / str(seed)
+        town, outcomes = run(seed, run_dir)
+        assert judge(town, outcomes, expected, run_dir) is None, seed
+        shutil.rmtree(run_dir, ignore_errors=True)
