@@ -1,3 +1,6 @@
+import gc
+import multiprocessing
+
 import pytest
 import torch
 from hypothesis import settings
@@ -12,6 +15,15 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="torch sees no GPU"))
+    gc.freeze()  # what all tests have imported is not looked through at every collection of garbage
+
+
+@pytest.fixture(scope="session")
+def forkserver():
+    """Starts processes that have nothing of this one, without each importing all anew."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([f"tests.test_{name}" for name in ("loader", "loader_processes", "transport")])
+    return context
 
 
 @pytest.fixture(autouse=True)

@@ -173,8 +173,9 @@ def _ensure(data_dir, url, checksum, start, results):
     results.put(str(ensure_cifar10(data_dir, base_url=url, md5=checksum)))
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")  # threads of the server
 def test_of_two_processes_one_fetches(tmp_path, server):
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     start, results = context.Barrier(2), context.Queue()
     arguments = (tmp_path, server.url, md5(ARCHIVE), start, results)
     processes = [context.Process(target=_ensure, args=arguments) for _ in range(2)]

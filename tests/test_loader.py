@@ -146,8 +146,12 @@ def test_every_placement_reads_the_same(num_workers, options):
 @pytest.mark.parametrize("dataset", [Noisy(), NoisyBatches()])
 @pytest.mark.parametrize(
     "options",
-    [{"multiprocessing_context": "fork"}, {"multiprocessing_context": "spawn", "persistent_workers": True}],
+    [
+        {"multiprocessing_context": "fork"},
+        {"multiprocessing_context": "forkserver", "persistent_workers": True},  # nothing is inherited
+    ],
 )
+@pytest.mark.usefixtures("forkserver")
 def test_loader_processes_read_the_same(dataset, options):
     expected = read(make_loader(dataset))
     seed_globals(99, CPU)  # what the parent has drawn must not matter

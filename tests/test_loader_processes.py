@@ -112,12 +112,10 @@ def serve(name, results):
 
 
 @pytest.fixture(scope="module")
-def found():
+def found(forkserver):
     """For each case: what came of it, and how the process ended."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    results = context.SimpleQueue()
-    workers = {name: context.Process(target=serve, args=(name, results)) for name in CASES}
+    results = forkserver.SimpleQueue()
+    workers = {name: forkserver.Process(target=serve, args=(name, results)) for name in CASES}
     for worker in workers.values():
         worker.start()
     for worker in workers.values():

@@ -1,11 +1,6 @@
 """A trainer for people's own models: what it does, on how many workers ever, and where it is interrupted."""
 
 import json
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -321,55 +316,7 @@ def test_a_loader_without_batches_is_refused(tmp_path):
         trainer.run()
 
 
-# ---- scripts and files -----------------------------------------------------------------------------------
-
-SCRIPT = """
-import sys
-
-import samestep
-from tests.test_trainer import trainer_of
-
-
-def main(job):
-    if "fail" in sys.argv and job.rank == 1:
-        raise samestep.ConfigError("no such thing")
-    trainer_of(job, sys.argv[2]).run()
-
-
-samestep.launch(main, int(sys.argv[1]), towers=7)
-"""
-
-
-def run_script(tmp_path, *words):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    return subprocess.run(
-        [sys.executable, str(script), *words],
-        capture_output=True,
-        text=True,
-        env={
-            **environment(),
-            "PYTHONPATH": f"{Path(__file__).parents[1]}:{Path(samestep.__file__).parents[1]}",
-        },
-    )
-
-
-def environment():
-    folders = Path(__file__).parents[1], Path(samestep.__file__).parents[1]
-    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return {**kept, "PYTHONPATH": ":".join(map(str, folders))}
-
-
-def test_a_script_starts_its_workers(tmp_path, whole):
-    done = run_script(tmp_path, "2", str(tmp_path / "run"))
-    assert (done.returncode, done.stderr) == (0, "")
-    assert re.findall(r"^weights sha256 (\w+)$", done.stdout, re.M) == [whole.digest]
-    assert "7 towers on 2 workers (cpu), batches of 10 rows" in done.stdout
-
-
-def test_an_error_of_one_worker_ends_a_script_in_one_line(tmp_path):
-    done = run_script(tmp_path, "2", str(tmp_path / "run"), "fail")
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", "samestep: error: no such thing\n")
+# ---- scripts ------------------------------------------------------------------------------------------
 
 
 def test_a_session_without_a_script_starts_no_workers(monkeypatch, capsys):

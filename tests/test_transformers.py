@@ -2,7 +2,6 @@
 
 import ast
 import copy
-import gc
 import inspect
 import math
 from pathlib import Path
@@ -31,14 +30,6 @@ from .small_language import (  # noqa: E402
     trainer_of,
     true_loss,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _frozen():
-    """Accelerate collects garbage each time; most of what it looks at is not of these tests."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Watch(transformers.TrainerCallback):

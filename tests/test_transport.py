@@ -1,7 +1,6 @@
 """Moving tensors between real processes over gloo, and what is said of those that are gone."""
 
 import datetime
-import multiprocessing
 import os
 import signal
 import socket
@@ -265,14 +264,12 @@ def serve(rank, number, folder, results):
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """How each check went on each worker; they are forked from a process that has imported all this."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    results = context.SimpleQueue()
+def found(forkserver, tmp_path_factory):
+    """How each check went on each worker."""
+    results = forkserver.SimpleQueue()
     folder = str(tmp_path_factory.mktemp("store"))
     workers = [
-        context.Process(target=serve, args=(rank, number, folder, results))
+        forkserver.Process(target=serve, args=(rank, number, folder, results))
         for number, (ranks, _, _) in enumerate(JOBS)
         for rank in ranks
     ]

@@ -124,6 +124,7 @@ def redirect(files: dict[int, str]) -> None:
 def run_python(command: Sequence[str]) -> None:
     """Do what `python COMMAND` does, where COMMAND is `-m MODULE ...` or `FILE ...`."""
     command = [word for word in command if word != "-u"]
+    sys.orig_argv[:] = [sys.executable, *command]
     if command[0] == "-m":
         sys.argv[:] = command[1:]
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)

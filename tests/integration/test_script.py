@@ -1,0 +1,44 @@
+"""A script with a trainer that starts its own workers."""
+
+import re
+
+import torch
+
+import samestep
+
+from ..test_trainer import trainer_of
+
+SCRIPT = """
+import sys
+
+import samestep
+from tests.test_trainer import trainer_of
+
+
+def main(job):
+    if "fail" in sys.argv and job.rank == 1:
+        raise samestep.ConfigError("no such thing")
+    trainer_of(job, sys.argv[2]).run()
+
+
+samestep.launch(main, int(sys.argv[1]), towers=7)
+"""
+
+
+def run_script(nursery, tmp_path, *words):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    return nursery.run([script, *words], tmp_path / "output")
+
+
+def test_a_script_starts_its_workers(nursery, tmp_path):
+    done = run_script(nursery, tmp_path, 2, tmp_path / "run")
+    assert (done.wait(), done.stderr()) == ([0], "")
+    alone = trainer_of(samestep.Job(torch.device("cpu")), tmp_path / "alone").run()
+    assert re.findall(r"^weights sha256 (\w+)$", done.stdout(), re.M) == [alone.digest]
+    assert "7 towers on 2 workers (cpu), batches of 10 rows" in done.stdout()
+
+
+def test_an_error_of_one_worker_ends_a_script_in_one_line(nursery, tmp_path):
+    done = run_script(nursery, tmp_path, 2, tmp_path / "run", "fail")
+    assert (done.wait(), done.stdout(), done.stderr()) == ([2], "", "samestep: error: no such thing\n")
