@@ -26,6 +26,7 @@ import torch._dynamo
 import torch.distributed.run
 import torch.utils.tensorboard  # noqa: F401
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import samestep
@@ -138,8 +139,9 @@ def run_python(command: Sequence[str]) -> None:
 
 
 def run_program(request: dict[str, Any], number: int) -> None:
-    """Be what a user starts. A launcher among them forks its workers, too."""
+    """Be what a user starts. A launcher among them forks its workers, too, ours and torchrun."""
     samestep.app.supervisor.subprocess = Forks
+    subprocess_handler.Popen = Fork
     run_python(request["command"])
 
 

@@ -10,7 +10,7 @@ import pytest
 from ..forgery import contents
 from .nursery import SAMESTEP
 
-SHORT = ["--steps", "12", "--batch-size", "250"]
+SHORT = ["--steps", "12", "--batch-size", "60"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
