@@ -22,7 +22,8 @@ def pytest_collection_modifyitems(items):
 def forkserver():
     """Starts processes that have nothing of this one, without each importing all anew."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([f"tests.test_{name}" for name in ("loader", "loader_processes", "transport")])
+    modules = ("tests.test_loader", "tests.test_loader_processes", "tests.test_transport", "torch._dynamo")
+    context.set_forkserver_preload(list(modules))
     return context
 
 

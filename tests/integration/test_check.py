@@ -1,5 +1,6 @@
 """Checks with real workers: what only they can show, and the command."""
 
+import multiprocessing
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -20,8 +21,12 @@ from .. import planted
 
 
 @pytest.fixture(scope="module")
-def workers():
-    with Workers(3, device="cpu", threads=1) as started:
+def workers(forkserver):
+    """Forked from a process that has imported torch, and no module of the subjects; the command's are not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing, "get_context", lambda _: forkserver)
+        started = Workers(3, device="cpu", threads=1)
+    with started:
         yield started
 
 
