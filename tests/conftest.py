@@ -1,5 +1,6 @@
 import gc
 import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -25,6 +26,17 @@ def forkserver():
     modules = ("tests.test_loader", "tests.test_loader_processes", "tests.test_transport", "torch._dynamo")
     context.set_forkserver_preload(list(modules))
     return context
+
+
+@pytest.fixture
+def elsewhere(forkserver):
+    """Call a function in a process in which nothing has been called yet, and return what it returns."""
+
+    def call(function, *arguments):
+        with ProcessPoolExecutor(1, forkserver) as pool:
+            return pool.submit(function, *arguments).result(timeout=100)
+
+    return call
 
 
 @pytest.fixture(autouse=True)

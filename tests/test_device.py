@@ -1,40 +1,34 @@
 """What is set for a GPU, as far as can be seen without one."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
 
 import samestep
 from samestep.app import recipe_check
-from samestep.identity import digest
+from samestep.identity import digest, precisions
+from samestep.workers.device import make_cuda_deterministic
 
 from .simulation import values
 
-SET = """
-import sys, torch
-from samestep.identity import precisions
-from samestep.workers.device import make_cuda_deterministic
 
-torch.backends.fp32_precision = sys.argv[1]  # what a program set before
-torch.cuda.set_device = lambda device: None
-make_cuda_deterministic(torch.device("cuda", 0), tf32=sys.argv[2] == "tf32")
-print(precisions(torch.backends.cuda, torch.backends.cudnn))
-print(torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
-print(torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark)
-print(torch.utils.deterministic.fill_uninitialized_memory)
-"""
+def set_for_a_gpu(before, wanted):
+    torch.backends.fp32_precision = before  # what a program set
+    torch.cuda.set_device = lambda device: None
+    make_cuda_deterministic(torch.device("cuda", 0), tf32=wanted == "tf32")
+    return [
+        precisions(torch.backends.cuda, torch.backends.cudnn),
+        (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
+        (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark),
+        torch.utils.deterministic.fill_uninitialized_memory,
+    ]
 
 
 @pytest.mark.parametrize(("before", "wanted"), [("tf32", "ieee"), ("none", "tf32")])
-def test_tf32_is_what_was_asked_for_by_both_interfaces(before, wanted):
-    program = [sys.executable, "-c", SET, before, wanted]
-    said = subprocess.run(program, check=True, capture_output=True, text=True).stdout.splitlines()
-    precisions = ", ".join(f"{kind} {wanted}" for kind in ("matmul", "conv", "rnn"))
+def test_tf32_is_what_was_asked_for_by_both_interfaces(elsewhere, before, wanted):
+    of_all = ", ".join(f"{kind} {wanted}" for kind in ("matmul", "conv", "rnn"))
     is_on = wanted == "tf32"
-    assert said == [precisions, f"{is_on} {is_on}", "True False", "False"]
+    assert elsewhere(set_for_a_gpu, before, wanted) == [of_all, (is_on, is_on), (True, False), False]
 
 
 @pytest.mark.parametrize("device", ["cpu", "auto"])

@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -107,28 +105,26 @@ def test_entries_of_other_workers_are_one_line():
 
 # ---- precisions ----------------------------------------------------------------------------------------
 
-PRECISIONS = """
-import torch
-from samestep.identity import fingerprint
 
-def tell():
-    try:
-        torch.get_float32_matmul_precision()
-    except RuntimeError:
-        print(fingerprint(torch.device("cpu"))["float32 on CPU"])
+def precisions_where_the_older_interface_refuses():
+    found = []
 
-torch.backends.cuda.matmul.allow_tf32 = False
-torch.backends.cuda.matmul.fp32_precision = "tf32"
-tell()
-torch.backends.mkldnn.matmul.fp32_precision = "bf16"
-tell()
-torch.backends.fp32_precision = "tf32"
-tell()
-"""
+    def take():
+        with pytest.raises(RuntimeError):
+            torch.get_float32_matmul_precision()
+        found.append(fingerprint(CPU)["float32 on CPU"])
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    take()
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    take()
+    torch.backends.fp32_precision = "tf32"
+    take()
+    return found
 
 
-def test_it_can_be_taken_where_the_older_interface_refuses():
-    program = [sys.executable, "-c", PRECISIONS]
-    said = subprocess.run(program, check=True, capture_output=True, text=True).stdout
+def test_it_can_be_taken_where_the_older_interface_refuses(elsewhere):
     expected = ["matmul none, conv none, rnn none", "matmul bf16, conv none, rnn none"]
-    assert said.splitlines() == [*expected, "matmul bf16, conv tf32, rnn tf32"]
+    expected = [*expected, "matmul bf16, conv tf32, rnn tf32"]
+    assert elsewhere(precisions_where_the_older_interface_refuses) == expected

@@ -1,12 +1,7 @@
-"""Loops that draw from the process's global generators, as nanoGPT's does for its batches, stop and go on.
-
-python test_global_generators.py FOLDER    go on from FOLDER/rng and FOLDER/plain, and print the digests
-"""
+"""Loops that draw from the process's global generators, as nanoGPT's does for its batches, stop and go on."""
 
 import random
-import subprocess
-import sys
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import pytest
@@ -65,7 +60,7 @@ def resume(path, **options):
     return train(objects, 9)
 
 
-def test_a_loop_that_draws_its_batches_goes_on_in_another_process_with_rng_only(tmp_path):
+def test_a_loop_that_draws_its_batches_goes_on_in_another_process_with_rng_only(elsewhere, tmp_path):
     random.seed(1337)
     np.random.seed(1337)
     objects = build()
@@ -73,12 +68,8 @@ def test_a_loop_that_draws_its_batches_goes_on_in_another_process_with_rng_only(
     samestep.save(tmp_path / "rng", **objects, rng=True)
     samestep.save(tmp_path / "plain", **objects)
     expected = train(objects, 9)
-    finished = subprocess.run(
-        [sys.executable, __file__, tmp_path], capture_output=True, text=True, timeout=100, check=True
-    )
-    with_rng, without = finished.stdout.split()
-    assert with_rng == expected
-    assert without != expected
+    assert elsewhere(partial(resume, rng=True), tmp_path / "rng") == expected
+    assert elsewhere(resume, tmp_path / "plain") != expected
 
 
 def test_saving_draws_no_numbers(tmp_path):
@@ -100,7 +91,3 @@ def test_saving_draws_no_numbers(tmp_path):
     samestep.load(path, model=model, rng=True)
     assert draw() == expected
     assert samestep.load(path, model=model).state == {}
-
-
-if __name__ == "__main__":
-    print(resume(Path(sys.argv[1]) / "rng", rng=True), resume(Path(sys.argv[1]) / "plain"))
