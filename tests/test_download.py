@@ -173,7 +173,7 @@ def _ensure(data_dir, url, checksum, start, results):
     results.put(str(ensure_cifar10(data_dir, base_url=url, md5=checksum)))
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")  # threads of the server
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")  # by the server
 def test_of_two_processes_one_fetches(tmp_path, server):
     context = multiprocessing.get_context("fork")
     start, results = context.Barrier(2), context.Queue()

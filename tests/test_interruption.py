@@ -1,11 +1,12 @@
 import os
 import signal
-import time
 import warnings
+from types import SimpleNamespace
 
 import pytest
 
 import samestep
+from samestep.app import interruption as module
 from samestep.app.interruption import ECHO_S, Interruption, StopFlags
 
 from .jobs import job_of
@@ -21,6 +22,14 @@ def handlers():
     yield before
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time as the test sets it, in seconds."""
+    now = SimpleNamespace(s=0.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now.s))
+    return now
 
 
 def in_a_child(work):
@@ -55,7 +64,7 @@ def test_sighup_stays_ignored_under_nohup():
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
-def test_an_echo_of_the_first_signal_changes_nothing():
+def test_an_echo_of_the_first_signal_changes_nothing(clock):
     with Interruption(ALONE) as interruption:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
@@ -63,7 +72,7 @@ def test_an_echo_of_the_first_signal_changes_nothing():
         assert interruption.flags() == StopFlags.SIGTERM
 
 
-def test_what_another_worker_was_sent_counts_as_the_first_signal(handlers):
+def test_what_another_worker_was_sent_counts_as_the_first_signal(clock, handlers):
     with Interruption(SECOND) as interruption:
         interruption.acknowledge(StopFlags.SIGTERM)
     signal.raise_signal(signal.SIGTERM)  # as the launcher does, when the first worker has ended
@@ -71,11 +80,11 @@ def test_what_another_worker_was_sent_counts_as_the_first_signal(handlers):
 
 
 @pytest.mark.parametrize("number", HANDLED)
-def test_a_second_signal_kills_even_after_the_loop(number):
+def test_a_second_signal_kills_even_after_the_loop(clock, number):
     def work():
         with Interruption(ALONE):
             signal.raise_signal(signal.SIGINT)
-        time.sleep(ECHO_S + 0.1)
+        clock.s = ECHO_S + 0.1
         signal.raise_signal(number)
 
     assert in_a_child(work) == -number
@@ -88,19 +97,19 @@ def test_a_process_forked_by_a_worker_ends_by_sigterm_and_leaves_sigint_to_the_w
         assert interruption.flags() == StopFlags(0)
 
 
-def test_time_is_up_on_the_first_worker_alone():
-    with Interruption(ALONE, max_seconds=0.02) as interruption, Interruption(SECOND, max_seconds=0) as second:
+def test_time_is_up_on_the_first_worker_alone(clock):
+    with Interruption(ALONE, max_seconds=60) as interruption, Interruption(SECOND, max_seconds=0) as second:
         assert interruption.flags() == StopFlags(0)
-        time.sleep(0.02)
+        clock.s = 60.0
         assert interruption.flags() == StopFlags.TIME_UP
         assert second.flags() == StopFlags(0)
     assert (StopFlags.TIME_UP.reason, StopFlags.TIME_UP.exit_status) == ("--max-seconds", 0)
 
 
-def test_a_checkpoint_is_wished_for_once_a_period():
-    with Interruption(ALONE, checkpoint_minutes=0.02 / 60) as interruption:
+def test_a_checkpoint_is_wished_for_once_a_period(clock):
+    with Interruption(ALONE, checkpoint_minutes=2) as interruption:
         assert interruption.flags() == StopFlags(0)
-        time.sleep(0.02)
+        clock.s = 120.0
         assert interruption.flags() == StopFlags.CHECKPOINT
         assert interruption.flags() == StopFlags(0)
     assert StopFlags.CHECKPOINT.reason is None

@@ -48,9 +48,12 @@ def test_when_one_fails_the_others_are_told_to_end(run):
     assert [worker.told for worker in found.workers] == [signal.SIGTERM, None, signal.SIGTERM]
 
 
-def test_those_that_do_not_end_are_killed_after_the_grace_period(run, monkeypatch):
+def test_those_that_do_not_end_are_killed_after_the_grace_period(run, tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "GRACE_S", 0.3)
-    found = run("[ $RANK = 1 ] && exit 5; trap '' TERM; while :; do sleep 0.05; done")
+    fails = f"while [ ! -e {tmp_path}/ready ]; do sleep 0.01; done; exit 5"
+    found = run(
+        f"[ $RANK = 1 ] && {{ {fails}; }}; trap '' TERM; : > {tmp_path}/ready; while :; do sleep 0.05; done"
+    )
     assert statuses(found) == [-signal.SIGKILL, 5]
 
 
@@ -62,11 +65,17 @@ def test_a_stopped_worker_is_woken_to_end(run):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_is_passed_on(run, number):
+def test_a_signal_is_passed_on(run, tmp_path, number):
     before = signal.getsignal(number)
-    threading.Timer(0.5, os.kill, (os.getpid(), number)).start()
+
+    def send():
+        while len(list(tmp_path.glob("ready-*"))) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=send).start()
     name = number.name.removeprefix("SIG")
-    found = run(f"trap 'exit 9' {name}; while :; do sleep 0.05; done")
+    found = run(f"trap 'exit 9' {name}; : > {tmp_path}/ready-$RANK; while :; do sleep 0.05; done")
     assert found.received == number
     assert [worker.told for worker in found.workers] == [number] * 2
     if number != signal.SIGINT:  # which a worker has yet to let through

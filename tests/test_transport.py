@@ -4,6 +4,7 @@ import datetime
 import os
 import signal
 import socket
+import threading
 import time
 import traceback
 from unittest import mock
@@ -150,7 +151,7 @@ def finds_a_worker_that_dies_with_messages_on_their_way(transport):
     start_s = time.monotonic()
     with pytest.raises(LostWorkerError, match=r"^it: worker 2 is gone \(.*\)$"):
         exchange()
-    assert time.monotonic() - start_s < 5
+    assert time.monotonic() - start_s < 20  # not after the timeout
 
 
 def hears_of_a_loss_from_others(transport):
@@ -158,21 +159,25 @@ def hears_of_a_loss_from_others(transport):
     if transport.rank == 2:
         if os.fork():
             os._exit(0)
-        time.sleep(8)
+        time.sleep(20)
         os._exit(0)
     start_s = time.monotonic()
     source = 2 if transport.rank == 0 else 0
     with pytest.raises(LostWorkerError, match=r"^it: worker 2 is gone \(.*\)$"):
         transport.post({}, {source: [torch.zeros(1)]}, "it").wait()
-    assert time.monotonic() - start_s < 5
+    assert time.monotonic() - start_s < 15  # while that child lives
 
 
 def names_a_worker_that_is_silent(transport):
+    is_over = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: is_over.set())
+    pids = gather_objects(transport, os.getpid(), "pids")
     if transport.rank == 0:
         with pytest.raises(LostWorkerError, match=rf"^it: worker 1 did not answer for {TIMEOUT_S} s \(.*\)$"):
             transport.post({}, {1: [torch.zeros(1)]}, "it").wait()
+        os.kill(pids[1], signal.SIGTERM)
     else:
-        time.sleep(TIMEOUT_S + 1)
+        assert is_over.wait(30 * TIMEOUT_S)
 
 
 def goes_on_after_both_were_stopped(transport):
@@ -231,10 +236,10 @@ JOBS = [
         TIMEOUT_S,
         [
             goes_on_waiting_after_an_interrupt,
-            goes_on_after_both_were_stopped,
             names_a_worker_that_is_silent,
         ],
     ),
+    ([0, 1], TIMEOUT_S, [goes_on_after_both_were_stopped]),
 ]
 """The workers, the timeout, and what they do; in the last check of three workers, worker 2 is lost."""
 

@@ -22,7 +22,9 @@ LONGER = (*SHORT, "--steps", STEPS)
 @pytest.fixture(scope="module")
 def last(nursery, tmp_path_factory):
     """The digest of the run that nothing interrupts."""
-    return nursery.whole_run(tmp_path_factory.mktemp("last"), "hanging", "--steps", STEPS)[STEPS]
+    return nursery.whole_run(
+        tmp_path_factory.mktemp("last"), "hanging", "--steps", STEPS, "--checkpoint-every", STEPS
+    )[STEPS]
 
 
 def test_agents_leave_and_join_and_the_run_ends_with_the_same_bits(nursery, last, tmp_path):

@@ -71,7 +71,7 @@ def test_every_kill_ends_all_others_with_one_line_that_names_the_victim(nursery,
         begin_s = time.monotonic()
         expected = [-signal.SIGKILL if worker == victim else 1 for worker in range(num_workers)]
         assert workers.wait() == expected
-        assert time.monotonic() - begin_s < 5
+        assert time.monotonic() - begin_s < 20  # not after the timeout
         for worker in set(range(num_workers)) - {victim}:
             line = rf"samestep: error: step \d+, \w+: worker {victim} is gone \(.*\)\n"
             assert re.fullmatch(line, workers.stderr(worker)), workers.stderr(worker)
