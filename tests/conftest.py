@@ -23,8 +23,7 @@ def pytest_collection_modifyitems(items):
 def forkserver():
     """Starts processes that have nothing of this one, without each importing all anew."""
     context = multiprocessing.get_context("forkserver")
-    modules = ("tests.test_loader", "tests.test_loader_processes", "tests.test_transport", "torch._dynamo")
-    context.set_forkserver_preload(list(modules))
+    context.set_forkserver_preload(["tests.preloaded"])
     return context
 
 
