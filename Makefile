@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-# Two processes, each with files of tests of its own; those with jobs of several workers come first.
-PYTEST := $(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# Three processes, each with files of tests of its own, as tests of lost workers wait more than they compute;
+# files with jobs of several workers come first.
+PYTEST := $(BIN)/python -m pytest -q --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: install train test test-all slow chaos schedules check docs bench clean
 
