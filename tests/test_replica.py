@@ -355,7 +355,7 @@ def test_placements_that_do_not_fit():
     towers = Towers(make(), NUM_TOWERS)
     with pytest.raises(ConfigError, match="placement has 8 towers on 1 workers: expected 7 on 1"):
         towers.placement = Placement.even(8, 1)
-    with pytest.raises(ConfigError, match=r"placement = \(0, 7\): expected a samestep.Placement, such as"):
+    with pytest.raises(ConfigError, match=r"placement = \(0, 7\): expected 'even', 'auto', or a samestep"):
         towers.placement = (0, 7)
     next(towers(batch_of(0)))
     with pytest.raises(UsageError, match="cannot set placement in step 0: call average"):
