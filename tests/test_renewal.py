@@ -72,7 +72,7 @@ def run(seed, run_dir):
     """Train under what a seed brings; return the world and how each worker ended."""
     chance = random.Random(seed)
     world_size = chance.randrange(1, 5)
-    arrivals = [chance.randrange(2_000) for _ in range(chance.randrange(3))]
+    arrivals = [chance.randrange(2_000) for _ in range(chance.randrange(min(3, TOWERS - world_size + 1)))]
     victims = chance.sample(range(world_size + len(arrivals)), chance.randrange(world_size + 1))
     killed = {victim: chance.randrange(1, 160) for victim in victims}
     town = Town(world_size, seed, Faults(killed=killed), arrivals=arrivals)

@@ -17,7 +17,7 @@ from samestep.app.evaluation import line_of
 from samestep.app.hooks import Hooks
 from samestep.app.interruption import Interruption, StopFlags
 from samestep.app.lock import RunLock
-from samestep.app.resume import hand_over_state, put_back, small_states, write_checkpoint
+from samestep.app.resume import put_back, send_state, small_states, take_state, write_checkpoint
 from samestep.app.run_folder import tidy
 from samestep.app.writer import CheckpointWriter
 from samestep.errors import DataError, LostWorkerError
@@ -39,7 +39,7 @@ class _Place:
         num_done: how many of the things that follow a step are done.
         report: of the newest step.
         metrics: of the evaluation after it.
-        was_first: whether it was worker 0.
+        leads: whether it has had worker 0's duties.
         elapsed_s: how long the run has lasted.
     """
 
@@ -47,7 +47,7 @@ class _Place:
     num_done: int
     report: Report | None
     metrics: Mapping[str, float] | None
-    was_first: bool
+    leads: bool
     elapsed_s: float
 
     @property
@@ -89,6 +89,8 @@ class Loop:
         self._batches: Iterator[Any] | None = None
         self._before: dict[str, Any] | None = None  # small states from before the step that has begun
         self._report: Report | None = None
+        self._has_state = not self._job.is_newcomer
+        self._leads = self._job.is_first
         self._shown = (-1, 0)  # the newest step that hooks know, and whether they know its evaluation
         self._rest = (self._evaluate, self._write, self._finish_writing, self._evaluate_at_end)
         # Nothing follows a step of an earlier run, but what follows the last one.
@@ -202,7 +204,6 @@ class Loop:
 
     def _regroup(self, why: str) -> None:
         """Go on with the workers that are left, and newcomers."""
-        was_first = self._job.is_first
         if self._before is not None:
             put_back(self._trainer, self._before)
             self._before = None
@@ -212,42 +213,47 @@ class Loop:
             workers = f"{self._job.world_size} worker{'s' * (self._job.world_size > 1)}"
             sys.stderr.write(f"samestep: {why}; going on with {workers} after step {self._step}\n")
             self._lock.take_over()
-            if not was_first:
+            if not self._leads:
                 tidy(self._lock.checkpoints)
-            self._hooks.take_over(why, was_first=was_first)
+            self._hooks.take_over(why, was_first=self._leads)
+        self._leads = self._job.is_first
 
     def _meet_again(self) -> None:
-        renewable, is_done = self._job.renewable, False
+        renewable, have_met = self._job.renewable, False
         assert renewable is not None
-        place = self._place
-        while not is_done:
+        while not have_met:
             renewable.regroup()
             try:
-                self._catch_up(place)
-                is_done = True
+                self._catch_up()
+                have_met = True
             except LostWorkerError:  # another one, meanwhile
                 continue
 
     @property
     def _place(self) -> _Place:
+        step = self._step if self._has_state else -1
         elapsed_s = self._interruption.elapsed_s
-        if self._job.is_newcomer:
-            return _Place(-1, 0, None, None, was_first=False, elapsed_s=elapsed_s)
-        is_first = self._job.is_first
-        return _Place(self._step, self._num_done, self._report, self.metrics, is_first, elapsed_s)
+        return _Place(step, self._num_done, self._report, self.metrics, self._leads, elapsed_s)
 
-    def _catch_up(self, own: _Place) -> None:
-        """Agree with the others on how far all are, and take the state of one that is further than this."""
+    def _catch_up(self) -> None:
+        """Agree with the others on how far all are; take the state of one that is further than this one."""
+        trainer, own = self._trainer, self._place
         places = gather_objects(self._job.transport, own, "how far the workers are")
         ahead = max(places, key=lambda place: place.order)
         behind = [worker for worker, place in enumerate(places) if place.order < ahead.order]
-        self._report, self.metrics, self._num_done = ahead.report, ahead.metrics, ahead.num_done
+        trainer.step.towers._leave_behind()
+        snapshot = send_state(trainer, places.index(ahead), behind) if behind else None
+        # What a worker has begun to take over, it takes over whole: nothing waits until it has.
         self.flags = StopFlags(0 if ahead.report is None else ahead.report.flags) & ~StopFlags.REGROUP
         self._interruption.start_earlier(max(place.elapsed_s for place in places))
-        self._trainer.step.towers._regroup(ahead.step, lambda: self._show(own, ahead))
-        if behind:
-            hand_over_state(self._trainer, places.index(ahead), behind)
-        if self._num_done == self._rest.index(self._finish_writing) and not places[0].was_first:
+        if snapshot is not None:
+            trainer.step.towers._step = ahead.step
+            self._show(own, ahead)
+            take_state(trainer, snapshot)
+        self._report, self.metrics, self._num_done = ahead.report, ahead.metrics, ahead.num_done
+        self._has_state = True
+        trainer.step.towers._agree_again()
+        if self._num_done == self._rest.index(self._finish_writing) and not places[0].leads:
             self._num_done -= 1  # the last checkpoint may have been lost with its writer
 
     def _show(self, own: _Place, ahead: _Place) -> None:

@@ -17,7 +17,7 @@ from samestep.app.tensorboard import FOLDER
 from samestep.app.wandb import ID_FILE
 from samestep.app.writer import CheckpointWriter
 from samestep.checkpoint.objects import TrainingObjects
-from samestep.checkpoint.snapshot import restore, take_snapshot
+from samestep.checkpoint.snapshot import Snapshot, restore, take_snapshot
 from samestep.errors import ConfigError, shown
 from samestep.identity import Fingerprint, changes, fingerprint
 from samestep.workers.agreement import from_first_worker, hand_over
@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_fresh",
-    "hand_over_state",
     "open_run",
     "put_back",
     "resume",
+    "send_state",
     "small_states",
+    "take_state",
     "write_checkpoint",
 ]
 
@@ -80,13 +81,21 @@ def write_checkpoint(trainer: Trainer, writer: CheckpointWriter) -> None:
     writer.write(trainer.step.towers.step, lambda: take_snapshot(_objects(trainer, _noted(trainer))))
 
 
-def hand_over_state(trainer: Trainer, source: int, targets: Sequence[int]) -> None:
-    """Give some workers the state of another one, in memory; all must call this, between two steps."""
+def send_state(trainer: Trainer, source: int, targets: Sequence[int]) -> Snapshot | None:
+    """Send one worker's state to some others, in memory, between two steps; all must call this.
+
+    Returns:
+        The snapshot, on those for whom it is; see `take_state`.
+    """
     job = trainer.job
     snapshot = take_snapshot(_objects(trainer)) if job.rank == source else None
     snapshot = hand_over(snapshot, job, source, targets, f"the state of worker {source}")
-    if snapshot is not None and job.rank in targets:
-        restore(snapshot, _objects(trainer), Path(f"the state of worker {source}"))
+    return snapshot if job.rank in targets else None
+
+
+def take_state(trainer: Trainer, snapshot: Snapshot) -> None:
+    """Take over the state of another worker."""
+    restore(snapshot, _objects(trainer), Path("the state of another worker"))
 
 
 def small_states(trainer: Trainer) -> dict[str, Any]:

@@ -167,23 +167,17 @@ class Towers:
         if differences and self.job.is_first:
             warnings.warn(f"{differences[0]}: the bits may depend on which of them computes", stacklevel=3)
 
-    def _regroup(self, step: int, change: Callable[[], None]) -> None:
-        """Leave the step that has begun, and agree with the workers that the job has now.
-
-        All must call this after `Renewable.regroup`, and those that had not taken as many steps as the
-        others must then load the state of one that had.
-
-        Args:
-            step: steps that the most advanced worker has taken.
-            change: makes the changes to the model that the others have made since.
-        """
+    def _leave_behind(self) -> None:
+        """Leave the step that has begun, of which others hear by themselves: a worker was lost in it."""
         run, self._run, self._opening = self._run, None, None
         if run is not None:
             run.drop()
+
+    def _agree_again(self) -> None:
+        """Agree with the workers that the job has now, all of which are at the same step."""
         if self._pace is not None:
             self._pace.clear()
-        self._step, self._pass_ns = step, 0
-        change()
+        self._pass_ns = 0
         versions = gather_objects(self.job.transport, self._replica.version, "towers")
         self._agree(self._placement.num_towers, lambda: self._replica.forget_plans(max(versions)))
 
