@@ -35,6 +35,7 @@ class Town(World):
         self.workers = [Citizen(number, self) for number in range(world_size + len(arrivals))]
         self.lists: list[tuple[int, ...]] = [tuple(range(world_size))]  # of members; the last may be empty
         self.was_early = False
+        self.is_done = False  # whether one has done all there is to do
         self.generations: dict[int, int] = {}  # of messages, by their id
         self._planned: list[tuple[int, Callable[[], None]]] = []
         for worker in self.workers[:world_size]:
@@ -75,17 +76,24 @@ class Town(World):
 
     def see_end(self, number: int, *, is_killed: bool) -> None:
         """Do what `Replacement` does when a worker has ended."""
-        left = [each for each in self.lists[-1] if each not in self.gone]
-        trained = [self.workers[each] for each in left if not self.workers[each].is_newcomer]
         if self.is_closed:
             return
-        if not trained or not (is_killed and all(worker.goes_on for worker in trained)):
+        left = [each for each in self.lists[-1] if each not in self.gone]
+        trained = [each for each in left if not self.workers[each].is_newcomer]
+        self.is_done |= self.workers[number].outcome.error is None
+        if self.is_done:
+            left = trained  # newcomers are sent away
+        if (
+            not trained
+            or not all(self.workers[each].goes_on for each in trained)
+            or not (is_killed or self.is_done)
+        ):
             self.lists.append(())
-        elif number in self.lists[-1]:
+        elif len(left) < len(self.lists[-1]):
             self.lists.append(tuple(left))
 
     def let_in(self, number: int) -> None:
-        if not self.is_closed and number not in self.gone:
+        if not self.is_closed and not self.is_done and number not in self.gone:
             self.lists.append((*self.lists[-1], number))
 
 
@@ -161,14 +169,18 @@ class Citizen(Worker):
                     queue.clear()
         if before < 0:
             world.plan(lambda: world.let_in(self.number))
-        self.wait_until(lambda: world.is_closed or self.all_have_come(before), 10**9)
+        self.wait_until(lambda: self.is_in_vain or self.all_have_come(before), 10**9)
         self.waits = False
-        if world.is_closed:
+        if self.is_in_vain:
             raise LostWorkerError("the workers meet again: the job ends")
         self.generation, self.loss = len(world.lists) - 1, None
         for (_, target), queue in world.sent.items():  # of a generation that it has never seen
             while target == self.number and queue and world.generations[id(queue[0])] < self.generation:
                 queue.popleft()
+
+    @property
+    def is_in_vain(self) -> bool:
+        return self.world.is_closed or (self.is_newcomer and self.world.is_done)
 
     def all_have_come(self, before: int) -> bool:
         """Say whether all members of a newer generation are there."""

@@ -57,14 +57,14 @@ class Replacement:
         newcomers = self._newcomers()
         trained = [worker for worker in present if worker not in newcomers]
         running = [worker for worker in trained if worker.status is None]
-        lost = [worker for worker in trained if (worker.status or 0) < 0]
-        if any(worker.status == 0 for worker in trained):  # all have done their part
+        is_done = any(worker.status == 0 for worker in trained)  # the job, for those who have ended so
+        if is_done:
             self._send_away()
-            for worker in lost:
-                worker.is_left_behind = True
-        elif running and self._roster.go_on(worker.number for worker in running):
+        if is_done or (running and self._roster.go_on(worker.number for worker in running)):
             self._kill_silent(running)
+            lost = [worker for worker in trained if (worker.status or 0) < 0]
             self._leave_behind([*lost, *(worker for worker in newcomers if worker.status is not None)])
+        if running and not is_done:
             self._fill_seats()
             self._let_in()
 
@@ -88,11 +88,13 @@ class Replacement:
                     os.killpg(worker.process.pid, signal.SIGKILL)
 
     def _leave_behind(self, lost: Sequence[WorkerProcess]) -> None:
+        """Begin a generation without these, and without those who have done their part."""
         for worker in lost:
             worker.is_left_behind = True
             self._free(worker.seat)
-        left = [number for number in self._roster.members if not self._workers[number].is_left_behind]
-        if len(left) < len(self._roster.members):
+        members = [self._workers[number] for number in self._roster.members]
+        left = [w.number for w in members if w.status is None and not w.is_left_behind]
+        if left and len(left) < len(members):
             self._roster.become(left)
 
     def _free(self, seat: int) -> None:
