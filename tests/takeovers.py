@@ -1,11 +1,20 @@
-"""A real `Trainer` on simulated workers that are killed, and newcomers, at any message."""
+"""A real `Trainer` on simulated workers that are killed, and newcomers, at any message.
 
+python -m tests.takeovers --count 3000    try many seeds, and print what happened
+"""
+
+import argparse
 import io
 import random
-import shutil
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
-import pytest
 import torch
 from torch import nn
 
@@ -80,10 +89,10 @@ def run(seed, run_dir):
         return town, town.run(lambda job: train(job, run_dir))
 
 
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory):
+def undisturbed(run_dir):
+    """Return the digest of the run to which nothing happens."""
     with redirect_stdout(io.StringIO()):
-        return train(samestep.Job(torch.device("cpu")), tmp_path_factory.mktemp("alone"))
+        return train(samestep.Job(torch.device("cpu")), run_dir)
 
 
 def judge(town, outcomes, expected, run_dir):
@@ -107,12 +116,43 @@ def judge(town, outcomes, expected, run_dir):
     return None
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(30), *(pytest.param(n, marks=pytest.mark.slow) for n in range(30, 3000))]
-)
-def test_whoever_is_killed_and_whoever_comes_the_bits_are_the_same(seeds, expected, tmp_path):
-    for seed in seeds:
-        run_dir = tmp_path / str(seed)
+def try_one(seed, expected):
+    """Return what happened under a seed, and what is wrong with it."""
+    with TemporaryDirectory() as folder:
+        run_dir = Path(folder)
         town, outcomes = run(seed, run_dir)
-        assert judge(town, outcomes, expected, run_dir) is None, seed
-        shutil.rmtree(run_dir, ignore_errors=True)
+        problem = judge(town, outcomes, expected, run_dir)
+    kinds = Counter(kind for _, kind, _, _ in town.events)
+    seen = Counter({"schedules": 1, "workers killed": kinds["killed"], "generations": len(town.lists)})
+    seen["runs that ended before all could go on"] = int(town.was_early)
+    seen["newcomers that trained"] = sum(w.goes_on for w in town.workers[len(town.lists[0]) :])
+    seen["workers with the digest of the undisturbed run"] = sum(o.value == expected for o in outcomes)
+    return seen, problem
+
+
+def main():
+    """Try many, and print what happened in them."""
+    options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    options.add_argument("--count", type=int, default=300)
+    options.add_argument("--seed", type=int, default=0, help="the first one")
+    options.add_argument("--processes", type=int, default=1)
+    chosen = options.parse_args()
+    torch.set_num_threads(1)
+    begin_s, seen, failed = time.monotonic(), Counter(), []
+    with TemporaryDirectory() as folder:
+        expected = undisturbed(Path(folder))
+    seeds = range(chosen.seed, chosen.seed + chosen.count)
+    with ProcessPoolExecutor(chosen.processes, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        tried = pool.map(partial(try_one, expected=expected), seeds, chunksize=10)
+        for seed, (found, problem) in zip(seeds, tried, strict=True):
+            seen += found
+            failed += [f"seed {seed}: {problem}"] if problem else []
+    print(f"{chosen.count:,} schedules from seed {chosen.seed} on, in {time.monotonic() - begin_s:.0f} s")
+    for name, number in seen.items():
+        print(f"{number:11,}  {name}")
+    print(f"{len(failed):11,}  failed", *failed[:20], sep="\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
