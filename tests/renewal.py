@@ -157,6 +157,12 @@ class Citizen(Worker):
     def can_go_on(self) -> None:
         self.goes_on = True
 
+    def finish(self) -> None:
+        pass
+
+    def has_finished(self) -> bool:
+        return False
+
     def regroup(self) -> None:
         world, before = self.world, self.generation
         if self.is_outside():

@@ -122,6 +122,8 @@ class Loop:
                 if self._job.renewable is None:
                     raise
                 self._regroup(str(error))
+        if self._job.renewable is not None:
+            self._job.renewable.finish()
 
     def _go_on(self) -> None:
         if self._num_done < len(self._rest):

@@ -60,10 +60,12 @@ class Replacement:
         is_done = any(worker.status == 0 for worker in trained)  # the job, for those who have ended so
         if is_done:
             self._send_away()
-        if is_done or (running and self._roster.go_on(worker.number for worker in running)):
-            self._kill_silent(running)
-            lost = [worker for worker in trained if (worker.status or 0) < 0]
-            self._leave_behind([*lost, *(worker for worker in newcomers if worker.status is not None)])
+        if not (running or is_done) or not self._roster.go_on(worker.number for worker in trained):
+            return
+        self._kill_silent(running)
+        killed = [worker for worker in trained if (worker.status or 0) < 0]
+        lost = [worker for worker in killed if not self._roster.is_done(worker.number)]
+        self._leave_behind([*lost, *(worker for worker in newcomers if worker.status is not None)])
         if running and not is_done:
             self._fill_seats()
             self._let_in()

@@ -76,7 +76,7 @@ class Job:
         try:
             self.barrier("end")
         except LostWorkerError:
-            if self.renewable is None:  # else others have taken over, or have done, what that one had to do
+            if self.renewable is None or not self.renewable.has_finished():
                 raise
         self.transport.close()
 

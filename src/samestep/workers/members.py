@@ -19,7 +19,7 @@ from samestep.workers.waiter import Patience
 
 __all__ = ["Generation", "Members", "Roster"]
 
-_LIST, _HERE, _READY, _GOES_ON, _SILENT = "list", "here", "ready", "goes on", "silent"
+_LIST, _HERE, _READY, _GOES_ON, _SILENT, _DONE = "list", "here", "ready", "goes on", "silent", "done"
 _POLL_S = 0.002
 _LOOK_S = 0.25
 
@@ -77,6 +77,10 @@ class Members:
     def can_go_on(self) -> None:
         """Let the launcher know that this worker goes on when another one is lost."""
         self._store.set(f"{_GOES_ON}/{self.own}", "")
+
+    def finish(self) -> None:
+        """Let the launcher know that what others may take over is done."""
+        self._store.set(f"{_DONE}/{self.own}", "")
 
     def is_ready(self) -> None:
         """Let the launcher know that this worker, a newcomer, has all that it can have by itself."""
@@ -145,6 +149,10 @@ class Roster:
     def go_on(self, numbers: Iterable[int]) -> bool:
         """Say whether all of these go on when another one is lost."""
         return self._all(_GOES_ON, numbers)
+
+    def is_done(self, number: int) -> bool:
+        """Say whether one has done all that others may take over."""
+        return self._all(_DONE, [number])
 
     def ready(self, numbers: Iterable[int]) -> list[int]:
         """Return those newcomers that have all that they can have by themselves."""

@@ -79,6 +79,7 @@ class Generations:
         self._device = device
         self._timeout_s = timeout_s
         self._group: Transport = Alone()
+        self._has_finished = False
         store = _in_thread(partial(_reach, timeout_s), where)
         self._members = Members(store, int(os.environ[NUMBER]))
         if self._members.are_known:
@@ -117,6 +118,15 @@ class Generations:
     def can_go_on(self) -> None:
         """Let others be lost from now on."""
         self._members.can_go_on()
+
+    def finish(self) -> None:
+        """Say that this worker has done its part."""
+        self._has_finished = True
+        self._members.finish()
+
+    def has_finished(self) -> bool:
+        """Whether it has said so."""
+        return self._has_finished
 
     def regroup(self) -> None:
         """Meet again; see `Renewable`."""

@@ -84,6 +84,12 @@ class Renewable(Transport, Protocol):
     def can_go_on(self) -> None:
         """Let others be lost from now on: this worker will call `regroup` then."""
 
+    def finish(self) -> None:
+        """Say that this worker has done its part: it calls `regroup` no more."""
+
+    def has_finished(self) -> bool:
+        """Whether it has said so."""
+
     def regroup(self) -> None:
         """Meet again, with those that are there now; `rank` and `world_size` may change.
 
