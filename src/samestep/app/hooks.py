@@ -41,6 +41,9 @@ class Hooks:
         self._before = Before({}, [])
         self._lock = lock
         self._loggers: list[Logger] = []
+        self._scalars: dict[int | None, Scalars] = {}
+        self._told: list[Callable[[Logger], None]] = []  # what was measured after the newest such step
+        self._told_step = -1
 
     def __enter__(self) -> Hooks:
         self._start_loggers()
@@ -60,10 +63,12 @@ class Hooks:
             self._log(lambda logger: logger.on_end(self._trainer))
 
     def _start_loggers(self) -> None:
-        if self._trainer.job.is_first:
-            self._loggers = [Display(), JsonLines(self._lock), *self._trainer.loggers]
-        # Those that log at the same steps see the same numbers.
-        self._scalars = {logger.every: Scalars(self._trainer.job.device) for logger in self._loggers}
+        loggers = [Display(), JsonLines(self._lock), *self._trainer.loggers]
+        self._loggers = loggers if self._trainer.job.is_first else []
+        # Those that log at the same steps see the same numbers; so does the worker that may take over.
+        kept = loggers if self._trainer.job.renewable is not None else self._loggers
+        new = {logger.every: Scalars(self._trainer.job.device) for logger in kept}
+        self._scalars = new | self._scalars
         self._log(lambda logger: logger.on_start(self._trainer))
 
     def take_over(self, why: str, *, was_first: bool) -> None:
@@ -72,10 +77,13 @@ class Hooks:
             self._log(lambda logger: logger.on_regroup(self._trainer, why))
         else:
             self._start_loggers()
+            if self._told_step == self._trainer.step.towers.step:
+                for action in self._told:  # which the other one may not have come to
+                    self._log(action)
 
     def before_step(self, batch: Any) -> None:
         """Call what comes before a step on this batch."""
-        if self._loggers:
+        if self._scalars:
             self._before = self._look()
         self._log(lambda logger: logger.before_step(self._trainer, batch))
         for callback in self._trainer.callbacks:
@@ -96,11 +104,11 @@ class Hooks:
         return step % (every or self._trainer.log_every) == 0 or is_last
 
     def _show(self, step: int, every: int | None, found: Mapping[str, float]) -> None:
-        self._log(lambda logger: logger.log(step, found) if logger.every == every else None)
+        self._tell(step, lambda logger: logger.log(step, found) if logger.every == every else None)
 
     def _look(self) -> Before:
         try:
-            return Before.of(self._trainer.step, self._terms)
+            return Before.of(self._trainer.step, self._terms if self._loggers else None)
         except Exception as error:
             self._terms = None
             _say("terms", error)
@@ -115,7 +123,7 @@ class Hooks:
             logger.after_evaluation(self._trainer, metrics)
             logger.log(step, finite)
 
-        self._log(show)
+        self._tell(step, show)
         for callback in self._trainer.callbacks:
             callback.after_evaluation(self._trainer, metrics)
 
@@ -125,6 +133,13 @@ class Hooks:
             self._log(lambda logger, path=path: logger.after_checkpoint(self._trainer, path))  # type: ignore[misc]
             for callback in self._trainer.callbacks:
                 callback.after_checkpoint(self._trainer, path)
+
+    def _tell(self, step: int, action: Callable[[Logger], None]) -> None:
+        """Do something with each logger, and again should this worker take over from worker 0 now."""
+        if step != self._told_step:
+            self._told, self._told_step = [], step
+        self._told.append(action)
+        self._log(action)
 
     def _log(self, action: Callable[[Logger], None]) -> None:
         """Do something with each logger; one that fails is left out from then on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -24,6 +24,7 @@ __all__ = ["FILE", "JsonLines", "read_lines"]
 FILE = "metrics.jsonl"
 """Its name in a run's folder."""
 
+_IN_TRAINING = "step/seconds"
 _MAX_BYTES = 1 << 30
 _MAX_STEP = 1 << 53
 _MAX_TIME_S = 1 << 36  # in a year that a date can have
@@ -39,12 +40,15 @@ class JsonLines(Logger):
 
     def __init__(self, lock: RunLock) -> None:
         self._lock = lock
+        self._kept: set[tuple[int, bool]] = set()  # what was measured, by step, and whether in training
         self._file: BinaryIO | None = None
         self._placement: Placement | None = None
 
     def on_start(self, trainer: Trainer) -> None:
         """Begin the file, or go on with it."""
-        self._file = _rewritten(self._lock.folder, trainer.step.towers.step)
+        kept = _lines_until(self._lock.folder, trainer.step.towers.step)
+        self._file = _written(kept, self._lock.folder)
+        self._kept = {(line["step"], _IN_TRAINING in line) for line in kept if "event" not in line}
         self._start(trainer)
 
     def _start(self, trainer: Trainer) -> None:
@@ -74,7 +78,9 @@ class JsonLines(Logger):
             self._write(report.step + 1, event="placement", towers=[len(own) for own in placement.ranges])
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write a line."""
+        """Write a line, unless an earlier worker 0 has."""
+        if (step, _IN_TRAINING in scalars) in self._kept:
+            return
         own = {"step", "time", "event"} & scalars.keys()  # of a recipe's evaluation
         self._write(
             step, **{f"evaluation/{name}" if name in own else name: scalars[name] for name in scalars}
@@ -116,15 +122,19 @@ def _parse(text: bytes) -> dict[str, Any] | None:
     return line if is_line and isinstance(time_s, float | int) and 0 <= time_s < _MAX_TIME_S else None
 
 
-def _rewritten(folder: Folder, step: int) -> BinaryIO:
-    """Open the file for writing, with those of its lines that are not after a step."""
+def _lines_until(folder: Folder, step: int) -> list[dict[str, Any]]:
+    """Return the lines that are not after a step."""
+    lines = [] if folder.look(FILE) is None else read_lines(folder.path, inside=folder)
+    return [line for line in lines if line["step"] <= step or line.get("event") in ("start", "end")]
+
+
+def _written(lines: Sequence[Mapping[str, Any]], folder: Folder) -> BinaryIO:
+    """Open the file for writing, with these lines."""
     unfinished = f".{FILE}.unfinished"
-    kept = [] if folder.look(FILE) is None else read_lines(folder.path, inside=folder)
     folder.unlink(unfinished)  # of a run that was killed
     file = folder.create(unfinished)
-    for line in kept:
-        if line["step"] <= step or line.get("event") in ("start", "end"):
-            file.write(json.dumps(line).encode() + b"\n")
+    for line in lines:
+        file.write(json.dumps(line).encode() + b"\n")
     file.flush()
     folder.rename(unfinished, FILE)
     return file
