@@ -107,14 +107,15 @@ class Loop:
         return is_stopped or self._step >= self._trainer.steps
 
     def join(self) -> None:
-        """Join those that train already, if this worker is a newcomer."""
-        if self._job.is_newcomer:
-            self._meet_again()
+        """Join those that train already, if this worker is a newcomer; from here on others may be lost."""
+        renewable = self._job.renewable
+        if renewable is not None:
+            if self._job.is_newcomer:
+                self._meet_again()
+            renewable.can_go_on()
 
     def run(self) -> None:
         """Do one thing after the other."""
-        if self._job.renewable is not None:
-            self._job.renewable.can_go_on()
         while not (self._is_last and self._num_done == len(self._rest)):
             try:
                 self._go_on()
@@ -157,8 +158,9 @@ class Loop:
             flags |= StopFlags.CHECKPOINT
         if self._trainer.is_stopping:
             flags |= StopFlags.ENOUGH
-        if self._job.renewable is not None and self._job.is_first and self._job.renewable.is_due():
-            flags |= StopFlags.REGROUP
+        renewable = self._job.renewable
+        if flags.reason is None and self._job.is_first and renewable is not None:
+            flags |= StopFlags.REGROUP if renewable.is_due() else 0
         return flags
 
     def _next_batch(self) -> Any:

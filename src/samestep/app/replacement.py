@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from samestep.app.failures import Failure
 from samestep.app.worker_process import WorkerProcess
 from samestep.workers.waiter import Patience
 
@@ -21,6 +23,9 @@ __all__ = ["Replacement"]
 
 _STOPPED_S = 1.0
 """How long a worker may be stopped, while others run, before it counts as lost."""
+
+_MAX_STATUS = 128
+"""Those above are of workers that a signal has stopped, after their last checkpoint."""
 
 _LONGEST_PAUSE_S = 60
 _LOOK_S = 0.2
@@ -44,6 +49,7 @@ class Replacement:
         self._num_first = len(workers)
         self._due_s: dict[int, float] = {}  # when to fill a seat again
         self._num_lost: Counter[int] = Counter()  # by seat
+        self._filled_s: dict[int, float] = {}  # when, by seat
         self._stopped: dict[int, Patience] = {}  # members that are, by number
         self._looked_s = 0.0
 
@@ -57,35 +63,41 @@ class Replacement:
         newcomers = self._newcomers()
         trained = [worker for worker in present if worker not in newcomers]
         running = [worker for worker in trained if worker.status is None]
-        is_done = any(worker.status == 0 for worker in trained)  # the job, for those who have ended so
-        if is_done:
+        finished = {worker.number for worker in trained if self._roster.is_done(worker.number)}
+        is_over = bool(finished) or any(worker.status == 0 for worker in trained)
+        if is_over:  # a newcomer lacks what the others have done
             self._send_away()
-        if not (running or is_done) or not self._roster.go_on(worker.number for worker in trained):
+        if not (running or is_over) or not self._roster.go_on(worker.number for worker in trained):
             return
-        self._kill_silent(running)
-        killed = [worker for worker in trained if (worker.status or 0) < 0]
-        lost = [worker for worker in killed if not self._roster.is_done(worker.number)]
+        replaceable = [worker for worker in present if worker.number not in finished]
+        if is_over or not all(map(_is_stopped, running)):  # else the whole job is
+            self._kill_silent(replaceable)
+        lost = [worker for worker in replaceable if worker in trained and (worker.status or 0) < 0]
         self._leave_behind([*lost, *(worker for worker in newcomers if worker.status is not None)])
-        if running and not is_done:
+        if not is_over:
             self._fill_seats()
             self._let_in()
 
     def end(self) -> None:
-        """Let nobody come any more, nor wait for one who will not."""
+        """Let nobody come any more, and those who have been told to stop do so with those who are left."""
         self._send_away()
-        if any(self._workers[number].status for number in self._roster.members):
+        members = [self._workers[number] for number in self._roster.members]
+        running = [worker.number for worker in members if worker.status is None]
+        has_failed = any(0 < (worker.status or 0) <= _MAX_STATUS for worker in members)
+        if has_failed or not self._roster.go_on(running):
             self._roster.close()
+        else:
+            self._leave_behind([])
 
-    def _kill_silent(self, running: Sequence[WorkerProcess]) -> None:
-        """Kill those whom others have waited for in vain, and those who alone are stopped."""
+    def _kill_silent(self, replaceable: Sequence[WorkerProcess]) -> None:
+        """Kill those whom others have waited for in vain, and those who are stopped while others run."""
         silent = set(self._roster.silent())
-        are_stopped = {worker.number: _is_stopped(worker) for worker in running}
-        for worker in running:
-            if not are_stopped[worker.number] or all(are_stopped.values()):
+        for worker in replaceable:
+            if worker.status is not None or not _is_stopped(worker):
                 self._stopped.pop(worker.number, None)
             elif self._stopped.setdefault(worker.number, Patience(_STOPPED_S)).is_over():
                 silent.add(worker.number)
-            if worker.number in silent:
+            if worker.number in silent and worker.status is None:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(worker.process.pid, signal.SIGKILL)
 
@@ -94,20 +106,25 @@ class Replacement:
         for worker in lost:
             worker.is_left_behind = True
             self._free(worker.seat)
+            _tell_why(worker)
         members = [self._workers[number] for number in self._roster.members]
         left = [w.number for w in members if w.status is None and not w.is_left_behind]
-        if left and len(left) < len(members):
+        if left and (len(left) < len(members) or self._roster.is_asked_again()):
             self._roster.become(left)
 
     def _free(self, seat: int) -> None:
         """Have a seat filled: at once, and later each time, should whoever sits there never last."""
-        self._due_s[seat] = time.monotonic() + min(2 ** self._num_lost[seat] - 1, _LONGEST_PAUSE_S)
+        now_s = time.monotonic()
+        if now_s - self._filled_s.get(seat, now_s) > _LONGEST_PAUSE_S:
+            self._num_lost[seat] = 0
+        self._due_s[seat] = now_s + min(2 ** self._num_lost[seat] - 1, _LONGEST_PAUSE_S)
         self._num_lost[seat] += 1
 
     def _fill_seats(self) -> None:
         for seat, due_s in list(self._due_s.items()):
             if time.monotonic() >= due_s:
                 del self._due_s[seat]
+                self._filled_s[seat] = time.monotonic()
                 self._start(seat)
 
     def _let_in(self) -> None:
@@ -126,6 +143,14 @@ class Replacement:
         """Return those that do not train yet, whether or not they are in the list."""
         newcomers = [w for w in self._workers if w.number >= self._num_first and not w.is_left_behind]
         return [worker for worker in newcomers if not self._roster.go_on([worker.number])]
+
+
+def _tell_why(worker: WorkerProcess) -> None:
+    """Say why a newcomer could not join, unless it was killed."""
+    if (worker.status or 0) > 0:
+        failure = Failure.read(worker.error_file)
+        sys.stderr.write("" if failure is None else failure.text)
+        sys.stderr.write(f"samestep: a newcomer exited with status {worker.status}; going on without it\n")
 
 
 def _is_stopped(worker: WorkerProcess) -> bool:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 
 from samestep.errors import LostWorkerError
 from samestep.workers.waiter import Patience
@@ -20,6 +20,7 @@ from samestep.workers.waiter import Patience
 __all__ = ["Generation", "Members", "Roster"]
 
 _LIST, _HERE, _READY, _GOES_ON, _SILENT, _DONE = "list", "here", "ready", "goes on", "silent", "done"
+_AGAIN = "again"
 _POLL_S = 0.002
 _LOOK_S = 0.25
 
@@ -72,7 +73,10 @@ class Members:
         if now_s - self._looked_s < _LOOK_S:
             return False
         self._looked_s = now_s
-        return self.newest().number > self.current.number
+        try:
+            return self.newest().number > self.current.number
+        except DistError:  # the launcher is gone, and with it the store: this worker is about to be told so
+            return False
 
     def can_go_on(self) -> None:
         """Let the launcher know that this worker goes on when another one is lost."""
@@ -90,6 +94,10 @@ class Members:
         """Let the launcher know that a worker has been silent for longer than the timeout."""
         if 0 <= rank < len(self.current.members):
             self._store.set(f"{_SILENT}/{self.current.members[rank]}", "")
+
+    def ask_again(self) -> None:
+        """Ask the launcher for another generation: this one could not connect."""
+        self._store.set(f"{_AGAIN}/{self.current.number}", "")
 
     def advance(self, timeout_s: float) -> Store:
         """Wait for the next generation, and until all of it have come; return a store for them alone.
@@ -153,6 +161,10 @@ class Roster:
     def is_done(self, number: int) -> bool:
         """Say whether one has done all that others may take over."""
         return self._all(_DONE, [number])
+
+    def is_asked_again(self) -> bool:
+        """Say whether this generation could not connect."""
+        return self._all(_AGAIN, [self._generation])
 
     def ready(self, numbers: Iterable[int]) -> list[int]:
         """Return those newcomers that have all that they can have by themselves."""

@@ -39,6 +39,9 @@ _POLL_S = 0.01
 _MAKE_S = 30.0
 """How long those who have met need at most to connect."""
 
+_MAKE_AGAIN_S = 1.0
+"""How long they try at first where one of them may just have been lost, which gloo does not see."""
+
 T = TypeVar("T")
 
 
@@ -83,7 +86,7 @@ class Generations:
         store = _in_thread(partial(_reach, timeout_s), where)
         self._members = Members(store, int(os.environ[NUMBER]))
         if self._members.are_known:
-            self._meet(self._next_store(where), where)
+            self._meet(self._next_store(where), where, _MAKE_S)
 
     @property
     def rank(self) -> int:
@@ -134,22 +137,28 @@ class Generations:
         if self.is_outside():
             self._members.is_ready()
         self._leave()
+        make_s = _MAKE_AGAIN_S
         while True:
             store = self._next_store(where)
             try:
-                return self._meet(store, where)
-            except LostWorkerError:  # another one, meanwhile
+                return self._meet(store, where, make_s)
+            except LostWorkerError:  # another one, meanwhile; or they were too slow
                 self._leave()
+                self._members.ask_again()
+                make_s = min(2 * make_s, _MAKE_S)
 
     def _next_store(self, where: str) -> Store:
         return _in_thread(partial(self._members.advance, self._timeout_s), where)
 
-    def _meet(self, store: Store, where: str) -> None:
-        """Become the group of all who have come to the store."""
+    def _meet(self, store: Store, where: str, make_s: float) -> None:
+        """Become the group of all who have come to the store, within this time."""
         rank, world_size = self._members.rank, len(self._members.current.members)
         if world_size > 1:
-            make = partial(_make_group, store, gpu_of(self._device), rank, world_size, self._timeout_s)
-            _in_thread(make, where)
+            make_s = min(make_s, self._timeout_s)
+            store.set_timeout(timedelta(seconds=make_s))
+            gpu = gpu_of(self._device)
+            _in_thread(partial(_make_group, store, gpu, rank, world_size, self._timeout_s, make_s), where)
+            store.set_timeout(timedelta(seconds=self._timeout_s))
             self._group = ProcessGroup(self._device, self._timeout_s)
             _connect(self._group)
 
@@ -198,14 +207,15 @@ def _meet_in_store(gpu: str, timeout_s: float) -> None:
     prefix = (
         _gather(store, name, world_size, timeout_s) if rank == 0 else _follow(store, name, rank, timeout_s)
     )
-    _make_group(PrefixStore(f"samestep/{prefix}", store), gpu, rank, world_size, timeout_s)
+    make_s = min(timeout_s, _MAKE_S)
+    _make_group(PrefixStore(f"samestep/{prefix}", store), gpu, rank, world_size, timeout_s, make_s)
 
 
-def _make_group(store: Store, gpu: str, rank: int, world_size: int, timeout_s: float) -> None:
+def _make_group(store: Store, gpu: str, rank: int, world_size: int, timeout_s: float, make_s: float) -> None:
     """Make torch's process group of those who have all come to a store."""
     backend = _agree_on_backend(store, gpu, rank, world_size)
     # That of NCCL also bounds how long a worker computes; gloo has none then.
-    timeout = timedelta(seconds=timeout_s if "nccl" in backend else min(timeout_s, _MAKE_S))
+    timeout = timedelta(seconds=timeout_s if "nccl" in backend else make_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 

@@ -1,0 +1,103 @@
+"""The launcher's lists of workers, and the workers that follow them: threads on one store."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torch.distributed import DistError, HashStore
+
+from samestep.errors import LostWorkerError
+from samestep.workers import members
+from samestep.workers.members import Members, Roster
+
+
+@pytest.fixture
+def store():
+    return HashStore()
+
+
+def advance(*workers, timeout_s=10.0):
+    """Let workers wait for the next generation at once; return the stores that they meet in."""
+    with ThreadPoolExecutor(len(workers)) as pool:
+        return list(pool.map(lambda worker: worker.advance(timeout_s), workers))
+
+
+def test_all_of_a_list_meet_in_a_store_of_their_own(store):
+    roster = Roster(store, range(2))
+    workers = [Members(store, number) for number in range(3)]
+    assert [worker.are_known for worker in workers] == [True, True, False]
+    first = advance(*workers[:2])
+    roster.become([1, 2])
+    second = advance(*workers[1:])
+    assert [worker.rank for worker in workers[1:]] == [0, 1]
+    assert workers[1].current == workers[2].current == members.Generation(1, (1, 2))
+    first[0].set("name", "before")
+    second[0].set("name", "after")
+    assert [found.get("name") for found in (*first, *second)] == [b"before"] * 2 + [b"after"] * 2
+
+
+def test_who_waits_for_one_that_is_lost_meanwhile_follows_the_next_list(store):
+    roster = Roster(store, range(3))
+    workers = [Members(store, number) for number in range(2)]
+    threading.Timer(0.1, roster.become, ([0, 1],)).start()
+    advance(*workers)
+    assert [worker.current.number for worker in workers] == [1, 1]
+
+
+def test_one_that_does_not_come_is_named(store):
+    Roster(store, range(3))
+    with pytest.raises(LostWorkerError, match=r"^workers 0, 2 did not join within 0.1 s$"):
+        Members(store, 1).advance(0.1)
+
+
+def test_a_newcomer_that_is_never_let_in_is_told_so(store):
+    Roster(store, range(2))
+    with pytest.raises(LostWorkerError, match=r"^the others did not join within 0.1 s$"):
+        Members(store, 2).advance(0.1)
+
+
+def test_nobody_waits_where_the_job_ends(store):
+    roster = Roster(store, range(2))
+    threading.Timer(0.1, roster.close).start()
+    with pytest.raises(LostWorkerError, match=r"^the job ends$"):
+        Members(store, 1).advance(10)
+    roster.close()
+    assert Members(store, 1).newest().number == 1  # once is enough
+
+
+def test_a_newer_list_is_looked_up_now_and_then(store, monkeypatch):
+    roster = Roster(store, [0])
+    worker = Members(store, 0)
+    worker.advance(10)
+    assert not worker.has_newer()
+    roster.become([0, 1])
+    monkeypatch.setattr(members, "_LOOK_S", 60)
+    assert not worker.has_newer()
+    monkeypatch.setattr(members, "_LOOK_S", 0)
+    assert worker.has_newer()
+
+
+def test_a_worker_whose_launcher_is_gone_finds_no_newer_list(store, monkeypatch):
+    def newest(self):
+        raise DistError("Broken pipe")
+
+    monkeypatch.setattr(Members, "newest", newest)
+    assert not Members(store, 0).has_newer()
+
+
+def test_the_launcher_learns_who_goes_on_is_ready_or_silent_or_could_not_connect(store):
+    roster = Roster(store, range(2))
+    workers = [Members(store, number) for number in range(3)]
+    advance(*workers[:2])
+    workers[0].can_go_on()
+    assert [roster.go_on([0]), roster.go_on([0, 1]), roster.go_on([])] == [True, False, True]
+    workers[2].is_ready()
+    assert roster.ready([2, 3]) == [2]
+    workers[1].accuse(0)
+    workers[1].accuse(-1)  # of a group that was not made
+    assert roster.silent() == [0]
+    assert not roster.is_asked_again()
+    workers[0].ask_again()
+    assert roster.is_asked_again()
+    roster.become([0, 1])
+    assert not roster.is_asked_again()

@@ -1,0 +1,272 @@
+"""Which workers the launcher leaves behind, and whom it starts in their place: shells as workers."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from dataclasses import asdict
+
+import pytest
+from torch.distributed import HashStore
+
+from samestep.app import replacement
+from samestep.app.failures import Failure
+from samestep.app.replacement import Replacement
+from samestep.app.worker_process import WorkerProcess
+from samestep.errors import LockedError
+from samestep.workers.members import Members, Roster
+
+
+class Launcher:
+    """Has workers that sleep; the tests do what they and the supervisor would do."""
+
+    def __init__(self, folder, num_workers):
+        self.folder, self.workers, self.store = folder, [], HashStore()
+        for seat in range(num_workers):
+            self.start(seat)
+        self.roster = Roster(self.store, range(num_workers))
+        self.replacement = Replacement(self.roster, self.workers, self.start)
+
+    def start(self, seat):
+        number = len(self.workers)
+        process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        self.workers.append(WorkerProcess(number, seat, process, self.folder / f"{number}.json"))
+
+    def go_on(self, *numbers):
+        for number in numbers:
+            Members(self.store, number).can_go_on()
+
+    def end_with(self, number, status):
+        """Let a worker end: by a signal, −n, or as if with an exit status."""
+        process = self.workers[number].process
+        process.send_signal(-status if status < 0 else signal.SIGKILL)
+        process.wait()
+        process.returncode = status
+
+    def look(self, until=lambda: True):
+        """Do what the supervisor does, once and until something is so."""
+        deadline_s = time.monotonic() + 10
+        while True:
+            for worker in self.workers:
+                worker.look()
+            self.replacement.look()
+            if until():
+                return
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+
+    def left_behind(self):
+        return [worker.number for worker in self.workers if worker.is_left_behind]
+
+
+@pytest.fixture
+def launch(tmp_path, monkeypatch):
+    monkeypatch.setattr(replacement, "_LOOK_S", 0)
+    launched = []
+
+    def start(num_workers):
+        launched.append(Launcher(tmp_path, num_workers))
+        return launched[-1]
+
+    yield start
+    for worker in launched[0].workers:
+        worker.end(signal.SIGKILL)
+        worker.process.wait()
+
+
+def test_one_that_is_killed_is_left_behind_and_another_takes_its_seat(launch):
+    job = launch(3)
+    job.go_on(0, 1, 2)
+    job.end_with(0, -signal.SIGKILL)
+    job.look()
+    assert (job.roster.members, job.left_behind()) == ((1, 2), [0])
+    assert [(worker.number, worker.seat) for worker in job.workers[3:]] == [(3, 0)]
+    Members(job.store, 3).is_ready()
+    job.look()
+    assert job.roster.members == (1, 2, 3)
+    job.go_on(3)
+    job.end_with(1, -signal.SIGKILL)
+    job.end_with(2, -signal.SIGSEGV)
+    job.look()
+    assert (job.roster.members, job.left_behind()) == ((3,), [0, 1, 2])
+    assert [worker.seat for worker in job.workers[4:]] == [1, 2]
+
+
+def test_nobody_is_left_behind_before_all_others_can_go_on(launch):
+    job = launch(3)
+    job.go_on(0, 1)
+    job.end_with(1, -signal.SIGKILL)
+    job.look()
+    assert (job.roster.members, job.left_behind(), len(job.workers)) == ((0, 1, 2), [], 3)
+
+
+def test_the_last_one_is_not_left_behind(launch):
+    job = launch(2)
+    job.go_on(0, 1)
+    job.end_with(0, -signal.SIGKILL)
+    job.end_with(1, -signal.SIGKILL)
+    job.look()
+    assert job.left_behind() == []
+
+
+def test_one_that_fails_is_not_left_behind(launch):
+    job = launch(2)
+    job.go_on(0, 1)
+    job.end_with(0, 1)
+    job.look()
+    assert job.left_behind() == []
+
+
+def test_whoever_never_lasts_comes_back_later_each_time(launch, monkeypatch):
+    job = launch(2)
+    job.go_on(0, 1)
+    monkeypatch.setattr(replacement.time, "monotonic", lambda: clock_s)
+    clock_s, started = 0.0, []
+    job.end_with(1, -signal.SIGKILL)
+    while clock_s < 200 and len(started) < 9:
+        job.replacement.look()
+        if not job.workers[-1].is_left_behind:
+            started.append(clock_s)
+            job.end_with(len(job.workers) - 1, -signal.SIGKILL)
+        else:
+            clock_s += 1
+    assert started == [0, 1, 4, 11, 26, 57, 117, 177]
+
+
+def test_one_that_has_lasted_is_replaced_at_once(launch, monkeypatch):
+    job = launch(2)
+    job.go_on(0, 1)
+    monkeypatch.setattr(replacement.time, "monotonic", lambda: clock_s)
+    clock_s = 0.0
+    for number in (1, 2):
+        job.end_with(number, -signal.SIGKILL)
+        job.replacement.look()
+        clock_s += 61
+        assert len(job.workers) == number + 2
+        job.go_on(number + 1)
+
+
+def test_why_a_newcomer_failed_is_said_once(launch, capsys):
+    job = launch(2)
+    job.go_on(0, 1)
+    job.end_with(1, -signal.SIGKILL)
+    job.look()
+    failure = asdict(Failure.of(LockedError("runs: somebody trains there")))
+    job.workers[2].error_file.write_text(json.dumps({"samestep": failure}))
+    job.end_with(2, 2)
+    job.look()
+    job.look()
+    assert capsys.readouterr().err.splitlines() == [
+        "samestep: error: runs: somebody trains there",
+        "samestep: a newcomer exited with status 2; going on without it",
+    ]
+    assert job.left_behind() == [1, 2]
+
+
+@pytest.mark.parametrize("is_newcomer", [False, True])
+def test_one_that_is_stopped_while_others_run_is_killed(launch, monkeypatch, is_newcomer):
+    monkeypatch.setattr(replacement, "_STOPPED_S", 0.2)
+    job = launch(3)
+    job.go_on(0, 1, 2)
+    victim = 1
+    if is_newcomer:
+        job.end_with(1, -signal.SIGKILL)
+        job.look()
+        victim = 3
+    os.kill(job.workers[victim].process.pid, signal.SIGSTOP)
+    job.look(until=lambda: job.workers[victim].is_left_behind)
+    assert job.workers[victim].status == -signal.SIGKILL
+    assert job.roster.members == (0, 2)
+
+
+def test_a_job_that_is_stopped_as_a_whole_is_left_alone(launch, monkeypatch):
+    monkeypatch.setattr(replacement, "_STOPPED_S", 0.05)
+    job = launch(2)
+    job.go_on(0, 1)
+    for worker in job.workers:
+        os.kill(worker.process.pid, signal.SIGSTOP)
+    end_s = time.monotonic() + 0.3
+    job.look(until=lambda: time.monotonic() > end_s)
+    assert [worker.status for worker in job.workers] == [None, None]
+
+
+def test_one_for_whom_others_waited_in_vain_is_killed(launch):
+    job = launch(2)
+    job.go_on(0, 1)
+    worker = Members(job.store, 0)
+    worker.current = worker.newest()
+    worker.accuse(1)
+    job.look(until=lambda: job.workers[1].is_left_behind)
+    assert job.roster.members == (0,)
+
+
+def test_those_who_could_not_connect_get_another_list(launch):
+    job = launch(2)
+    job.go_on(0, 1)
+    worker = Members(job.store, 0)
+    worker.current = worker.newest()
+    worker.ask_again()
+    job.look()
+    assert (worker.newest().number, worker.newest().members) == (1, (0, 1))
+    job.look()
+    assert worker.newest().number == 1
+
+
+def test_once_one_has_done_its_part_nobody_comes_and_nobody_waits_for_it(launch):
+    job = launch(4)
+    job.go_on(0, 1, 2, 3)
+    job.end_with(3, -signal.SIGKILL)
+    job.look()
+    newcomer = job.workers[4]
+    Members(job.store, 4).is_ready()
+    job.look()
+    job.end_with(0, -signal.SIGKILL)
+    job.end_with(1, 0)
+    job.look()
+    assert job.roster.members == (2,)  # which has lost worker 0 in what worker 1 has done
+    assert (job.left_behind(), newcomer.told) == ([0, 3, 4], signal.SIGKILL)
+
+
+def test_one_that_is_stopped_when_others_have_done_their_part_is_killed(launch, monkeypatch):
+    monkeypatch.setattr(replacement, "_STOPPED_S", 0.05)
+    job = launch(2)
+    job.go_on(0, 1)
+    os.kill(job.workers[1].process.pid, signal.SIGSTOP)
+    job.end_with(0, 0)
+    job.look(until=lambda: job.workers[1].is_left_behind)
+    assert job.workers[1].status == -signal.SIGKILL
+
+
+def test_nobody_is_let_in_or_replaced_once_one_has_finished(launch):
+    job = launch(3)
+    job.go_on(0, 1, 2)
+    job.end_with(0, -signal.SIGKILL)
+    job.look()
+    Members(job.store, 3).is_ready()
+    Members(job.store, 1).finish()
+    job.look()
+    assert (job.roster.members, job.workers[3].told) == ((1, 2), signal.SIGKILL)
+    job.end_with(1, -signal.SIGKILL)
+    job.look()
+    assert job.left_behind() == [0, 3]  # so the supervisor ends the job
+
+
+def test_those_who_are_told_to_stop_do_so_without_one_that_is_killed(launch):
+    job = launch(3)
+    job.go_on(0, 1, 2)
+    job.end_with(1, -signal.SIGKILL)
+    job.replacement.end()
+    assert (job.roster.members, len(job.workers)) == ((0, 2), 3)
+    job.end_with(0, 128 + signal.SIGTERM)
+    job.replacement.end()
+    assert job.roster.members == (2,)
+
+
+@pytest.mark.parametrize(("go_on", "status"), [((0, 1), 1), ((0,), -signal.SIGKILL)])
+def test_nobody_waits_after_a_failure(launch, go_on, status):
+    job = launch(3)
+    job.go_on(*go_on)
+    job.end_with(2, status)
+    job.replacement.end()
+    assert job.roster.members == ()
