@@ -1,6 +1,7 @@
 """The process behind `nursery.py`: it imports everything, then forks what requests on stdin ask for."""
 
 import contextlib
+import functools
 import gc
 import importlib
 import itertools
@@ -23,6 +24,7 @@ import numpy as np
 
 # What torch imports when the first optimizer is made, what the first summaries need, and torchrun.
 import torch._dynamo
+import torch.distributed as dist
 import torch.distributed.run
 import torch.utils.tensorboard  # noqa: F401
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -142,6 +144,8 @@ def run_program(request: dict[str, Any], number: int) -> None:
     """Be what a user starts. A launcher among them forks its workers, too, ours and torchrun."""
     samestep.app.supervisor.subprocess = Forks
     subprocess_handler.Popen = Fork
+    # In each fork, libuv closes the pipe that it had before, whatever has its numbers since `as_after_exec`.
+    samestep.workers.store.TCPStore = functools.partial(dist.TCPStore, use_libuv=False)
     run_python(request["command"])
 
 

@@ -1,0 +1,264 @@
+"""Workers killed and stopped at random moments of runs that go on without them, and with newcomers.
+
+python -m tests.integration.takeover [--faults N] [--seed SEED] [--keep DIR]
+
+Each run has a launcher, 2 to 4 workers, evaluations and checkpoints every few steps, and some have loader
+processes. It must end with exit status 0 and the weights of the run that nothing disturbs, with the numbers
+of each step once in metrics.jsonl, and leave no process behind. The table says what was tried, and the time
+from a fault to the next step.
+"""
+
+import argparse
+import contextlib
+import os
+import random
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from samestep.app.json_lines import read_lines
+
+from .nursery import SAMESTEP, Nursery, Processes, digests_of
+
+STEPS = 400
+RECIPES: dict[str, tuple[object, ...]] = {"digits": (), "hanging": ("--loader-processes", 1)}
+TRAINING = ("--towers", 7, "--batch-size", 40, "--log-every", 1, "--evaluate-every", 5)
+LONGEST_S = 300
+KINDS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
+USUAL = ("; going on with ", "[c10d] waitForInput", "connectFullMesh failed")
+"""What may be said; torch does the latter two where one is killed in the moment in which workers connect."""
+
+VICTIMS = ("worker 0", "another worker", "a newcomer")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A signal to a worker; `lost_s` is the time from then to the next step, None where there was none."""
+
+    kind: str
+    victim: str
+    time_s: float
+    lost_s: float | None = None
+
+
+@dataclass
+class Run:
+    """A run, and who belongs to it, as far as its messages tell."""
+
+    launcher: Processes
+    num_workers: int
+    folder: Path
+    faults: list[Fault] = field(default_factory=list)
+    problem: str = ""
+    seen: set[int] = field(default_factory=set)
+    struck: set[int] = field(default_factory=set)
+    members: list[int] = field(default_factory=list)
+    num_told: int = -1
+
+    @property
+    def step(self) -> int:
+        """The newest step that it has told of."""
+        return int((re.findall(r": step (\d+),", self.launcher.stdout()) or ["0"])[-1])
+
+    def newcomers(self) -> list[int]:
+        """Find out who the members are, and return those that are to become some."""
+        running = [pid for pid in self.launcher.started_by(0) if state_of(pid) not in "ZX"]
+        self.seen.update(running)
+        running = [pid for pid in running if pid not in self.struck]
+        told = re.findall(r"going on with (\d+) worker", self.launcher.stderr())
+        if len(told) != self.num_told:
+            self.num_told, self.members = len(told), running[: int([self.num_workers, *told][-1])]
+        self.members = [pid for pid in self.members if pid in running]
+        return [pid for pid in running if pid not in self.members]
+
+    def strike(self, chance: random.Random, kind: str) -> None:
+        """Strike a worker or a newcomer, but never the last worker."""
+        newcomers = self.newcomers()
+        victims = self.members if len(self.members) > 1 else []
+        if newcomers and chance.random() < 0.1:  # each costs a pause before the next one
+            victims = newcomers
+        if victims:
+            victim = chance.choice(victims)
+            index = 2 if victim in newcomers else victim != self.members[0]
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim, KINDS[kind])
+                self.struck.add(victim)
+                self.faults.append(Fault(kind, VICTIMS[index], time.time()))
+
+    def end(self) -> None:
+        """Kill what is left: stopped workers do not see that their launcher is gone."""
+        self.launcher.signal(signal.SIGKILL)
+        for pid in self.seen & sessions():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+
+
+def state_of(pid: int) -> str:
+    """Return what a process does, as /proc calls it; X where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    except OSError:
+        return "X"
+
+
+def sessions() -> set[int]:
+    """Return the sessions of all processes that run."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, session = entry.read_text().rpartition(") ")[2].split()[:4]
+            found |= set() if state in "ZX" else {int(session)}
+    return found
+
+
+class Soak:
+    """Runs with faults, one after the other, and what is expected of them."""
+
+    def __init__(self, nursery: Nursery, folder: Path, chance: random.Random, steps: int = STEPS) -> None:
+        self._nursery = nursery
+        self._folder = folder
+        self._chance = chance
+        self._steps = steps
+        self._whole: dict[str, tuple[str, dict[tuple[int, str], float]]] = {}
+
+    def run(self, number: int, kinds: Sequence[str]) -> Run:
+        """Strike with each kind of fault in turn, as long as the run lasts."""
+        recipe, num_workers = self._chance.choice([*RECIPES]), self._chance.choice([2, 3, 3, 4])
+        self.expect(recipe)
+        run = self.start(recipe, num_workers, f"{number}-{recipe}-{num_workers}")
+        try:
+            self._disturb(run, kinds)
+            self.judge(run, recipe)
+        except AssertionError as error:
+            run.problem = f"{run.folder.name}: {error}\n{run.launcher.stderr()[-2000:]}"
+        finally:
+            run.end()
+        run.faults[:] = timed(run.faults, run.folder / "run")
+        return run
+
+    def start(self, recipe: str, num_workers: int, name: str) -> Run:
+        """Start a run."""
+        folder = self._folder / name
+        words = (*SAMESTEP, "train", recipe, *TRAINING, *RECIPES[recipe], "--steps", self._steps)
+        own = ("--run-dir", folder / "run", "--checkpoint-every", 20, "--workers", num_workers)
+        return Run(self._nursery.start_program((*words, *own), folder), num_workers, folder)
+
+    def expect(self, recipe: str) -> None:
+        """Find out how the run of a recipe ends that nothing disturbs."""
+        if recipe not in self._whole:
+            run = self.start(recipe, 1, f"whole-{recipe}")
+            assert run.launcher.wait(LONGEST_S) == [0], run.launcher.output()
+            self._whole[recipe] = self._outcome(run.folder / "run")
+
+    def _outcome(self, run_dir: Path) -> tuple[str, dict[tuple[int, str], float]]:
+        """Return the digest of the last weights, and what was measured."""
+        return digests_of(run_dir)[self._steps], dict(measured(run_dir))
+
+    def _disturb(self, run: Run, kinds: Sequence[str]) -> None:
+        deadline_s, pending = time.monotonic() + LONGEST_S, list(kinds)
+        while not run.launcher.ended():
+            if time.monotonic() > deadline_s:
+                run.launcher.signal(signal.SIGKILL)
+                raise AssertionError("it hangs")
+            with contextlib.suppress(FileNotFoundError):  # it ends just now
+                if pending and 0 < run.step < self._steps:
+                    run.newcomers()
+                    time.sleep(self._chance.choice([0.01, 0.3, 1, 3]) * self._chance.random())
+                    num_before = len(run.faults)
+                    run.strike(self._chance, pending[0])
+                    del pending[: len(run.faults) - num_before]
+                elif run.step:
+                    run.newcomers()
+            time.sleep(0.01)
+
+    def judge(self, run: Run, recipe: str) -> None:
+        """Raise an `AssertionError` unless a run ends as it should."""
+        statuses = run.launcher.wait(LONGEST_S)
+        assert statuses == [0], f"{statuses}"
+        deadline_s = time.monotonic() + 5
+        while left := run.seen & sessions():
+            assert time.monotonic() < deadline_s, f"still there: {left}"
+            time.sleep(0.1)
+        digest, expected = self._whole[recipe]
+        found = list(measured(run.folder / "run"))
+        own_digest, own = self._outcome(run.folder / "run")
+        assert own_digest == digest, "other weights"
+        twice = sorted({key for key, _ in found if sum(other == key for other, _ in found) > 1})
+        assert not twice, f"twice in metrics.jsonl: {twice}"
+        assert not expected.keys() - own.keys(), (
+            f"not in metrics.jsonl: {sorted(expected.keys() - own.keys())}"
+        )
+        assert own == expected, "other numbers in metrics.jsonl"
+        told = run.launcher.stderr().splitlines()
+        strange = [line for line in told if not any(usual in line for usual in USUAL)]
+        assert not strange, strange[:5]
+
+
+def measured(run_dir: Path) -> Iterator[tuple[tuple[int, str], float]]:
+    """Yield the loss after each step, and each evaluation's accuracy."""
+    for line in read_lines(run_dir):
+        for name in ("loss/total", "test accuracy"):
+            if name in line:
+                yield (line["step"], name), line[name]
+
+
+def timed(faults: Sequence[Fault], run_dir: Path) -> list[Fault]:
+    """Note how long it took to the next step: the first with other workers than before."""
+    lines = read_lines(run_dir) if run_dir.exists() else []
+    starts = [(n, line["time"]) for n, line in enumerate(lines) if line.get("event") == "start"]
+    found = []
+    for fault in faults:
+        start = next((n for n, time_s in starts if time_s > fault.time_s), len(lines))
+        step_s = next((line["time"] for line in lines[start:] if "loss/total" in line), None)
+        lost_s = None if step_s is None or fault.victim == VICTIMS[2] else step_s - fault.time_s
+        found.append(Fault(fault.kind, fault.victim, fault.time_s, lost_s))
+    return found
+
+
+def table(runs: Sequence[Run]) -> str:
+    """Return one line for each kind of fault and victim."""
+    lines = ["| fault | victim | faults | median, s | worst, s |", "|---|---|---:|---:|---:|"]
+    for kind in KINDS:
+        for victim in VICTIMS:
+            faults = [f for run in runs for f in run.faults if (f.kind, f.victim) == (kind, victim)]
+            lost_s = [fault.lost_s for fault in faults if fault.lost_s is not None]
+            times = f"{statistics.median(lost_s):.2f} | {max(lost_s):.2f}" if lost_s else "– | –"
+            lines.append(f"| {kind} | {victim} | {len(faults)} | {times} |")
+    num_faults = sum(len(run.faults) for run in runs)
+    num_wrong = sum(bool(run.problem) for run in runs)
+    lines.append(f"\n{num_faults} faults in {len(runs)} runs, of which {num_wrong} went wrong")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Strike many times, and print the table."""
+    options = argparse.ArgumentParser()
+    options.add_argument("--faults", type=int, default=400)
+    options.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    options.add_argument("--keep", type=Path)
+    chosen = options.parse_args()
+    chance = random.Random(chosen.seed)
+    kinds = chance.choices([*KINDS], weights=[3, 1], k=chosen.faults)
+    print(f"seed {chosen.seed}", flush=True)
+    runs: list[Run] = []
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: print(table(runs), flush=True))
+        temporary = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+        soak = Soak(stack.enter_context(Nursery()), chosen.keep or Path(temporary), chance)
+        while kinds:
+            run = soak.run(len(runs), kinds)
+            runs.append(run)
+            del kinds[: max(1, len(run.faults))]
+            print(run.problem or f"{run.folder.name}: {len(run.faults)} faults", flush=True)
+    return int(any(run.problem for run in runs))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""A launcher's workers, of which some are killed or stopped: the others go on, and newcomers join."""
+
+import os
+import random
+import re
+import signal
+
+import pytest
+
+from samestep.app.json_lines import read_lines
+
+from .takeover import Soak
+
+STEPS = 150
+
+
+@pytest.fixture
+def soak(nursery, tmp_path):
+    return Soak(nursery, tmp_path, random.Random(3), STEPS)
+
+
+def test_a_run_goes_on_without_worker_0_and_then_with_a_newcomer(soak):
+    run = soak.start("digits", 3, "run")
+    run.launcher.wait_for_step(10)
+    run.newcomers()
+    os.kill(run.members[0], signal.SIGKILL)
+    soak.expect("digits")
+    soak.judge(run, "digits")
+    lost, joined = run.launcher.stderr().splitlines()
+    assert re.fullmatch(
+        r"samestep: .*: worker 0 is gone \(.*\); going on with 2 workers after step \d+", lost
+    )
+    assert re.fullmatch(r"samestep: there are newcomers; going on with 3 workers after step \d+", joined)
+    events = [line for line in read_lines(run.folder / "run") if line.get("event") in ("start", "end")]
+    told = [line.get("workers", line.get("reason")) for line in events]
+    assert told == [3, 2, "there are newcomers", 3, "done"]
