@@ -33,6 +33,7 @@ slow: install
 chaos: install
 	$(BIN)/python -m pytest -q -m slow tests/integration/test_elastic.py tests/integration/test_launch.py
 	$(BIN)/python -m tests.integration.chaos
+	$(BIN)/python -m tests.integration.takeover
 
 schedules: install
 	$(BIN)/python -m tests.schedules --count 100000 --processes 2

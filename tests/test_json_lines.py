@@ -67,6 +67,16 @@ def test_where_towers_move_is_noted_once(tmp_path):
     assert found[-2:] == [(2, [3, 1]), (4, [1, 3])]
 
 
+def test_what_was_measured_after_a_step_is_there_once_though_a_run_begins_there_again(tmp_path):
+    for _ in range(2):
+        result = run(tmp_path, 2, steps=3, log_every=1)
+    measured = [
+        (line["step"], "step/seconds" in line) for line in read_lines(tmp_path) if "event" not in line
+    ]
+    assert measured == [(1, True), (2, True), (3, True), (3, False)]
+    assert result.metrics  # it was measured again
+
+
 def test_metrics_that_are_not_finite_or_have_our_names_damage_no_line(tmp_path):
     def measure(model, batch):
         return {
