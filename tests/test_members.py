@@ -101,3 +101,17 @@ def test_the_launcher_learns_who_goes_on_is_ready_or_silent_or_could_not_connect
     assert roster.is_asked_again()
     roster.become([0, 1])
     assert not roster.is_asked_again()
+
+
+def test_who_does_not_come_is_accused_but_not_who_waits_in_vain_for_another_one(store):
+    roster = Roster(store, range(3))
+    workers = [Members(store, number) for number in range(3)]
+    advance(*workers)
+    workers[0].accuse(1)
+    workers[1].accuse(2)
+    assert roster.silent() == [2]
+    roster.become(range(3))  # of which two do not come
+    assert roster.silent() == []
+    with pytest.raises(LostWorkerError, match=r"^workers 1, 2 did not join within 0\.1 s$"):
+        workers[0].advance(0.1)
+    assert roster.silent() == [1, 2]

@@ -50,7 +50,7 @@ class Replacement:
         self._due_s: dict[int, float] = {}  # when to fill a seat again
         self._num_lost: Counter[int] = Counter()  # by seat
         self._filled_s: dict[int, float] = {}  # when, by seat
-        self._stopped: dict[int, Patience] = {}  # members that are, by number
+        self._suspects: dict[int, Patience] = {}  # of having stopped, by number
         self._looked_s = 0.0
 
     def look(self) -> None:
@@ -91,13 +91,11 @@ class Replacement:
 
     def _kill_silent(self, replaceable: Sequence[WorkerProcess]) -> None:
         """Kill those whom others have waited for in vain, and those who are stopped while others run."""
-        silent = set(self._roster.silent())
+        silent = self._roster.silent()
         for worker in replaceable:
-            if worker.status is not None or not _is_stopped(worker):
-                self._stopped.pop(worker.number, None)
-            elif self._stopped.setdefault(worker.number, Patience(_STOPPED_S)).is_over():
-                silent.add(worker.number)
-            if worker.number in silent and worker.status is None:
+            if worker.status is not None or not (worker.number in silent or _is_stopped(worker)):
+                self._suspects.pop(worker.number, None)
+            elif self._suspects.setdefault(worker.number, Patience(_STOPPED_S)).is_over():
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(worker.process.pid, signal.SIGKILL)
 

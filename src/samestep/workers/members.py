@@ -20,7 +20,7 @@ from samestep.workers.waiter import Patience
 __all__ = ["Generation", "Members", "Roster"]
 
 _LIST, _HERE, _READY, _GOES_ON, _SILENT, _DONE = "list", "here", "ready", "goes on", "silent", "done"
-_AGAIN = "again"
+_AGAIN, _WAITED = "again", "waited"
 _POLL_S = 0.002
 _LOOK_S = 0.25
 
@@ -93,7 +93,11 @@ class Members:
     def accuse(self, rank: int) -> None:
         """Let the launcher know that a worker has been silent for longer than the timeout."""
         if 0 <= rank < len(self.current.members):
-            self._store.set(f"{_SILENT}/{self.current.members[rank]}", "")
+            self._accuse(self.current, rank)
+
+    def _accuse(self, generation: Generation, rank: int) -> None:
+        self._store.set(f"{_WAITED}/{generation.number}/{self.own}", "")
+        self._store.set(f"{_SILENT}/{generation.number}/{generation.members[rank]}", "")
 
     def ask_again(self) -> None:
         """Ask the launcher for another generation: this one could not connect."""
@@ -102,24 +106,33 @@ class Members:
     def advance(self, timeout_s: float) -> Store:
         """Wait for the next generation, and until all of it have come; return a store for them alone.
 
+        Those who do not come within the timeout are accused once, unless it is the first generation.
+
         Raises:
             LostWorkerError: within the timeout there was none, or not all came; or the job ends.
         """
-        patience, found = Patience(timeout_s), self.current
-        while not patience.is_over():
+        patience, found, may_accuse = Patience(timeout_s), self.current, self.current.number >= 0
+        while True:
             newest = self.newest()
             if not newest.members:
                 raise LostWorkerError("the job ends")
             if newest.number > found.number and self.own in newest.members:
                 found, patience = newest, Patience(timeout_s)
                 self._store.set(f"{_HERE}/{found.number}/{self.own}", "")
-            if found is not self.current and not self._missing(found):
+            missing = [] if found is self.current else self._missing(found)
+            if found is not self.current and not missing:
                 self.current = found
                 return PrefixStore(f"group/{found.number}", self._store)
+            if patience.is_over():
+                if not (missing and may_accuse):
+                    who = f"worker{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+                    raise LostWorkerError(
+                        f"{who if missing else 'the others'} did not join within {timeout_s:g} s"
+                    )
+                for rank in missing:
+                    self._accuse(found, rank)
+                patience, may_accuse = Patience(timeout_s), False
             time.sleep(_POLL_S)
-        missing = self._missing(found) if found is not self.current else []
-        who = f"worker{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-        raise LostWorkerError(f"{who if missing else 'the others'} did not join within {timeout_s:g} s")
 
     def _missing(self, generation: Generation) -> list[int]:
         """Return the ranks of those that have not come yet."""
@@ -171,9 +184,11 @@ class Roster:
         return [number for number in numbers if self._all(_READY, [number])]
 
     def silent(self) -> list[int]:
-        """Return the members that others have waited for in vain."""
-        return [number for number in self.members if self._all(_SILENT, [number])]
+        """Return the members that others have waited for in vain, but for those who waited themselves."""
+        here = f"{self._generation}/"
+        silent = [n for n in self.members if self._all(_SILENT, [f"{here}{n}"])]
+        return [number for number in silent if not self._all(_WAITED, [f"{here}{number}"])]
 
-    def _all(self, what: str, numbers: Iterable[int]) -> bool:
+    def _all(self, what: str, numbers: Iterable[int | str]) -> bool:
         check: Callable[[list[str]], bool] = self._store.check
         return check([f"{what}/{number}" for number in numbers])
