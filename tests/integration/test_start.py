@@ -13,11 +13,11 @@ sys.exit(main({words} + {own}[int(os.environ["RANK"])]))
 def start_each(nursery, tmp_path):
     """Run `samestep WORDS` with options of its own on each worker; return what each has written."""
 
-    def start_workers(words, *own):
+    def start_workers(words, *own, **environment):
         program = tmp_path / "program.py"
         words = [*words, *(("--run-dir", str(tmp_path / "run")) if words[0] == "train" else ())]
         program.write_text(PROGRAM.format(words=words, own=[each.split() for each in own]))
-        workers = nursery.run([program], tmp_path / "output", len(own))
+        workers = nursery.run([program], tmp_path / "output", len(own), **environment)
         assert workers.wait() == [2] * len(own), [workers.output(rank) for rank in range(len(own))]
         assert not any(workers.stdout(rank) for rank in range(len(own)))
         return [workers.stderr(rank).removeprefix("samestep: error: ") for rank in range(len(own))]
@@ -54,3 +54,11 @@ def test_a_run_that_one_worker_does_not_see(start_each, run, tmp_path):
     said = start_each(["eval", str(tmp_path / "run")], "--weights raw", "")
     line = "worker 0 has --weights = raw, worker 1 has --weights = average"
     assert said == [f"start: {line}: start all workers with the same command line\n"] * 2
+
+
+def test_a_network_interface_that_is_not_there(start_each):
+    said = start_each(["train", "digits"], "", "", GLOO_SOCKET_IFNAME="nope")
+    problem = (
+        "start of 2 workers: gloo cannot use the network (GLOO_SOCKET_IFNAME = 'nope'): expected the name"
+    )
+    assert all(line.startswith(problem) and line.count("\n") == 1 for line in said)

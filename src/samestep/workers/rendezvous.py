@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from samestep.errors import LostWorkerError
+from samestep.errors import ConfigError, LostWorkerError, shown
 from samestep.workers.device import gpu_of
 from samestep.workers.environment import NUMBER, world_size
 from samestep.workers.meeting import meet
@@ -187,6 +187,12 @@ def _in_thread(work: Callable[[], T], where: str) -> T:
     error = waiting.error
     if isinstance(error, LostWorkerError):
         raise LostWorkerError(f"{where}: {error}")
+    if error is not None and "enforce fail" in str(error):  # before it has met anybody
+        chosen = os.environ.get("GLOO_SOCKET_IFNAME")
+        raise ConfigError(
+            f"{where}: gloo cannot use the network (GLOO_SOCKET_IFNAME = {shown(chosen)}): expected the name "
+            "of an interface that is up, as `ip link` lists them, or none"
+        ) from error
     if error is not None and is_lost_connection(error):
         raise LostWorkerError(f"{where}: {how_lost(error)}") from error
     if error is not None:
