@@ -109,10 +109,11 @@ def _print_start(trainer: Trainer) -> None:
     rows = getattr(trainer.loader, "batch_size", None)
     batches = "" if rows is None else f", batches of {rows} rows"
     workers = f"{job.world_size} worker{'s' * (job.world_size > 1)} ({job.device.type})"
-    print(f"{trainer.name}: {towers.placement.num_towers} towers on {workers}{batches}")
+    lines = [f"{trainer.name}: {towers.placement.num_towers} towers on {workers}{batches}"]
     if towers.step:
         over = "fresh=True" if trainer.settings is None else "--fresh"
-        print(f"{trainer.run_dir} is at step {towers.step} of {trainer.steps}; {over} starts over")
+        lines.append(f"{trainer.run_dir} is at step {towers.step} of {trainer.steps}; {over} starts over")
+    print("\n".join(lines), flush=True)
 
 
 def _bar(name: str, step: int, steps: int) -> Progress | None:
