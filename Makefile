@@ -21,17 +21,17 @@ train: install
 	$(BIN)/samestep train digits --towers 8
 
 test: install
-	$(PYTEST) -m "not slow and not packages"
+	$(PYTEST) -m "not slow and not packages and not long"
 
-# With what other packages are needed for: those compared with, and those that build and check the package.
+# With what takes long, or other packages: those compared with, and those that build and check the package.
 test-all: test check
-	$(PYTEST) -m "packages and not slow" tests
+	$(PYTEST) -m "(packages or long) and not slow" tests
 
 slow: install
 	$(PYTEST) -m slow
 
 chaos: install
-	$(BIN)/python -m pytest -q -m slow tests/integration/test_elastic.py tests/integration/test_launch.py
+	$(BIN)/python -m pytest -q -m "slow or long" tests/integration/test_elastic.py tests/integration/test_launch.py
 	$(BIN)/python -m tests.integration.chaos
 	$(BIN)/python -m tests.integration.takeover
 

@@ -2,11 +2,14 @@
 
 import random
 
+import pytest
+
 from .chaos import KINDS, strike
 
 SEED = 7
 
 
+@pytest.mark.long
 def test_a_run_ends_with_the_same_bits_whatever_happens_on_the_way(nursery, whole, tmp_path):
     kinds = random.Random(SEED).sample(list(KINDS), len(KINDS))
     outcomes = list(strike(nursery, tmp_path, kinds, SEED, whole))

@@ -27,6 +27,7 @@ def last(nursery, tmp_path_factory):
     )[STEPS]
 
 
+@pytest.mark.long
 def test_agents_leave_and_join_and_the_run_ends_with_the_same_bits(nursery, last, tmp_path):
     slow = tmp_path / "slow"
     slow.touch()
