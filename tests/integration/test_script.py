@@ -42,3 +42,27 @@ def test_a_script_starts_its_workers(nursery, tmp_path):
 def test_an_error_of_one_worker_ends_a_script_in_one_line(nursery, tmp_path):
     done = run_script(nursery, tmp_path, 2, tmp_path / "run", "fail")
     assert (done.wait(), done.stdout(), done.stderr()) == ([2], "", "samestep: error: no such thing\n")
+
+
+ANEW = """
+import os
+
+import samestep
+
+
+def main(job):
+    again = samestep.init("cpu")
+    found = again.rank == job.rank, again.world_size, "SAMESTEP_NUMBER" in os.environ
+    print(f"{found}\\n", end="")  # in one piece, as both print at once
+
+
+samestep.launch(main, 2)
+"""
+
+
+def test_a_script_may_ask_for_its_job_again_and_start_others(nursery, tmp_path):
+    """What it starts must not take its number for a place in a job of its own."""
+    script = tmp_path / "script.py"
+    script.write_text(ANEW)
+    done = nursery.run([script], tmp_path / "output")
+    assert (done.wait(), done.stdout(), done.stderr()) == ([0], "(True, 2, False)\n" * 2, "")

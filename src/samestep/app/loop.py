@@ -164,8 +164,8 @@ class Loop:
         return flags
 
     def _next_batch(self) -> Any:
-        """Return the next batch, of the next epoch where one is over."""
-        for _ in range(3):
+        """Return the next batch: of this epoch, or of the next one, which must have one."""
+        for _ in range(2):
             if self._batches is None:
                 self._batches = iter(self._trainer.loader)
             for batch in self._batches:

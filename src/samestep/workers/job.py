@@ -77,7 +77,7 @@ class Job:
             self.barrier("end")
         except LostWorkerError:
             if self.renewable is None or not self.renewable.has_finished():
-                raise
+                raise  # else what that one had to do, others have done
         self.transport.close()
 
 

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -60,8 +60,11 @@ def join(device: torch.device, timeout_s: float) -> Transport:
     if world_size() == 1:
         return Alone()
     where = f"start of {world_size()} workers"
-    if NUMBER in os.environ:
-        return Generations(device, timeout_s, where)
+    if Generations.of_process is None and NUMBER in os.environ:
+        Generations.of_process = Generations(device, timeout_s, where)
+        del os.environ[NUMBER]  # else what this process starts would take it for its own
+    if Generations.of_process is not None:
+        return Generations.of_process
     if not dist.is_initialized():
         _in_thread(partial(_meet_in_store, gpu_of(device), timeout_s), where)
     transport = ProcessGroup(device, timeout_s)
@@ -77,6 +80,8 @@ class Generations:
         timeout_s: how long to wait for another worker.
         where: begins the errors of the start, such as "start of 4 workers".
     """
+
+    of_process: ClassVar[Generations | None] = None  # until it is closed
 
     def __init__(self, device: torch.device, timeout_s: float, where: str) -> None:
         self._device = device
@@ -108,6 +113,7 @@ class Generations:
 
     def close(self) -> None:
         """Leave the job."""
+        Generations.of_process = None
         self._group.close()
 
     def is_outside(self) -> bool:
