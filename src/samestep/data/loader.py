@@ -240,31 +240,41 @@ class TowerLoader:
         while expected < end:
             # What is read ahead is for this placement. The next step may be under another one, and then
             # it is read again from there on.
-            placement = self._towers.placement
-            with closing(self._read(order, range(expected, end), placement)) as batches:
-                while expected < end and self._towers.placement == placement:
+            placed = self._towers.placement, self._towers.job.rank
+            with closing(self._read(order, range(expected, end))) as batches:
+                while expected < end and (self._towers.placement, self._towers.job.rank) == placed:
                     self._check_unmoved(expected)
                     batch = next(batches)
                     expected = self._position = expected + 1
                     yield batch
 
-    def _read(
-        self, order: NDArray[np.int64], positions: range, placement: Placement
-    ) -> Generator[LocalBatch]:
+    def _read(self, order: NDArray[np.int64], positions: range) -> Generator[LocalBatch]:
         """Yield batches; their slices are read ahead one by one, and handed out when they are asked for."""
         # Workers whose orders differ find out in an epoch's first step: one may be longer than the other.
         checksum = 0 if self._custom is None else zlib.crc32(order.tobytes())
         if self._stream is not None:
             self._stream.close()  # a DataLoader that keeps its processes reads for one iteration at a time
+        placement = self._towers.placement
         requests = (self._request(self._rows(order, each), each, placement) for each in positions)
         row_bytes = math.inf if self._stream is None else self._stream.row_bytes
         self._stream = Stream(requests, self._reader, self._read_ahead, self._sampler, row_bytes)
         with closing(self._stream) as stream:
             for position in positions:
-                rows = self._rows(order, position)
-                request = self._request(rows, position, placement)
-                slices = Slices(tuple(request.examples), partial(stream.take, request))
-                yield LocalBatch(len(rows), slices, position, zlib.crc32(rows.tobytes(), checksum))
+                yield self._batch(stream.take, self._rows(order, position), position, checksum)
+
+    def _batch(
+        self, read: Callable[[Request, int], Any], rows: NDArray[np.int64], position: int, checksum: int
+    ) -> LocalBatch:
+        """Return a batch of which slices are read when they are asked for."""
+        request = self._request(rows, position, self._towers.placement)
+        assert self._stream is not None
+        return LocalBatch(
+            len(rows),
+            Slices(tuple(request.examples), partial(read, request)),
+            position,
+            zlib.crc32(rows.tobytes(), checksum),
+            again=partial(self._batch, self._stream.read, rows, position, checksum),
+        )
 
     def _rows(self, order: NDArray[np.int64], position: int) -> NDArray[np.int64]:
         """Return the examples of a batch."""

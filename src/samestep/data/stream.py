@@ -74,7 +74,7 @@ class Stream:
             self._held = {}
             self._held = self._next(self._source)
             self._last = max(self._held)
-        return self._held.pop(place) if place in self._held else self._read_again(request, tower)
+        return self._held.pop(place) if place in self._held else self.read(request, tower)
 
     def close(self) -> None:
         """Read nothing ahead any more."""
@@ -95,7 +95,8 @@ class Stream:
         self.row_bytes = _num_bytes(batch) / len(request.examples[tower])
         return {(request.position, tower): batch for tower, batch in slices.items()}
 
-    def _read_again(self, request: Request, tower: int) -> Any:
+    def read(self, request: Request, tower: int) -> Any:
+        """Read the batch of a tower now."""
         return self._reader[replace(request, examples={tower: request.examples[tower]})][tower]
 
     def _split(self, requests: Iterator[Request]) -> Generator[Request]:

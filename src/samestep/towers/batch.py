@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -37,6 +37,8 @@ class LocalBatch:
         fingerprint: a 32-bit number that workers compare, to see that they have the same batch.
         tower_rows: rows of each of the T towers, those without any last; by default as even as possible, the
             longer ones first.
+        again: makes the same batch for the towers that this worker runs now, where they are others than when
+            it was made; None where it cannot be made again.
 
     Example:
         >>> from samestep import TowerLoader, Towers
@@ -50,6 +52,7 @@ class LocalBatch:
     position: int = 0
     fingerprint: int = 0
     tower_rows: Sequence[int] | None = None
+    again: Callable[[], LocalBatch] | None = field(default=None, repr=False, compare=False)
 
     def ranges(self, num_towers: int) -> list[range]:
         """Return the rows of the global batch that each tower has."""
@@ -157,8 +160,8 @@ def cut(batch: Any, placement: Placement, job: Job, *, is_read_twice: bool = Fal
     """
     if isinstance(batch, LocalBatch):
         _check_tower_rows(batch, placement.num_towers)
-        _check_slices(batch, placement, job)
-        local = replace(batch, slices=dict(batch.slices)) if is_read_twice else batch
+        local = _made_for(batch, placement, job)
+        local = replace(local, slices=dict(local.slices)) if is_read_twice else local
         local = replace(local.to(job.device), fingerprint=_with_tower_rows(batch))
     else:
         whole, copier = GlobalBatch.open(batch), Copier(job.device)
@@ -193,14 +196,18 @@ def _check_tower_rows(local: LocalBatch, num_towers: int) -> None:
         )
 
 
-def _check_slices(local: LocalBatch, placement: Placement, job: Job) -> None:
+def _made_for(local: LocalBatch, placement: Placement, job: Job) -> LocalBatch:
+    """Return the batch with the slices of the towers that this worker runs, in order."""
     ranges = local.ranges(placement.num_towers)
     expected = [tower for tower in placement.towers(job.rank) if ranges[tower]]
+    if list(local.slices) != expected and local.again is not None:
+        local = local.again()
     if list(local.slices) != expected:
         raise BatchError(
             f"the batch holds towers {list(local.slices)}, but this worker runs {expected} of "
             f"{placement.num_towers}: create the loader with the same Towers, and set placement between steps"
         )
+    return local
 
 
 def _rows(root: Node) -> int | None:
