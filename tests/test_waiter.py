@@ -207,3 +207,16 @@ def test_patience_may_be_endless(monkeypatch):
     patience = Patience(math.inf)
     clock.pass_by(1e9)
     assert not patience.is_over()
+
+
+def test_a_process_ends_past_a_thread_that_was_left_in_a_call(blocked, monkeypatch):
+    ended = []
+    monkeypatch.setattr(module, "_left", [])
+    monkeypatch.setattr(module.os, "_exit", ended.append)
+    monkeypatch.setattr(module, "_GRACE_S", 0.01)
+    module.end_with_threads(3)
+    waiter = Waiter(LONG_S, Known(gone=[1]))
+    with pytest.raises(LostWorkerError):
+        waiter.finish(waiter.start([(1, blocked)]))
+    module.end_with_threads(4)
+    assert ended == [4]

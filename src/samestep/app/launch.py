@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import signal
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from samestep.errors import StorageError
 from samestep.workers.environment import error_file, is_first, launched_by_samestep
 from samestep.workers.interrupts import release_interrupts
 from samestep.workers.process import GRACE_S, end_with_launcher
+from samestep.workers.waiter import end_with_threads
 
 __all__ = ["GRACE_S", "run_command", "run_worker"]
 
@@ -66,13 +68,17 @@ def run_worker(main: Callable[[], int]) -> int:
     Args:
         main: does the work and returns an exit status; non-zero where it has printed why.
     """
+    statuses: list[int] = []
+    if launched_by_samestep():
+        atexit.register(lambda: end_with_threads(statuses[-1]))  # the first that is registered comes last
     try:
         end_with_launcher()
         release_interrupts()
-        status = main()
+        failure = Failure.of_status(main())
     except (Exception, KeyboardInterrupt, SystemExit) as error:
-        return _report(Failure.of(error))
-    return _report(Failure.of_status(status))
+        failure = Failure.of(error)
+    statuses.append(_report(failure))
+    return statuses[-1]
 
 
 @contextmanager

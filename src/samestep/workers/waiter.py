@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import atexit
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from queue import SimpleQueue
 
 from samestep.errors import LostWorkerError
 from samestep.workers.peers import Peers
 
-__all__ = ["Call", "Patience", "Wait", "Waiter"]
+__all__ = ["Call", "Patience", "Wait", "Waiter", "end_with_threads"]
 
 _SLICE_S = 0.1
 _GRACE_S = 1.0
@@ -19,6 +22,9 @@ _GRACE_S = 1.0
 
 _NEWS_S = 0.02
 """What the first to notice a loss says of it may arrive so long after its own end has been noticed."""
+
+_left: list[threading.Thread] = []
+"""Threads that were left in C++, where they may wait for ever."""
 
 Call = tuple[int | None, Callable[[], object]]
 """What blocks in C++, and the worker for which it waits."""
@@ -40,6 +46,15 @@ class Patience:
         before_s, self._asked_s = self._asked_s, time.monotonic()
         self._left_s -= min(self._asked_s - before_s, self._most_s)
         return self._left_s <= 0
+
+
+def end_with_threads(status: int) -> None:
+    """End the process at once if a thread still waits in C++, which another worker's end may wake."""
+    if any(thread.is_alive() for thread in _left):
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(status)
 
 
 class Waiter:
@@ -105,6 +120,7 @@ class Waiter:
         if self._thread is not None:
             # A thread that comes back from C++ while Python ends aborts the process, and mostly it soon does.
             atexit.register(self._thread.join, _GRACE_S)
+            _left.append(self._thread)
         self.close()  # the thread may wait for ever
         return LostWorkerError(sentence)
 
