@@ -86,7 +86,7 @@ class Town(World):
         if (
             not trained
             or not all(self.workers[each].goes_on for each in trained)
-            or not (is_killed or self.is_done)
+            or not (is_killed or self.is_done or self.workers[number].is_newcomer)
         ):
             self.lists.append(())
         elif len(left) < len(self.lists[-1]):

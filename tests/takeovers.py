@@ -1,6 +1,6 @@
-"""A real `Trainer` on simulated workers that are killed, and newcomers, at any message.
+"""A `Trainer`, or a loop of one's own, on simulated workers that are killed, and newcomers, at any message.
 
-python -m tests.takeovers --count 3000    try many seeds, and print what happened
+python -m tests.takeovers --count 3000 [--loop]   try many seeds, and print what happened
 """
 
 import argparse
@@ -24,6 +24,7 @@ from samestep.app.run_folder import all_checkpoints
 from samestep.checkpoint.files import read
 from samestep.errors import LostWorkerError
 
+from . import elastic_loop
 from .renewal import Town
 from .simulation import Faults, Killed
 
@@ -77,7 +78,7 @@ def train(job, run_dir):
     return trainer.run().digest
 
 
-def run(seed, run_dir):
+def run(seed, run_dir, train=train):
     """Train under what a seed brings; return the world and how each worker ended."""
     chance = random.Random(seed)
     world_size = chance.randrange(1, 5)
@@ -89,8 +90,8 @@ def run(seed, run_dir):
         return town, town.run(lambda job: train(job, run_dir))
 
 
-def undisturbed(run_dir):
-    """Return the digest of the run to which nothing happens."""
+def undisturbed(run_dir, train=train):
+    """Return what the run ends with to which nothing happens."""
     with redirect_stdout(io.StringIO()):
         return train(samestep.Job(torch.device("cpu")), run_dir)
 
@@ -103,24 +104,35 @@ def judge(town, outcomes, expected, run_dir):
     for number, outcome in enumerate(outcomes):
         if outcome.error is None and outcome.value != expected:
             return f"worker {number} has other bits"
-        if not (outcome.error is None or isinstance(outcome.error, Killed | LostWorkerError)):
+        expected_errors = (
+            (Killed, LostWorkerError) if number in trained else (Killed, LostWorkerError, SystemExit)
+        )
+        if not (outcome.error is None or isinstance(outcome.error, expected_errors)):
             return f"worker {number}: {outcome.text}"
         if outcome.error is not None and number in trained and not (is_killed[number] or town.was_early):
             return f"worker {number} did not go on: {outcome.text}"
     if not town.was_early and not all(is_killed[number] for number in trained):
-        steps = [line["step"] for line in read_lines(run_dir) if "loss/total" in line]
-        if len(set(steps)) < len(steps) or steps != sorted(steps) or STEPS - len(steps) > sum(is_killed):
-            return f"steps in {FILE}: {steps}"
-        if read(all_checkpoints(run_dir)[-1]).manifest.step != STEPS:
-            return "there is no checkpoint of the last step"
+        return wrong_files(run_dir, sum(is_killed))
     return None
 
 
-def try_one(seed, expected):
+def wrong_files(run_dir, num_killed):
+    """Return what is wrong with what a run has written."""
+    if (run_dir / FILE).exists():
+        steps = [line["step"] for line in read_lines(run_dir) if "loss/total" in line]
+        if len(set(steps)) < len(steps) or steps != sorted(steps) or STEPS - len(steps) > num_killed:
+            return f"steps in {FILE}: {steps}"
+        newest = all_checkpoints(run_dir)[-1]
+    else:
+        newest = run_dir / f"{STEPS}"
+    return None if read(newest).manifest.step == STEPS else "there is no checkpoint of the last step"
+
+
+def try_one(seed, expected, train=train):
     """Return what happened under a seed, and what is wrong with it."""
     with TemporaryDirectory() as folder:
         run_dir = Path(folder)
-        town, outcomes = run(seed, run_dir)
+        town, outcomes = run(seed, run_dir, train)
         problem = judge(town, outcomes, expected, run_dir)
     kinds = Counter(kind for _, kind, _, _ in town.events)
     seen = Counter({"schedules": 1, "workers killed": kinds["killed"], "generations": len(town.lists)})
@@ -136,14 +148,16 @@ def main():
     options.add_argument("--count", type=int, default=300)
     options.add_argument("--seed", type=int, default=0, help="the first one")
     options.add_argument("--processes", type=int, default=1)
+    options.add_argument("--loop", action="store_true", help="a loop of one's own instead of a Trainer")
     chosen = options.parse_args()
+    program = elastic_loop.train if chosen.loop else train
     torch.set_num_threads(1)
     begin_s, seen, failed = time.monotonic(), Counter(), []
     with TemporaryDirectory() as folder:
-        expected = undisturbed(Path(folder))
+        expected = undisturbed(Path(folder), program)
     seeds = range(chosen.seed, chosen.seed + chosen.count)
     with ProcessPoolExecutor(chosen.processes, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        tried = pool.map(partial(try_one, expected=expected), seeds, chunksize=10)
+        tried = pool.map(partial(try_one, expected=expected, train=program), seeds, chunksize=10)
         for seed, (found, problem) in zip(seeds, tried, strict=True):
             seen += found
             failed += [f"seed {seed}: {problem}"] if problem else []

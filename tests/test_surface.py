@@ -12,8 +12,8 @@ from samestep import errors
 PUBLIC = {
     "BatchedDataset", "CheckResult", "Job", "LocalBatch", "Manifest", "Placement", "Report", "Step",
     "StreamLoader", "Tower", "TowerLoader", "Towers", "Whole",
-    "Callback", "Evaluation", "Logger", "Settings", "TensorBoard", "Trainer", "TrainingResult", "WandB",
-    "launch",
+    "Callback", "Elastic", "Evaluation", "Logger", "Settings", "TensorBoard", "Trainer", "TrainingResult",
+    "WandB", "launch",
     "AbandonedError", "BatchError", "BufferPolicyError", "ConfigError", "DamagedError", "DataError",
     "DisagreementError",
     "Error", "LoaderError", "LockedError", "LostWorkerError", "MissingFileError", "NonFiniteError",

@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     __version__: str
 
     from samestep.app.callbacks import Callback as Callback, Logger as Logger
+    from samestep.app.elastic import Elastic as Elastic
     from samestep.app.evaluation import Evaluation as Evaluation
     from samestep.app.script import launch as launch
     from samestep.app.settings import Settings as Settings
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "app.callbacks": ("Callback", "Logger"),
+    "app.elastic": ("Elastic",),
     "app.evaluation": ("Evaluation",),
     "app.script": ("launch",),
     "app.settings": ("Settings",),

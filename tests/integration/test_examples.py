@@ -1,6 +1,7 @@
 """The programs in examples/ that a launcher starts run, and print the same on one worker and on two."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,16 @@ def test_training_ends_in_the_same_weights(printed):
     alone = printed(EXAMPLES / "towers.py", 1)
     assert printed(EXAMPLES / "towers.py", 2) == alone
     assert alone[-1].startswith("weights sha256 ")
+
+
+def test_a_loop_of_ones_own_goes_on_without_worker_0(nursery, printed, tmp_path):
+    alone = printed(EXAMPLES / "elastic.py", 1)
+    job = nursery.start_program([EXAMPLES / "elastic.py"], tmp_path / "two")
+    job.wait_for("epoch 1")
+    os.kill(job.started_by(0)[0], signal.SIGKILL)
+    assert job.wait() == [0], job.output()
+    assert job.stdout().splitlines()[-1] == alone[-1]
+    assert "worker 0 is gone" in job.stderr()
 
 
 def test_the_histogram_of_all_predictions(printed):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
+import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NoReturn, TypeAlias
 
@@ -172,6 +173,14 @@ class Towers:
         run, self._run, self._opening = self._run, None, None
         if run is not None:
             run.drop()
+
+    def _come_to(self, what: str) -> None:
+        """Check that all workers have come to the same, no step; one that takes a step hears of it."""
+        numbers = {"step": self._step, "rows": 0, "batch fingerprint": zlib.crc32(what.encode())}
+        try:
+            Exchange(self.job, self._plan, numbers).change_to(self._plan)
+        except DisagreementError as error:
+            raise DisagreementError(f"{error}; worker {self.job.rank} has come to {what}") from None
 
     def _agree_again(self) -> None:
         """Agree with the workers that the job has now, all of which are at the same step."""
@@ -477,6 +486,11 @@ class Towers:
                 stacklevel=3,
             )
         self.abandon()
+        if self._placement.num_workers != self.job.world_size:
+            raise UsageError(
+                f"step {self._step}: these Towers are for {self._placement.num_workers} workers, and the job "
+                f"has {self.job.world_size} now: pass them to samestep.Elastic, too"
+            )
         local, plan, error = LocalBatch(0, {}), self._plan, None
         try:
             plan = self._replica.plan(self._placement, sums, is_whole_batch=is_whole_batch)

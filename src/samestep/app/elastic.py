@@ -1,0 +1,319 @@
+"""A loop of one's own that goes on where workers are lost, and where others come.
+
+All workers make the same calls, one after the other, and each needs all of them, so nobody is more than one
+ahead. Where one is lost, the others put back what they have begun, meet again, and make the call again; those
+that lack one take the state of one that has made it. `Trainer` does the same with what it does itself, see
+`samestep.app.loop`.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from samestep.checkpoint.objects import TrainingObjects
+from samestep.checkpoint.snapshot import restore, take_snapshot
+from samestep.data.loader import TowerLoader
+from samestep.data.stream_loader import StreamLoader
+from samestep.errors import ConfigError, LostWorkerError, UsageError, one_line
+from samestep.streams import GlobalStreams
+from samestep.towers.towers import Towers
+from samestep.workers.agreement import hand_over
+from samestep.workers.collectives import gather_objects
+
+__all__ = ["Elastic"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_END = "its end"
+
+
+@dataclass(frozen=True)
+class _Noted:
+    """What is small of the state, at some time: all but modules and what optimizers hold for parameters."""
+
+    states: Sequence[Any]
+    generators: GlobalStreams
+
+
+@dataclass(frozen=True)
+class _Place:
+    """How far a worker is.
+
+    Attributes:
+        num_done: calls made; −1 for a newcomer.
+        result: of the last one.
+        call: what the one is called that it has begun.
+        is_entry: whether that is what newcomers begin with.
+        is_torn: whether something of it has lasted that cannot be put back.
+    """
+
+    num_done: int
+    result: Any
+    call: str
+    is_entry: bool
+    is_torn: bool
+
+
+class Elastic:
+    """Makes calls that need all workers, and again with those that are left where one is lost meanwhile.
+
+        state = {"model": model, "towers": towers, "loader": loader, "optimizer": optimizer}
+        with samestep.Elastic(**state) as elastic:
+            while loader.epoch < 5:
+                for batch in loader:
+                    report = elastic(step, batch)
+                elastic(samestep.save, path, **state)
+
+    In a job of `samestep.launch`, a worker that is killed is left behind, and another one takes its place: it
+    runs the script from its beginning, gets the state from another worker when it enters the `with`, and
+    begins with the loop's first call. Under torchrun, and with one process, calls are simply made.
+
+    - A call is made of one step at most, with its update of the weights, or of one other thing that needs
+      all workers. It may be made several times, but only one of them lasts: what is drawn from the global
+      generators, the loader's position, learning rates and whatever is small of the state is put back first.
+    - A worker that is one call behind gets the state of one that has made it, and its result, which has to be
+      picklable.
+    - Whatever changes weights is done in calls. Between two of them there may be what all workers do alike,
+      such as a scheduler's step.
+    - The loop goes on from where the state is (`loader.epoch`, `towers.step`), as after a checkpoint: for a
+      newcomer it begins in the middle.
+    - `job.rank` and `job.world_size` change: ask for them, and for `job.is_first`, where they are needed.
+
+    Args:
+        model: as for `samestep.save`, and so are the others.
+        towers: of the model; other models' towers, too, belong to `state`.
+        loader: a `TowerLoader`.
+        averaged_model: torch's `AveragedModel`, or another module with averages.
+        state: all else that training changes: objects with a `state_dict`. Those that are neither modules
+            nor optimizers are copied with each call.
+
+    Raises:
+        ConfigError: when it is made, something of the state cannot be kept.
+        DisagreementError: in a call, other workers make another one.
+        LostWorkerError: workers are lost, and the others cannot go on.
+        UsageError: a worker was lost between an average and the end of its call; or a result cannot be
+            pickled.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Linear(1, 1)
+        >>> towers = Towers(model, 2)
+        >>> with Elastic(model=model, towers=towers) as elastic:
+        ...     elastic(lambda: "made")
+        'made'
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        towers: Towers,
+        loader: TowerLoader | None = None,
+        averaged_model: nn.Module | None = None,
+        **state: Any,
+    ) -> None:
+        _check(loader, state)
+        self._job, self._towers = towers.job, towers
+        self._objects = TrainingObjects(
+            model=model, towers=towers, loader=loader, averaged_model=averaged_model, state=state
+        )
+        kept = [each for each in (towers, loader, *state.values()) if each is not None]
+        self._small = [each for each in kept if not isinstance(each, nn.Module)]
+        self._all_towers = [each for each in kept if isinstance(each, Towers)]
+        self._num_done = -1 if self._job.is_newcomer else 0
+        self._result: Any = None
+        self._call = ""
+        self._entry: str | None = None
+        self._known: set[str] = set()  # calls whose results can be sent to others
+        self._before = self._after = self._note()
+
+    def __enter__(self) -> Elastic:
+        renewable = self._job.renewable
+        if renewable is not None:
+            if self._job.is_newcomer:
+                self._meet_again()
+            else:
+                self._after = self._note()
+            renewable.can_go_on()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None and self._job.renewable is not None:
+            self._make(_END, lambda: None)
+            self._job.renewable.finish()
+
+    def __call__(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return `work(*args, **kwargs)`, which all workers must call, or what it returned elsewhere."""
+        if self._job.renewable is None:
+            return work(*args, **kwargs)
+        name = getattr(work, "__qualname__", type(work).__qualname__)
+        self._make(name, lambda: work(*args, **kwargs))
+        result: T = self._result
+        return result
+
+    def _make(self, name: str, work: Callable[[], Any]) -> None:
+        self._call = name
+        self._entry = self._entry or name
+        self._before, number = self._note(), self._num_done
+        while self._num_done == number:
+            try:
+                self._try(work)
+            except LostWorkerError as error:
+                self._regroup(str(error))
+
+    def _try(self, work: Callable[[], Any]) -> None:
+        renewable = self._job.renewable
+        assert renewable is not None
+        if self._call != self._entry:
+            self._towers._come_to(self._call)
+        elif renewable.is_due():  # the others lose this one, and follow
+            raise LostWorkerError("there are newcomers")
+        result = work()
+        if self._call not in self._known:
+            _check_picklable(self._call, result)
+            self._known.add(self._call)
+        self._result, self._after = result, self._note()
+        self._num_done += 1
+
+    # ---- other workers than before -------------------------------------------------------------------
+
+    def _regroup(self, why: str) -> None:
+        for towers in self._all_towers:
+            towers._leave_behind()
+        if not self._is_torn:
+            self._put_back(self._before)
+        why = "there are newcomers" if self._meet_again() else why
+        if self._job.is_first:
+            workers = f"{self._job.world_size} worker{'s' * (self._job.world_size > 1)}"
+            why = f"samestep: {why}; going on with {workers} after step {self._towers.step}"
+            sys.stderr.write(f"{why}\n")
+
+    def _meet_again(self) -> bool:
+        """Return whether there were newcomers."""
+        renewable, have_come = self._job.renewable, False
+        assert renewable is not None
+        while True:
+            renewable.regroup()
+            try:
+                have_come |= self._catch_up()
+            except LostWorkerError:  # another one, meanwhile
+                continue
+            return have_come
+
+    def _catch_up(self) -> bool:
+        """Agree with the others on how far all are; take the state of one that is further than this one."""
+        own = _Place(self._num_done, self._result, self._call, self._call == self._entry, self._is_torn)
+        places: list[_Place] = gather_objects(self._job.transport, own, "how far the workers are")
+        ahead = max(places, key=lambda place: place.num_done)
+        newcomers = [worker for worker, place in enumerate(places) if place.num_done < 0]
+        self._check_places(places, ahead, newcomers)
+        behind = [worker for worker, place in enumerate(places) if place.num_done < ahead.num_done]
+        if behind:
+            self._hand_over(places.index(ahead), behind)
+        self._call, self._num_done, self._result = ahead.call, ahead.num_done, ahead.result
+        for towers in self._all_towers:
+            towers._agree_again()
+        return bool(newcomers)
+
+    def _check_places(self, places: Sequence[_Place], ahead: _Place, newcomers: Sequence[int]) -> None:
+        torn = [w for w, p in enumerate(places) if p.is_torn and p.num_done == ahead.num_done]
+        if torn:
+            raise UsageError(
+                f"{ahead.call}: a worker was lost when worker {torn[0]} had averaged a step in it, but had "
+                "not come to its end: expected calls of one step, after which no other worker is waited for"
+            )
+        if newcomers and not ahead.is_entry:
+            if self._num_done < 0:  # the next one will come to where newcomers begin
+                assert self._job.renewable is not None
+                self._job.renewable.finish()
+                raise SystemExit(0)
+            raise LostWorkerError(f"{ahead.call}: newcomers cannot begin with it")
+
+    def _hand_over(self, source: int, targets: Sequence[int]) -> None:
+        """Send the state of one worker to others."""
+        is_source, what = self._job.rank == source, f"the state of worker {source}"
+        state = (take_snapshot(self._objects), self._before, self._after) if is_source else None
+        state = hand_over(state, self._job, source, targets, what)
+        if self._job.rank in targets:
+            snapshot, before, after = state
+            restore(snapshot, self._objects, Path(what))
+            self._put_back(after if self._num_done >= 0 else self._at_entry(before, after))
+            self._before, self._after = before, after
+
+    # ---- what is small of the state --------------------------------------------------------------------
+
+    @property
+    def _is_torn(self) -> bool:
+        """Whether a step has been taken in the call that has begun, and lasts."""
+        before = zip(self._small, self._before.states, strict=True)
+        return any(isinstance(each, Towers) and each.step != state["step"] for each, state in before)
+
+    def _at_entry(self, before: _Noted, after: _Noted) -> _Noted:
+        """Return what was before a call, but for the loader, which has the call's batch still to hand out."""
+        both = zip(self._small, before.states, after.states, strict=True)
+        states = [end if isinstance(each, TowerLoader) else begin for each, begin, end in both]
+        return replace(before, states=states)
+
+    def _note(self) -> _Noted:
+        states = [copy.deepcopy(_hyper_parameters(each)) for each in self._small]
+        return _Noted(states, GlobalStreams.capture(self._job.device))
+
+    def _put_back(self, noted: _Noted) -> None:
+        for each, state in zip(self._small, noted.states, strict=True):
+            if isinstance(each, Optimizer):
+                _set_hyper_parameters(each, state)
+            else:
+                each.load_state_dict(copy.deepcopy(state))
+        noted.generators.restore()
+
+
+def _hyper_parameters(each: Any) -> Any:
+    """Return an object's state; of an optimizer what it has for its groups."""
+    if not isinstance(each, Optimizer):
+        return each.state_dict()
+    groups = each.param_groups
+    return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+
+
+def _set_hyper_parameters(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> None:
+    for group, noted in zip(optimizer.param_groups, groups, strict=False):
+        for name, value in noted.items():
+            if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):
+                group[name].copy_(value)  # a scheduler may hold it
+            else:
+                group[name] = value
+
+
+def _check(loader: Any, state: dict[str, Any]) -> None:
+    if isinstance(loader, StreamLoader):
+        raise ConfigError(
+            "loader is a StreamLoader, whose workers exchange messages between two calls: expected a "
+            "TowerLoader; a Trainer goes on with a StreamLoader, too"
+        )
+    for name, value in state.items():
+        if value is not None and not hasattr(value, "load_state_dict"):
+            raise ConfigError(f"{name} is a {type(value).__name__}: expected an object with a state_dict")
+
+
+def _check_picklable(call: str, result: Any) -> None:
+    """Say at once what else would be known only where a worker is lost."""
+    try:
+        pickle.dumps(result)
+    except Exception as error:
+        raise UsageError(
+            f"{call} returned a {type(result).__name__}, which cannot be sent to another worker "
+            f"({one_line(str(error))}): expected what can be pickled, or None"
+        ) from error

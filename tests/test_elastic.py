@@ -1,0 +1,171 @@
+"""A loop of one's own that goes on; `python -m tests.takeovers --loop` tries thousands of seeds."""
+
+import pytest
+import torch
+from torch import nn
+
+import samestep
+from samestep.errors import ConfigError, DisagreementError, UsageError
+
+from .elastic_loop import train
+from .renewal import Town
+from .simulation import Faults, Killed, values
+from .takeovers import try_one, undisturbed
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    return undisturbed(tmp_path_factory.mktemp("undisturbed"), train)
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_whoever_is_killed_and_whoever_comes_the_bits_are_the_same(seed, expected):
+    assert try_one(seed, expected, train)[1] is None
+
+
+def made(job, *names):
+    """Return towers of one or more models, and what `Elastic` has to know."""
+    torch.manual_seed(0)
+    models = [nn.Linear(2, 1) for _ in names]
+    all_towers = [samestep.Towers(model, 3, job=job) for model in models]
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.1) for model in models]
+    state = {"model": models[0], "towers": all_towers[0], "optimizer": optimizers[0]}
+    for name, *rest in list(zip(names, models, all_towers, optimizers, strict=True))[1:]:
+        state |= {f"{name} {n}": each for n, each in enumerate(rest)}
+    return state, list(zip(models, all_towers, optimizers, strict=True))
+
+
+def take_step(model, towers, optimizer):
+    for tower in towers(torch.full((6, 2), 1.0 + towers.step)):
+        tower.backward(model(tower.batch).square().mean())
+    report = towers.average()
+    optimizer.step()
+    return report.loss
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_two_models_with_towers_of_their_own(seed):
+    def work(job):
+        state, parts = made(job, "one", "two")
+        with samestep.Elastic(**state) as elastic:
+            while parts[0][1].step < 4:
+                for number, part in enumerate(parts):
+                    elastic(lambda part=part: take_step(*part)) if number else elastic(take_step, *part)
+        return [samestep.digest(model) for model, _, _ in parts]
+
+    alone = work(samestep.Job(torch.device("cpu")))
+    town = Town(3, seed, Faults(killed={seed % 3: 10 + 3 * seed}), arrivals=[seed * 50])
+    outcomes = town.run(work)
+    for outcome in outcomes:
+        is_left = isinstance(outcome.error, Killed | SystemExit) or town.was_early
+        assert outcome.value == alone or is_left, outcome.text
+
+
+def test_towers_that_it_does_not_know_are_named():
+    def work(job):
+        state, parts = made(job, "one", "two")
+        del state["two 1"]
+        with samestep.Elastic(**state) as elastic:
+            for part in parts * 9:
+                elastic(take_step, *part)
+
+    outcomes = Town(3, 0, Faults(killed={0: 30})).run(work)
+    for outcome in outcomes[1:]:
+        assert isinstance(outcome.error, UsageError), outcome.text
+        assert "for 3 workers, and the job has 2 now: pass them to samestep.Elastic, too" in outcome.text
+
+
+def test_workers_that_make_other_calls_hear_of_it():
+    def work(job):
+        state, [part] = made(job, "one")
+        with samestep.Elastic(**state) as elastic:
+            elastic(take_step, *part)
+            if job.rank == 1:
+                elastic(print)
+            elastic(take_step, *part)
+
+    outcomes = Town(3, 0).run(work)
+    assert all(isinstance(outcome.error, DisagreementError) for outcome in outcomes)
+    assert "has come to print" in outcomes[1].text
+
+
+def test_a_loop_that_a_newcomer_begins_anew_is_found_out():
+    def work(job):
+        state, [part] = made(job, "one")
+        with samestep.Elastic(**state) as elastic:
+            for _ in range(8):  # not `while towers.step < 8`
+                elastic(take_step, *part)
+        return part[1].step
+
+    town = Town(2, 3, arrivals=[200])
+    outcomes = town.run(work)
+    assert town.workers[2].goes_on
+    assert all(isinstance(outcome.error, DisagreementError) for outcome in outcomes[:2]), outcomes[0].text
+    assert "worker 0 has come to its end" in outcomes[0].text
+    assert isinstance(outcomes[2].error, DisagreementError)
+
+
+def test_a_call_that_others_leave_after_its_average_cannot_be_made_again():
+    def work(job):
+        state, [part] = made(job, "one")
+
+        def step():
+            take_step(*part)
+            job.barrier("something else")
+
+        with samestep.Elastic(**state) as elastic:
+            while part[1].step < 4:
+                elastic(step)
+
+    found = set()
+    for event in range(20, 28):
+        outcomes = Town(3, 1, Faults(killed={0: event})).run(work)
+        found |= {str(outcome.error) for outcome in outcomes if isinstance(outcome.error, UsageError)}
+    assert found
+    assert all("had averaged a step in it, but had not come to its end" in text for text in found)
+
+
+def test_a_result_that_cannot_be_sent_is_refused_at_once():
+    def work(job):
+        state, _ = made(job, "one")
+        with samestep.Elastic(**state) as elastic:
+            elastic(lambda: lambda: None)
+
+    for outcome in Town(2, 0).run(work):
+        assert isinstance(outcome.error, UsageError)
+        assert "returned a function, which cannot be sent to another worker" in outcome.text
+
+
+def test_where_nobody_can_be_replaced_calls_are_simply_made():
+    state, [part] = made(samestep.Job(torch.device("cpu")), "one")
+    with samestep.Elastic(**state) as elastic:
+        assert elastic(lambda: lambda: 7)() == 7
+        assert elastic(take_step, *part) > 0
+    assert part[1].step == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("best", 0.5, "best is a float: expected an object with a state_dict"),
+        ("loader", "stream", "StreamLoader"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(name, value, expected):
+    state, [(_, towers, _)] = made(samestep.Job(torch.device("cpu")), "one")
+    if value == "stream":
+        value = samestep.StreamLoader(lambda tower, num_towers, epoch, seed: [], 3, towers)
+    with pytest.raises(ConfigError, match=expected):
+        samestep.Elastic(**state, **{name: value})
+
+
+def test_a_batch_of_a_loader_is_read_again_for_other_towers():
+    def work(job):
+        towers = samestep.Towers(nn.Linear(1, 1), 3, job=job)
+        loader = samestep.TowerLoader([10, 11, 12, 13, 14, 15], 6, towers, shuffle=False)
+        batches = iter(loader)
+        batch = next(batches)
+        towers.placement = samestep.Placement((0, 1, 3))
+        return [list(map(torch.Tensor.tolist, each.slices.values())) for each in (batch.again(), *batches)]
+
+    assert values(work, 2) == [[[[10, 11]]], [[[12, 13], [14, 15]]]]
