@@ -7,13 +7,18 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
 import threading
 import time
+from contextlib import suppress
+from multiprocessing.connection import Client
+from multiprocessing.reduction import DupFd
 
 import pytest
 import torch
 
 from samestep import Job, TowerLoader, Towers
+from samestep.data.loader_processes import start_loader_process
 
 CPU = torch.device("cpu")
 LONG_S = 30
@@ -133,3 +138,44 @@ def test_loader_processes(found, name):
     text, exit_status = found[name]
     assert re.fullmatch(CASES[name][-1], text), text
     assert exit_status == 0
+
+
+# ---- a worker that dies while a slice is handed to it ----------------------------------------------------
+
+
+def offer(connection, errors):
+    """Be a loader process, from which its worker may take a file."""
+    sys.stderr = errors.open("w", buffering=1)
+    start_loader_process(0)
+    connection.send(DupFd(0))
+    time.sleep(LONG_S)
+
+
+def break_off(pids, errors, is_killed):
+    """Be a worker that does not take it, and then is killed, or is not."""
+    ours, theirs = multiprocessing.Pipe()
+    loader_process = multiprocessing.get_context("fork").Process(target=offer, args=(theirs, errors))
+    loader_process.start()
+    pids.put(loader_process.pid)
+    address, _ = ours.recv()._id
+    Client(address, authkey=multiprocessing.current_process().authkey).close()
+    time.sleep(0.2)
+    if is_killed:
+        kill()
+    while "Error" not in errors.read_text():
+        time.sleep(0.01)
+    loader_process.kill()
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_loader_process_whose_worker_dies_says_nothing(forkserver, tmp_path, is_killed):
+    pids, errors = forkserver.SimpleQueue(), tmp_path / "errors"
+    worker = forkserver.Process(target=break_off, args=(pids, errors, is_killed))
+    worker.start()
+    worker.join(LONG_S)
+    assert worker.exitcode == (-signal.SIGKILL if is_killed else 0)
+    with suppress(ProcessLookupError):
+        for pid in [pids.get()] * 100:
+            os.kill(pid, 0)
+            time.sleep(0.05)
+    assert ("Traceback" in errors.read_text()) == (not is_killed)

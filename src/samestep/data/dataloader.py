@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from samestep.data.loader_processes import read_through, timeout_option
+from samestep.data.loader_processes import read_through, start_loader_process, timeout_option
 from samestep.errors import ConfigError
 from samestep.workers.job import Job
-from samestep.workers.process import join_own_group
 
 __all__ = ["check_options", "reading"]
 
@@ -48,15 +47,11 @@ def reading(
         collate_fn=_as_it_is,
         # Without one of its own, DataLoader draws a number from torch's global generator each epoch.
         generator=torch.Generator(),
-        worker_init_fn=_start_loader_process,
+        worker_init_fn=start_loader_process,
         timeout=timeout_option(options["num_workers"], options["persistent_workers"], timeout_s),
         **options,
     )
     return partial(read_through, loader, job.rank, timeout_s)
-
-
-def _start_loader_process(_: int) -> None:
-    join_own_group()
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -5,22 +5,45 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator
 from functools import partial
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from samestep.errors import LoaderError, one_line
+from samestep.workers.process import join_own_group
 from samestep.workers.waiter import Patience
 
-__all__ = ["read_through", "timeout_option"]
+__all__ = ["read_through", "start_loader_process", "timeout_option"]
 
 _SLICE_S = 0.2
 _NEWS_S = 1.0
+
+
+def start_loader_process(_: int) -> None:
+    """Do what a loader process does first: see that it ends with its worker, and without a word."""
+    join_own_group()
+    sys.excepthook = partial(_say_unless_orphaned, sys.excepthook)
+
+
+def _say_unless_orphaned(
+    say: Callable[..., object], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Say what a thread of a loader process met, unless it is that the worker has died.
+
+    A worker's connections break a moment before the system tells its children that it is gone.
+    """
+    worker = multiprocessing.parent_process()
+    if worker is not None and isinstance(error, ConnectionError | EOFError):
+        worker.join(_NEWS_S)  # in which this process is killed
+        if not worker.is_alive():
+            return
+    say(kind, error, trace)
 
 
 def timeout_option(num_workers: int, persistent_workers: bool, timeout_s: float) -> float:
