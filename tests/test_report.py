@@ -11,7 +11,7 @@ import pytest
 from samestep import cli
 from samestep.app import json_lines, report
 from samestep.app.charts import Line, draw_band, draw_curves, draw_timeline, draw_towers
-from samestep.app.history import Curve, History
+from samestep.app.history import Curve, History, Mark
 from samestep.app.report import write_report
 
 from .test_trainer import run
@@ -158,6 +158,32 @@ def test_a_start_without_an_end_was_killed_unless_it_is_the_last(tmp_path):
     assert page.texts.count("running, or killed") == 2
 
 
+def moved(step, time, *towers):
+    return {"step": step, "time": time, "event": "placement", "towers": towers}
+
+
+def test_where_a_run_went_on_with_other_workers_is_marked_and_told(tmp_path):
+    lost = {"step": 20, "time": 2.0, "event": "end", "reason": "worker 1 is gone"}
+    lines = [start(), trained(10, 1.0), lost, start(20, 2.0, workers=1, towers=[7]), trained(30, 3.0)]
+    lines += [start(30, 4.0), trained(40, 5.0), moved(40, 5.0, 5, 2), trained(50, 6.0)]
+    marks = [
+        "step 20: going on with 1 worker (7 towers)",
+        "step 30: going on with 2 workers (4 + 3 towers)",
+        "step 40: towers placed 5 + 2",
+    ]
+    page = page_of(written(tmp_path, *lines))
+    assert f"Vertical lines: {'; '.join(marks)}." in page.texts
+    assert [text for text in page.texts if text in marks] == marks  # in the one chart over steps
+    assert "worker 1 is gone" in page.texts
+
+
+def test_of_many_marks_the_newest_are_told(tmp_path, undrawn):
+    page = page_of(written(tmp_path, *(start(step, float(step)) for step in range(9)), trained(9, 9.0)))
+    (told,) = [text for text in page.texts if text.startswith("Vertical lines: ")]
+    assert told.startswith("Vertical lines: 2 earlier ones; step 3: going on with 2 workers")
+    assert told.endswith("step 8: going on with 2 workers (4 + 3 towers).")
+
+
 def test_what_is_missing_is_left_out(tmp_path):
     page = page_of(written(tmp_path, settings={"recipe": "mine"}))
     assert "nothing measured yet" in page.texts
@@ -193,6 +219,8 @@ def test_no_value_of_a_file_breaks_the_page(tmp_path, undrawn, odd):
         trained(2, **LOSSES, **{"step/learning rate": odd}),
         {"step": 2, "time": 1, "event": "checkpoint", "name": odd},
         {"step": 2, "time": 1, "event": odd},
+        {"step": 2, "time": 1, "event": "placement", "towers": odd},
+        {"step": 2, "time": 1, "event": "placement", "towers": [odd, 10**400]},
         {"step": 2, "time": 1, "event": "end", "reason": odd},
     ]
     page_of(written(tmp_path, *lines, settings={"recipe": odd, "x": odd}))
@@ -222,6 +250,9 @@ def test_a_page_stays_small_whatever_there_is_of_anything(tmp_path, monkeypatch)
     assert (tmp_path / "report.html").stat().st_size < 2_000_000
 
 
+MARKS = [Mark(0, "step 0: going on"), Mark(2**53, "step 9: towers placed")]
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -239,7 +270,7 @@ def test_a_page_stays_small_whatever_there_is_of_anything(tmp_path, monkeypatch)
 def test_any_values_can_be_drawn(values):
     curve = Curve("x", [2**53 - i for i in range(len(values))], values)
     for drawn in (
-        draw_curves("x", "y", [Line(curve, "#000000"), Line(curve, "#000000", "faint")], [0, 2**53]),
+        draw_curves("x", "y", [Line(curve, "#000000"), Line(curve, "#000000", "faint")], MARKS),
         draw_band("x", "y", [curve, curve]),
         draw_towers("x", "y", values),
     ):

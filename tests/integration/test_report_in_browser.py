@@ -32,6 +32,11 @@ const measure = frame => {
       .filter(e => box(e).right > page.documentElement.clientWidth + 1 || box(e).left < -1)
       .map(e => e.outerHTML.slice(0, 99)),
     width: page.documentElement.scrollWidth,
+    marks: [...page.querySelectorAll("g > title")].map(({parentNode: mark}) => {
+      mark.scrollIntoView();
+      const {x, y, width, height} = box(mark);
+      return mark.contains(page.elementFromPoint(x + width / 2, y + height / 2));
+    }),
     scripts: page.scripts.length,
     ink: frame.contentWindow.getComputedStyle(page.querySelector("svg text")).fill,
     paper: frame.contentWindow.getComputedStyle(page.body).backgroundColor,
@@ -84,6 +89,7 @@ def check(found, num_charts):
         assert measured["scripts"] == 0
         assert len(measured["charts"]) == num_charts
         assert all(250 < w < width and 0.4 < h / w < 0.8 for w, h in measured["charts"]), measured["charts"]
+        assert all(measured["marks"])  # a mouse hits what says why
         assert all(height >= 9 and right < width for height, right in measured["texts"])  # can be read
 
 
@@ -95,6 +101,7 @@ def test_a_run_is_laid_out_on_a_laptop_and_a_phone(tmp_path, scheme):
     content = write_report(run_dir).read_text()
     found = looked_at(tmp_path, content, scheme)
     check(found, content.count("<figure>"))
+    assert all(measured["marks"] for measured in found)
     brightness = [[sum(map(int, color[4:-1].split(","))) for color in (m["ink"], m["paper"])] for m in found]
     assert all((ink > paper + 300) == (scheme == "dark") for ink, paper in brightness)
 

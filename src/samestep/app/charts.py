@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from samestep.app.history import Curve, Stretch
+from samestep.app.history import Curve, Mark, Stretch
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,14 +62,14 @@ class Line:
     may_be_log: bool = True
 
 
-def draw_curves(title: str, unit: str, lines: Sequence[Line], restarts: Sequence[int] = ()) -> str:
+def draw_curves(title: str, unit: str, lines: Sequence[Line], marks: Sequence[Mark] = ()) -> str:
     """Draw scalars over steps.
 
     Args:
         title: what a screen reader says of the chart.
         unit: of the vertical axis.
         lines: to draw, later ones above earlier ones.
-        restarts: steps from which the run was continued; they are marked.
+        marks: steps at which there is a vertical line, which says why where a mouse is over it.
     """
 
     def draw(axes: Axes) -> None:
@@ -78,13 +78,13 @@ def draw_curves(title: str, unit: str, lines: Sequence[Line], restarts: Sequence
             look = "o-" if few and line.style == "plain" else "-"
             color = line.color + FAINT * (line.style == "faint")
             axes.plot(line.curve.steps, line.curve.values, look, color=color)
-        _over_steps(axes, unit, restarts)
+        _over_steps(axes, unit, marks)
         _scale(axes, [value for line in lines if line.may_be_log for value in line.curve.values])
 
     return _svg(title, draw)
 
 
-def draw_band(title: str, unit: str, curves: Sequence[Curve], restarts: Sequence[int] = ()) -> str:
+def draw_band(title: str, unit: str, curves: Sequence[Curve], marks: Sequence[Mark] = ()) -> str:
     """Draw how far apart curves are: their median, the half in the middle, the lowest and the highest."""
     by_step: dict[int, list[float]] = {}
     for curve in curves:
@@ -97,7 +97,7 @@ def draw_band(title: str, unit: str, curves: Sequence[Curve], restarts: Sequence
         for low, high, alpha in ((0, 4, 0.18), (1, 3, 0.35)):
             axes.fill_between(steps, bounds[low], bounds[high], color=COLORS[0], alpha=alpha, linewidth=0)
         axes.plot(steps, bounds[2], "o-" if len(steps) <= 40 else "-", color=COLORS[0])
-        _over_steps(axes, unit, restarts)
+        _over_steps(axes, unit, marks)
         _scale(axes, bounds.ravel().tolist())
 
     return _svg(title, draw)
@@ -152,9 +152,11 @@ _SHAPES = {"●": "o", "▲": "^", "×": "X", "■": "s"}
 _TIMES = (("days", 86_400.0), ("hours", 3600.0), ("minutes", 60.0))
 
 
-def _over_steps(axes: Axes, unit: str, restarts: Sequence[int]) -> None:
-    for step in restarts[-50:]:
-        axes.axvline(step, color=_INK, alpha=0.5, linewidth=0.8, linestyle=(0, (2, 2)))
+def _over_steps(axes: Axes, unit: str, marks: Sequence[Mark]) -> None:
+    for mark in marks[-50:]:
+        axes.axvline(mark.step, color=_INK, alpha=0.5, linewidth=0.8, linestyle=(0, (2, 2)))
+        # What a mouse can hit.
+        axes.axvline(mark.step, color=_INK, alpha=0, linewidth=7, zorder=9).set_gid(mark.text)
     axes.set_xlabel("step")
     axes.set_ylabel(unit)
     axes.xaxis.set_major_formatter(_plain)
@@ -190,5 +192,6 @@ def _svg(title: str, draw: Callable[[Axes], None]) -> str:
         figure.savefig(file, format="svg", transparent=True, metadata=dict.fromkeys(names))
     text = file.getvalue()
     text = text[text.index("<svg") :].replace(_INK, "currentColor").replace(_GRID, "var(--grid)")
+    text = re.sub(r'<g id="(step [^"]*)">', r"<g><title>\1</title>", text)  # of marks
     text = re.sub(r'<g id="[^"]*">', "<g>", text)  # the same in each chart, and used by none
     return text.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)

@@ -8,9 +8,10 @@ from typing import Any
 
 from samestep.errors import one_line, shown
 
-__all__ = ["Curve", "History", "Stretch"]
+__all__ = ["Curve", "History", "Mark", "Stretch"]
 
 _MAX_NAMES = 1000
+_MAX_WORKERS = 1 << 20
 _MAX_VALUE = 1e100  # beyond that the limits of an axis may overflow
 
 
@@ -23,6 +24,19 @@ class Curve:
     values: list[float] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Mark:
+    """A step from which a run went on with other workers, or with towers on others.
+
+    Attributes:
+        step: steps taken before.
+        text: says so, in numbers and words, without any text of a file.
+    """
+
+    step: int
+    text: str
+
+
 @dataclass
 class Stretch:
     """A part of a run from a start to its end.
@@ -32,6 +46,7 @@ class Stretch:
         times_s: of each of its lines, in seconds since the epoch.
         steps: of each of its lines.
         checkpoints: places of lines, in `steps`, that note a checkpoint.
+        moves: marks of where towers moved.
         ending: why it ended, as the line of its end says; None where there is none.
     """
 
@@ -39,15 +54,21 @@ class Stretch:
     times_s: list[float] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     checkpoints: list[int] = field(default_factory=list)
+    moves: list[Mark] = field(default_factory=list)
     ending: str | None = None
 
     @property
     def workers(self) -> str:
         """How many workers it had, and the towers of each."""
-        towers = self.start.get("towers")
-        is_list = isinstance(towers, list) and all(isinstance(count, int) for count in towers)
-        placed = f" ({one_line(' + '.join(map(str, towers[:64])), 80)} towers)" if is_list and towers else ""
-        return f"{shown(self.start.get('workers'))}{placed}"
+        return f"{shown(self.start.get('workers'))}{_in_brackets(self.start)}"
+
+    @property
+    def mark(self) -> Mark:
+        """Where it began."""
+        workers = self.start.get("workers")
+        is_number = isinstance(workers, int) and 0 < workers < _MAX_WORKERS
+        who = f"{workers} worker{'s' * (workers != 1)}" if is_number else "other workers"
+        return Mark(self.steps[0], f"step {self.steps[0]:,}: going on with {who}{_in_brackets(self.start)}")
 
     def text(self, name: str) -> str:
         """Return what its start says of something."""
@@ -58,6 +79,9 @@ class Stretch:
         """Take in a line that follows its start."""
         if line.get("event") == "checkpoint":
             self.checkpoints.append(len(self.steps))
+        if line.get("event") == "placement" and _placed(line):
+            step = int(line["step"])
+            self.moves.append(Mark(step, f"step {step:,}: towers placed {_placed(line)}"))
         self.times_s.append(float(line["time"]))
         self.steps.append(int(line["step"]))
         if line.get("event") == "end":
@@ -106,9 +130,26 @@ class History:
         return [found[number] for number in sorted(found)]
 
     @property
+    def marks(self) -> list[Mark]:
+        """Where the run went on otherwise than before, in the order in which it did."""
+        found = [mark for stretch in self.stretches for mark in (stretch.mark, *stretch.moves)]
+        return found[1:]
+
+    @property
     def last_step(self) -> int:
         """The highest step of any line."""
         return max((max(stretch.steps) for stretch in self.stretches), default=0)
+
+
+def _placed(line: Mapping[str, Any]) -> str:
+    """Return how many towers each worker has, such as "4 + 3"; nothing where a line does not say it."""
+    towers = line.get("towers")
+    is_list = isinstance(towers, list) and all(isinstance(count, int) for count in towers)
+    return one_line(" + ".join(map(str, towers[:64])), 80) if is_list and towers else ""
+
+
+def _in_brackets(line: Mapping[str, Any]) -> str:
+    return f" ({_placed(line)} towers)" if _placed(line) else ""
 
 
 def _add(curves: dict[str, Curve], line: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from samestep.app.charts import COLORS, FAINT, MARKS, Line, draw_band, draw_curves, draw_timeline, draw_towers
 from samestep.app.extras import extra
-from samestep.app.history import Curve, History, Stretch
+from samestep.app.history import Curve, History, Mark, Stretch
 from samestep.app.json_lines import FILE, read_lines
 from samestep.app.page import Html, figure, page, section, table, tiles
 from samestep.app.run_folder import search
@@ -25,6 +25,7 @@ __all__ = ["write_report"]
 
 _MAX_CHARTS = 24  # of metrics
 _MAX_STRETCHES = 100
+_MAX_TOLD = 6  # marks
 _MAX_ROWS = 200
 
 
@@ -76,10 +77,6 @@ class _Run:
         return cls(run_dir, settings, history, manifest, [reason for _, reason in found.damaged])
 
     @property
-    def restarts(self) -> list[int]:
-        return [stretch.steps[0] for stretch in self.history.stretches[1:]]
-
-    @property
     def name(self) -> str:
         last = self.history.stretches[-1].text("name") if self.history.stretches else ""
         return last or str(self.settings.get("recipe", "training"))
@@ -89,7 +86,7 @@ def _page(run: _Run) -> str:
     history = run.history
     parts = [
         tiles(_summary(run)),
-        section("Training", _training(run), of="charts", note=_DASHED if run.restarts else ""),
+        section("Training", _training(run), of="charts", note=_explained(history.marks)),
         section("Towers", _towers(run), of="charts", note=_TOWERS),
         section("Evaluation", _evaluations(run), of="charts"),
         section("Starts, checkpoints and ends", _timeline(history.stretches)),
@@ -103,7 +100,6 @@ def _page(run: _Run) -> str:
     )
 
 
-_DASHED = "Dashed lines: where the run was continued."
 _TOWERS = "Each tower is a slice of the global batch; over many steps their losses should be alike."
 
 
@@ -160,10 +156,17 @@ def _training(run: _Run) -> list[Html]:
         ("Throughput", "rows per second", _lines(named("step/rows per second"))),
     ]
     return [
-        figure(title, draw_curves(title, unit, lines, run.restarts), _legend(lines))
+        figure(title, draw_curves(title, unit, lines, run.history.marks), _legend(lines))
         for title, unit, lines in charts
         if lines
     ]
+
+
+def _explained(marks: Sequence[Mark]) -> str:
+    """Return what the vertical lines are."""
+    newest = "; ".join(mark.text for mark in marks[-_MAX_TOLD:])
+    before = f"{len(marks) - _MAX_TOLD:,} earlier ones; " if len(marks) > _MAX_TOLD else ""
+    return f"Vertical lines: {before}{newest}." if marks else ""
 
 
 def _lines(curves: Sequence[Curve], *, may_be_log: bool = True) -> list[Line]:
@@ -189,7 +192,7 @@ def _towers(run: _Run) -> list[Html]:
     title, newest = "Towers' losses: median, middle half, all", "Mean loss of each tower, newest quarter"
     means = [fmean(curve.values[-max(1, len(curve.values) // 4) :]) for curve in curves]
     return [
-        figure(title, draw_band(title, "loss", curves, run.restarts)),
+        figure(title, draw_band(title, "loss", curves, run.history.marks)),
         figure(newest, draw_towers(newest, "loss", means)),
     ]
 
@@ -197,7 +200,8 @@ def _towers(run: _Run) -> list[Html]:
 def _evaluations(run: _Run) -> list[Html]:
     charts = []
     for curve in list(run.history.metrics.values())[:_MAX_CHARTS]:
-        svg = draw_curves("a metric of the evaluations", "value", [Line(curve, COLORS[2])], run.restarts)
+        lines = [Line(curve, COLORS[2])]
+        svg = draw_curves("a metric of the evaluations", "value", lines, run.history.marks)
         charts.append(figure(curve.name, svg))
     return charts
 
