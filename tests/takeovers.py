@@ -10,7 +10,7 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -53,6 +53,10 @@ def measure(model, batch):
     return {"loss": (model(batch[0]).square().sum(), len(batch[0]))}
 
 
+def terms(model):
+    return {"decay": sum(parameter.square().sum() for parameter in model.parameters())}
+
+
 def train(job, run_dir):
     generator = torch.Generator().manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.2), nn.Linear(4, 1))
@@ -70,6 +74,7 @@ def train(job, run_dir):
         run_dir=run_dir,
         steps=STEPS,
         evaluate=samestep.Evaluation(data, measure, rows=8),
+        terms=terms,
         evaluate_every=1,
         callbacks=[Decay()],
         checkpoint_every=3,
@@ -86,13 +91,20 @@ def run(seed, run_dir, train=train):
     victims = chance.sample(range(world_size + len(arrivals)), chance.randrange(world_size + 1))
     killed = {victim: chance.randrange(1, 160) for victim in victims}
     town = Town(world_size, seed, Faults(killed=killed), arrivals=arrivals)
-    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+    with quietly():
         return town, town.run(lambda job: train(job, run_dir))
+
+
+@contextmanager
+def quietly():
+    """Print nothing."""
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        yield
 
 
 def undisturbed(run_dir, train=train):
     """Return what the run ends with to which nothing happens."""
-    with redirect_stdout(io.StringIO()):
+    with quietly():
         return train(samestep.Job(torch.device("cpu")), run_dir)
 
 
@@ -119,9 +131,12 @@ def judge(town, outcomes, expected, run_dir):
 def wrong_files(run_dir, num_killed):
     """Return what is wrong with what a run has written."""
     if (run_dir / FILE).exists():
-        steps = [line["step"] for line in read_lines(run_dir) if "loss/total" in line]
+        lines = [line for line in read_lines(run_dir) if "loss/total" in line]
+        steps = [line["step"] for line in lines]
         if len(set(steps)) < len(steps) or steps != sorted(steps) or STEPS - len(steps) > num_killed:
             return f"steps in {FILE}: {steps}"
+        if not all("loss/decay" in line for line in lines):
+            return f"terms lack in {FILE}"
         newest = all_checkpoints(run_dir)[-1]
     else:
         newest = run_dir / f"{STEPS}"

@@ -108,10 +108,11 @@ class Hooks:
 
     def _look(self) -> Before:
         try:
-            return Before.of(self._trainer.step, self._terms if self._loggers else None)
+            return Before.of(self._trainer.step, self._terms)
         except Exception as error:
             self._terms = None
-            _say("terms", error)
+            if self._loggers:
+                _say("terms", error)
             return self._look()
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:

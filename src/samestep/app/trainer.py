@@ -78,7 +78,7 @@ class Trainer:
         loggers: get what is measured, on worker 0; see `Logger`.
         callbacks: are called on all workers; see `Callback`.
         terms: `terms(model)` -> terms of the loss that depend on the weights alone, by name, for the loggers;
-            called before each step on worker 0, without gradients.
+            called before each step, without gradients, on worker 0 and on those that may take its place.
         checkpoint_every: steps between checkpoints; there is always one at the end.
         checkpoint_minutes: also write one every so many minutes.
         keep_checkpoints: number of newest checkpoints to keep.
