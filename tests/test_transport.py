@@ -1,6 +1,7 @@
 """Moving tensors between real processes over gloo, and what is said of those that are gone."""
 
 import datetime
+import gc
 import os
 import signal
 import socket
@@ -368,3 +369,16 @@ def test_errors_about_a_lost_connection(error, is_lost):
 def test_lost_workers_are_gone_or_silent(text, why, how):
     assert how_lost(RuntimeError(text), 1) == f"worker 1 {how} ({why})"
     assert how_lost(RuntimeError(text)) == f"another worker {how} ({why})"
+
+
+def in_a_fork():
+    """Return how a forked process ends whose garbage collector may free what it has inherited."""
+    gc.unfreeze()
+    pid = os.fork()
+    if pid == 0:
+        os._exit(gc.get_freeze_count() == 0)
+    return os.waitpid(pid, 0)[1]
+
+
+def test_a_forked_process_frees_no_process_group(elsewhere):
+    assert elsewhere(in_a_fork) == 0

@@ -119,6 +119,31 @@ def test_nothing_is_held_once_it_has_been_waited_for():
     waiter.close()
 
 
+def test_nothing_is_held_once_it_has_failed():
+    """What holds a process group is not left to the garbage collector, perhaps that of a forked process."""
+
+    class Message:
+        def wait(self):
+            raise RuntimeError("Connection closed by peer")
+
+    message = Message()
+    held = weakref.ref(message)
+    waiter = Waiter(LONG_S)
+    wait = waiter.start([(1, message.wait)])
+    waiter.finish(wait)
+    assert str(wait.error) == "Connection closed by peer"
+    waiter.close()
+    gc.disable()
+    try:
+        del message, wait
+        deadline_s = time.monotonic() + 10
+        while held() is not None and time.monotonic() < deadline_s:  # the thread lets go of it
+            time.sleep(0.01)
+        assert held() is None
+    finally:
+        gc.enable()
+
+
 def test_the_thread_ends_with_the_waiter():
     found = []
     waiter = Waiter(LONG_S)

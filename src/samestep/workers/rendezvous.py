@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import socket
@@ -114,7 +115,9 @@ class Generations:
     def close(self) -> None:
         """Leave the job."""
         Generations.of_process = None
-        self._group.close()
+        gc.collect()  # groups before this one, too: see `ProcessGroup.close`
+        if isinstance(self._group, ProcessGroup):
+            self._group.leave()
 
     def is_outside(self) -> bool:
         """Whether this worker is a newcomer; see `Renewable`."""
@@ -172,7 +175,7 @@ class Generations:
         if isinstance(self._group, ProcessGroup):
             if self._group.waiter.silent is not None:
                 self._members.accuse(self._group.waiter.silent)
-            self._group.close()
+            self._group.leave()
         self._group = Alone()
         # A group that could not be made has used up the name that the next one has on the other workers.
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -124,6 +125,10 @@ class _Nothing:
         pass
 
 
+# A forked process must not take down what it inherits: gloo would wait for threads that are not there.
+os.register_at_fork(after_in_child=gc.freeze)
+
+
 class ProcessGroup:
     """The transport of torch's default process group.
 
@@ -168,10 +173,14 @@ class ProcessGroup:
         self.waiter.peers.tell(f"worker {self.rank} was interrupted in the middle of {what}")
 
     def close(self) -> None:
+        """Leave the process group for good."""
+        gc.collect()  # a group that outlives the interpreter aborts the process; see pytorch#190489
+        self.leave()
+
+    def leave(self) -> None:
         """Leave the process group."""
         self.waiter.close()
         self.waiter.peers.close()
-        gc.collect()  # a group that outlives the interpreter aborts the process; see pytorch#190489
         dist.destroy_process_group()
 
     def _is_packed(self, tensors: Sequence[Tensor]) -> bool:

@@ -154,7 +154,7 @@ class Wait:
                 self.worker = worker
                 call()
         except BaseException as error:
-            self.error = error
+            self.error = error.with_traceback(None)  # else its frames and this keep each other, and a group
         self._calls = ()  # and let go of what they refer to
         self._is_done = True
         self._running.release()
