@@ -8,7 +8,8 @@ from torch.distributed import DistError, HashStore
 
 from samestep.errors import LostWorkerError
 from samestep.workers import members
-from samestep.workers.members import Members, Roster
+from samestep.workers.members import Members
+from samestep.workers.roster import Roster
 
 
 @pytest.fixture
@@ -27,10 +28,11 @@ def test_all_of_a_list_meet_in_a_store_of_their_own(store):
     workers = [Members(store, number) for number in range(3)]
     assert [worker.are_known for worker in workers] == [True, True, False]
     first = advance(*workers[:2])
-    roster.become([1, 2])
+    roster.let_in([2])
+    assert roster.without([0])
     second = advance(*workers[1:])
     assert [worker.rank for worker in workers[1:]] == [0, 1]
-    assert workers[1].current == workers[2].current == members.Generation(1, (1, 2))
+    assert workers[1].current == workers[2].current == members.Generation(2, (1, 2))
     first[0].set("name", "before")
     second[0].set("name", "after")
     assert [found.get("name") for found in (*first, *second)] == [b"before"] * 2 + [b"after"] * 2
@@ -39,7 +41,7 @@ def test_all_of_a_list_meet_in_a_store_of_their_own(store):
 def test_who_waits_for_one_that_is_lost_meanwhile_follows_the_next_list(store):
     roster = Roster(store, range(3))
     workers = [Members(store, number) for number in range(2)]
-    threading.Timer(0.1, roster.become, ([0, 1],)).start()
+    threading.Timer(0.1, roster.without, ([2],)).start()
     advance(*workers)
     assert [worker.current.number for worker in workers] == [1, 1]
 
@@ -70,7 +72,7 @@ def test_a_newer_list_is_looked_up_now_and_then(store, monkeypatch):
     worker = Members(store, 0)
     worker.advance(10)
     assert not worker.has_newer()
-    roster.become([0, 1])
+    roster.let_in([1])
     monkeypatch.setattr(members, "_LOOK_S", 60)
     assert not worker.has_newer()
     monkeypatch.setattr(members, "_LOOK_S", 0)
@@ -99,7 +101,7 @@ def test_the_launcher_learns_who_goes_on_is_ready_or_silent_or_could_not_connect
     assert not roster.is_asked_again()
     workers[0].ask_again()
     assert roster.is_asked_again()
-    roster.become([0, 1])
+    roster.begin_again()
     assert not roster.is_asked_again()
 
 
@@ -110,7 +112,7 @@ def test_who_does_not_come_is_accused_but_not_who_waits_in_vain_for_another_one(
     workers[0].accuse(1)
     workers[1].accuse(2)
     assert roster.silent() == [2]
-    roster.become(range(3))  # of which two do not come
+    roster.begin_again()  # of which two do not come
     assert roster.silent() == []
     with pytest.raises(LostWorkerError, match=r"^workers 1, 2 did not join within 0\.1 s$"):
         workers[0].advance(0.1)

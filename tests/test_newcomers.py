@@ -12,10 +12,12 @@ from torch.distributed import HashStore
 
 from samestep.app import replacement
 from samestep.app.failures import Failure
+from samestep.app.hosts import Hosts
 from samestep.app.replacement import Replacement
 from samestep.app.worker_process import WorkerProcess
 from samestep.errors import LockedError
-from samestep.workers.members import Members, Roster
+from samestep.workers.members import Members
+from samestep.workers.roster import Roster
 
 
 class Launcher:
@@ -26,7 +28,7 @@ class Launcher:
         for seat in range(num_workers):
             self.start(seat)
         self.roster = Roster(self.store, range(num_workers))
-        self.replacement = Replacement(self.roster, self.workers, self.start)
+        self.replacement = Replacement(self.roster, Hosts(self.store, 0), self.workers, self.start)
 
     def start(self, seat):
         number = len(self.workers)

@@ -9,8 +9,10 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from samestep.app.failures import Failure, root_cause
+from samestep.app.nodes import Nodes
 from samestep.app.supervisor import Supervisor
 from samestep.app.worker_process import WorkerProcess
 from samestep.errors import StorageError
@@ -19,10 +21,15 @@ from samestep.workers.interrupts import release_interrupts
 from samestep.workers.process import GRACE_S, end_with_launcher
 from samestep.workers.waiter import end_with_threads
 
+if TYPE_CHECKING:
+    from samestep.app.hosts import Ending
+
 __all__ = ["GRACE_S", "run_command", "run_worker"]
 
 
-def run_command(command: Sequence[str], num_workers: int, *, threads: int) -> int:
+def run_command(
+    command: Sequence[str], num_workers: int, *, threads: int, nodes: Nodes | None = None
+) -> int:
     """Run `command` in `num_workers` processes of one job, and wait for them.
 
     The workers' output passes straight through. When one fails, the others are stopped, and the error
@@ -33,25 +40,29 @@ def run_command(command: Sequence[str], num_workers: int, *, threads: int) -> in
         command: the command line; its main function should go through `run_worker`.
         num_workers: processes of the job, W.
         threads: CPU threads of each worker.
+        nodes: the hosts of the job, each of which has a launcher with as many workers as it is given there;
+            None where this is the only one.
 
     Returns:
         The exit status: 0, that of the `samestep.Error` that ended the job, 1 for any other failure, or
-        128 + the number of the signal that ended it.
+        128 + the number of the signal that ended it; where another host ended it, what that one returns.
 
     Raises:
-        ConfigError: this host has no loopback address.
-        LostWorkerError: a worker cannot be started.
+        ConfigError: this host has no loopback address; or the job that it joins was started in another way.
+        LostWorkerError: a worker cannot be started; the other hosts do not come, or this one cannot go on.
         StorageError: there is no folder for temporary files.
     """
     with _folder() as folder:
-        supervisor = Supervisor(command, num_workers, threads=threads, folder=folder)
+        supervisor = Supervisor(command, num_workers, threads=threads, folder=folder, nodes=nodes)
         supervisor.run()
         failed = [worker for worker in supervisor.workers if worker.status and not worker.is_left_behind]
-        if not failed:
-            return 0
         found = [(worker, _failure_of(worker, num_workers)) for worker in failed]
         if supervisor.received is None:
-            return _explain(found, num_workers)
+            if supervisor.ending is not None and all(failure.is_echo for _, failure in found):
+                return _explain_ending(supervisor.ending)
+            return _explain(found, num_workers) if found else 0
+        if supervisor.workers and not found:
+            return 0
         for text in dict.fromkeys(failure.text for _, failure in found if not failure.is_echo):
             sys.stderr.write(text)
         return 128 + supervisor.received
@@ -114,6 +125,11 @@ def _explain(found: Sequence[tuple[WorkerProcess, Failure]], num_workers: int) -
     if cause.is_recorded and cause.text and not cause.is_error:
         sys.stderr.write(f"samestep: worker {rank} of {num_workers} failed; the job was stopped\n")
     return cause.exit_status
+
+
+def _explain_ending(ending: Ending) -> int:
+    sys.stderr.write(f"samestep: the host {ending.name} {ending.how}; the job was stopped\n")
+    return ending.status
 
 
 def _failure_of(worker: WorkerProcess, num_workers: int) -> Failure:

@@ -10,84 +10,139 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from samestep.app.failures import Failure
+from samestep.app.hosts import LOST_S, Hosts
 from samestep.app.worker_process import WorkerProcess
+from samestep.errors import LostWorkerError
+from samestep.workers.roster import Roster, host_of
 from samestep.workers.waiter import Patience
-
-if TYPE_CHECKING:
-    from samestep.workers.members import Roster
 
 __all__ = ["Replacement"]
 
 _STOPPED_S = 1.0
 """How long a worker may be stopped, while others run, before it counts as lost."""
 
-_MAX_STATUS = 128
-"""Those above are of workers that a signal has stopped, after their last checkpoint."""
-
 _LONGEST_PAUSE_S = 60
 _LOOK_S = 0.2
 
 
 class Replacement:
-    """Keeps the list of a job's workers.
+    """Keeps this host's part of the list of a job's workers, and takes lost hosts out of it.
 
     Args:
         roster: the list.
-        workers: all that were started; those that `start` starts are added to it.
+        hosts: of the job.
+        workers: all that were started here; those that `start` starts are added to it.
         start: starts a worker in a seat.
+        most_workers: how many the job can have.
     """
 
     def __init__(
-        self, roster: Roster, workers: Sequence[WorkerProcess], start: Callable[[int], None]
+        self,
+        roster: Roster,
+        hosts: Hosts,
+        workers: Sequence[WorkerProcess],
+        start: Callable[[int], None],
+        most_workers: int | None = None,
     ) -> None:
         self._roster = roster
+        self._hosts = hosts
         self._workers = workers
         self._start = start
-        self._num_first = len(workers)
+        self._most_workers = most_workers
         self._due_s: dict[int, float] = {}  # when to fill a seat again
         self._num_lost: Counter[int] = Counter()  # by seat
         self._filled_s: dict[int, float] = {}  # when, by seat
         self._suspects: dict[int, Patience] = {}  # of having stopped, by number
         self._looked_s = 0.0
 
+    @property
+    def is_due(self) -> bool:
+        """Whether a seat is to be filled."""
+        return bool(self._due_s)
+
     def look(self) -> None:
-        """See who is lost, at once, and who has come, now and then, and say so in the list."""
+        """See who is lost, at once, and who has come, now and then, and say so in the list.
+
+        Raises:
+            LostWorkerError: this host cannot go on: without another one, without the store, or because the
+                others have gone on without it.
+        """
         present = [worker for worker in self._workers if not worker.is_left_behind]
         has_ended = any(worker.status is not None for worker in present)
-        if not has_ended and time.monotonic() - self._looked_s < _LOOK_S:
+        if not (has_ended or self._is_time()):
             return
-        self._looked_s = time.monotonic()
-        newcomers = self._newcomers()
-        trained = [worker for worker in present if worker not in newcomers]
-        running = [worker for worker in trained if worker.status is None]
+        self._look_around()
+        if self._hosts.ending is not None:
+            return
+        newcomers = self._roster.newcomers({*self._roster.members, *(worker.number for worker in present)})
+        trained = [worker for worker in present if worker.number not in newcomers]
         finished = {worker.number for worker in trained if self._roster.is_done(worker.number)}
-        is_over = bool(finished) or any(worker.status == 0 for worker in trained)
+        is_over = self._roster.is_over() or any(worker.status == 0 for worker in trained)
         if is_over:  # a newcomer lacks what the others have done
             self._send_away()
-        if not (running or is_over) or not self._roster.go_on(worker.number for worker in trained):
-            return
+        gone, elsewhere = self._elsewhere()
+        trained_elsewhere = {*gone, *elsewhere} - newcomers
+        running = [worker for worker in trained if worker.status is None]
+        has_left = bool(running or trained_elsewhere.difference(gone) or is_over)
+        if not (has_left and self._roster.go_on([*trained_elsewhere, *(w.number for w in trained)])):
+            return self._check_there(gone)
+        self._check_belongs([] if is_over else running)
         replaceable = [worker for worker in present if worker.number not in finished]
-        if is_over or not all(map(_is_stopped, running)):  # else the whole job is
+        if is_over or elsewhere or not all(map(_is_stopped, running)):  # else the whole job is
             self._kill_silent(replaceable)
-        lost = [worker for worker in replaceable if worker in trained and (worker.status or 0) < 0]
-        self._leave_behind([*lost, *(worker for worker in newcomers if worker.status is not None)])
+        failed = [worker for worker in replaceable if worker.status is not None]
+        lost = [worker for worker in failed if worker.number in newcomers or (worker.status or 0) < 0]
+        self._leave_behind(lost, gone, is_over=is_over)
         if not is_over:
             self._fill_seats()
             self._let_in()
 
     def end(self) -> None:
         """Let nobody come any more, and those who have been told to stop do so with those who are left."""
+        if not self._is_time():
+            return
+        self._look_around()
         self._send_away()
-        members = [self._workers[number] for number in self._roster.members]
+        members = [worker for worker in self._workers if worker.number in self._roster.members]
         running = [worker.number for worker in members if worker.status is None]
-        has_failed = any(0 < (worker.status or 0) <= _MAX_STATUS for worker in members)
+        has_failed = any(worker.has_failed for worker in members)
         if has_failed or not self._roster.go_on(running):
             self._roster.close()
         else:
-            self._leave_behind([])
+            self._leave_behind([], self._elsewhere()[0], is_over=True)
+
+    def _is_time(self) -> bool:
+        is_time = time.monotonic() - self._looked_s >= _LOOK_S
+        if is_time:
+            self._looked_s = time.monotonic()
+        return is_time
+
+    def _look_around(self) -> None:
+        self._hosts.look()
+        self._roster.look()
+
+    def _elsewhere(self) -> tuple[list[int], list[int]]:
+        """Return the members of lost hosts, and those of other hosts that are there."""
+        members = [number for number in self._roster.members if host_of(number) != self._hosts.own]
+        gone = [number for number in members if host_of(number) in self._hosts.lost]
+        return gone, [number for number in members if number not in gone]
+
+    def _check_there(self, gone: Sequence[int]) -> None:
+        """Raise where a host is lost without which the others cannot go on."""
+        if gone:
+            name = self._hosts.names[host_of(gone[0])]
+            raise LostWorkerError(f"the host {name} was lost before all could go on without it")
+
+    def _check_belongs(self, running: Sequence[WorkerProcess]) -> None:
+        """Raise where the others have left this host behind, as they heard nothing of it for a while."""
+        members = self._roster.members
+        if members and any(worker.number not in members for worker in running):
+            raise LostWorkerError(
+                f"the other hosts went on without this one, of which they had heard nothing for {LOST_S:g} s: "
+                "its workers were ended; run the same command again to join them"
+            )
 
     def _kill_silent(self, replaceable: Sequence[WorkerProcess]) -> None:
         """Kill those whom others have waited for in vain, and those who are stopped while others run."""
@@ -99,16 +154,20 @@ class Replacement:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(worker.process.pid, signal.SIGKILL)
 
-    def _leave_behind(self, lost: Sequence[WorkerProcess]) -> None:
+    def _leave_behind(self, lost: Sequence[WorkerProcess], gone: Sequence[int], *, is_over: bool) -> None:
         """Begin a generation without these, and without those who have done their part."""
+        out = [w.number for w in self._workers if w.status is not None or w.is_left_behind]
+        if not self._roster.without([*out, *gone]) and not is_over:
+            return  # nobody would be left
+        for host in dict.fromkeys(map(host_of, gone)):
+            sys.stderr.write(f"samestep: the host {self._hosts.names[host]} is lost; going on without it\n")
         for worker in lost:
             worker.is_left_behind = True
-            self._free(worker.seat)
             _tell_why(worker)
-        members = [self._workers[number] for number in self._roster.members]
-        left = [w.number for w in members if w.status is None and not w.is_left_behind]
-        if left and (len(left) < len(members) or self._roster.is_asked_again()):
-            self._roster.become(left)
+            if not is_over:
+                self._free(worker.seat)
+        if self._roster.is_asked_again():
+            self._roster.begin_again()
 
     def _free(self, seat: int) -> None:
         """Have a seat filled: at once, and later each time, should whoever sits there never last."""
@@ -126,10 +185,10 @@ class Replacement:
                 self._start(seat)
 
     def _let_in(self) -> None:
-        members = self._roster.members
-        ready = self._roster.ready(w.number for w in self._newcomers() if w.number not in members)
+        waiting = [w.number for w in self._newcomers() if w.number not in self._roster.members]
+        ready = self._roster.ready(waiting)
         if ready:
-            self._roster.become([*members, *ready])
+            self._roster.let_in(ready, self._most_workers)
 
     def _send_away(self) -> None:
         self._due_s.clear()
@@ -139,8 +198,8 @@ class Replacement:
 
     def _newcomers(self) -> list[WorkerProcess]:
         """Return those that do not train yet, whether or not they are in the list."""
-        newcomers = [w for w in self._workers if w.number >= self._num_first and not w.is_left_behind]
-        return [worker for worker in newcomers if not self._roster.go_on([worker.number])]
+        present = {worker.number: worker for worker in self._workers if not worker.is_left_behind}
+        return [present[number] for number in sorted(self._roster.newcomers(present))]
 
 
 def _tell_why(worker: WorkerProcess) -> None:

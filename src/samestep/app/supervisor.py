@@ -1,39 +1,42 @@
 """The worker processes of a job on this host: started, watched, replaced and ended together.
 
 Where all others can go on without a worker that a signal has killed (see `samestep.workers.members`), they
-do, and a newcomer is started in its place; otherwise one that fails ends all.
+do, and a newcomer is started in its place; otherwise one that fails ends all. A job of several hosts has such
+a supervisor on each.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from samestep.app.interruption import ECHO_S, is_ignored
-from samestep.app.replacement import Replacement
+from samestep.app.nodes import Nodes
+from samestep.app.place import OneHost
 from samestep.app.worker_process import WorkerProcess
 from samestep.errors import LostWorkerError
-from samestep.workers.environment import LIFELINE, NUMBER, seat_environment, worker_environment
+from samestep.workers.environment import LIFELINE, NUMBER, PER_HOST, worker_environment
 from samestep.workers.interrupts import interrupts_held
 from samestep.workers.process import GRACE_S, loopback_listener
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
-
-    from samestep.workers.members import Roster
+    from samestep.app.hosts import Ending, Hosts
+    from samestep.app.rendezvous import Rendezvous
+    from samestep.workers.roster import Roster
 
 __all__ = ["Supervisor"]
 
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _POLL_S = 0.02
+_MEET_POLL_S = 0.1
 
 
 class Supervisor:
@@ -49,50 +52,81 @@ class Supervisor:
         num_workers: processes of the job, W.
         threads: CPU threads of each worker.
         folder: an empty one, in which workers leave why they failed.
+        nodes: the hosts of the job; None where this is the only one.
 
     Attributes:
         workers: those that were started, in that order.
         received: the first signal to this process; None where there was none.
+        ending: how another host has ended the job; None where none has.
     """
 
-    def __init__(self, command: Sequence[str], num_workers: int, *, threads: int, folder: Path) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        num_workers: int,
+        *,
+        threads: int,
+        folder: Path,
+        nodes: Nodes | None = None,
+    ) -> None:
         self.workers: list[WorkerProcess] = []
         self.received: signal.Signals | None = None
+        self.ending: Ending | None = None
         self._received_s = 0.0
         self._deadline_s: float | None = None
         self._command = list(command)
         self._num_workers = num_workers
         self._threads = threads
         self._folder = folder
+        self._nodes = nodes
 
     def run(self) -> None:
         """Start all workers, and return when all have ended.
 
         Raises:
-            LostWorkerError: a worker cannot be started.
+            ConfigError: the job that this host was to join was started in another way.
+            LostWorkerError: a worker cannot be started; the other hosts have not come, or were lost so that
+                this one cannot go on.
         """
-        with _lifeline() as self._lifeline, loopback_listener() as listener, _handling(self._receive):
+        with _lifeline() as self._lifeline, _handling(self._receive), ExitStack() as stack:
+            meeting = self._meet(stack)
+            if meeting is None:
+                return
+            self._place = meeting.place
             try:
-                self._address = listener.getsockname()[:2]
                 for seat in range(self._num_workers):
                     if self.received is None:
                         self._start(seat)
-                store = _serve(listener)  # imports torch, as the workers do meanwhile
-                self._watch(_roster(store, len(self.workers)))
-                del store
+                self._watch(meeting)  # imports torch, as the workers do meanwhile
             finally:
                 self._end(signal.SIGKILL)
                 for worker in self.workers:
                     worker.process.wait()
 
+    def _meet(self, stack: ExitStack) -> OneHost | Rendezvous | None:
+        """Find this host's place; None where a signal came before."""
+        if self._nodes is None:
+            return OneHost(stack.enter_context(loopback_listener()), self._num_workers)
+        from samestep.app.rendezvous import Rendezvous
+        from samestep.workers.waiter import Waiter
+
+        found: list[Rendezvous] = []
+        waiter, nodes = Waiter(math.inf), self._nodes
+        waiting = waiter.start([(None, lambda: found.append(Rendezvous(nodes, self._num_workers)))])
+        while self.received is None and not waiting.is_done(_MEET_POLL_S):
+            pass
+        waiter.close()
+        if waiting.error is not None:
+            raise waiting.error
+        return found[0] if self.received is None else None
+
     def _start(self, seat: int) -> None:
-        host, port = self._address
-        number = len(self.workers)
+        number = self._place.host * PER_HOST + len(self.workers)
         error_file = self._folder / f"{number}.json"
         environment = {
             **os.environ,
             **worker_environment(self._threads),
-            **seat_environment(seat, self._num_workers, str(host), int(port)),
+            **self._place.environment(seat, self._num_workers),
             "TORCHELASTIC_ERROR_FILE": str(error_file),
             LIFELINE: str(self._lifeline),
             NUMBER: str(number),
@@ -109,14 +143,23 @@ class Supervisor:
         if self.received is not None:  # while it was started
             self.workers[-1].end(self.received)
 
-    def _watch(self, roster: Roster) -> None:
+    def _watch(self, meeting: OneHost | Rendezvous) -> None:
         """Wait for all to end, and decide what becomes of the others when one has."""
-        replacement = Replacement(roster, self.workers, self._start)
-        while any(worker.status is None for worker in self.workers):
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        from samestep.app.hosts import Hosts
+        from samestep.app.replacement import Replacement
+        from samestep.workers.roster import Roster
+
+        place = meeting.place
+        store = PrefixStore(place.job, meeting.open())
+        hosts, roster = Hosts(store, place.host), Roster(store, self._members())
+        most_workers = None if self._nodes is None else self._nodes.most_workers
+        replacement = Replacement(roster, hosts, self.workers, self._start, most_workers)
+        while replacement.is_due or any(worker.status is None for worker in self.workers):
             if self._deadline_s is None:
                 replacement.look()
-                if any(worker.status and not worker.is_left_behind for worker in self.workers):
-                    self._end(signal.SIGTERM)
+                self._end_with(hosts)
             else:
                 replacement.end()
                 if time.monotonic() > self._deadline_s:
@@ -124,6 +167,35 @@ class Supervisor:
             time.sleep(_POLL_S)
             for worker in self.workers:
                 worker.look()
+        self._leave(meeting, hosts, roster)
+
+    def _members(self) -> Sequence[int] | None:
+        """Return the first list."""
+        if self._nodes is None:
+            return range(len(self.workers))  # a signal may have come before all were started
+        return self._place.members
+
+    def _end_with(self, hosts: Hosts) -> None:
+        """End all where one has failed, here or on another host."""
+        failed = [worker for worker in self.workers if worker.status and not worker.is_left_behind]
+        causes = [worker.status for worker in failed if worker.has_failed or (worker.status or 0) < 0]
+        if causes:
+            hosts.end("failed", max(1, causes[0] or 0))
+        if failed or hosts.ending is not None:
+            self._end(signal.SIGTERM)
+
+    def _leave(self, meeting: OneHost | Rendezvous, hosts: Hosts, roster: Roster) -> None:
+        """Part from the other hosts; whoever has the store goes last."""
+        with suppress(LostWorkerError):
+            if self.received is not None:
+                hosts.end(f"was stopped by {self.received.name}", 128 + self.received)
+            roster.without(worker.number for worker in self.workers)
+            meeting.close()
+            hosts.leave()
+            if meeting.has_store:
+                received_s = self._received_s
+                hosts.wait_for_others(lambda: self._received_s > received_s)
+            self.ending = hosts.ending
 
     def _end(self, number: signal.Signals) -> None:
         self._deadline_s = time.monotonic() + GRACE_S
@@ -136,6 +208,7 @@ class Supervisor:
             self.received, self._received_s = signal.Signals(number), now_s
             self._end(self.received)
         elif now_s - self._received_s > ECHO_S:
+            self._received_s = now_s
             self._end(signal.SIGKILL)
 
 
@@ -148,19 +221,6 @@ def _lifeline() -> Iterator[int]:
     finally:
         os.close(reading)
         os.close(writing)
-
-
-def _serve(listener: socket.socket) -> Store:
-    """Return the store in which workers find each other."""
-    from samestep.workers.store import open_store
-
-    return open_store(listener)
-
-
-def _roster(store: Store, num_workers: int) -> Roster:
-    from samestep.workers.members import Roster
-
-    return Roster(store, range(num_workers))
 
 
 @contextmanager

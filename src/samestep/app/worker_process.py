@@ -11,6 +11,9 @@ from pathlib import Path
 
 __all__ = ["WorkerProcess"]
 
+_MAX_STATUS = 128
+"""Those above are of workers that a signal has stopped, after their last checkpoint."""
+
 
 @dataclass
 class WorkerProcess:
@@ -36,6 +39,11 @@ class WorkerProcess:
     def status(self) -> int | None:
         """The exit status, −n where signal n killed it; None while it ran when this was last looked at."""
         return self.process.returncode
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended with an error: not well, and not because of a signal."""
+        return 0 < (self.status or 0) <= _MAX_STATUS
 
     def look(self) -> None:
         """See whether it still runs."""

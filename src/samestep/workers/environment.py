@@ -10,8 +10,10 @@ from pathlib import Path
 from samestep.errors import ConfigError, shown
 
 __all__ = [
+    "JOB",
     "LIFELINE",
     "NUMBER",
+    "PER_HOST",
     "check_environment",
     "environment",
     "error_file",
@@ -31,6 +33,12 @@ LIFELINE = "SAMESTEP_LIFELINE"
 
 NUMBER = "SAMESTEP_NUMBER"
 """The variable that holds a worker's number, where its launcher replaces those that are lost."""
+
+PER_HOST = 1_000_000
+"""The numbers of the workers of a job's host h begin with h times this."""
+
+JOB = "SAMESTEP_JOB"
+"""The variable that holds the name of a job whose launcher does so."""
 
 _MAX_WORKERS = 65_536
 

@@ -11,16 +11,26 @@ from __future__ import annotations
 import os
 import socket
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 
 __all__ = ["Peers"]
 
 
 class Peers:
-    """What this worker knows of the others; it knows nothing of those without a connection."""
+    """What this worker knows of the others.
 
-    def __init__(self, connections: dict[int, socket.socket]) -> None:
+    Args:
+        connections: to them; of those without one it knows nothing by itself.
+        ask: asks others who was lost: the launchers, as a host that is cut off closes no connection.
+    """
+
+    def __init__(
+        self, connections: dict[int, socket.socket], ask: Callable[[], str | None] | None = None
+    ) -> None:
         self._connections = connections
+        self.ask = ask
+        self._heard: str | None = None  # from those
         self._gone: set[int] = set()
         self._told: str | None = None  # the first loss that any worker told of
         for connection in connections.values():
@@ -42,11 +52,13 @@ class Peers:
             else:
                 self._gone.add(worker)
                 self._connections.pop(worker).close()
+        if self.ask is not None and self._heard is None:
+            self._heard = self.ask()
 
     def loss(self, worker: int | None = None) -> str | None:
         """Return the sentence that says who was lost: as a worker told it, or because `worker` is gone."""
         gone = f"worker {worker} is gone (its connections are closed)" if worker in self._gone else None
-        return self._told or gone
+        return self._told or gone or self._heard
 
     def tell(self, sentence: str) -> None:
         """Let all others know whom this worker has lost, before they lose this one."""

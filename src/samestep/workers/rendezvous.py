@@ -19,9 +19,10 @@ from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr
 
 from samestep.errors import ConfigError, LostWorkerError, shown
 from samestep.workers.device import gpu_of
-from samestep.workers.environment import NUMBER, world_size
+from samestep.workers.environment import JOB, NUMBER, world_size
 from samestep.workers.meeting import meet
 from samestep.workers.members import Members
+from samestep.workers.peers import Peers
 from samestep.workers.store import reach_store
 from samestep.workers.transport import (
     Alone,
@@ -58,7 +59,7 @@ def join(device: torch.device, timeout_s: float) -> Transport:
     before; see pytorch#135712. So the workers first agree on an unused prefix: worker 0's own name, which
     it sends to every process that it sees, until one for each rank has received it.
     """
-    if world_size() == 1:
+    if world_size() == 1 and NUMBER not in os.environ and Generations.of_process is None:
         return Alone()
     where = f"start of {world_size()} workers"
     if Generations.of_process is None and NUMBER in os.environ:
@@ -89,7 +90,7 @@ class Generations:
         self._timeout_s = timeout_s
         self._group: Transport = Alone()
         self._has_finished = False
-        store = _in_thread(partial(_reach, timeout_s), where)
+        store = PrefixStore(os.environ[JOB], _in_thread(partial(_reach, timeout_s), where))
         self._members = Members(store, int(os.environ[NUMBER]))
         if self._members.are_known:
             self._meet(self._next_store(where), where, _MAKE_S)
@@ -169,7 +170,7 @@ class Generations:
             _in_thread(partial(_make_group, store, gpu, rank, world_size, self._timeout_s, make_s), where)
             store.set_timeout(timedelta(seconds=self._timeout_s))
             self._group = ProcessGroup(self._device, self._timeout_s)
-            _connect(self._group)
+            _connect(self._group, self._members.loss)
 
     def _leave(self) -> None:
         if isinstance(self._group, ProcessGroup):
@@ -182,8 +183,11 @@ class Generations:
         dist.destroy_process_group()
 
 
-def _connect(transport: ProcessGroup) -> None:
-    transport.waiter.peers = meet(transport)
+def _connect(transport: ProcessGroup, ask: Callable[[], str | None] | None = None) -> None:
+    transport.waiter.peers = Peers({}, ask)
+    peers = meet(transport)
+    peers.ask = ask
+    transport.waiter.peers = peers
 
 
 def _in_thread(work: Callable[[], T], where: str) -> T:

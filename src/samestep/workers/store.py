@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -18,8 +19,9 @@ from samestep.errors import ConfigError, LostWorkerError, one_line
 from samestep.workers.environment import rank, world_size
 from samestep.workers.process import open_listener
 
-__all__ = ["open_store", "reach_store"]
+__all__ = ["join_store", "open_store", "reach_store"]
 
+_VARIABLES = "MASTER_ADDR and MASTER_PORT"
 _RETRY_S = 0.1
 _OPEN_S = 30.0
 _ANSWER_S = 1.0
@@ -52,6 +54,35 @@ def reach_store(timeout_s: float) -> tuple[Store, int, int]:
     remaining_s = max(1.0, deadline_s - time.monotonic())
     connect = partial(TCPStore, *address, world_size(), multi_tenant=True, **options)
     return _connected(connect, address, remaining_s), rank(), world_size()
+
+
+def join_store(host: str, port: int, timeout_s: float) -> tuple[Store, bool]:
+    """Return the store of several hosts, and whether it is opened here: the address is this host's and free.
+
+    Raises:
+        LostWorkerError: there is none within the timeout.
+    """
+    options: dict[str, Any] = {}
+    with suppress(OSError):  # another process of this host has opened it
+        if _is_own(host):
+            options = {"is_master": True, "master_listen_fd": open_listener(port).detach()}
+    deadline_s = time.monotonic() + timeout_s
+    try:
+        if not options:
+            _wait_for_listener((host, port), deadline_s)
+        remaining_s = max(1.0, deadline_s - time.monotonic())
+        return _connected(partial(TCPStore, host, port, **options), (host, port), remaining_s), bool(options)
+    except LostWorkerError as error:
+        raise LostWorkerError(str(error).replace(_VARIABLES, "--rdzv-endpoint")) from error
+
+
+def _is_own(host: str) -> bool:
+    """Say whether an address is one of this host's: others cannot be bound."""
+    for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
+        with suppress(OSError), socket.socket(family, kind) as probe:
+            probe.bind(address)
+            return True
+    return False
 
 
 def _connected(connect: partial[TCPStore], address: tuple[str, int], timeout_s: float) -> Store:
@@ -99,6 +130,6 @@ def _wait_for_listener(address: tuple[str, int], deadline_s: float) -> None:
 def _unreachable(address: tuple[str, int], why: str) -> LostWorkerError:
     where = one_line("{}:{}".format(*address))
     return LostWorkerError(
-        f"no store of this job at MASTER_ADDR and MASTER_PORT, {where}, where its workers find each other "
+        f"no store of this job at {_VARIABLES}, {where}, where its workers find each other "
         f"({one_line(why)})"
     )

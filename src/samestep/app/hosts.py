@@ -1,0 +1,111 @@
+"""The hosts of a job, as the launcher of one of them sees them: which are lost, and whether one ends the job."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from samestep.workers.roster import PromptStore
+from samestep.workers.waiter import Patience
+
+__all__ = ["LOST_S", "Ending", "Hosts"]
+
+LOST_S = 5.0
+"""A launcher of which nothing is heard for so long is lost, and its host with it."""
+
+_NUM_HOSTS, _NAME, _BEAT, _ENDED = "hosts", "name", "beat", "ended"
+_LEFT = -(10**9)
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Why a host ended the job.
+
+    Attributes:
+        name: of the host.
+        how: what happened there, such as "failed".
+        status: what its launcher exits with.
+    """
+
+    name: str
+    how: str
+    status: int
+
+
+class Hosts:
+    """All hosts that the job has had. Each counts in the store as long as its launcher lives.
+
+    Time is measured by this host's own clock, and without that in which this launcher did not run.
+
+    Args:
+        store: in which all meet.
+        own: number of this host.
+
+    Attributes:
+        names: of all hosts, by their numbers.
+        lost: numbers of those that were lost, or have left.
+        ending: how another host has ended the job; None where none has.
+    """
+
+    def __init__(self, store: Store, own: int) -> None:
+        self.own = own
+        self.names: dict[int, str] = {}
+        self.lost: set[int] = set()
+        self.ending: Ending | None = None
+        self._store = PromptStore(store, "samestep/hosts")
+        self._counts: dict[int, tuple[int, Patience]] = {}
+        name = json.dumps([own, socket.gethostname()])
+        self._store.ask(lambda store: store.set(f"{_NAME}/{store.add(_NUM_HOSTS, 1)}", name))
+        self.look()
+
+    def look(self) -> None:
+        """Count on, and see how far the others have counted.
+
+        Raises:
+            LostWorkerError: the store does not answer.
+        """
+        self._store.ask(self._look)
+        for host in self.names:
+            count, patience = self._counts[host]
+            if host != self.own and (count < 0 or patience.is_over()):
+                self.lost.add(host)
+
+    def _look(self, store: Store) -> None:
+        entries = [f"{_NAME}/{entry}" for entry in range(1, store.add(_NUM_HOSTS, 0) + 1)]
+        for entry in entries[len(self.names) :]:
+            if not store.check([entry]):
+                break  # it is about to be written
+            host, name = json.loads(store.get(entry))
+            self.names[host] = name
+        for host in self.names:
+            count = store.add(f"{_BEAT}/{host}", int(host == self.own))
+            if host not in self._counts or count != self._counts[host][0]:
+                self._counts[host] = count, Patience(LOST_S)
+        if self.ending is None and store.check([_ENDED]):
+            number, *ending = json.loads(store.get(_ENDED))
+            self.ending = None if number == self.own else Ending(*ending)
+
+    def end(self, how: str, status: int) -> None:
+        """Let all launchers end the job, unless another one has."""
+        text = json.dumps([self.own, socket.gethostname(), how, status])
+        self._store.ask(lambda store: store.compare_set(_ENDED, "", text))
+
+    def leave(self) -> None:
+        """Say that this launcher ends."""
+        self._store.ask(lambda store: store.add(f"{_BEAT}/{self.own}", _LEFT))
+
+    def wait_for_others(self, is_interrupted: Callable[[], bool]) -> None:
+        """Wait until all others have left, or are lost: whoever has the store must be the last."""
+        while self.names.keys() - self.lost - {self.own} and not is_interrupted():
+            time.sleep(_POLL_S)
+            self.look()
+
+    def close(self) -> None:
+        """Look no more."""
+        self._store.close()

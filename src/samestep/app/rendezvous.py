@@ -1,0 +1,181 @@
+"""How the launchers of several hosts meet: torch's own rendezvous, in a store that one of the hosts has."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+
+from samestep.app.nodes import Nodes
+from samestep.app.place import Place
+from samestep.errors import ConfigError, LostWorkerError, one_line
+from samestep.workers.environment import PER_HOST
+from samestep.workers.store import join_store
+
+__all__ = ["Rendezvous"]
+
+_CARDS_S = 30.0
+_POLL_S = 0.01
+_LOOK_S = 1.0
+_LAST_CALL_S = 3
+"""How long those who are enough wait for more; who comes later joins, which takes no restart."""
+
+_Card = dict[str, Any]
+
+
+class Rendezvous:
+    """Meets the launchers of the other hosts, and goes on to meet those that come later.
+
+    Args:
+        nodes: which hosts the job has.
+        num_workers: workers of this host.
+    """
+
+    def __init__(self, nodes: Nodes, num_workers: int) -> None:
+        self._nodes = nodes
+        self._num_workers = num_workers
+        # Else torch opens a second store, on whichever host comes first.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)  # what is wrong, is said here
+        self._store, self.has_store = join_store(nodes.host, nodes.port, nodes.timeout_s)
+        # One of its own for what torch does in it, where a question may take long.
+        self._meeting_store, _ = join_store(nodes.host, nodes.port, nodes.timeout_s)
+        self._meeting_store.set_timeout(timedelta(seconds=_CARDS_S))
+        self._handler = self._new_handler()
+        self.place = self._meet()
+        threading.Thread(target=self._meet_others, daemon=True).start()
+
+    def open(self) -> Store:
+        """Return the store."""
+        return self._store
+
+    def close(self) -> None:
+        """Let nobody come any more: the job is over."""
+        closing = threading.Thread(target=self._close, daemon=True)
+        closing.start()
+        closing.join(_LOOK_S)
+
+    def _close(self) -> None:
+        with suppress(RendezvousError, DistError):
+            self._new_handler().set_closed()  # the other one is in use
+
+    def _new_handler(self) -> RendezvousHandler:
+        nodes = self._nodes
+        backend = C10dRendezvousBackend(self._meeting_store, nodes.job_id)
+        parameters = RendezvousParameters(
+            "c10d",
+            f"{nodes.host}:{nodes.port}",
+            nodes.job_id,
+            nodes.fewest,
+            nodes.most,
+            socket.gethostname(),
+            join_timeout=max(1, round(nodes.timeout_s)),
+            last_call_timeout=_LAST_CALL_S,
+        )
+        return create_handler(self._meeting_store, backend, parameters)
+
+    def _meet(self) -> Place:
+        nodes = self._nodes
+        store = PrefixStore(f"samestep/rendezvous/{nodes.job_id}", self._meeting_store)
+        own = store.add("hosts", 1) - 1
+        self._card: _Card = {
+            "host": own,
+            "workers": self._num_workers,
+            "job": None,
+            "token": secrets.token_hex(4),
+            "must_match": dict(nodes.must_match),
+        }
+        sys.stderr.write(
+            f"samestep: {socket.gethostname()} waits at {nodes.host}:{nodes.port} for {nodes.fewest} to "
+            f"{nodes.most} hosts of the job {nodes.job_id}\n"
+        )
+        try:
+            return self._place(self._next())
+        except (RendezvousClosedError, RendezvousGracefulExitError):
+            why = "is over: to continue its run, give another --rdzv-id"
+        except RendezvousTimeoutError:
+            why = f"has not got {nodes.fewest} hosts within {nodes.timeout_s:g} s"
+        except (RendezvousError, DistError) as error:
+            why = f"cannot be joined: its store is gone ({one_line(str(error))})"
+        raise LostWorkerError(f"the job {nodes.job_id} at {nodes.host}:{nodes.port} {why}")
+
+    def _next(self) -> RendezvousInfo:
+        """Meet all who come to the next round, and leave the card there."""
+        info = self._handler.next_rendezvous()
+        info.store.set(f"card/{info.rank}", json.dumps(self._card))
+        return info
+
+    def _place(self, info: RendezvousInfo) -> Place:
+        cards = _cards(info)
+        begun = next((card for card in cards if card["job"] is not None), None)
+        if begun is not None:
+            self._check_same(begun)
+        self._card["job"] = begun["job"] if begun else cards[0]["token"]
+        counts = [card["workers"] for card in cards]
+        members = [card["host"] * PER_HOST + seat for card in cards for seat in range(card["workers"])]
+        return Place(
+            job=self._card["job"],
+            host=self._card["host"],
+            address=(self._nodes.host, self._nodes.port),
+            first_rank=0 if begun else sum(counts[: info.rank]),
+            world_size=self._num_workers if begun else sum(counts),
+            members=None if begun else members,
+        )
+
+    def _check_same(self, begun: _Card) -> None:
+        """Raise a `ConfigError` where this host, which would join a job, was started in another way."""
+        for name, theirs in begun["must_match"].items():
+            own = self._card["must_match"].get(name)
+            if own != theirs:
+                raise ConfigError(
+                    f"the job {self._nodes.job_id} has {name} = {one_line(str(theirs))}, this host "
+                    f"{one_line(str(own))}: start all hosts with the same command line"
+                )
+
+    def _meet_others(self) -> None:
+        """Meet all again whenever a host waits; in a thread that ends with the process."""
+        while True:
+            time.sleep(_LOOK_S)
+            try:
+                if self._handler.num_nodes_waiting() > 0:
+                    self._next()
+            except (RendezvousClosedError, RendezvousGracefulExitError):
+                return
+            except (RendezvousError, DistError):
+                continue  # who has come is gone; or the store is, which the launcher sees by itself
+
+
+def _cards(info: RendezvousInfo) -> list[_Card]:
+    """Return the cards of all who have met, or that of one who knows of a job that has begun."""
+    deadline_s = time.monotonic() + _CARDS_S
+    while True:
+        keys = [f"card/{rank}" for rank in range(info.world_size)]
+        there = [key for key in keys if info.store.check([key])]
+        cards = [json.loads(info.store.get(key)) for key in there]
+        if len(cards) == info.world_size or any(card["job"] is not None for card in cards):
+            return cards
+        if time.monotonic() > deadline_s:
+            missing = f"{info.world_size - len(cards)} of {info.world_size} hosts"
+            raise LostWorkerError(f"{missing} were lost before the job began; start all hosts again")
+        time.sleep(_POLL_S)

@@ -1,0 +1,177 @@
+"""The launchers' side of the lists of workers (see `samestep.workers.members`); each host has a launcher.
+
+None of them leads. Each takes out of the list whom it has lost itself, and adds its newcomers; any of them
+takes out a host that is lost. Two changes at once are both made: a list is changed by compare-and-set.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
+
+from samestep.errors import LostWorkerError
+from samestep.workers.environment import PER_HOST
+from samestep.workers.members import PREFIX, Key
+from samestep.workers.waiter import Waiter
+
+__all__ = ["PromptStore", "Roster", "host_of"]
+
+_ANSWER_S = 10.0
+
+T = TypeVar("T")
+
+
+def host_of(number: int) -> int:
+    """Return the host of the worker with this number."""
+    return number // PER_HOST
+
+
+class PromptStore:
+    """A store that answers within seconds, or raises: torch's waits for ever where the network is cut.
+
+    Args:
+        store: torch's.
+        prefix: of all keys.
+    """
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._store = PrefixStore(prefix, store)
+        self._waiter = Waiter(_ANSWER_S)
+
+    def ask(self, question: Callable[[Store], T]) -> T:
+        """Return `question(store)`.
+
+        Raises:
+            LostWorkerError: there is no answer.
+        """
+        found: list[T] = []
+        waiting = self._waiter.start([(None, lambda: found.append(question(self._store)))])
+        try:
+            self._waiter.finish(waiting)
+        except LostWorkerError:
+            raise LostWorkerError(f"the job's store does not answer for {_ANSWER_S:g} s{_REMEDY}") from None
+        if isinstance(waiting.error, DistError):
+            raise LostWorkerError(f"the job's store is gone{_REMEDY}") from waiting.error
+        if waiting.error is not None:
+            raise waiting.error
+        return found[0]
+
+    def close(self) -> None:
+        """Ask nothing any more."""
+        self._waiter.close()
+
+
+_REMEDY = ": the workers of this host were ended; run the same command again once its network works"
+
+
+class Roster:
+    """The list of a job's workers, as a launcher sees and changes it.
+
+    Args:
+        store: in which the workers find each other.
+        first: the first list; None for the launcher of a host that joins later.
+
+    Attributes:
+        generation: number of the list that was newest when it was last looked at, or changed from here.
+        members: numbers of its workers; none where the job ends.
+    """
+
+    def __init__(self, store: Store, first: Iterable[int] | None = None) -> None:
+        self._store = PromptStore(store, PREFIX)
+        if first is not None:
+            begin = json.dumps([0, list(first)])
+            self._store.ask(lambda store: store.compare_set(Key.LIST, "", begin))
+            self._store.ask(lambda store: store.set(Key.FIRST, begin))  # which wakes who waits for it
+        _, members = json.loads(self._store.ask(lambda store: store.get(Key.FIRST)))
+        self._first = frozenset(members)
+        self.generation, self.members = 0, tuple[int, ...](members)
+        self.look()
+
+    def look(self) -> None:
+        """Read the newest list."""
+        self._change(lambda members: None)
+
+    def without(self, numbers: Iterable[int]) -> bool:
+        """Begin a generation without these, and return True; do nothing where nobody would be left."""
+        gone = set(numbers)
+
+        def rest(members: Sequence[int]) -> tuple[int, ...]:
+            return tuple(number for number in members if number not in gone)
+
+        self._change(lambda members: rest(members) or None)
+        return gone.isdisjoint(self.members)
+
+    def let_in(self, numbers: Sequence[int], most: int | None = None) -> None:
+        """Begin a generation with these, too, unless the job ends; but with no more than `most` workers."""
+        self._change(lambda members: (*members, *numbers)[: max(len(members), most or 2**31)] if members else None)
+
+    def begin_again(self) -> None:
+        """Begin a generation with the same members, unless another launcher has."""
+        seen = self.generation
+        self._change(lambda members: members if self.generation == seen else None, is_same=True)
+
+    def close(self) -> None:
+        """Let nobody wait for the next generation."""
+        self._change(lambda members: ())
+
+    def _change(
+        self, change: Callable[[tuple[int, ...]], Sequence[int] | None], *, is_same: bool = False
+    ) -> None:
+        """Replace the list by what `change` makes of it, whatever others do meanwhile; None leaves it."""
+        while True:
+            old = self._store.ask(lambda store: store.get(Key.LIST))
+            self._take_in(old)
+            wanted = change(self.members)
+            if wanted is None or not self.members or (tuple(wanted) == self.members and not is_same):
+                return
+            new = json.dumps([self.generation + 1, wanted])
+            if self._replace(old.decode(), new):
+                return self._take_in(new)
+
+    def _replace(self, old: str, new: str) -> bool:
+        found: bytes = self._store.ask(lambda store: store.compare_set(Key.LIST, old, new))
+        return found.decode() == new
+
+    def _take_in(self, text: bytes | str) -> None:
+        self.generation, members = json.loads(text)
+        self.members = tuple(members)
+
+    # ---- what the workers say ------------------------------------------------------------------------
+
+    def newcomers(self, numbers: Iterable[int]) -> set[int]:
+        """Return those of these who came later and do not train yet, in the list or not."""
+        later = [number for number in numbers if number not in self._first]
+        return {number for number in later if not self.go_on([number])}
+
+    def go_on(self, numbers: Iterable[int]) -> bool:
+        """Say whether all of these go on when another one is lost."""
+        return self._all(Key.GOES_ON, numbers)
+
+    def is_done(self, number: int) -> bool:
+        """Say whether one has done all that others may take over."""
+        return self._all(Key.DONE, [number])
+
+    def is_over(self) -> bool:
+        """Say whether anybody has."""
+        return self._store.ask(lambda store: bool(store.check([Key.OVER])))
+
+    def is_asked_again(self) -> bool:
+        """Say whether this generation could not connect."""
+        return self._all(Key.AGAIN, [self.generation])
+
+    def ready(self, numbers: Iterable[int]) -> list[int]:
+        """Return those newcomers that have all that they can have by themselves."""
+        return [number for number in numbers if self._all(Key.READY, [number])]
+
+    def silent(self) -> list[int]:
+        """Return the members that others have waited for in vain, but for those who waited themselves."""
+        here = f"{self.generation}/"
+        silent = [n for n in self.members if self._all(Key.SILENT, [f"{here}{n}"])]
+        return [number for number in silent if not self._all(Key.WAITED, [f"{here}{number}"])]
+
+    def _all(self, what: Key, numbers: Iterable[int | str]) -> bool:
+        keys = [f"{what}/{number}" for number in numbers]
+        return self._store.ask(lambda store: bool(store.check(keys)))
