@@ -23,6 +23,7 @@ from samestep.app.recipe_file import Recipes, read_recipe
 from samestep.errors import Error
 
 if TYPE_CHECKING:
+    from samestep.app.nodes import Nodes
     from samestep.app.settings import Settings
     from samestep.workers.job import Job
 
@@ -156,6 +157,8 @@ def _eval(command: Eval, words: list[str]) -> int:
         settings = replace(
             read_settings(command.run_dir, _recipes_of(command)),
             workers=command.workers,
+            nnodes=None,
+            rdzv_endpoint=None,
             device=command.device,
             threads=command.threads,
         )
@@ -222,8 +225,10 @@ def _on_workers(
         workers = resolve_workers(
             settings.workers, settings.towers, settings.device, threads=settings.threads
         )
-        if workers > 1:
-            return run_command([sys.executable, "-m", "samestep", *words], workers, threads=settings.threads)
+        nodes = _nodes(settings, words, options)
+        if workers > 1 or nodes is not None:
+            command = [sys.executable, "-m", "samestep", *words]
+            return run_command(command, workers, threads=settings.threads, nodes=nodes)
     from samestep.app.script import join
     from samestep.app.start import refusing, start
 
@@ -232,3 +237,16 @@ def _on_workers(
     job = start(settings, words[0], **options)
     join(job, work)
     return 0
+
+
+def _nodes(settings: Settings, words: list[str], options: Mapping[str, object]) -> Nodes | None:
+    """Return the hosts that the settings name, with what all of them must have."""
+    from samestep.app.nodes import Nodes
+
+    nodes = Nodes.of(settings.nnodes, settings.rdzv_endpoint, settings.rdzv_id)
+    if nodes is None:
+        return None
+    from samestep.app.start import values_of
+
+    values = {name: str(value) for name, value in values_of(settings, words[0], options).items()}
+    return replace(nodes, timeout_s=settings.timeout, most_workers=settings.towers, must_match=values)

@@ -30,12 +30,14 @@ class HangingSettings(DigitsSettings):
     hang_at: int = 5
     """In which step."""
     slow_while: Path | None = None
-    """While this file exists, a step takes a tenth of a second."""
+    """While this file exists, a step takes long."""
+    slow_s: float = 0.1
+    """How long."""
     loader_processes: int = 0
     """As of the recipe cifar10."""
 
     recipe: ClassVar[str] = "hanging"
-    free: ClassVar[frozenset[str]] = DigitsSettings.free | {"slow_while"}
+    free: ClassVar[frozenset[str]] = DigitsSettings.free | {"slow_while", "slow_s"}
 
     def build(self, job: Job) -> Trainer:
         """Make the parts of the digits, and put what hangs between them."""
@@ -46,7 +48,7 @@ class HangingSettings(DigitsSettings):
             if is_last and self.hang == "forward" and step.towers.step == self.hang_at:
                 time.sleep(1000)
             if is_last and self.slow_while is not None and self.slow_while.exists():
-                time.sleep(0.1 / len(step.towers.placement.towers(job.rank)))
+                time.sleep(self.slow_s / len(step.towers.placement.towers(job.rank)))
             return loss_of(model, batch)
 
         step.loss_fn = loss

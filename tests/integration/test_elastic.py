@@ -1,18 +1,15 @@
 """torch's elastic launcher: agents that are killed, that leave, and that join."""
 
-import os
 import re
-import shutil
 import signal
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from . import hanging
+from .machines import Machines, has_namespaces
 from .nursery import SHORT, digests_of
 
 STEPS = 100
@@ -58,92 +55,14 @@ def last_number(pattern, text):
 
 # ---- real torchruns, and machines with a network of their own --------------------------------------
 
-NETWORK = "10.77.0"
 
-
-class Machines:
-    """Three places to run an agent: network namespaces on a bridge, or all on loopback."""
-
-    def __init__(self, have_own_network: bool) -> None:
-        self.have_own_network = have_own_network
-        self.bridge = f"bridge{os.getpid()}"[:15]
-        self.agents: dict[int, subprocess.Popen] = {}
-
-    def __enter__(self) -> "Machines":
-        if self.have_own_network:
-            ip(f"link add {self.bridge} type bridge")
-            ip(f"addr add {NETWORK}.254/24 dev {self.bridge}")
-            ip(f"link set {self.bridge} up")
-            for machine in range(3):
-                name, link = self.name(machine), f"{self.bridge}.{machine}"[-15:]
-                ip(f"netns add {name}")
-                ip(f"link add {link} type veth peer name eth0 netns {name}")
-                ip(f"link set {link} master {self.bridge} up")
-                ip(f"-n {name} addr add {self.address(machine)}/24 dev eth0")
-                ip(f"-n {name} link set eth0 up")
-                ip(f"-n {name} link set lo up")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for machine in list(self.agents):
-            self.kill(machine)
-        if self.have_own_network:
-            for machine in range(3):
-                ip(f"netns del {self.name(machine)}")
-            ip(f"link del {self.bridge}")
-
-    def name(self, machine: int) -> str:
-        return f"{self.bridge}-{machine}"
-
-    def address(self, machine: int) -> str:
-        return f"{NETWORK}.{machine + 1}" if self.have_own_network else "127.0.0.1"
-
-    def start(self, machine: int, port: int, words: list[object], output: Path) -> None:
-        """Start torchrun on a machine."""
-        host = f"{NETWORK}.254" if self.have_own_network else "localhost"
-        inside = ["ip", "netns", "exec", self.name(machine)] if self.have_own_network else []
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:3", "--nproc-per-node", "1"]
-        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-id", "machines", "--rdzv-endpoint", f"{host}:{port}"]
-        settings = "is_host=0,last_call_timeout=3,keep_alive_interval=1,read_timeout=10"
-        options = ["--rdzv-conf", settings, "--local-addr", self.address(machine), "--max-restarts", "9"]
-        own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-        if self.have_own_network:
-            own["GLOO_SOCKET_IFNAME"] = "eth0"
-        with output.open("w") as file:
-            self.agents[machine] = subprocess.Popen(
-                [*inside, *torchrun, *rendezvous, *options, hanging.__file__, *map(str, words)],
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
-                env={**os.environ, **own},
-            )
-
-    def kill(self, machine: int) -> None:
-        """Kill a machine's agent and all its workers."""
-        agent = self.agents.pop(machine)
-        pids = [agent.pid]
-        for pid in pids:
-            children = Path(f"/proc/{pid}/task/{pid}/children")
-            pids += [int(child) for child in children.read_text().split()] if children.exists() else []
-        for pid in pids:
-            if Path(f"/proc/{pid}").exists():
-                os.kill(pid, signal.SIGKILL)
-        agent.wait()
-
-    def cut(self, machine: int) -> None:
-        """Take a machine off the network: nothing is closed, messages only stop."""
-        ip(f"-n {self.name(machine)} link set eth0 down")
-
-    def plug(self, machine: int) -> None:
-        ip(f"-n {self.name(machine)} link set eth0 up")
-
-
-def ip(command: str) -> None:
-    subprocess.run(["ip", *command.split()], check=True)
-
-
-def has_namespaces() -> bool:
-    return os.geteuid() == 0 and shutil.which("ip") is not None
+def torchrun(machines: Machines, machine: int, port: int, words: list[object]) -> list[object]:
+    """Return torchrun's command line for a machine."""
+    options = ["--nnodes", "1:3", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "machines"]
+    settings = "is_host=0,last_call_timeout=3,keep_alive_interval=1,read_timeout=10"
+    where = ["--rdzv-endpoint", f"{machines.host}:{port}", "--local-addr", machines.address(machine)]
+    more = ["--rdzv-conf", settings, "--max-restarts", "9", hanging.__file__]
+    return [sys.executable, "-m", "torch.distributed.run", *options, *where, *more, *words]
 
 
 @pytest.mark.slow
@@ -165,9 +84,13 @@ def test_machines_running_torchrun_are_lost_and_come_back(where, last, tmp_path)
             assert time.monotonic() < deadline_s, reported
             time.sleep(0.01)
 
+    def start(machine: int) -> None:
+        command = torchrun(machines, machine, store.port, words)
+        machines.start(machine, command, outputs[machine], TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+
     with Machines(where == "on a network") as machines:
         for machine in range(3):
-            machines.start(machine, store.port, words, outputs[machine])
+            start(machine)
         wait_for(" step 5,")
         if machines.have_own_network:
             machines.cut(0)  # the others hear nothing more, not even that a connection is closed
@@ -177,7 +100,7 @@ def test_machines_running_torchrun_are_lost_and_come_back(where, last, tmp_path)
         if machines.have_own_network:
             machines.kill(0)
             machines.plug(0)
-        machines.start(0, store.port, words, outputs[0])  # with an empty output file
+        start(0)  # with an empty output file
         wait_for("on 3 workers")
         slow.unlink()
         assert [machines.agents[machine].wait(200) for machine in range(3)] == [0, 0, 0]

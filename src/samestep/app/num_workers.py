@@ -6,7 +6,7 @@ from typing import Literal
 
 from samestep.errors import ConfigError
 from samestep.summation.placement import Placement
-from samestep.workers.environment import under_launcher, world_size
+from samestep.workers.environment import launched_by_samestep, under_launcher, world_size
 from samestep.workers.process import check_threads, num_cores
 
 __all__ = ["resolve_workers"]
@@ -19,7 +19,7 @@ def resolve_workers(
 ) -> int:
     """Return the number of workers W that `--workers` asks for.
 
-    Under a launcher W is what the launcher started. Otherwise "auto" is one worker per GPU, or one per
+    Under a launcher W is what the launchers of all hosts started. Otherwise "auto" is one worker per GPU, or one per
     `threads` cores available to this process, and in any case at most one per tower.
 
     Args:
@@ -38,7 +38,7 @@ def resolve_workers(
     check_threads(threads)
     if under_launcher():
         started = world_size()
-        if workers not in ("auto", started):
+        if workers not in ("auto", started) and not launched_by_samestep():
             raise ConfigError(
                 f"workers = {workers}, but the launcher started {started} processes (WORLD_SIZE={started}): "
                 f"start {workers} processes, or leave out --workers"

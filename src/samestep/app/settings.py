@@ -22,6 +22,7 @@ from samestep.app.bounds import (
     from_json,
     kinds_of,
 )
+from samestep.app.nodes import DEFAULT_ID, Nodes
 from samestep.checkpoint.durable import parse_json, storage, write_whole
 from samestep.errors import ConfigError, DataError, MissingFileError, one_line, shown
 from samestep.workers.process import DEFAULT_TIMEOUT_S
@@ -75,6 +76,12 @@ class Settings(abc.ABC):
     """Slices of the global batch; part of the experiment, like the batch size."""
     workers: NumWorkers = "auto"
     """Processes to start here; auto is one for each core or GPU, and at most one for each tower."""
+    nnodes: str | None = None
+    """Hosts of the job, as a number or MIN:MAX, each with a command like this one; see docs/clusters.md."""
+    rdzv_endpoint: str | None = None
+    """HOST or HOST:PORT where several hosts meet: one of them, which must not be lost."""
+    rdzv_id: str = DEFAULT_ID
+    """Tells a job of several hosts from others that meet at the same place."""
     threads: Threads = 1
     """CPU threads of each worker; another number may change the last bits of the result."""
     placement: Literal["auto", "even"] = "auto"
@@ -120,6 +127,7 @@ class Settings(abc.ABC):
     """Its name; by default that of the file that defines the class."""
     free: ClassVar[frozenset[str]] = frozenset(
         (
+            *("nnodes", "rdzv_endpoint", "rdzv_id"),
             *("workers", "threads", "placement", "run_dir", "device", "fresh", "max_seconds", "timeout"),
             *("log_every", "summary_every", "evaluate_every", "log_device_placement"),
             *("checkpoint_every", "checkpoint_minutes", "keep_checkpoints", "keep_every"),
@@ -128,8 +136,10 @@ class Settings(abc.ABC):
     """Settings that may change when a run is continued: where and how it runs, not what is computed.
 
     An optional folder has to stay given, or stay left out."""
-    per_worker: ClassVar[frozenset[str]] = frozenset(("data_dir", "loader_processes"))
-    """Settings that may differ between the workers of a job: how a machine gets at the data."""
+    per_worker: ClassVar[frozenset[str]] = frozenset(
+        ("data_dir", "loader_processes", "workers", "rdzv_endpoint")
+    )
+    """Settings that may differ between the workers of a job: what its machine has, and how it gets at data."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -141,6 +151,7 @@ class Settings(abc.ABC):
             value = getattr(self, name)
             if not fits(kind, value):
                 raise ConfigError(f"--{name.replace('_', '-')} {_shown(value)}: expected {describe(kind)}")
+        Nodes.of(self.nnodes, self.rdzv_endpoint, self.rdzv_id)
 
     @abc.abstractmethod
     def build(self, job: Job) -> Trainer:

@@ -17,7 +17,7 @@ from samestep.workers.agreement import agree, difference
 from samestep.workers.environment import world_size
 from samestep.workers.job import Job, init
 
-__all__ = ["compare_settings", "refuse", "refusing", "start"]
+__all__ = ["compare_settings", "refuse", "refusing", "start", "values_of"]
 
 _WHERE = "start"
 _REFUSAL_S = 30.0
@@ -45,7 +45,7 @@ def start(settings: Settings, command: str, **options: object) -> Job:
 def compare_settings(job: Job, settings: Settings, command: str, **options: object) -> None:
     """Raise a `ConfigError` on all workers unless all have the same settings; see `start`."""
     try:
-        all_values = agree(job, {}, where=_WHERE, message=_values(settings, command, options))
+        all_values = agree(job, {}, where=_WHERE, message=values_of(settings, command, options))
     except DisagreementError as error:  # another worker cannot start
         raise ConfigError(str(error)) from error
     sentence = difference(all_values)
@@ -53,8 +53,14 @@ def compare_settings(job: Job, settings: Settings, command: str, **options: obje
         raise ConfigError(f"{_WHERE}: {sentence}: start all workers with the same command line")
 
 
-def _values(settings: Settings, command: str, options: Mapping[str, object]) -> dict[str, Any]:
-    """Return what has to be the same on all workers, by the names that the command line has for it."""
+def values_of(settings: Settings, command: str, options: Mapping[str, object]) -> dict[str, Any]:
+    """Return what has to be the same on all workers, by the names that the command line has for it.
+
+    Args:
+        settings: of the recipe.
+        command: that they are for.
+        options: what else it was given.
+    """
     given = {**asdict(settings), **options}
     for name in settings.per_worker & given.keys():  # may differ, but not be left out on some
         given[name] = "left out" if given[name] is None else "given"
