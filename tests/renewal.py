@@ -154,6 +154,9 @@ class Citizen(Worker):
     def is_due(self) -> bool:
         return len(self.world.lists) - 1 > self.generation
 
+    def term(self) -> tuple[str, int]:
+        return "town", self.generation
+
     def can_go_on(self) -> None:
         self.goes_on = True
 

@@ -278,3 +278,82 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
         capsys.readouterr().err
         == f"samestep: {tmp_path}: the file system has no locks; do not start a second run there\n"
     )
+
+
+# ---- one job, of which several generations may hold the folder ----------------------------------------------
+
+
+class Term:
+    """The transport of a job whose workers change, of which only the generation is looked at."""
+
+    def __init__(self, name, generation):
+        self.name, self.generation = name, generation
+        self.rank, self.world_size = 0, 1
+
+    def term(self):
+        return self.name, self.generation
+
+    def is_outside(self):
+        return False
+
+    def nothing(self, *_):
+        return False
+
+    post = give_up = close = is_due = can_go_on = finish = has_finished = regroup = nothing
+
+
+def held_by(run_dir, name, generation, **options):
+    return RunLock(run_dir, Job(torch.device("cpu"), transport=Term(name, generation)), **options)
+
+
+def test_a_later_generation_takes_over_from_one_that_still_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "_CLAIM_S", 0.05)
+    before, after = held_by(tmp_path, "a", 0), held_by(tmp_path, "a", 2)
+    with before, after:
+        after.take_over()
+        after.check()
+        with pytest.raises(StorageError, match=r"PID .*, job a, generation 2 trains .* job a, generation 0, and w"):
+            before.check()
+        third = held_by(tmp_path, "a", 3)
+        third.take_over()
+        for left_behind in (before, after):
+            with pytest.raises(StorageError, match="generation 3 trains there: nothing more is written"):
+                _ = left_behind.checkpoints
+        third.check()
+        third.__exit__()
+
+
+@pytest.mark.parametrize(("name", "generation"), [("b", 5), ("a", 1), ("a", 0)])
+def test_only_a_later_generation_of_the_same_job_takes_over(tmp_path, name, generation):
+    with held_by(tmp_path, "a", 1) as holder:
+        with pytest.raises(LockedError, match="PID .* job a, generation 1 trains there"):
+            held_by(tmp_path, name, generation, wait_s=0).take_over()
+        holder.check()
+
+
+def test_one_that_was_left_behind_does_not_take_over_what_is_free(tmp_path):
+    with held_by(tmp_path, "a", 4):
+        pass
+    with pytest.raises(StorageError, match="generation 4 trains there"):
+        held_by(tmp_path, "a", 3).take_over()
+    with held_by(tmp_path, "b", 0) as other:  # a later run
+        other.check()
+
+
+def test_what_was_claimed_is_locked_once_it_is_free(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "_CLAIM_S", 0.05)
+    before, after = held_by(tmp_path, "a", 0), held_by(tmp_path, "a", 1)
+    before.__enter__()
+    after.take_over()
+    before.__exit__()
+    with held_by(tmp_path, "b", 0, wait_s=0):  # in the moment before it looks again
+        with pytest.raises(StorageError, match="job b, generation 0 trains there"):
+            after.check()
+    after.__exit__()
+    with held_by(tmp_path, "c", 0) as before:
+        after = held_by(tmp_path, "c", 1)
+        after.take_over()
+    after.check()
+    with pytest.raises(LockedError):
+        held_by(tmp_path, "d", 0, wait_s=0).__enter__()
+    after.__exit__()

@@ -13,7 +13,7 @@ from pathlib import Path
 from samestep.checkpoint.durable import storage
 from samestep.checkpoint.file_lock import FileLock
 from samestep.checkpoint.folder import Folder
-from samestep.errors import LockedError, StorageError
+from samestep.errors import LockedError, StorageError, one_line
 from samestep.workers.agreement import from_first_worker
 from samestep.workers.job import Job
 
@@ -22,7 +22,10 @@ __all__ = ["WAIT_S", "RunLock"]
 WAIT_S = 5.0
 """Seconds that the holder has to end: a launcher may start new workers while old ones still die."""
 
-_HOLDER = re.compile(r"(PID \d+ on .*)?")
+_CLAIM_S = 0.5
+"""Seconds that the holder has to end where this job has gone on without it."""
+
+_HOLDER = re.compile(r"(PID \d+ on .*?(, job (?P<job>\w+), generation (?P<generation>\d+))?)?")
 
 
 class RunLock:
@@ -52,6 +55,7 @@ class RunLock:
         self._open = ExitStack()
         self._folders: tuple[Folder, Folder] | None = None
         self._lock: FileLock | None = None
+        self._term: tuple[str, int] | None = None  # with which it was taken
 
     def __enter__(self) -> RunLock:
         if not self.job.is_newcomer:  # to a job that holds it
@@ -59,7 +63,11 @@ class RunLock:
         return self
 
     def take_over(self) -> None:
-        """Hold the folder after a worker that has held it for this job, and is gone."""
+        """Hold the folder after a worker that has held it for this job, and was left behind.
+
+        It may still run, cut off or stopped, and have the lock: then this worker's generation counts, which
+        it writes into the file.
+        """
         if self._lock is None:
             self._acquire()
 
@@ -88,7 +96,7 @@ class RunLock:
         """Check, before something is written, that the run's path leads to the folder that is locked.
 
         Raises:
-            StorageError: it was moved, deleted or replaced.
+            StorageError: it was moved, deleted or replaced; or a later generation of the job has taken over.
         """
         if self._folders is None or self._lock is None:
             return  # not worker 0
@@ -101,15 +109,21 @@ class RunLock:
                 f"{places[0]}: was moved, deleted or replaced while the run was on: nothing more is written "
                 "there; put it back, or choose another --run-dir"
             )
+        with storage(self.run_dir):
+            self._lock.try_again()
+            self._check_term(self._lock.read(), is_held=True)
 
     def _acquire(self) -> None:
         try:
             with storage(self.run_dir), ExitStack() as stack:
                 folder = stack.enter_context(Folder.open(self.run_dir, make=True))
                 lock = FileLock(folder, "lock")
-                if not lock.acquire(self._wait_s):
+                is_held = lock.acquire(min(self._wait_s, _CLAIM_S))
+                if not (is_held or lock.acquire(self._wait_s, claims=self._is_earlier)):
                     raise LockedError(self._explain(lock.text))
                 stack.callback(lock.release)
+                self._term = None if self.job.renewable is None else self.job.renewable.term()
+                self._check_term(lock.read(), is_held=False)
                 self._sign(lock)
                 checkpoints = stack.enter_context(folder.folder("checkpoints", make=True))
                 self._folders, self._lock, self._open = (folder, checkpoints), lock, stack.pop_all()
@@ -126,9 +140,37 @@ class RunLock:
             )
         if _HOLDER.fullmatch(lock.read()):
             holder = f"PID {os.getpid()} on {socket.gethostname()} since {datetime.now():%Y-%m-%d %H:%M:%S}"
+            if self._term is not None:
+                holder += ", job {}, generation {}".format(*self._term)
             with suppress(OSError):
                 lock.write(holder)
+
+    def _is_earlier(self, text: str) -> bool:
+        """Say whether the holder belongs to an earlier generation of this job."""
+        found, renewable = _term_in(text), self.job.renewable
+        return found is not None and renewable is not None and _is_later(renewable.term(), found)
+
+    def _check_term(self, text: str, *, is_held: bool) -> None:
+        """Raise where a later generation has taken over; or another job, if it did so since this one holds it."""
+        found, own = _term_in(text), self._term
+        if found is None or own is None:
+            return
+        if _is_later(found, own) or (is_held and found[0] != own[0]):
+            raise StorageError(
+                f"{self.run_dir}: {one_line(text)} trains there: nothing more is written by this worker, which "
+                f"is of job {own[0]}, generation {own[1]}, and was left behind"
+            )
 
     def _explain(self, text: str) -> str:
         holder = text if text.isprintable() and text else "another process"
         return f"{self.run_dir}: {holder} trains there: wait for it, stop it, or choose another --run-dir"
+
+
+def _term_in(text: str) -> tuple[str, int] | None:
+    """Return the job and the generation that a holder has written down."""
+    found = _HOLDER.fullmatch(text)
+    return (found["job"], int(found["generation"])) if found and found["job"] else None
+
+
+def _is_later(one: tuple[str, int], other: tuple[str, int]) -> bool:
+    return one[0] == other[0] and one[1] > other[1]

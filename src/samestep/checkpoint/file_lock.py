@@ -7,12 +7,13 @@ import fcntl
 import os
 import stat
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from samestep.checkpoint.folder import Folder
 from samestep.errors import StorageError
 
-__all__ = ["FileLock", "hold", "let_go"]
+__all__ = ["FileLock", "hold", "keep", "let_go"]
 
 _POLL_S = 0.1
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)  # the last for a folder on NFS
@@ -35,6 +36,11 @@ def hold(descriptor: int) -> bool | None:
     return found
 
 
+def keep(descriptor: int) -> None:
+    """Take what is open for one that `hold` has locked, though another process has the lock."""
+    _held.add(descriptor)
+
+
 def let_go(descriptor: int) -> bool:
     """Unlock what `hold` has locked, before it is closed; False where nothing was: in a child process."""
     if descriptor not in _held:
@@ -50,18 +56,24 @@ class FileLock:
 
     Attributes:
         is_real: False where the file system has no locks; after `acquire`.
+        is_claimed: whether another process still has the lock that this one claims.
         text: what the holder has written into it, where `acquire` has failed.
     """
 
     def __init__(self, folder: Folder, name: str) -> None:
         self.is_real = True
+        self.is_claimed = False
         self.text = ""
         self._folder = folder
         self._name = name
         self._descriptor = -1
 
-    def acquire(self, wait_s: float) -> bool:
+    def acquire(self, wait_s: float, *, claims: Callable[[str], bool] = lambda text: False) -> bool:
         """Make the file if it is not there, and lock it; wait so many seconds, and say whether it is held.
+
+        Args:
+            wait_s: how long to wait for another holder.
+            claims: whether to take it from a holder that has written this text.
 
         Raises:
             StorageError: something else has its name: a pipe, a device, a file with another name as well.
@@ -73,6 +85,10 @@ class FileLock:
             held = hold(descriptor)
             if held is False:
                 self.text = os.pread(descriptor, 200, 0).decode(errors="replace")
+                if claims(self.text):
+                    keep(descriptor)
+                    self._descriptor, self.is_claimed = descriptor, True
+                    return True
                 os.close(descriptor)
                 if time.monotonic() >= deadline_s:
                     return False
@@ -82,6 +98,11 @@ class FileLock:
             if self.is_there():
                 return True
             self.release()  # it was deleted before it was locked
+
+    def try_again(self) -> None:
+        """Lock what was claimed, if its holder is gone by now."""
+        if self.is_claimed and hold(self._descriptor):
+            self.is_claimed = False
 
     def release(self) -> None:
         """Let another process have it."""
@@ -94,8 +115,11 @@ class FileLock:
         return found is not None and os.path.samestat(found, os.fstat(self._descriptor))
 
     def read(self) -> str:
-        """Return its text."""
-        return os.pread(self._descriptor, 200, 0).decode(errors="replace")
+        """Return its text, as another process may have written it: NFS shows that where a file is opened."""
+        descriptor = self._open()
+        text = os.pread(descriptor, 200, 0).decode(errors="replace")
+        os.close(descriptor)
+        return text
 
     def write(self, text: str) -> None:
         """Replace its text."""

@@ -90,7 +90,8 @@ class Generations:
         self._timeout_s = timeout_s
         self._group: Transport = Alone()
         self._has_finished = False
-        store = PrefixStore(os.environ[JOB], _in_thread(partial(_reach, timeout_s), where))
+        self._job = os.environ[JOB]
+        store = PrefixStore(self._job, _in_thread(partial(_reach, timeout_s), where))
         self._members = Members(store, int(os.environ[NUMBER]))
         if self._members.are_known:
             self._meet(self._next_store(where), where, _MAKE_S)
@@ -127,6 +128,10 @@ class Generations:
     def is_due(self) -> bool:
         """Whether there are newcomers."""
         return self._members.has_newer()
+
+    def term(self) -> tuple[str, int]:
+        """Return the job's name, and the number of this generation; see `Renewable`."""
+        return self._job, self._members.current.number
 
     def can_go_on(self) -> None:
         """Let others be lost from now on."""

@@ -82,6 +82,9 @@ class Renewable(Transport, Protocol):
     def is_due(self) -> bool:
         """Whether all should meet again, because there are newcomers."""
 
+    def term(self) -> tuple[str, int]:
+        """Return the job's name, which no other one has, and how often its workers have met."""
+
     def can_go_on(self) -> None:
         """Let others be lost from now on: this worker will call `regroup` then."""
 
