@@ -11,6 +11,7 @@ import pytest
 from samestep import cli, recipes
 from samestep.app import launch
 from samestep.errors import ConfigError
+from samestep.recipes.digits.recipe import DigitsSettings
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,12 @@ class Tiny:
     """Where checkpoints go."""
     fresh: bool = False
     """Start over."""
+    nnodes: str | None = None
+    """Hosts."""
+    rdzv_endpoint: str | None = None
+    """Where they meet."""
+    rdzv_id: str = "tiny"
+    """Which job."""
 
     def __post_init__(self) -> None:
         if self.towers < 1:
@@ -157,7 +164,22 @@ def test_several_workers_run_the_same_command_line(monkeypatch):
     )
     words = ["train", "tiny", "--workers", "3", "--threads", "2"]
     assert cli.main(words) == 5
-    assert launched == [([sys.executable, "-m", "samestep", *words], 3, {"threads": 2})]
+    assert launched == [([sys.executable, "-m", "samestep", *words], 3, {"threads": 2, "nodes": None})]
+
+
+def test_several_hosts_are_told_what_they_must_have_alike(monkeypatch):
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
+    monkeypatch.setattr(recipes, "RECIPES", {"digits": DigitsSettings})
+    launched = []
+    monkeypatch.setattr(launch, "run_command", lambda *args, nodes, **options: launched.append(nodes) or 0)
+    words = ["train", "digits", "--workers", "1", "--towers", "3", "--timeout", "9"]
+    assert cli.main([*words, "--nnodes", "2:3", "--rdzv-endpoint", "gpu-1", "--rdzv-id", "a"]) == 0
+    [nodes] = launched  # with one worker, too
+    assert (nodes.fewest, nodes.most, nodes.host, nodes.job_id) == (2, 3, "gpu-1", "a")
+    assert (nodes.timeout_s, nodes.most_workers) == (9, 3)
+    chosen = {"--towers": "3", "--workers": "given", "--rdzv-endpoint": "given"}
+    assert nodes.must_match.items() >= chosen.items()
+    assert cli.main([*words, "--nnodes", "2"]) == 2
 
 
 def test_more_workers_than_towers_start_nothing(monkeypatch, capsys):

@@ -280,7 +280,7 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
     )
 
 
-# ---- one job, of which several generations may hold the folder ----------------------------------------------
+# ---- one job, of which several generations may hold the folder ---------------------------------------------
 
 
 class Term:
@@ -312,7 +312,9 @@ def test_a_later_generation_takes_over_from_one_that_still_runs(tmp_path, monkey
     with before, after:
         after.take_over()
         after.check()
-        with pytest.raises(StorageError, match=r"PID .*, job a, generation 2 trains .* job a, generation 0, and w"):
+        with pytest.raises(
+            StorageError, match=r"PID .*, job a, generation 2 trains .* job a, generation 0, and w"
+        ):
             before.check()
         third = held_by(tmp_path, "a", 3)
         third.take_over()
@@ -326,7 +328,7 @@ def test_a_later_generation_takes_over_from_one_that_still_runs(tmp_path, monkey
 @pytest.mark.parametrize(("name", "generation"), [("b", 5), ("a", 1), ("a", 0)])
 def test_only_a_later_generation_of_the_same_job_takes_over(tmp_path, name, generation):
     with held_by(tmp_path, "a", 1) as holder:
-        with pytest.raises(LockedError, match="PID .* job a, generation 1 trains there"):
+        with pytest.raises(LockedError, match=r"PID .* job a, generation 1 trains there"):
             held_by(tmp_path, name, generation, wait_s=0).take_over()
         holder.check()
 
@@ -346,9 +348,9 @@ def test_what_was_claimed_is_locked_once_it_is_free(tmp_path, monkeypatch):
     before.__enter__()
     after.take_over()
     before.__exit__()
-    with held_by(tmp_path, "b", 0, wait_s=0):  # in the moment before it looks again
-        with pytest.raises(StorageError, match="job b, generation 0 trains there"):
-            after.check()
+    other = held_by(tmp_path, "b", 0, wait_s=0)  # in the moment before it looks again
+    with other, pytest.raises(StorageError, match="job b, generation 0 trains there"):
+        after.check()
     after.__exit__()
     with held_by(tmp_path, "c", 0) as before:
         after = held_by(tmp_path, "c", 1)

@@ -15,7 +15,8 @@ from samestep.app.failures import Failure
 from samestep.app.hosts import Hosts
 from samestep.app.replacement import Replacement
 from samestep.app.worker_process import WorkerProcess
-from samestep.errors import LockedError
+from samestep.errors import LockedError, LostWorkerError
+from samestep.workers.environment import PER_HOST
 from samestep.workers.members import Members
 from samestep.workers.roster import Roster
 
@@ -23,15 +24,17 @@ from samestep.workers.roster import Roster
 class Launcher:
     """Has workers that sleep; the tests do what they and the supervisor would do."""
 
-    def __init__(self, folder, num_workers):
-        self.folder, self.workers, self.store = folder, [], HashStore()
+    def __init__(self, folder, num_workers, store=None, host=0, members=None, most=None):
+        self.folder, self.workers, self.host = folder, [], host
+        self.store = HashStore() if store is None else store
         for seat in range(num_workers):
             self.start(seat)
-        self.roster = Roster(self.store, range(num_workers))
-        self.replacement = Replacement(self.roster, Hosts(self.store, 0), self.workers, self.start)
+        self.roster = Roster(self.store, range(num_workers) if store is None else members)
+        self.hosts = Hosts(self.store, host)
+        self.replacement = Replacement(self.roster, self.hosts, self.workers, self.start, most)
 
     def start(self, seat):
-        number = len(self.workers)
+        number = self.host * PER_HOST + len(self.workers)
         process = subprocess.Popen(["sleep", "60"], start_new_session=True)
         self.workers.append(WorkerProcess(number, seat, process, self.folder / f"{number}.json"))
 
@@ -67,12 +70,12 @@ def launch(tmp_path, monkeypatch):
     monkeypatch.setattr(replacement, "_LOOK_S", 0)
     launched = []
 
-    def start(num_workers):
-        launched.append(Launcher(tmp_path, num_workers))
+    def start(num_workers, **options):
+        launched.append(Launcher(tmp_path, num_workers, **options))
         return launched[-1]
 
     yield start
-    for worker in launched[0].workers:
+    for worker in [worker for each in launched for worker in each.workers]:
         worker.end(signal.SIGKILL)
         worker.process.wait()
 
@@ -272,3 +275,132 @@ def test_nobody_waits_after_a_failure(launch, go_on, status):
     job.end_with(2, status)
     job.replacement.end()
     assert job.roster.members == ()
+
+
+# ---- several hosts ---------------------------------------------------------------------------------------
+
+
+THERE = PER_HOST, PER_HOST + 1
+
+
+@pytest.fixture
+def pair(launch):
+    """The launchers of two hosts, with two workers each, all of which go on."""
+    store, members = HashStore(), [0, 1, *THERE]
+    here, there = (launch(2, store=store, host=host, members=members) for host in range(2))
+    here.go_on(*members)
+    return here, there
+
+
+def members_of(*launchers):
+    for launcher in launchers:
+        launcher.look()
+    launchers[0].roster.look()
+    return launchers[0].roster.members
+
+
+def test_a_host_on_which_all_workers_are_killed_fills_their_seats_again(pair):
+    here, there = pair
+    there.end_with(0, -signal.SIGKILL)
+    there.end_with(1, -signal.SIGKILL)
+    assert members_of(here, there) == (0, 1)
+    assert [worker.number for worker in there.workers[2:]] == [PER_HOST + 2, PER_HOST + 3]
+    Members(there.store, PER_HOST + 3).is_ready()
+    assert members_of(here, there) == (0, 1, PER_HOST + 3)
+    assert len(here.workers) == 2
+
+
+def test_the_last_workers_of_two_hosts_that_are_killed_at_once_end_the_job(pair):
+    here, there = pair
+    for launcher in pair:
+        for number in range(2):
+            launcher.end_with(number, -signal.SIGKILL)
+    assert members_of(here, there) == THERE
+    assert [launcher.left_behind() for launcher in pair] == [[0, 1], []]  # so the supervisor there ends it
+
+
+def test_a_host_that_is_lost_is_left_behind_by_any_other(pair, capsys):
+    here, _ = pair
+    here.hosts.lost.add(1)
+    assert members_of(here) == (0, 1)
+    assert (
+        capsys.readouterr().err == f"samestep: the host {here.hosts.names[1]} is lost; going on without it\n"
+    )
+    assert members_of(here) == (0, 1)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_host_that_was_left_behind_and_wakes_up_ends(pair):
+    here, there = pair
+    here.hosts.lost.add(1)
+    here.look()
+    with pytest.raises(
+        LostWorkerError,
+        match=r"^the other hosts went on without this one, of which they heard nothing for 5 s: ",
+    ):
+        there.look()
+
+
+def test_a_host_that_is_lost_too_early_ends_the_job(launch):
+    store, members = HashStore(), [0, *THERE]
+    here, _ = (launch(number, store=store, host=number - 1, members=members) for number in (1, 2))
+    here.go_on(0, THERE[0])
+    here.look()
+    here.hosts.lost.add(1)
+    with pytest.raises(LostWorkerError, match=r"^the host .* was lost before all could go on without it$"):
+        here.look()
+
+
+def test_newcomers_alone_do_not_go_on(launch):
+    """They have no state: nobody but those of the lost host had."""
+    store = HashStore()
+    trains, joins = launch(1, store=store, members=[0]), launch(1, store=store, host=1)
+    trains.go_on(0)
+    joins.look()
+    Members(store, PER_HOST).is_ready()
+    joins.look()
+    assert joins.roster.members == (0, PER_HOST)
+    joins.hosts.lost.add(0)
+    with pytest.raises(LostWorkerError, match="was lost before all could go on"):
+        joins.look()
+
+
+def test_a_host_joins_with_as_many_workers_as_there_is_work_for(launch):
+    store = HashStore()
+    trains = launch(2, store=store, members=[0, 1], most=3)
+    joins = launch(2, store=store, host=1, most=3)
+    trains.go_on(0, 1)
+    for number in THERE:
+        Members(store, number).is_ready()
+    assert members_of(joins, trains) == (0, 1, THERE[0])
+    joins.go_on(THERE[0])
+    trains.end_with(0, -signal.SIGKILL)
+    assert members_of(trains, joins) == (1, *THERE)  # which waited
+
+
+def test_a_worker_that_is_stopped_is_killed_where_other_hosts_wait_for_it(pair, monkeypatch):
+    monkeypatch.setattr(replacement, "_STOPPED_S", 0.05)
+    _, there = pair
+    for worker in there.workers:
+        os.kill(worker.process.pid, signal.SIGSTOP)
+    there.look(until=lambda: len(there.left_behind()) == 2)
+    assert there.roster.members == (0, 1)
+
+
+def test_once_a_host_has_done_its_part_newcomers_of_another_are_sent_away(pair):
+    here, there = pair
+    there.end_with(1, -signal.SIGKILL)
+    there.look()
+    Members(here.store, 0).finish()
+    there.look()
+    assert there.workers[2].told == signal.SIGKILL
+    there.look()
+    assert not there.replacement.is_due
+
+
+def test_nothing_is_done_any_more_where_another_host_has_ended_the_job(pair):
+    here, there = pair
+    there.hosts.end("failed", 2)
+    here.end_with(0, -signal.SIGKILL)
+    here.look()
+    assert (here.left_behind(), here.hosts.ending.status) == ([], 2)

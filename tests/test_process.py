@@ -42,14 +42,18 @@ def lifeline(monkeypatch):
     os.close(reading)
 
 
-def test_a_worker_ends_as_by_sigterm_when_its_launcher_does(lifeline):
+@pytest.mark.parametrize("number", [None, signal.SIGTERM, signal.SIGKILL])
+def test_a_worker_ends_as_by_a_signal_when_its_launcher_does(lifeline, monkeypatch, number):
+    if number is not None:
+        monkeypatch.setenv(LIFELINE, f"{os.environ[LIFELINE]}:{number:d}")
+
     def work():
         end_with_launcher()
         assert LIFELINE not in os.environ  # what it starts has another life
         os.close(lifeline)
         time.sleep(30)
 
-    assert in_a_child(work, close=lifeline) == -signal.SIGTERM
+    assert in_a_child(work, close=lifeline) == -(number or signal.SIGTERM)
 
 
 @pytest.mark.parametrize(("folder", "is_removed"), [("samestep-abc", True), ("mine", False)])

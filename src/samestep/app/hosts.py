@@ -1,4 +1,4 @@
-"""The hosts of a job, as the launcher of one of them sees them: which are lost, and whether one ends the job."""
+"""The hosts of a job, as the launcher of one of them sees them: which are lost, and why the job ends."""
 
 from __future__ import annotations
 
@@ -102,6 +102,7 @@ class Hosts:
 
     def wait_for_others(self, is_interrupted: Callable[[], bool]) -> None:
         """Wait until all others have left, or are lost: whoever has the store must be the last."""
+        self.look()
         while self.names.keys() - self.lost - {self.own} and not is_interrupted():
             time.sleep(_POLL_S)
             self.look()

@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["GRACE_S", "run_command", "run_worker"]
 
 
-def run_command(
-    command: Sequence[str], num_workers: int, *, threads: int, nodes: Nodes | None = None
-) -> int:
+def run_command(command: Sequence[str], num_workers: int, *, threads: int, nodes: Nodes | None = None) -> int:
     """Run `command` in `num_workers` processes of one job, and wait for them.
 
     The workers' output passes straight through. When one fails, the others are stopped, and the error

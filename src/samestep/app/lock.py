@@ -151,14 +151,14 @@ class RunLock:
         return found is not None and renewable is not None and _is_later(renewable.term(), found)
 
     def _check_term(self, text: str, *, is_held: bool) -> None:
-        """Raise where a later generation has taken over; or another job, if it did so since this one holds it."""
+        """Raise where a later generation has taken over; or another job has since this one holds it."""
         found, own = _term_in(text), self._term
         if found is None or own is None:
             return
         if _is_later(found, own) or (is_held and found[0] != own[0]):
             raise StorageError(
-                f"{self.run_dir}: {one_line(text)} trains there: nothing more is written by this worker, which "
-                f"is of job {own[0]}, generation {own[1]}, and was left behind"
+                f"{self.run_dir}: {one_line(text)} trains there: nothing more is written by this worker, "
+                f"which is of job {own[0]}, generation {own[1]}, and was left behind"
             )
 
     def _explain(self, text: str) -> str:

@@ -55,7 +55,9 @@ class Nodes:
         """
         if (nnodes is None) != (endpoint is None):
             missing = "--rdzv-endpoint" if endpoint is None else "--nnodes"
-            raise ConfigError(f"{missing} is missing: several hosts need --nnodes and --rdzv-endpoint, one neither")
+            raise ConfigError(
+                f"{missing} is missing: several hosts need --nnodes and --rdzv-endpoint, one neither"
+            )
         if nnodes is None or endpoint is None:
             return None
         if not re.fullmatch(r"[ -~]{1,100}", job_id):
@@ -68,13 +70,13 @@ def _numbers(text: str) -> tuple[int, int]:
     fewest, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= fewest <= most <= _MOST:
         raise ConfigError(
-            f"--nnodes {shown(text)}: expected a number of hosts, or MIN:MAX with 1 <= MIN <= MAX <= {_MOST:,}"
+            f"--nnodes {shown(text)}: expected a number of hosts, or MIN:MAX, from 1 to {_MOST:,}"
         )
     return fewest, most
 
 
 def _address(text: str) -> tuple[str, int]:
-    found = re.fullmatch(r"(?:\[([0-9a-fA-F:.%]+)\]|([^\s:\[\]]+))(?::(\d{1,5}))?", text, re.ASCII)
+    found = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+(?:%\w+)?)\]|([^\s:\[\]]+))(?::(\d{1,5}))?", text, re.ASCII)
     port = int(found[3] or _DEFAULT_PORT) if found else 0
     if found is None or not 1 <= port < 2**16:
         raise ConfigError(f"--rdzv-endpoint {shown(text)}: expected HOST or HOST:PORT, such as gpu-1:29400")

@@ -19,8 +19,8 @@ def resolve_workers(
 ) -> int:
     """Return the number of workers W that `--workers` asks for.
 
-    Under a launcher W is what the launchers of all hosts started. Otherwise "auto" is one worker per GPU, or one per
-    `threads` cores available to this process, and in any case at most one per tower.
+    Under a launcher W is what the launchers of all hosts started. Otherwise "auto" is one worker per GPU, or
+    one per `threads` cores available to this process, and in any case at most one per tower.
 
     Args:
         workers: a number, or "auto".

@@ -68,3 +68,6 @@ class OneHost:
 
     def close(self) -> None:
         """Do nothing: nobody can come."""
+
+    def leave(self) -> None:
+        """Do nothing."""

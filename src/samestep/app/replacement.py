@@ -87,7 +87,8 @@ class Replacement:
         running = [worker for worker in trained if worker.status is None]
         has_left = bool(running or trained_elsewhere.difference(gone) or is_over)
         if not (has_left and self._roster.go_on([*trained_elsewhere, *(w.number for w in trained)])):
-            return self._check_there(gone)
+            self._check_there(gone)
+            return
         self._check_belongs([] if is_over else running)
         replaceable = [worker for worker in present if worker.number not in finished]
         if is_over or elsewhere or not all(map(_is_stopped, running)):  # else the whole job is
@@ -140,7 +141,7 @@ class Replacement:
         members = self._roster.members
         if members and any(worker.number not in members for worker in running):
             raise LostWorkerError(
-                f"the other hosts went on without this one, of which they had heard nothing for {LOST_S:g} s: "
+                f"the other hosts went on without this one, of which they heard nothing for {LOST_S:g} s: "
                 "its workers were ended; run the same command again to join them"
             )
 

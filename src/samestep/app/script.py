@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 from samestep.app.launch import run_command, run_worker
+from samestep.app.nodes import DEFAULT_ID, Nodes
 from samestep.app.num_workers import resolve_workers
 from samestep.app.output import lasting_output
 from samestep.errors import ConfigError
@@ -26,6 +28,9 @@ def launch(  # noqa: PLR0913 - what `init` takes
     threads: int = 1,
     tf32: bool = False,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    nnodes: str | None = None,
+    rdzv_endpoint: str | None = None,
+    rdzv_id: str = DEFAULT_ID,
 ) -> None:
     """Run `main(job)` on workers of this host: each of them runs this script again, up to here.
 
@@ -40,6 +45,9 @@ def launch(  # noqa: PLR0913 - what `init` takes
         threads: CPU threads of each worker.
         tf32: let the GPU round to TF32.
         timeout_s: seconds to wait for another worker.
+        nnodes: hosts of the job, "N" or "MIN:MAX", each of which runs this script; None for this one alone.
+        rdzv_endpoint: "HOST" or "HOST:PORT" where they meet: one of them, which must not be lost.
+        rdzv_id: tells the job from others that meet there.
 
     Raises:
         SystemExit: it failed, or a signal ended it.
@@ -54,8 +62,11 @@ def launch(  # noqa: PLR0913 - what `init` takes
         check_environment()
         if not under_launcher():
             number = resolve_workers(workers, most, device, threads=threads)
-            if number > 1:
-                return run_command(_same_command(), number, threads=threads)
+            nodes = Nodes.of(nnodes, rdzv_endpoint, rdzv_id)
+            if nodes is not None:
+                nodes = replace(nodes, timeout_s=timeout_s, most_workers=towers)
+            if number > 1 or nodes is not None:
+                return run_command(_same_command(), number, threads=threads, nodes=nodes)
         job = init(device, threads=threads, tf32=tf32, timeout_s=timeout_s)
         join(job, main)
         return 0

@@ -139,7 +139,7 @@ class Settings(abc.ABC):
     per_worker: ClassVar[frozenset[str]] = frozenset(
         ("data_dir", "loader_processes", "workers", "rdzv_endpoint")
     )
-    """Settings that may differ between the workers of a job: what its machine has, and how it gets at data."""
+    """Settings that may differ between the workers of a job: what a machine has, and how it gets at data."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

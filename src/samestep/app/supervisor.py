@@ -28,8 +28,8 @@ from samestep.workers.interrupts import interrupts_held
 from samestep.workers.process import GRACE_S, loopback_listener
 
 if TYPE_CHECKING:
+    from samestep.app.host_rendezvous import Rendezvous
     from samestep.app.hosts import Ending, Hosts
-    from samestep.app.rendezvous import Rendezvous
     from samestep.workers.roster import Roster
 
 __all__ = ["Supervisor"]
@@ -102,12 +102,13 @@ class Supervisor:
                 self._end(signal.SIGKILL)
                 for worker in self.workers:
                     worker.process.wait()
+                meeting.leave()
 
     def _meet(self, stack: ExitStack) -> OneHost | Rendezvous | None:
         """Find this host's place; None where a signal came before."""
         if self._nodes is None:
             return OneHost(stack.enter_context(loopback_listener()), self._num_workers)
-        from samestep.app.rendezvous import Rendezvous
+        from samestep.app.host_rendezvous import Rendezvous
         from samestep.workers.waiter import Waiter
 
         found: list[Rendezvous] = []
@@ -128,7 +129,7 @@ class Supervisor:
             **worker_environment(self._threads),
             **self._place.environment(seat, self._num_workers),
             "TORCHELASTIC_ERROR_FILE": str(error_file),
-            LIFELINE: str(self._lifeline),
+            LIFELINE: f"{self._lifeline}:{signal.SIGTERM if self._nodes is None else signal.SIGKILL:d}",
             NUMBER: str(number),
         }
         try:
@@ -156,7 +157,7 @@ class Supervisor:
         hosts, roster = Hosts(store, place.host), Roster(store, self._members())
         most_workers = None if self._nodes is None else self._nodes.most_workers
         replacement = Replacement(roster, hosts, self.workers, self._start, most_workers)
-        while replacement.is_due or any(worker.status is None for worker in self.workers):
+        while True:
             if self._deadline_s is None:
                 replacement.look()
                 self._end_with(hosts)
@@ -164,6 +165,8 @@ class Supervisor:
                 replacement.end()
                 if time.monotonic() > self._deadline_s:
                     self._end(signal.SIGKILL)
+            if not (replacement.is_due or any(worker.status is None for worker in self.workers)):
+                break
             time.sleep(_POLL_S)
             for worker in self.workers:
                 worker.look()

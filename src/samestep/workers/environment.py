@@ -29,7 +29,8 @@ __all__ = [
 ]
 
 LIFELINE = "SAMESTEP_LIFELINE"
-"""The variable that holds the file descriptor of a worker's lifeline; see `end_with_launcher`."""
+"""The variable that holds the file descriptor of a worker's lifeline, and after a colon which signal it gets
+at its end; SIGTERM without one. See `end_with_launcher`."""
 
 NUMBER = "SAMESTEP_NUMBER"
 """The variable that holds a worker's number, where its launcher replaces those that are lost."""

@@ -46,20 +46,23 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
 def end_with_launcher() -> None:
     """Let a worker that samestep has launched stop when its launcher dies, as by SIGTERM; see `Supervisor`.
 
-    It needs nothing but the lifeline, a pipe that nobody writes to, which ends with the launcher however and
-    whenever that dies. Called twice, it does nothing more.
+    Where there are other hosts, which can go on without this one, it ends at once: a worker that stops after
+    a step stops all of them. It needs nothing but the lifeline, a pipe that nobody writes to, which ends with
+    the launcher however and whenever that dies. Called twice, it does nothing more.
     """
-    lifeline = os.environ.pop(LIFELINE, "")  # else what this process starts would take it for its own
+    value = os.environ.pop(LIFELINE, "")  # else what this process starts would take it for its own
+    lifeline, _, number = value.partition(":")
     if lifeline.isdecimal():
         os.set_inheritable(int(lifeline), False)
-        threading.Thread(target=_end_with, args=(int(lifeline), error_file()), daemon=True).start()
+        ending = int(lifeline), error_file(), signal.Signals(int(number or signal.SIGTERM))
+        threading.Thread(target=_end_with, args=ending, daemon=True).start()
 
 
-def _end_with(lifeline: int, left: Path | None) -> None:
+def _end_with(lifeline: int, left: Path | None, number: signal.Signals) -> None:
     os.read(lifeline, 1)
     if left is not None and left.parent.name.startswith("samestep-"):
         shutil.rmtree(left.parent, ignore_errors=True)  # the launcher's, which nobody else removes now
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), number)
     time.sleep(GRACE_S)
     os.kill(os.getpid(), signal.SIGKILL)
 

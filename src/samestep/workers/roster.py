@@ -52,9 +52,14 @@ class PromptStore:
         try:
             self._waiter.finish(waiting)
         except LostWorkerError:
-            raise LostWorkerError(f"the job's store does not answer for {_ANSWER_S:g} s{_REMEDY}") from None
+            raise LostWorkerError(
+                f"the job's store has not answered for {_ANSWER_S:g} s: this host was cut off, and its "
+                "workers were ended; run the same command again once its network works"
+            ) from None
         if isinstance(waiting.error, DistError):
-            raise LostWorkerError(f"the job's store is gone{_REMEDY}") from waiting.error
+            raise LostWorkerError(
+                "the job's store is gone, and with it the job: run the same command again on all hosts"
+            ) from waiting.error
         if waiting.error is not None:
             raise waiting.error
         return found[0]
@@ -62,9 +67,6 @@ class PromptStore:
     def close(self) -> None:
         """Ask nothing any more."""
         self._waiter.close()
-
-
-_REMEDY = ": the workers of this host were ended; run the same command again once its network works"
 
 
 class Roster:
@@ -106,7 +108,9 @@ class Roster:
 
     def let_in(self, numbers: Sequence[int], most: int | None = None) -> None:
         """Begin a generation with these, too, unless the job ends; but with no more than `most` workers."""
-        self._change(lambda members: (*members, *numbers)[: max(len(members), most or 2**31)] if members else None)
+        self._change(
+            lambda members: (*members, *numbers)[: max(len(members), most or 2**31)] if members else None
+        )
 
     def begin_again(self) -> None:
         """Begin a generation with the same members, unless another launcher has."""
@@ -126,10 +130,11 @@ class Roster:
             self._take_in(old)
             wanted = change(self.members)
             if wanted is None or not self.members or (tuple(wanted) == self.members and not is_same):
-                return
+                break
             new = json.dumps([self.generation + 1, wanted])
             if self._replace(old.decode(), new):
-                return self._take_in(new)
+                self._take_in(new)
+                break
 
     def _replace(self, old: str, new: str) -> bool:
         found: bytes = self._store.ask(lambda store: store.compare_set(Key.LIST, old, new))

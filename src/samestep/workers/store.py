@@ -130,6 +130,5 @@ def _wait_for_listener(address: tuple[str, int], deadline_s: float) -> None:
 def _unreachable(address: tuple[str, int], why: str) -> LostWorkerError:
     where = one_line("{}:{}".format(*address))
     return LostWorkerError(
-        f"no store of this job at {_VARIABLES}, {where}, where its workers find each other "
-        f"({one_line(why)})"
+        f"no store of this job at {_VARIABLES}, {where}, where its workers find each other ({one_line(why)})"
     )

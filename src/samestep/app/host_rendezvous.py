@@ -38,6 +38,7 @@ __all__ = ["Rendezvous"]
 _CARDS_S = 30.0
 _POLL_S = 0.01
 _LOOK_S = 1.0
+_CLOSE_S = 3.0
 _LAST_CALL_S = 3
 """How long those who are enough wait for more; who comes later joins, which takes no restart."""
 
@@ -64,7 +65,9 @@ class Rendezvous:
         self._meeting_store.set_timeout(timedelta(seconds=_CARDS_S))
         self._handler = self._new_handler()
         self.place = self._meet()
-        threading.Thread(target=self._meet_others, daemon=True).start()
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(target=self._meet_others, daemon=True)
+        self._thread.start()
 
     def open(self) -> Store:
         """Return the store."""
@@ -74,11 +77,18 @@ class Rendezvous:
         """Let nobody come any more: the job is over."""
         closing = threading.Thread(target=self._close, daemon=True)
         closing.start()
-        closing.join(_LOOK_S)
+        closing.join(_CLOSE_S)
 
     def _close(self) -> None:
         with suppress(RendezvousError, DistError):
             self._new_handler().set_closed()  # the other one is in use
+        self.leave()
+        self._handler.shutdown()
+
+    def leave(self) -> None:
+        """Meet nobody any more: a thread that comes back from torch while Python ends would abort it."""
+        self._has_ended.set()
+        self._thread.join(_CLOSE_S)
 
     def _new_handler(self) -> RendezvousHandler:
         nodes = self._nodes
@@ -155,8 +165,7 @@ class Rendezvous:
 
     def _meet_others(self) -> None:
         """Meet all again whenever a host waits; in a thread that ends with the process."""
-        while True:
-            time.sleep(_LOOK_S)
+        while not self._has_ended.wait(_LOOK_S):
             try:
                 if self._handler.num_nodes_waiting() > 0:
                     self._next()

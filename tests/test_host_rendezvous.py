@@ -1,0 +1,76 @@
+"""How launchers of several hosts meet: torch's rendezvous, all in this process."""
+
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from samestep.app import host_rendezvous
+from samestep.app.host_rendezvous import Rendezvous
+from samestep.app.nodes import Nodes
+from samestep.errors import ConfigError, LostWorkerError
+from samestep.workers.environment import PER_HOST, environment
+
+
+@pytest.fixture
+def nodes(monkeypatch):
+    monkeypatch.setattr(host_rendezvous, "_LOOK_S", 0.05)
+    monkeypatch.setattr(host_rendezvous, "_LAST_CALL_S", 1)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with environment({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}):
+        yield replace(Nodes.of("2:3", f"127.0.0.1:{port}"), timeout_s=20)
+
+
+def test_hosts_meet_and_nobody_comes_once_the_job_is_over(nodes):
+    both = replace(nodes, most=2)
+    with ThreadPoolExecutor(2) as threads:
+        met = list(threads.map(lambda number: Rendezvous(both, number), (1, 2)))
+    first, second = sorted((each.place for each in met), key=lambda place: place.first_rank)
+    sizes = (1, 2) if second.first_rank == 1 else (2, 1)
+    pairs = zip((first, second), sizes, strict=True)
+    expected = [place.host * PER_HOST + seat for place, size in pairs for seat in range(size)]
+    assert first.members == second.members == expected
+    assert {first.host, second.host} == {0, 1}
+    assert (first.world_size, first.job) == (second.world_size, second.job) == (3, second.job)
+    assert sorted(each.has_store for each in met) == [False, True]
+    for each in met:
+        each.close()
+    with pytest.raises(
+        LostWorkerError, match=r"^the job samestep at 127\.0\.0\.1:\d+ is over: to continue its"
+    ):
+        Rendezvous(both, 1)
+
+
+@pytest.mark.long
+def test_a_host_joins_a_job_that_was_started_like_itself(nodes):
+    begun = replace(nodes, fewest=1, must_match={"--steps": "7"})
+    trains = Rendezvous(begun, 2)
+    joins = Rendezvous(begun, 3)
+    assert (trains.place.members, joins.place.members) == ([0, 1], None)
+    assert (joins.place.job, joins.place.host) == (trains.place.job, 1)
+    assert joins.place.environment(2, 3)["LOCAL_RANK"] == "2"
+    with pytest.raises(
+        ConfigError, match="has --steps = 7, this host 8: start all hosts with the same command"
+    ):
+        Rendezvous(replace(begun, must_match={"--steps": "8"}), 4)
+    for each in (joins, trains):
+        each.close()
+
+
+def test_too_few_hosts(nodes, capsys):
+    with pytest.raises(LostWorkerError, match=r"has not got 2 hosts within 1 s$"):
+        Rendezvous(replace(nodes, timeout_s=1), 1)
+    here, there = socket.gethostname(), f"127.0.0.1:{nodes.port}"
+    expected = f"samestep: {here} waits at {there} for 2 to 3 hosts of the job samestep\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_no_store(nodes):
+    with pytest.raises(
+        LostWorkerError, match=r"no store of this job at --rdzv-endpoint, 192\.0\.2\.1:\d+, where"
+    ):
+        Rendezvous(replace(nodes, host="192.0.2.1", timeout_s=0.2), 1)  # an address that nobody has
+    assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
