@@ -47,7 +47,7 @@ class HangingSettings(DigitsSettings):
         def loss(model: nn.Module, batch: Any) -> Tensor:
             if is_last and self.hang == "forward" and step.towers.step == self.hang_at:
                 time.sleep(1000)
-            if is_last and self.slow_while is not None and self.slow_while.exists():
+            if self.slow_while is not None and self.slow_while.exists():
                 time.sleep(self.slow_s / len(step.towers.placement.towers(job.rank)))
             return loss_of(model, batch)
 
