@@ -25,16 +25,19 @@ def nodes(monkeypatch):
 
 
 def test_hosts_meet_and_nobody_comes_once_the_job_is_over(nodes):
-    both = replace(nodes, most=2)
+    both = replace(nodes, most=2, most_workers=2)
     with ThreadPoolExecutor(2) as threads:
         met = list(threads.map(lambda number: Rendezvous(both, number), (1, 2)))
     first, second = sorted((each.place for each in met), key=lambda place: place.first_rank)
     sizes = (1, 2) if second.first_rank == 1 else (2, 1)
     pairs = zip((first, second), sizes, strict=True)
     expected = [place.host * PER_HOST + seat for place, size in pairs for seat in range(size)]
-    assert first.members == second.members == expected
+    assert first.members == second.members == expected[:2]
     assert {first.host, second.host} == {0, 1}
-    assert (first.world_size, first.job) == (second.world_size, second.job) == (3, second.job)
+    assert (first.world_size, first.job) == (second.world_size, second.job) == (2, second.job)
+    last = second.environment(sizes[1] - 1, sizes[1])  # for which there is no work
+    assert (last["RANK"], last["WORLD_SIZE"]) == (str(sizes[1] - 1), str(sizes[1]))
+    assert first.environment(0, sizes[0])["WORLD_SIZE"] == "2"
     assert sorted(each.has_store for each in met) == [False, True]
     for each in met:
         each.close()

@@ -144,12 +144,13 @@ class Rendezvous:
         self._card["job"] = begun["job"] if begun else cards[0]["token"]
         counts = [card["workers"] for card in cards]
         members = [card["host"] * PER_HOST + seat for card in cards for seat in range(card["workers"])]
+        members = members[: self._nodes.most_workers]  # the others wait until one is lost
         return Place(
             job=self._card["job"],
             host=self._card["host"],
             address=(self._nodes.host, self._nodes.port),
             first_rank=0 if begun else sum(counts[: info.rank]),
-            world_size=self._num_workers if begun else sum(counts),
+            world_size=self._num_workers if begun else len(members),
             members=None if begun else members,
         )
 

@@ -37,9 +37,12 @@ class Place:
     members: Sequence[int] | None
 
     def environment(self, seat: int, num_seats: int) -> dict[str, str]:
-        """Return the environment of the worker in one of this host's seats."""
+        """Return the environment of the worker in one of this host's seats; one too many waits as a newcomer."""
+        rank, world_size = self.first_rank + seat, self.world_size
+        if rank >= world_size:
+            rank, world_size = seat, num_seats
         return {
-            **seat_environment(self.first_rank + seat, self.world_size, *self.address),
+            **seat_environment(rank, world_size, *self.address),
             "LOCAL_RANK": str(seat),
             "LOCAL_WORLD_SIZE": str(num_seats),
             JOB: self.job,
