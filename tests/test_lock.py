@@ -309,6 +309,7 @@ def held_by(run_dir, name, generation, **options):
 def test_a_later_generation_takes_over_from_one_that_still_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "_CLAIM_S", 0.05)
     before, after = held_by(tmp_path, "a", 0), held_by(tmp_path, "a", 2)
+    num_open = len(os.listdir("/proc/self/fd"))
     with before, after:
         after.take_over()
         after.check()
@@ -323,6 +324,7 @@ def test_a_later_generation_takes_over_from_one_that_still_runs(tmp_path, monkey
                 _ = left_behind.checkpoints
         third.check()
         third.__exit__()
+    assert len(os.listdir("/proc/self/fd")) == num_open
 
 
 @pytest.mark.parametrize(("name", "generation"), [("b", 5), ("a", 1), ("a", 0)])

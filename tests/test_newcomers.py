@@ -355,14 +355,24 @@ def test_newcomers_alone_do_not_go_on(launch):
     """They have no state: nobody but those of the lost host had."""
     store = HashStore()
     trains, joins = launch(1, store=store, members=[0]), launch(1, store=store, host=1)
+    another = launch(1, store=store, host=2)
     trains.go_on(0)
-    joins.look()
-    Members(store, PER_HOST).is_ready()
-    joins.look()
-    assert joins.roster.members == (0, PER_HOST)
+    for number in (PER_HOST, 2 * PER_HOST):
+        Members(store, number).is_ready()
+    assert members_of(joins, another) == (0, PER_HOST, 2 * PER_HOST)
     joins.hosts.lost.add(0)
     with pytest.raises(LostWorkerError, match="was lost before all could go on"):
         joins.look()
+
+
+def test_a_newcomer_elsewhere_that_does_not_train_yet_keeps_nobody_from_being_replaced(launch):
+    store = HashStore()
+    trains, joins = launch(2, store=store, members=[0, 1]), launch(1, store=store, host=1)
+    trains.go_on(0, 1)
+    Members(store, PER_HOST).is_ready()
+    assert members_of(joins) == (0, 1, PER_HOST)
+    trains.end_with(0, -signal.SIGKILL)
+    assert members_of(trains) == (1, PER_HOST)
 
 
 def test_a_host_joins_with_as_many_workers_as_there_is_work_for(launch):

@@ -87,6 +87,19 @@ def test_telling_those_who_are_gone_does_nothing(pair):
     assert ours.loss() == "worker 1 is gone"
 
 
+def test_others_are_asked_while_there_is_no_connection_that_tells(pair):
+    ours, _ = pair
+    known = iter([None, "worker 2 is gone (the launchers say so)"])
+    ours.ask = lambda: next(known)
+    ours.look()
+    assert ours.loss() is None
+    ours.look()
+    ours.look()  # and no more, once they know
+    assert ours.loss() == ours.loss(1) == "worker 2 is gone (the launchers say so)"
+    ours.tell("worker 1 is gone (reset)")
+    assert ours.loss() == "worker 1 is gone (reset)"  # which all have heard, and name alike
+
+
 def test_a_forked_process_keeps_nobody_alive(pair):
     ours, theirs = pair
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(100,))

@@ -89,8 +89,8 @@ def test_only_one_of_them_begins_again_and_nobody_where_the_job_ends(store):
 
 
 def test_workers_that_wait_for_the_first_list_are_woken():
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    theirs = TCPStore("localhost", store.port, is_master=False)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, use_libuv=False)
+    theirs = TCPStore("localhost", store.port, is_master=False, use_libuv=False)
     with ThreadPoolExecutor(1) as threads:
         worker = threads.submit(lambda: Members(theirs, 1).are_known)
         threading.Event().wait(0.05)

@@ -77,13 +77,12 @@ class Rendezvous:
         """Let nobody come any more: the job is over."""
         closing = threading.Thread(target=self._close, daemon=True)
         closing.start()
-        closing.join(_CLOSE_S)
+        closing.join(2 * _CLOSE_S)
 
     def _close(self) -> None:
-        with suppress(RendezvousError, DistError):
-            self._new_handler().set_closed()  # the other one is in use
         self.leave()
-        self._handler.shutdown()
+        with suppress(DistError):
+            self._handler.shutdown()
 
     def leave(self) -> None:
         """Meet nobody any more: a thread that comes back from torch while Python ends would abort it."""

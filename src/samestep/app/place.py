@@ -37,7 +37,7 @@ class Place:
     members: Sequence[int] | None
 
     def environment(self, seat: int, num_seats: int) -> dict[str, str]:
-        """Return the environment of the worker in one of this host's seats; one too many waits as a newcomer."""
+        """Return the environment of the worker in one of this host's seats; one too many is a newcomer."""
         rank, world_size = self.first_rank + seat, self.world_size
         if rank >= world_size:
             rank, world_size = seat, num_seats

@@ -164,9 +164,8 @@ class Replacement:
             sys.stderr.write(f"samestep: the host {self._hosts.names[host]} is lost; going on without it\n")
         for worker in lost:
             worker.is_left_behind = True
+            self._free(worker.seat)
             _tell_why(worker)
-            if not is_over:
-                self._free(worker.seat)
         if self._roster.is_asked_again():
             self._roster.begin_again()
 
