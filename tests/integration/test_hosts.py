@@ -155,6 +155,7 @@ def test_an_error_on_one_host_ends_all_and_says_where(tmp_path):
         for pid in machines.pids(1)[1:]:
             os.kill(pid, signal.SIGUSR1)  # those that were lost are replaced
         job.wait_for("going on with 2 workers")
+        job.time_of_next_steps(0, 1)
         for pid in (*machines.pids(1)[1:], *machines.pids(0)[1:]):
             os.kill(pid, signal.SIGKILL)  # but not all
         assert [machines.agents[machine].wait(60) for machine in range(2)] == [1, 1]

@@ -106,7 +106,3 @@ class Hosts:
         while self.names.keys() - self.lost - {self.own} and not is_interrupted():
             time.sleep(_POLL_S)
             self.look()
-
-    def close(self) -> None:
-        """Look no more."""
-        self._store.close()

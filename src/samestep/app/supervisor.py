@@ -45,7 +45,8 @@ class Supervisor:
     One that was killed, or stopped for a second while others run, is replaced, if all others go on without
     it. When one fails otherwise, the others get SIGTERM; signals to this process are passed on. Workers have
     `GRACE_S` seconds to end before they are killed; a second signal, more than `ECHO_S` after the first,
-    kills at once. When this process dies, however that comes, its workers stop as by SIGTERM.
+    kills at once. When this process dies, however that comes, its workers stop as by SIGTERM, or, where other
+    hosts go on without this one, are killed.
 
     Args:
         command: the command line of each worker.
@@ -192,13 +193,14 @@ class Supervisor:
         with suppress(LostWorkerError):
             if self.received is not None:
                 hosts.end(f"was stopped by {self.received.name}", 128 + self.received)
+            hosts.look()
             roster.without(worker.number for worker in self.workers)
             meeting.close()
             hosts.leave()
             if meeting.has_store:
                 received_s = self._received_s
                 hosts.wait_for_others(lambda: self._received_s > received_s)
-            self.ending = hosts.ending
+        self.ending = hosts.ending
 
     def _end(self, number: signal.Signals) -> None:
         self._deadline_s = time.monotonic() + GRACE_S

@@ -64,10 +64,6 @@ class PromptStore:
             raise waiting.error
         return found[0]
 
-    def close(self) -> None:
-        """Ask nothing any more."""
-        self._waiter.close()
-
 
 class Roster:
     """The list of a job's workers, as a launcher sees and changes it.
