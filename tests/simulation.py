@@ -383,6 +383,9 @@ class Worker:
         self.call(is_after=True)
         return Posted(self, what, received, sent)
 
+    def accuse(self, peers: Sequence[int]) -> None:
+        """Note of whom nothing came in time."""
+
     def give_up(self, what: str) -> None:
         if self.world_size > 1:
             self.loss = self.loss or f"worker {self.rank} was interrupted in the middle of {what}"
@@ -404,6 +407,8 @@ class Posted:
         self.worker.note_event("wait", self.what)
         self.worker.wait_until(lambda: self._is_done or bool(self._lost), TIMEOUT)
         if not self._is_done:
+            if not self._lost:
+                self.worker.accuse([n for n, receive in self.received.items() if not receive.has_arrived])
             raise self.worker.lost_worker(self.what, self._lost)
         self.received.clear()
         self.sent.clear()

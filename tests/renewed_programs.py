@@ -1,0 +1,202 @@
+"""Programs whose workers `tests/takeovers.py` kills: a `Trainer`, a loop of one's own, and a small one."""
+
+import io
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import samestep
+from samestep.checkpoint.files import read
+from samestep.workers.agreement import from_first_worker
+
+STEPS, TOWERS, EPOCHS = 6, 5, 3
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program, and what is known of it.
+
+    Attributes:
+        train: `train(job, run_dir)` -> what must be the same, whatever happens.
+        events: so many of a worker's messages a fault may come after.
+        longest: so late, by the world's clock, somebody may come.
+        checkpoints: `checkpoints(run_dir)` -> a digest for each step whose checkpoint is there.
+    """
+
+    train: Callable
+    events: int
+    longest: int
+    checkpoints: Callable
+
+    def undisturbed(self):
+        """Return what it returns where nothing happens, and its checkpoints."""
+        with redirect_stdout(io.StringIO()), TemporaryDirectory() as folder:
+            returned = self.train(samestep.Job(torch.device("cpu")), Path(folder))
+            return returned, self.checkpoints(Path(folder))
+
+
+def measure(model, batch):
+    return {"loss": (model(batch[0]).square().sum(), len(batch[0]))}
+
+
+def terms(model):
+    return {"decay": sum(parameter.square().sum() for parameter in model.parameters())}
+
+
+def whole(pattern):
+    """Return what reads the checkpoints of such names; a damaged one raises."""
+
+    def checkpoints(run_dir):
+        manifests = [read(path).manifest for path in run_dir.glob(pattern)]
+        return {manifest.step: manifest.digest for manifest in manifests}
+
+    return checkpoints
+
+
+# ---- a Trainer ---------------------------------------------------------------------------------------
+
+
+class Decay(samestep.Callback):
+    """Halves the learning rate after every second evaluation: by a count of its own."""
+
+    count = 0
+
+    def after_evaluation(self, trainer, metrics):
+        self.count += 1
+        if self.count % 2 == 0:
+            for group in trainer.step.optimizer.param_groups:
+                group["lr"] /= 2
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def train_with_trainer(job, run_dir):
+    """Train; return the digest."""
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.2), nn.Linear(4, 1))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    towers = samestep.Towers(model, TOWERS, job=job, noise_every=2)
+    data = torch.utils.data.TensorDataset(torch.randn(26, 3, generator=generator))
+    loader = samestep.TowerLoader(data, 14, towers)  # the last batch of an epoch has 12 rows
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step = samestep.Step(towers, lambda model, batch: model(batch[0]).square().mean(), optimizer)
+    trainer = samestep.Trainer(
+        step,
+        loader,
+        run_dir=run_dir,
+        steps=STEPS,
+        evaluate=samestep.Evaluation(data, measure, rows=8),
+        terms=terms,
+        evaluate_every=1,
+        callbacks=[Decay()],
+        checkpoint_every=3,
+        log_every=1,
+    )
+    return trainer.run().digest
+
+
+# ---- a loop of one's own -----------------------------------------------------------------------------
+
+
+class Best:
+    """What a loop may keep of its own."""
+
+    def __init__(self):
+        self.losses = []
+
+    def state_dict(self):
+        return {"losses": self.losses}
+
+    def load_state_dict(self, state):
+        self.losses = state["losses"]
+
+
+def train_in_a_loop(job, run_dir):
+    """Train for some epochs; return the digest, the averages' digest, and the loss of each epoch."""
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.2), nn.Linear(4, 1))
+    towers = samestep.Towers(model, TOWERS, job=job, noise_every=2)
+    data = torch.utils.data.TensorDataset(torch.randn(26, 3, generator=generator))
+    loader = samestep.TowerLoader(data, 14, towers)  # the last batch of an epoch has 12 rows
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    best, evaluation = Best(), samestep.Evaluation(data, measure, rows=8)
+    state = {"model": model, "towers": towers, "loader": loader, "averaged_model": averaged}
+    state |= {"optimizer": optimizer, "scheduler": scheduler, "best": best}
+
+    def step(batch):
+        scale = torch.rand(()) + 0.5  # of a global generator
+        optimizer.param_groups[0]["weight_decay"] *= 1.1
+        for tower in towers(batch):
+            tower.backward(scale * model(tower.batch[0]).square().mean())
+        report = towers.average()
+        optimizer.step()
+        averaged.update_parameters(model)
+        return report.loss
+
+    with samestep.Elastic(**state) as elastic:
+        while loader.epoch < EPOCHS:
+            losses = [elastic(step, batch) for batch in loader]
+            scheduler.step()
+            found = elastic(evaluation, model, job)
+            best.losses = [*best.losses, found["loss"]]
+            elastic(samestep.save, run_dir / f"{towers.step}", **state)
+        assert losses
+    return samestep.digest(model), samestep.digest(averaged), best.losses
+
+
+# ---- a small one -------------------------------------------------------------------------------------
+
+
+def train_small(job, run_dir):
+    """Take steps with one weight, and write it down after each second one."""
+    model = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    towers = samestep.Towers(model, TOWERS, job=job, noise_every=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch):
+        for tower in towers(batch):
+            tower.backward(model(tower.batch).square().mean())
+        towers.average()
+        optimizer.step()
+
+    def write():
+        path = run_dir / f"{towers.step}.txt"
+        from_first_worker(job, lambda: path.write_text(str(model.weight.item())))
+
+    with samestep.Elastic(model=model, towers=towers, optimizer=optimizer) as elastic:
+        while towers.step < STEPS:
+            elastic(step, BATCHES[towers.step])
+            if towers.step % 2 == 0:
+                elastic(write)
+    return model.weight.item()
+
+
+BATCHES = [torch.randn(7, 1, generator=torch.Generator().manual_seed(n)) for n in range(STEPS)]
+
+
+def read_numbers(run_dir):
+    return {int(path.stem): path.read_text() for path in run_dir.glob("*.txt")}
+
+
+PROGRAMS = {
+    "trainer": Program(train_with_trainer, 160, 2_000, whole("checkpoints/step-*")),
+    "loop": Program(train_in_a_loop, 160, 2_000, whole("[0-9]")),
+    "small": Program(train_small, 90, 1_000, read_numbers),
+}

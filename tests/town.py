@@ -1,0 +1,146 @@
+"""A world in which workers may be lost while others come: with what the launcher does for real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from .renewal import Citizen
+from .simulation import Faults, Message, World
+
+LATEST = 40  # so long it may take the launcher to see what has happened
+STOPPED = 200  # so long a worker may be stopped until it is killed
+CUT = 400  # so long it may take until those who are cut off are seen to be, and to end
+
+
+class Town(World):
+    """A world in which the others go on when a worker is killed, and newcomers join them.
+
+    Args:
+        world_size: workers of the first generation.
+        seed: of all delays.
+        faults: by the number of a worker; newcomers have the numbers after those of the first generation.
+        arrivals: when newcomers come, by the world's clock.
+
+    Attributes:
+        was_early: whether one was killed before all could go on without it.
+    """
+
+    workers: list[Citizen]
+
+    def __init__(
+        self, world_size: int, seed: int, faults: Faults | None = None, *, arrivals: Sequence[int] = ()
+    ) -> None:
+        super().__init__(0, seed, faults)
+        self.workers = [Citizen(number, self) for number in range(world_size + len(arrivals))]
+        self.lists: list[tuple[int, ...]] = [tuple(range(world_size))]  # of members; the last may be empty
+        self.was_early = False
+        self.is_done = False  # whether one has done all there is to do
+        self.generations: dict[int, int] = {}  # of messages, by their id
+        self.cut: set[int] = set()  # those who reach nobody else, and not the launcher
+        self.accused: set[tuple[int, int]] = set()  # (generation, number)
+        self.have_waited: set[tuple[int, int]] = set()
+        self._planned: list[tuple[int, Callable[[], None]]] = []
+        for worker in self.workers[:world_size]:
+            worker.generation = 0
+        for worker, time in zip(self.workers[world_size:], arrivals, strict=True):
+            worker.arrives = time
+
+    @property
+    def all_go_on(self) -> bool:
+        """Whether all of the first generation have come to where others may be lost."""
+        return all(worker.goes_on for worker in self.workers[: len(self.lists[0])])
+
+    @property
+    def is_closed(self) -> bool:
+        return not self.lists[-1]
+
+    def at(self, time: int, act: Callable[[], None]) -> None:
+        """Have something done at some time."""
+        self._planned.append((time, act))
+
+    def plan(self, act: Callable[[], None], after: int = 0, latest: int = LATEST) -> None:
+        """Have the launcher do something soon."""
+        self.at(self.time + after + self.random.randrange(latest), act)
+
+    def note_fault(self, rank: int, kind: str) -> None:
+        super().note_fault(rank, kind)
+        if kind == "stopped":
+            self.plan(lambda: self.kill(rank), STOPPED)
+
+    def kill(self, number: int) -> None:
+        """Kill a worker that waits, or is stopped."""
+        self.workers[number].is_doomed = True
+
+    def cut_off(self, numbers: Sequence[int]) -> None:
+        """Let some reach nobody else any more; their host kills them, and the others leave them behind."""
+        present = [number for number in numbers if self.workers[number].is_running]
+        self.cut |= set(present)
+        for number in present:
+            super().note_fault(number, "cut off")
+            self.plan(partial(self.kill, number), CUT, CUT)
+        self.was_early |= bool(present) and not self.all_go_on
+        self.plan(lambda: self.leave_behind(lambda number: number in self.cut), 0, CUT)
+
+    def accuse(self, number: int, peers: Iterable[int], generation: int) -> None:
+        """Note that one has waited for others in vain; those who have not waited themselves are killed."""
+        self.was_early |= not self.all_go_on
+        self.have_waited.add((generation, number))
+        self.accused |= {(generation, peer) for peer in peers}
+        self.plan(self.kill_silent, STOPPED)
+
+    def kill_silent(self) -> None:
+        for generation, number in self.accused - self.have_waited:
+            if generation == len(self.lists) - 1 and number not in self.cut:
+                self.kill(number)
+
+    def more_times(self) -> list[int]:
+        return [time for time, _ in self._planned]
+
+    def deliver(self) -> None:
+        due = [planned for planned in self._planned if planned[0] <= self.time]
+        for planned in due:
+            self._planned.remove(planned)
+            planned[1]()
+        super().deliver()
+
+    def end(self, number: int, *, is_killed: bool) -> None:
+        super().end(number, is_killed=is_killed)
+        self.was_early |= is_killed and not self.all_go_on
+        self.plan(lambda: self.see_end(number, is_killed=is_killed))
+
+    def send(self, source: int, target: int, tensors: Sequence[Tensor]) -> Message:
+        if self.workers[source].is_gone(target):  # the connection is closed
+            return Message([], 0)
+        if (source in self.cut) != (target in self.cut):
+            return Message([], 0)
+        sent = super().send(source, target, tensors)
+        self.generations[id(self.sent[source, target][-1])] = self.workers[source].generation
+        return sent
+
+    def see_end(self, number: int, *, is_killed: bool) -> None:
+        """Do what `Replacement` does when a worker has ended."""
+        if number in self.cut:
+            return
+        self.is_done |= self.workers[number].outcome.error is None
+        is_left = is_killed or self.is_done or self.workers[number].is_newcomer
+        self.leave_behind(lambda each: each in self.gone, is_left=is_left)
+
+    def leave_behind(self, is_lost: Callable[[int], bool], *, is_left: bool = True) -> None:
+        """Write the next list, without those who are lost; an empty one where the others cannot go on."""
+        if self.is_closed:
+            return
+        left = [number for number in self.lists[-1] if not is_lost(number)]
+        trained = [each for each in left if not self.workers[each].is_newcomer]
+        if self.is_done:
+            left = trained  # newcomers are sent away
+        if not is_left or not trained or not all(self.workers[each].goes_on for each in trained):
+            self.lists.append(())
+        elif len(left) < len(self.lists[-1]):
+            self.lists.append(tuple(left))
+
+    def let_in(self, number: int) -> None:
+        if not self.is_closed and not self.is_done and number not in self.gone:
+            self.lists.append((*self.lists[-1], number))
