@@ -63,9 +63,13 @@ def whole(pattern):
 
 
 class Decay(samestep.Callback):
-    """Halves the learning rate after every second evaluation: by a count of its own."""
+    """Halves the learning rate after every second evaluation, by its own count; thaws a layer on the way."""
 
     count = 0
+
+    def after_step(self, trainer, report):
+        if report.step == 1:
+            trainer.model[0].requires_grad_(True)
 
     def after_evaluation(self, trainer, metrics):
         self.count += 1
@@ -87,6 +91,7 @@ def train_with_trainer(job, run_dir):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    model[0].requires_grad_(False)
     towers = samestep.Towers(model, TOWERS, job=job, noise_every=2)
     data = torch.utils.data.TensorDataset(torch.randn(26, 3, generator=generator))
     loader = samestep.TowerLoader(data, 14, towers)  # the last batch of an epoch has 12 rows

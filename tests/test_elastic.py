@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import samestep
-from samestep.errors import ConfigError, DisagreementError, UsageError
+from samestep.errors import ConfigError, DataError, DisagreementError, UsageError
 
 from .simulation import Faults, Killed, values
 from .town import Town
@@ -157,3 +157,99 @@ def test_a_batch_of_a_loader_is_read_again_for_other_towers():
         return [list(map(torch.Tensor.tolist, each.slices.values())) for each in (batch.again(), *batches)]
 
     assert values(work, 2) == [[[[10, 11]]], [[[12, 13], [14, 15]]]]
+
+
+def pictures(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(7, 4, generator=generator), torch.randint(3, (7,), generator=generator)
+
+
+def with_float16(job, model, towers, optimizer):
+    return samestep.Step(
+        towers,
+        lambda model, batch: nn.functional.cross_entropy(model(batch[0]).float(), batch[1]),
+        optimizer,
+        autocast=torch.float16,
+        clip_norm=0.5,
+    )
+
+
+def of_the_whole_batch(job, model, towers, optimizer):
+    def loss(model, outputs, batch):
+        return (outputs @ outputs.T).logsumexp(1).mean()
+
+    return samestep.Step(towers, loss, optimizer, forward=lambda model, batch: model(batch[0]))
+
+
+def with_counts(job, model, towers, optimizer):
+    def loss(model, batch):
+        found = model(batch[0])
+        return {"rows": found.square().sum(), "ones": found[batch[1] == 1].sum()}
+
+    counts = {"rows": lambda batch: len(batch[1]), "ones": lambda batch: (batch[1] == 1).sum()}
+    return samestep.Step(towers, loss, optimizer, counts=counts, on_nonfinite="skip")
+
+
+def thawed_on_the_way(job, model, towers, optimizer):
+    def loss(model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    step = samestep.Step(towers, loss, optimizer)
+
+    def take(batch):
+        model[0].requires_grad_(towers.step >= 2)
+        return step(batch)
+
+    return take
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("make", [with_float16, of_the_whole_batch, with_counts, thawed_on_the_way])
+def test_steps_of_other_kinds(make, seed):
+    def work(job):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5, momentum=0.3), nn.Tanh(), nn.Linear(5, 3))
+        towers = samestep.Towers(model, 3, job=job, statistics="pooled")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        step = make(job, model, towers, optimizer)
+        scaler = getattr(step, "scaler", None)
+        with samestep.Elastic(model=model, towers=towers, optimizer=optimizer, scaler=scaler) as elastic:
+            while towers.step < 6:
+                elastic(step, pictures(towers.step))
+        return samestep.digest(model)
+
+    alone = work(samestep.Job(torch.device("cpu")))
+    town = Town(2, seed, Faults(killed={seed % 2: 20 + 10 * seed}), arrivals=[100 * seed])
+    for outcome, worker in zip(town.run(work), town.workers, strict=True):
+        is_right = outcome.value == alone or isinstance(outcome.error, Killed) or town.was_early
+        assert is_right or worker.is_newcomer, outcome.text
+
+
+def test_a_newcomer_whose_model_does_not_fit_fails_alone():
+    def work(job):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3))
+        towers = samestep.Towers(model, 3, job=job)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(batch):
+            if towers.step >= 2 and len(model) == 1:
+                model.append(nn.Linear(3, 3, bias=False))
+                nn.init.eye_(model[1].weight)
+                optimizer.add_param_group({"params": [model[1].weight]})
+            for tower in towers(batch):
+                tower.backward(nn.functional.cross_entropy(model(tower.batch[0]), tower.batch[1]))
+            towers.average()
+            optimizer.step()
+
+        with samestep.Elastic(model=model, towers=towers, optimizer=optimizer) as elastic:
+            while towers.step < 8:
+                elastic(step, pictures(towers.step))
+        return samestep.digest(model)
+
+    alone = work(samestep.Job(torch.device("cpu")))
+    town = Town(2, 0, arrivals=[300])
+    *first, newcomer = town.run(work)
+    assert [outcome.value for outcome in first] == [alone, alone]
+    assert isinstance(newcomer.error, DataError), newcomer.text
+    assert "the state of another worker" in newcomer.text

@@ -13,21 +13,19 @@ import pickle
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from samestep.checkpoint.handover import Trained, send_state, set_trained, take_state, trained
 from samestep.checkpoint.objects import TrainingObjects
-from samestep.checkpoint.snapshot import restore, take_snapshot
 from samestep.data.loader import TowerLoader
 from samestep.data.stream_loader import StreamLoader
 from samestep.errors import ConfigError, LostWorkerError, UsageError, one_line
 from samestep.streams import GlobalStreams
 from samestep.towers.towers import Towers
-from samestep.workers.agreement import hand_over
 from samestep.workers.collectives import gather_objects
 
 __all__ = ["Elastic"]
@@ -56,6 +54,7 @@ class _Place:
         call: what the one is called that it has begun.
         is_entry: whether that is what newcomers begin with.
         is_torn: whether something of it has lasted that cannot be put back.
+        trained: which parameters are.
     """
 
     num_done: int
@@ -63,6 +62,7 @@ class _Place:
     call: str
     is_entry: bool
     is_torn: bool
+    trained: Trained
 
 
 class Elastic:
@@ -213,16 +213,21 @@ class Elastic:
                 continue
             return have_come
 
+    @property
+    def _place(self) -> _Place:
+        is_entry, flags = self._call == self._entry, trained(self._objects)
+        return _Place(self._num_done, self._result, self._call, is_entry, self._is_torn, flags)
+
     def _catch_up(self) -> bool:
         """Agree with the others on how far all are; take the state of one that is further than this one."""
-        own = _Place(self._num_done, self._result, self._call, self._call == self._entry, self._is_torn)
-        places: list[_Place] = gather_objects(self._job.transport, own, "how far the workers are")
+        places: list[_Place] = gather_objects(self._job.transport, self._place, "how far the workers are")
         ahead = max(places, key=lambda place: place.num_done)
         newcomers = [worker for worker, place in enumerate(places) if place.num_done < 0]
         self._check_places(places, ahead, newcomers)
         behind = [worker for worker, place in enumerate(places) if place.num_done < ahead.num_done]
         if behind:
             self._hand_over(places.index(ahead), behind)
+        set_trained(self._objects, ahead.trained)
         self._call, self._num_done, self._result = ahead.call, ahead.num_done, ahead.result
         for towers in self._all_towers:
             towers._agree_again()
@@ -244,12 +249,10 @@ class Elastic:
 
     def _hand_over(self, source: int, targets: Sequence[int]) -> None:
         """Send the state of one worker to others."""
-        is_source, what = self._job.rank == source, f"the state of worker {source}"
-        state = (take_snapshot(self._objects), self._before, self._after) if is_source else None
-        state = hand_over(state, self._job, source, targets, what)
-        if self._job.rank in targets:
-            snapshot, before, after = state
-            restore(snapshot, self._objects, Path(what))
+        sent = send_state(self._objects, self._job, source, targets, (self._before, self._after))
+        if sent is not None:
+            snapshot, (before, after) = sent
+            take_state(snapshot, self._objects)
             self._put_back(after if self._num_done >= 0 else self._at_entry(before, after))
             self._before, self._after = before, after
 

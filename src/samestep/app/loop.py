@@ -17,9 +17,10 @@ from samestep.app.evaluation import line_of
 from samestep.app.hooks import Hooks
 from samestep.app.interruption import Interruption, StopFlags
 from samestep.app.lock import RunLock
-from samestep.app.resume import put_back, send_state, small_states, take_state, write_checkpoint
+from samestep.app.resume import objects_of, put_back, small_states, write_checkpoint
 from samestep.app.run_folder import tidy
 from samestep.app.writer import CheckpointWriter
+from samestep.checkpoint.handover import Trained, send_state, set_trained, take_state, trained
 from samestep.errors import DataError, LostWorkerError
 from samestep.towers.report import Report
 from samestep.workers.collectives import gather_objects
@@ -41,6 +42,7 @@ class _Place:
         metrics: of the evaluation after it.
         leads: whether it has had worker 0's duties.
         elapsed_s: how long the run has lasted.
+        trained: which parameters are.
     """
 
     step: int
@@ -49,6 +51,7 @@ class _Place:
     metrics: Mapping[str, float] | None
     leads: bool
     elapsed_s: float
+    trained: Trained
 
     @property
     def order(self) -> tuple[int, int]:
@@ -237,7 +240,8 @@ class Loop:
     def _place(self) -> _Place:
         step = self._step if self._has_state else -1
         elapsed_s = self._interruption.elapsed_s
-        return _Place(step, self._num_done, self._report, self.metrics, self._leads, elapsed_s)
+        flags = trained(objects_of(self._trainer))
+        return _Place(step, self._num_done, self._report, self.metrics, self._leads, elapsed_s, flags)
 
     def _catch_up(self) -> None:
         """Agree with the others on how far all are; take the state of one that is further than this one."""
@@ -246,14 +250,16 @@ class Loop:
         ahead = max(places, key=lambda place: place.order)
         behind = [worker for worker, place in enumerate(places) if place.order < ahead.order]
         trainer.step.towers._leave_behind()
-        snapshot = send_state(trainer, places.index(ahead), behind) if behind else None
+        objects = objects_of(trainer)
+        handed = send_state(objects, self._job, places.index(ahead), behind) if behind else None
         # What a worker has begun to take over, it takes over whole: nothing waits until it has.
         self.flags = StopFlags(0 if ahead.report is None else ahead.report.flags) & ~StopFlags.REGROUP
         self._interruption.start_earlier(max(place.elapsed_s for place in places))
-        if snapshot is not None:
+        if handed is not None:
             trainer.step.towers._step = ahead.step
             self._show(own, ahead)
-            take_state(trainer, snapshot)
+            take_state(handed[0], objects)
+        set_trained(objects, ahead.trained)
         self._report, self.metrics, self._num_done = ahead.report, ahead.metrics, ahead.num_done
         self._has_state = True
         trainer.step.towers._agree_again()

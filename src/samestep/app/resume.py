@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +17,10 @@ from samestep.app.tensorboard import FOLDER
 from samestep.app.wandb import ID_FILE
 from samestep.app.writer import CheckpointWriter
 from samestep.checkpoint.objects import TrainingObjects
-from samestep.checkpoint.snapshot import Snapshot, restore, take_snapshot
+from samestep.checkpoint.snapshot import restore, take_snapshot
 from samestep.errors import ConfigError, shown
 from samestep.identity import Fingerprint, changes, fingerprint
-from samestep.workers.agreement import from_first_worker, hand_over
+from samestep.workers.agreement import from_first_worker
 from samestep.workers.environment import may_restart
 from samestep.workers.job import Job
 
@@ -29,12 +29,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_fresh",
+    "objects_of",
     "open_run",
     "put_back",
     "resume",
-    "send_state",
     "small_states",
-    "take_state",
     "write_checkpoint",
 ]
 
@@ -78,24 +77,7 @@ def _note(settings: Settings, lock: RunLock) -> None:
 
 def write_checkpoint(trainer: Trainer, writer: CheckpointWriter) -> None:
     """Take a snapshot of the state after the newest step, and have it written while training continues."""
-    writer.write(trainer.step.towers.step, lambda: take_snapshot(_objects(trainer, _noted(trainer))))
-
-
-def send_state(trainer: Trainer, source: int, targets: Sequence[int]) -> Snapshot | None:
-    """Send one worker's state to some others, in memory, between two steps; all must call this.
-
-    Returns:
-        The snapshot, on those for whom it is; see `take_state`.
-    """
-    job = trainer.job
-    snapshot = take_snapshot(_objects(trainer)) if job.rank == source else None
-    snapshot = hand_over(snapshot, job, source, targets, f"the state of worker {source}")
-    return snapshot if job.rank in targets else None
-
-
-def take_state(trainer: Trainer, snapshot: Snapshot) -> None:
-    """Take over the state of another worker."""
-    restore(snapshot, _objects(trainer), Path("the state of another worker"))
+    writer.write(trainer.step.towers.step, lambda: take_snapshot(objects_of(trainer, _noted(trainer))))
 
 
 def small_states(trainer: Trainer) -> dict[str, Any]:
@@ -130,7 +112,7 @@ def resume(trainer: Trainer, lock: RunLock) -> None:
     if result.found is not None:
         snapshot, path = result.found.snapshot, result.found.path
         _check_same(trainer, snapshot.sections()["state"], path)
-        restore(snapshot, _objects(trainer), path, job)
+        restore(snapshot, objects_of(trainer), path, job)
         _warn_of_changes(snapshot.fingerprint, job, path)
     from_first_worker(job, lambda: _put_in_order(result, lock))
 
@@ -140,7 +122,8 @@ def _put_in_order(result: Search, lock: RunLock) -> None:
     tidy(lock.checkpoints)
 
 
-def _objects(trainer: Trainer, noted: Mapping[str, Any] | None = None) -> TrainingObjects:
+def objects_of(trainer: Trainer, noted: Mapping[str, Any] | None = None) -> TrainingObjects:
+    """Return what the state of a run consists of, with what it has to be continued with, for a checkpoint."""
     step = trainer.step
     return TrainingObjects(
         model=trainer.model,

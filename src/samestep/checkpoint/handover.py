@@ -1,0 +1,64 @@
+"""A run's state between two steps on its way from one worker to others, in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from samestep.checkpoint.objects import TrainingObjects
+from samestep.checkpoint.snapshot import Snapshot, restore, take_snapshot
+from samestep.identity import uncompiled
+from samestep.workers.agreement import hand_over
+from samestep.workers.job import Job
+
+__all__ = ["Trained", "send_state", "set_trained", "take_state", "trained"]
+
+Trained: TypeAlias = Mapping[str, Mapping[str, bool]]
+"""Which parameters of a module require grad, by the names of both."""
+
+
+def send_state(
+    objects: TrainingObjects, job: Job, source: int, targets: Sequence[int], more: Any = None
+) -> tuple[Snapshot, Any] | None:
+    """Send one worker's state to some others; all must call this.
+
+    Returns:
+        The state, and what else the worker sends, on those for whom it is; see `take_state`.
+    """
+    sent = (take_snapshot(objects), more) if job.rank == source else None
+    sent = hand_over(sent, job, source, targets, f"the state of worker {source}")
+    return sent if job.rank in targets else None
+
+
+def take_state(snapshot: Snapshot, objects: TrainingObjects) -> None:
+    """Take over the state of another worker.
+
+    Raises:
+        ConfigError, DataError: it does not fit; then nothing is taken over.
+    """
+    restore(snapshot, objects, Path("the state of another worker"))
+
+
+def trained(objects: TrainingObjects) -> Trained:
+    """Return which parameters are trained; a checkpoint does not know, as the program says it."""
+    return {
+        name: {key: parameter.requires_grad for key, parameter in module.named_parameters()}
+        for name, module in _modules(objects).items()
+    }
+
+
+def set_trained(objects: TrainingObjects, flags: Trained) -> None:
+    """Let those parameters be trained that another worker trains."""
+    for name, module in _modules(objects).items():
+        for key, parameter in module.named_parameters():
+            if key in flags.get(name, {}):
+                parameter.requires_grad_(flags[name][key])
+
+
+def _modules(objects: TrainingObjects) -> dict[str, nn.Module]:
+    """Return the modules that may be trained."""
+    others = {name: each for name, each in objects.others.items() if isinstance(each, nn.Module)}
+    return {name: uncompiled(module) for name, module in {"": objects.model, **others}.items()}
