@@ -1,13 +1,17 @@
 """What a worker does with its gradients: when hooks send, what is kept, what is refused."""
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, strategies as st
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import samestep
 from samestep.errors import UsageError
 from samestep.summation.gradient_sum import GradientSum
 from samestep.summation.layout import Layout
@@ -16,6 +20,7 @@ from samestep.summation.plan import ParameterLayout, Plan
 from samestep.summation.tree import subtrees
 
 from .oracle import add, tree
+from .simulation import values
 
 
 class Recorder:
@@ -302,3 +307,17 @@ def test_a_gradient_that_comes_twice_after_its_bucket_was_sent_is_refused():
         run(parameters, plan_of(parameters, Placement.even(2, 2)), 0, loss)
     # A worker alone sends nothing early, so it need not refuse.
     run(parameters, plan_of(parameters, Placement.even(2, 1)), 0, loss)
+
+
+def test_what_its_hooks_are_on_is_let_go_of():
+    def work(job):
+        model = nn.Linear(2, 1)
+        towers = samestep.Towers(model, 4, job=job)
+        for tower in towers(torch.ones(8, 2)):
+            tower.backward(model(tower.batch).mean())
+        towers.average()
+        return weakref.ref(model.weight)
+
+    weights = values(work, 2)
+    gc.collect()
+    assert [weight() for weight in weights] == [None, None]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -49,7 +51,8 @@ class GradientSum:
         self._hooks = []
         if plan.placement.num_workers > 1:
             for index in self._bucket_of:
-                hook = partial(self._gradient_is_ready, index)
+                # Weak, as Python's garbage collector does not see what such hooks refer to.
+                hook = partial(_tell, WeakMethod(self._gradient_is_ready), index)
                 self._hooks.append(parameters[index].register_post_accumulate_grad_hook(hook))
 
     def _clear(self) -> None:
@@ -223,3 +226,10 @@ class GradientSum:
         assert self._exchange is not None
         self._missing = []  # what else this backward produces is dropped
         self._exchange.fail(UsageError(f"{self._exchange.where}: {problem}"))
+
+
+def _tell(method: WeakMethod[Any], index: int, parameter: Tensor) -> None:
+    """Call a hook, unless what it belongs to is gone."""
+    tell = method()
+    if tell is not None:
+        tell(index, parameter)
