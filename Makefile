@@ -38,7 +38,9 @@ chaos: install
 schedules: install
 	$(BIN)/python -m tests.schedules --count 100000 --processes 2
 	$(BIN)/python -m tests.schedules --count 2000 --processes 2 --model
-	$(BIN)/python -m tests.takeovers --count 3000 --processes 2
+	$(BIN)/python -m tests.takeovers --program small --count 100000 --processes 2
+	$(BIN)/python -m tests.takeovers --program trainer --count 2000 --processes 2
+	$(BIN)/python -m tests.takeovers --program loop --count 2000 --processes 2
 
 check: install
 	$(BIN)/ruff format --check .
