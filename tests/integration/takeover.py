@@ -189,10 +189,10 @@ class Soak:
         run.faults[:] = timed(run)
         return run
 
-    def start(self, recipe: str, num_workers: int, name: str) -> Run:
+    def start(self, recipe: str, num_workers: int, name: str, *options: object) -> Run:
         """Start a run."""
         folder = self._folder / name
-        words = (*SAMESTEP, "train", recipe, *TRAINING, *RECIPES[recipe], "--steps", self._steps)
+        words = (*SAMESTEP, "train", recipe, *TRAINING, *RECIPES[recipe], "--steps", self._steps, *options)
         own = ("--run-dir", folder / "run", "--checkpoint-every", 20, "--workers", num_workers)
         launcher = self._nursery.start_program((*words, *own), folder)
         return Run(launcher, num_workers, folder, self._steps)

@@ -19,13 +19,17 @@ def soak(nursery, tmp_path):
     return Soak(nursery, tmp_path, random.Random(3), STEPS)
 
 
-def test_a_run_goes_on_without_worker_0_and_then_with_a_newcomer(soak):
-    run = soak.start("digits", 3, "run")
+def test_a_run_goes_on_without_worker_0_and_then_with_a_newcomer(soak, tmp_path):
+    slow = tmp_path / "slow"
+    slow.touch()
+    run = soak.start("hanging", 3, "run", "--slow-while", slow, "--slow-s", 0.1)
     run.launcher.wait_for_step(10)
     run.newcomers()
     os.kill(run.members[0], signal.SIGKILL)
-    soak.expect("digits")
-    soak.judge(run, "digits")
+    run.launcher.wait_for("there are newcomers")
+    slow.unlink()
+    soak.expect("hanging")
+    soak.judge(run, "hanging")
     lost, joined = run.launcher.stderr().splitlines()
     assert re.fullmatch(
         r"samestep: .*: worker 0 is gone \(.*\); going on with 2 workers after step \d+", lost
