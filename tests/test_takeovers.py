@@ -10,6 +10,7 @@ from .takeovers import judge, quietly, try_one
 from .town import Town
 
 NUM_SEEDS = {"trainer": 15, "loop": 10, "small": 60}
+FOUND = [("loop", 1035), ("loop", 1130)]  # what was wrong once
 
 
 @cache
@@ -18,7 +19,8 @@ def undisturbed(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "seed"), [(name, seed) for name, number in NUM_SEEDS.items() for seed in range(number)]
+    ("name", "seed"),
+    [*FOUND, *((name, seed) for name, number in NUM_SEEDS.items() for seed in range(number))],
 )
 def test_whatever_happens_to_workers_the_bits_are_the_same(name, seed):
     assert try_one(seed, undisturbed(name), PROGRAMS[name])[1] is None

@@ -254,8 +254,8 @@ class TowerLoader:
         checksum = 0 if self._custom is None else zlib.crc32(order.tobytes())
         if self._stream is not None:
             self._stream.close()  # a DataLoader that keeps its processes reads for one iteration at a time
-        placement = self._towers.placement
-        requests = (self._request(self._rows(order, each), each, placement) for each in positions)
+        placed = self._towers.placement, self._towers.job.rank  # now, as these are read ahead later
+        requests = (self._request(self._rows(order, each), each, *placed) for each in positions)
         row_bytes = math.inf if self._stream is None else self._stream.row_bytes
         self._stream = Stream(requests, self._reader, self._read_ahead, self._sampler, row_bytes)
         with closing(self._stream) as stream:
@@ -266,7 +266,7 @@ class TowerLoader:
         self, read: Callable[[Request, int], Any], rows: NDArray[np.int64], position: int, checksum: int
     ) -> LocalBatch:
         """Return a batch of which slices are read when they are asked for."""
-        request = self._request(rows, position, self._towers.placement)
+        request = self._request(rows, position, self._towers.placement, self._towers.job.rank)
         assert self._stream is not None
         return LocalBatch(
             len(rows),
@@ -281,9 +281,9 @@ class TowerLoader:
         start = position % len(self) * self.batch_size
         return order[start : start + self.batch_size]
 
-    def _request(self, rows: NDArray[np.int64], position: int, placement: Placement) -> Request:
-        """Ask for this worker's towers that have rows."""
-        mine = placement.rows(self._towers.job.rank, len(rows))
+    def _request(self, rows: NDArray[np.int64], position: int, placement: Placement, worker: int) -> Request:
+        """Ask for a worker's towers that have rows."""
+        mine = placement.rows(worker, len(rows))
         examples = {tower: rows[part.start : part.stop] for tower, part in mine.items()}
         return Request(position // len(self), position, examples)
 
