@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from samestep.app.settings import Settings
     from samestep.workers.job import Job
 
-__all__ = ["Digest", "Eval", "Report", "main"]
+__all__ = ["Digest", "Doctor", "Eval", "Report", "main"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,16 @@ class Report:
     """The run folder."""
     output: Path | None = None
     """The HTML file; by default report.html in the run folder."""
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Say what this machine has and whether the promise holds on it, to paste into an issue."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device to compute on; auto is the GPU where there is one."""
+    no_run: bool = False
+    """Only look, without the small runs, which take a minute or two."""
 
 
 @lasting_output()
@@ -115,6 +125,7 @@ def _commands() -> Command:
             known,
             noun="recipe",
         ),
+        "doctor": Doctor,
     }
     return Command(
         "Train PyTorch models with the same result, bit for bit, on any number of workers. "
@@ -142,6 +153,8 @@ def _run(command: Any, words: list[str]) -> int:
             return _digest(command)
         case Report():
             return _report(command)
+        case Doctor():
+            return _doctor(command)
         case settings if words[0] == "check":
             return _check(settings)
         case settings:
@@ -203,6 +216,12 @@ def _report(command: Report) -> int:
 
     print(write_report(command.run_dir, command.output), flush=True)
     return 0
+
+
+def _doctor(command: Doctor) -> int:
+    from samestep.app.doctor.report import examine
+
+    return examine(command.device, is_run=not command.no_run)
 
 
 def _refusing() -> AbstractContextManager[None]:

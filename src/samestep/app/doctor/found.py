@@ -1,0 +1,165 @@
+"""What a machine has, as far as a run depends on it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from samestep.app.memory import total_bytes
+from samestep.checkpoint.file_lock import hold, let_go
+from samestep.errors import ConfigError, one_line
+from samestep.identity import fingerprint
+from samestep.workers.process import loopback_listener, num_cores
+
+__all__ = ["Finding", "find", "in_gb"]
+
+_RESERVED_BYTES = 1 << 26
+_MAX_CHARS = 120
+_PREFIXES = (
+    *("ATEN_", "CUBLAS_", "CUDA_", "GLOO_", "GOMP_", "KMP_", "LD_PRELOAD", "MALLOC_", "MKL_", "NCCL_"),
+    *("OMP_", "ONEDNN_", "PYTORCH_", "SAMESTEP_", "TORCH_"),
+)
+"""Of environment variables that change kernels, threads, memory, or how workers talk to each other."""
+
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_SHARED = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        name: what was looked at.
+        text: what was found.
+        holds: whether samestep can run with that; False makes the exit status 1.
+    """
+
+    name: str
+    text: str
+    holds: bool = True
+
+
+def find(device: torch.device) -> Iterator[Finding]:
+    """Yield what there is, and what the bits depend on where this device computes."""
+    yield Finding("system", platform.platform())
+    for name, value in fingerprint(device).items():
+        yield Finding(name, one_line(str(value), _MAX_CHARS))
+    yield _cores()
+    yield _memory()
+    yield from _gpus()
+    yield _backends()
+    yield _environment()
+    yield _shared_memory()
+    yield _temporary_folder()
+    yield _network()
+    yield _locks()
+
+
+def in_gb(num_bytes: float) -> str:
+    """Return an amount of memory for people.
+
+    >>> in_gb(2_500_000_000)
+    '2.5 GB'
+    """
+    return f"{num_bytes / 1e9:.1f} GB"
+
+
+def _cores() -> Finding:
+    load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
+    return Finding("cores", f"{num_cores()} of {os.cpu_count()}, load {load}")
+
+
+def _memory() -> Finding:
+    text = in_gb(total_bytes(torch.device("cpu")))
+    try:
+        limit = _CGROUP_LIMIT.read_text().strip()
+    except OSError:  # no container, or one that does not tell
+        limit = ""
+    return Finding("memory", f"{text}, limited to {in_gb(int(limit))}" if limit.isdecimal() else text)
+
+
+def _gpus() -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        yield Finding("GPUs", "none that torch sees")
+        return
+    for number in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(number)
+        text = f"{found.name}, {in_gb(found.total_memory)}, capability {found.major}.{found.minor}"
+        yield Finding(f"GPU {number}", text)
+
+
+def _backends() -> Finding:
+    if not dist.is_available():
+        return Finding("backends", "none: this torch was built without torch.distributed", holds=False)
+    known = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
+    there = [name for name, is_available in known.items() if is_available()]
+    return Finding("backends", ", ".join(there) or "none", holds="gloo" in there)
+
+
+def _environment() -> Finding:
+    set_here = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)]
+    return Finding("environment", "; ".join(one_line(each, _MAX_CHARS) for each in set_here) or "none set")
+
+
+def _shared_memory() -> Finding:
+    """See what the system gives for memory that several processes share: loaders' processes need it."""
+    try:
+        text = f"{_SHARED} has {in_gb(shutil.disk_usage(_SHARED).free)} free"
+    except OSError as error:
+        text = f"{_SHARED}: {error.strerror}"
+    return Finding("shared memory", f"{text}; {_reserve()}")
+
+
+def _reserve() -> str:
+    if not hasattr(os, "memfd_create"):
+        return "no memfd_create"
+    with ExitStack() as stack:
+        try:
+            descriptor = os.memfd_create("samestep-doctor")
+            stack.callback(os.close, descriptor)
+            os.posix_fallocate(descriptor, 0, _RESERVED_BYTES)
+        except OSError as error:
+            return f"memory cannot be reserved: {error.strerror}"
+    return f"{_RESERVED_BYTES >> 20} MiB could be reserved"
+
+
+def _temporary_folder() -> Finding:
+    try:
+        folder = tempfile.gettempdir()
+        return Finding("temporary folder", f"{folder}, {in_gb(shutil.disk_usage(folder).free)} free")
+    except OSError as error:
+        return Finding("temporary folder", one_line(str(error)), holds=False)
+
+
+def _network() -> Finding:
+    names = ", ".join(name for _, name in socket.if_nameindex())
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
+    text = f"{names}; GLOO_SOCKET_IFNAME {'not set' if chosen is None else '= ' + one_line(chosen)}"
+    try:
+        loopback_listener().close()
+    except ConfigError as error:
+        return Finding("network", f"{text}; {error}", holds=False)
+    return Finding("network", f"{text}; 127.0.0.1 answers")
+
+
+def _locks() -> Finding:
+    """See whether the current folder, in which runs are by default, has locks."""
+    name = "current folder"
+    try:
+        with tempfile.TemporaryFile(dir=".") as file:
+            held = hold(file.fileno())
+            let_go(file.fileno())
+    except OSError as error:
+        return Finding(name, f"cannot be written to: {error.strerror}")
+    return Finding(name, "files can be locked" if held else "files cannot be locked: two runs may meet in one")

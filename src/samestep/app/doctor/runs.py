@@ -1,0 +1,171 @@
+"""Programs that are run for a trial, each as a user starts it, and killed where a trial says so."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from samestep.app.interruption import is_ignored
+from samestep.errors import StorageError, one_line
+from samestep.workers.environment import LIFELINE
+
+__all__ = ["Fault", "Run", "Runs"]
+
+LONGEST_S = 120.0
+"""How long a run may take: most take seconds."""
+
+_POLL_S = 0.01
+_MAX_LINES = 12
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Fault(Exception):
+    """What does not hold, in words for the report."""
+
+
+class Run:
+    """A program, its workers if it starts some, and what they print."""
+
+    def __init__(self, words: Sequence[str], folder: Path, lifeline: int) -> None:
+        self._printed = folder / "stdout"
+        self._complained = folder / "stderr"
+        with self._printed.open("wb") as out, self._complained.open("wb") as err:
+            self._process = subprocess.Popen(
+                [sys.executable, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env={**os.environ, "TMPDIR": str(folder), LIFELINE: str(lifeline)},
+                pass_fds=[lifeline],
+                start_new_session=True,  # a terminal's signals reach the doctor alone
+            )
+
+    @property
+    def stdout(self) -> str:
+        """What it has printed so far."""
+        return self._printed.read_text(errors="replace")
+
+    @property
+    def stderr(self) -> str:
+        """What it has printed so far as errors."""
+        return self._complained.read_text(errors="replace")
+
+    def finish(self) -> str:
+        """Wait until it has ended, and return what it has printed."""
+        try:
+            status = self._process.wait(LONGEST_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise Fault(f"has not ended within {LONGEST_S:.0f} s{self._last_words()}") from None
+        if status:
+            raise Fault(f"exit status {status}{self._last_words()}")
+        return self.stdout
+
+    def reach(self, step: int) -> None:
+        """Wait until it has told of a step."""
+        deadline_s = time.monotonic() + LONGEST_S
+        while not re.search(rf": step {step},", self.stdout):
+            if self._process.poll() is not None or time.monotonic() > deadline_s:
+                self.finish()
+                raise Fault(f"has not told of step {step}{self._last_words()}")
+            time.sleep(_POLL_S)
+
+    def workers(self) -> list[int]:
+        """Return the processes that it has started, in that order."""
+        return sorted(pid for pid, parent in _parents() if parent == self._process.pid)
+
+    def kill(self) -> None:
+        """Kill it, and then its workers, before they can end as they do without it."""
+        workers = self.workers() if self._process.poll() is None else []
+        self._process.kill()
+        for worker in workers:
+            with suppress(ProcessLookupError):
+                os.killpg(worker, signal.SIGKILL)
+        self._process.wait()
+        while workers and any(pid in workers for pid, _ in _parents()):
+            time.sleep(_POLL_S)
+
+    def _last_words(self) -> str:
+        """Return the end of what it has printed as errors, as a quotation in Markdown."""
+        lines = self.stderr.strip().splitlines()[-_MAX_LINES:]
+        return "".join(f"\n  > {one_line(line)}" for line in lines)
+
+
+class Runs:
+    """Runs programs in a folder of their own, of which nothing is left: neither files nor processes.
+
+    Raises:
+        StorageError: on entering, there is no folder for temporary files.
+        SystemExit: a signal to this process, while it is entered; 128 + its number.
+    """
+
+    def __init__(self) -> None:
+        self._open = ExitStack()
+        self._started: list[Run] = []
+
+    def __enter__(self) -> Runs:
+        self._open.enter_context(_signals_raised())
+        try:
+            folder = tempfile.TemporaryDirectory(prefix="samestep-doctor-", ignore_cleanup_errors=True)
+        except OSError as error:
+            raise StorageError(f"the folder for temporary files: {error}; set TMPDIR to another one") from error
+        self._folder = Path(self._open.enter_context(folder))
+        self._lifeline, writing = os.pipe()  # which ends with this process: then they stop, too
+        self._open.callback(os.close, self._lifeline)
+        self._open.callback(os.close, writing)
+        self._open.callback(self._kill_all)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+    def folder(self, name: str) -> Path:
+        """Return a new folder."""
+        return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self._folder))
+
+    def start(self, *words: object) -> Run:
+        """Start `python WORDS`."""
+        try:
+            self._started.append(Run([*map(str, words)], self.folder("run"), self._lifeline))
+        except OSError as error:
+            raise Fault(f"cannot be started: {error}") from error
+        return self._started[-1]
+
+    def _kill_all(self) -> None:
+        for run in self._started:
+            run.kill()
+
+
+def _parents() -> Iterator[tuple[int, int]]:
+    """Yield each process that runs, and its parent; none where there is no /proc."""
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, parent = entry.read_text().rpartition(") ")[2].split()[:2]
+            if state not in "ZX":
+                yield int(entry.parent.name), int(parent)
+
+
+@contextmanager
+def _signals_raised() -> Iterator[None]:
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {
+        number: signal.signal(number, leave) for number in _HANDLED if not is_ignored(number)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,98 @@
+"""The promise, tried: a small run in several placements, with workers killed, stopped and resumed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from samestep.app.doctor.runs import Fault, Run, Runs
+
+__all__ = ["Trials"]
+
+STEPS = 60
+_KILLED_AFTER = 25
+_SHOWN = 16
+"""How many of the 64 digits of a digest are printed."""
+
+Trial = tuple[str, Callable[[], str]]
+
+
+class Trials:
+    """Trains a recipe again and again, and compares the weights with those of the first run.
+
+    Args:
+        runs: runs the programs.
+        recipe: the words after `samestep train`.
+        device: as for `samestep.init`.
+        num_devices: GPUs to use, all of which are tried; at least three workers are.
+    """
+
+    def __init__(self, runs: Runs, recipe: Sequence[str], device: str, num_devices: int) -> None:
+        self._runs = runs
+        self._recipe = recipe
+        self._device = device
+        self._most = max(3, num_devices)
+        self._expected: str | None = None
+
+    def __iter__(self) -> Iterator[Trial]:
+        """Yield names, and what is to be done: it returns what was seen, or raises a `Fault`."""
+        towers = max(7, self._most)
+        for num_workers in range(1, self._most + 1):
+            name = f"{towers} towers on {num_workers} worker{'s' * (num_workers > 1)}"
+            yield name, partial(self._placed, num_workers)
+        yield "3 workers, one killed", self._one_killed
+        yield "2 workers, all killed, resumed on 1", self._all_killed
+
+    def _placed(self, num_workers: int) -> str:
+        return self._compare(self._start(num_workers, self._runs.folder("train")).finish())
+
+    def _one_killed(self) -> str:
+        run = self._start(3, self._runs.folder("train"))
+        run.reach(_KILLED_AFTER)
+        os.kill(_workers_of(run)[0], signal.SIGKILL)
+        same = self._compare(run.finish())
+        told = re.search(r"going on with \d+ workers? after step \d+", run.stderr)
+        if told is None:
+            raise Fault("the others have not gone on without it")
+        return f"{told[0]}, {same}"
+
+    def _all_killed(self) -> str:
+        folder = self._runs.folder("train")
+        run = self._start(2, folder)
+        run.reach(_KILLED_AFTER)
+        _workers_of(run)
+        run.kill()
+        resumed = self._start(1, folder).finish()
+        first = re.search(r": step (\d+),", resumed)
+        if first is None or int(first[1]) == 1:
+            raise Fault("it was not continued from a checkpoint")
+        return f"continued with step {first[1]}, {self._compare(resumed)}"
+
+    def _start(self, num_workers: int, folder: Path) -> Run:
+        towers = max(7, self._most)
+        what = ("--towers", towers, "--batch-size", 14 * towers + 5, "--steps", STEPS)
+        how = ("--run-dir", folder, "--device", self._device, "--log-every", 1, "--checkpoint-every", 10)
+        own = ("--workers", num_workers)
+        return self._runs.start("-m", "samestep", "train", *self._recipe, *what, *how, *own)
+
+    def _compare(self, printed: str) -> str:
+        found = re.search(r"^weights sha256 (\w{64})$", printed, re.M)
+        if found is None:
+            raise Fault("it has printed no digest of the weights")
+        if self._expected is None:
+            self._expected = found[1]
+            return f"weights sha256 {found[1][:_SHOWN]}... after {STEPS} steps"
+        if found[1] != self._expected:
+            raise Fault(f"other weights: sha256 {found[1][:_SHOWN]}..., not {self._expected[:_SHOWN]}...")
+        return "the same weights"
+
+
+def _workers_of(run: Run) -> list[int]:
+    workers = run.workers()
+    if not workers:
+        raise Fault("its workers cannot be found: /proc does not show them")
+    return workers
