@@ -67,10 +67,14 @@ TRAIN_HELP = "see samestep train tiny --help"
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("", "a command is missing, expected one of train, eval, digest, report, check; see samestep --help"),
+        (
+            "",
+            "a command is missing, expected one of train, eval, digest, report, check, doctor; "
+            "see samestep --help",
+        ),
         (
             "learn",
-            "unknown command 'learn', expected one of train, eval, digest, report, check; "
+            "unknown command 'learn', expected one of train, eval, digest, report, check, doctor; "
             "see samestep --help",
         ),
         ("train", "a recipe is missing, expected one of tiny, other; see samestep train --help"),
@@ -215,6 +219,7 @@ def run_python(program, *words):
         *[(f"train {recipe} --help", 0) for recipe in ("digits", "cifar10", "segmentation", "lm")],
         *[("train digits --steps x", 2), ("train digits --towers 2 --workers 3", 2)],
         *[("train segmentation --classes 7", 2), ("check digits --threads 0", 2), ("eval /nowhere", 2)],
+        *[("doctor --help", 0), ("doctor --device tpu", 2)],
     ],
 )
 def test_neither_help_nor_a_wrong_command_waits_for_torch(line, status):

@@ -55,15 +55,21 @@ def find(device: torch.device) -> Iterator[Finding]:
     yield Finding("system", platform.platform())
     for name, value in fingerprint(device).items():
         yield Finding(name, one_line(str(value), _MAX_CHARS))
-    yield _cores()
-    yield _memory()
     yield from _gpus()
-    yield _backends()
-    yield _environment()
-    yield _shared_memory()
-    yield _temporary_folder()
-    yield _network()
-    yield _locks()
+    for look in (
+        _cores,
+        _memory,
+        _backends,
+        _environment,
+        _shared_memory,
+        _temporary_folder,
+        _network,
+        _locks,
+    ):
+        try:
+            yield look()
+        except OSError as error:  # the system does not tell
+            yield Finding(look.__name__.strip("_").replace("_", " "), f"not known: {one_line(str(error))}")
 
 
 def in_gb(num_bytes: float) -> str:
@@ -162,4 +168,4 @@ def _locks() -> Finding:
             let_go(file.fileno())
     except OSError as error:
         return Finding(name, f"cannot be written to: {error.strerror}")
-    return Finding(name, "files can be locked" if held else "files cannot be locked: two runs may meet in one")
+    return Finding(name, f"files can{'' if held else 'not'} be locked")

@@ -69,7 +69,7 @@ def ours(num_towers: int, job: Job) -> TrainingStep:
 
 
 def theirs(num_towers: int, job: Job) -> TrainingStep:
-    """Return a step of DistributedDataParallel on the same slices, of which all but one are under `no_sync`."""
+    """Return a step of DistributedDataParallel on the same slices, all but the last under `no_sync`."""
     model = DistributedDataParallel(net().to(job.device), gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters())
     mine = Placement.even(num_towers, job.world_size).towers(job.rank)
@@ -136,7 +136,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def _count_syncs(step: TrainingStep, batch: Batch) -> int:
-    """Return how often the host waits for the GPU in a step, as torch warns of it: not in torch.distributed."""
+    """Return how often the host waits for the GPU in a step, as far as torch warns of it."""
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:

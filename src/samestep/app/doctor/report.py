@@ -63,7 +63,7 @@ def _said(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def _try(trials: Iterable[tuple[str, Callable[[], str]]], mark: str) -> list[str]:
-    """Do one after the other, print what comes of each, and return the names of those that fail: with a mark."""
+    """Do one after the other, print what comes of each, and return the names of those that fail."""
     failed = []
     for name, work in trials:
         start_s = time.monotonic()

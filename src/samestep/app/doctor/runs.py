@@ -109,20 +109,17 @@ class Runs:
     """
 
     def __init__(self) -> None:
-        self._open = ExitStack()
         self._started: list[Run] = []
 
     def __enter__(self) -> Runs:
-        self._open.enter_context(_signals_raised())
-        try:
-            folder = tempfile.TemporaryDirectory(prefix="samestep-doctor-", ignore_cleanup_errors=True)
-        except OSError as error:
-            raise StorageError(f"the folder for temporary files: {error}; set TMPDIR to another one") from error
-        self._folder = Path(self._open.enter_context(folder))
-        self._lifeline, writing = os.pipe()  # which ends with this process: then they stop, too
-        self._open.callback(os.close, self._lifeline)
-        self._open.callback(os.close, writing)
-        self._open.callback(self._kill_all)
+        with ExitStack() as opened:
+            opened.enter_context(_signals_raised())
+            self._folder = Path(opened.enter_context(_new_folder()))
+            self._lifeline, writing = os.pipe()  # which ends with this process: then they stop, too
+            opened.callback(os.close, self._lifeline)
+            opened.callback(os.close, writing)
+            opened.callback(self._kill_all)
+            self._open = opened.pop_all()
         return self
 
     def __exit__(
@@ -147,6 +144,13 @@ class Runs:
             run.kill()
 
 
+def _new_folder() -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(prefix="samestep-doctor-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise StorageError(f"the folder for temporary files: {error}; set TMPDIR to another one") from error
+
+
 def _parents() -> Iterator[tuple[int, int]]:
     """Yield each process that runs, and its parent; none where there is no /proc."""
     for entry in Path("/proc").glob("[0-9]*/stat"):
@@ -161,9 +165,7 @@ def _signals_raised() -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    before = {
-        number: signal.signal(number, leave) for number in _HANDLED if not is_ignored(number)
-    }
+    before = {number: signal.signal(number, leave) for number in _HANDLED if not is_ignored(number)}
     try:
         yield
     finally:

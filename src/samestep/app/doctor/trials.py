@@ -6,6 +6,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from samestep.app.doctor.runs import Fault, Run, Runs
 
 __all__ = ["Trials"]
 
-STEPS = 60
-_KILLED_AFTER = 25
+STEPS = 80
+_ONE_KILLED_AFTER, _ALL_KILLED_AFTER = 5, 25
+_CHECKPOINT_EVERY = 10
 _SHOWN = 16
 """How many of the 64 digits of a digest are printed."""
 
@@ -52,8 +54,9 @@ class Trials:
 
     def _one_killed(self) -> str:
         run = self._start(3, self._runs.folder("train"))
-        run.reach(_KILLED_AFTER)
-        os.kill(_workers_of(run)[0], signal.SIGKILL)
+        run.reach(_ONE_KILLED_AFTER)
+        with suppress(ProcessLookupError):  # it ends just now, which is seen below
+            os.kill(_workers_of(run)[0], signal.SIGKILL)
         same = self._compare(run.finish())
         told = re.search(r"going on with \d+ workers? after step \d+", run.stderr)
         if told is None:
@@ -63,7 +66,7 @@ class Trials:
     def _all_killed(self) -> str:
         folder = self._runs.folder("train")
         run = self._start(2, folder)
-        run.reach(_KILLED_AFTER)
+        run.reach(_ALL_KILLED_AFTER)
         _workers_of(run)
         run.kill()
         resumed = self._start(1, folder).finish()
@@ -75,8 +78,8 @@ class Trials:
     def _start(self, num_workers: int, folder: Path) -> Run:
         towers = max(7, self._most)
         what = ("--towers", towers, "--batch-size", 14 * towers + 5, "--steps", STEPS)
-        how = ("--run-dir", folder, "--device", self._device, "--log-every", 1, "--checkpoint-every", 10)
-        own = ("--workers", num_workers)
+        how = ("--workers", num_workers, "--device", self._device, "--log-every", 1)
+        own = ("--run-dir", folder, "--checkpoint-every", _CHECKPOINT_EVERY)
         return self._runs.start("-m", "samestep", "train", *self._recipe, *what, *how, *own)
 
     def _compare(self, printed: str) -> str:
@@ -94,5 +97,5 @@ class Trials:
 def _workers_of(run: Run) -> list[int]:
     workers = run.workers()
     if not workers:
-        raise Fault("its workers cannot be found: /proc does not show them")
+        raise Fault("no workers to kill: /proc shows none")
     return workers
