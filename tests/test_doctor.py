@@ -260,6 +260,12 @@ def test_measurements_in_words():
     ]
 
 
+@pytest.mark.parametrize("printed", ["", "warning\n"])
+def test_a_measurement_without_figures(printed):
+    (_, speed), _ = Measurements(Canned(printed), "cpu", 2)
+    assert outcome(speed) == f"FAILED: it has printed no figures, but {printed!r}"
+
+
 # ---- programs --------------------------------------------------------------------------------------------
 
 PARENT = """

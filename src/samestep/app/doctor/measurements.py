@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from samestep.app.doctor.measure import MEMORY_ROWS, MEMORY_TOWERS, PROGRAM
-from samestep.app.doctor.runs import Runs
+from samestep.app.doctor.runs import Fault, Runs
+from samestep.errors import shown
 
 __all__ = ["Measurements"]
 
@@ -41,7 +42,11 @@ class Measurements:
         return f"{with_towers:.0f} MB with {MEMORY_TOWERS} towers, {at_once:.0f} MB as one batch"
 
     def _measure(self, what: str, num_workers: int) -> Any:
-        return json.loads(self._runs.start("-m", PROGRAM, what, self._device, num_workers).finish())
+        printed = self._runs.start("-m", PROGRAM, what, self._device, num_workers).finish()
+        try:
+            return json.loads(printed.splitlines()[-1])
+        except (ValueError, IndexError):
+            raise Fault(f"it has printed no figures, but {shown(printed)}") from None
 
 
 def _speed_of(row: Mapping[str, float]) -> str:

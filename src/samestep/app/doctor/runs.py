@@ -20,8 +20,8 @@ from samestep.workers.environment import LIFELINE
 
 __all__ = ["Fault", "Run", "Runs"]
 
-LONGEST_S = 120.0
-"""How long a run may take: most take seconds."""
+LONGEST_S = 300.0
+"""How long a run may take: most take seconds, of which a cold disk makes minutes."""
 
 _POLL_S = 0.01
 _MAX_LINES = 12
