@@ -24,6 +24,7 @@ LONGEST_S = 300.0
 """How long a run may take: most take seconds, of which a cold disk makes minutes."""
 
 _POLL_S = 0.01
+_END_S = 5.0
 _MAX_LINES = 12
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -91,7 +92,8 @@ class Run:
             with suppress(ProcessLookupError):
                 os.killpg(worker, signal.SIGKILL)
         self._process.wait()
-        while workers and any(pid in workers for pid, _ in _parents()):
+        deadline_s = time.monotonic() + _END_S
+        while time.monotonic() < deadline_s and any(pid in workers for pid, _ in _parents()):
             time.sleep(_POLL_S)
 
     def _last_words(self) -> str:
