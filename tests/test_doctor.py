@@ -172,11 +172,11 @@ def test_it_starts_its_workers_itself(examine, monkeypatch):
 class Canned:
     """Runs of which it is known what they print."""
 
-    def __init__(self, *printed, complained="", tmp_path=Path()):
+    def __init__(self, *printed, complained=""):
         self.printed = list(printed)
         self.stderr = complained
         self.words = []
-        self.folder = tmp_path.joinpath
+        self.folder = Path
 
     def start(self, *words):
         self.words.append(words)

@@ -112,6 +112,7 @@ class Runs:
 
     def __init__(self) -> None:
         self._started: list[Run] = []
+        self._num_folders = 0
 
     def __enter__(self) -> Runs:
         with ExitStack() as opened:
@@ -129,14 +130,17 @@ class Runs:
     ) -> None:
         self._open.close()
 
-    def folder(self, name: str) -> Path:
-        """Return a new folder."""
-        return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self._folder))
+    def folder(self) -> Path:
+        """Return where a new folder can be made."""
+        self._num_folders += 1
+        return self._folder / str(self._num_folders)
 
     def start(self, *words: object) -> Run:
         """Start `python WORDS`."""
+        folder = self.folder()
         try:
-            self._started.append(Run([*map(str, words)], self.folder("run"), self._lifeline))
+            folder.mkdir()
+            self._started.append(Run([*map(str, words)], folder, self._lifeline))
         except OSError as error:
             raise Fault(f"cannot be started: {error}") from error
         return self._started[-1]

@@ -50,10 +50,10 @@ class Trials:
         yield "2 workers, all killed, resumed on 1", self._all_killed
 
     def _placed(self, num_workers: int) -> str:
-        return self._compare(self._start(num_workers, self._runs.folder("train")).finish())
+        return self._compare(self._start(num_workers, self._runs.folder()).finish())
 
     def _one_killed(self) -> str:
-        run = self._start(3, self._runs.folder("train"))
+        run = self._start(3, self._runs.folder())
         run.reach(_ONE_KILLED_AFTER)
         with suppress(ProcessLookupError):  # it ends just now, which is seen below
             os.kill(_workers_of(run)[0], signal.SIGKILL)
@@ -64,7 +64,7 @@ class Trials:
         return f"{told[0]}, {same}"
 
     def _all_killed(self) -> str:
-        folder = self._runs.folder("train")
+        folder = self._runs.folder()
         run = self._start(2, folder)
         run.reach(_ALL_KILLED_AFTER)
         _workers_of(run)
