@@ -4,14 +4,16 @@ import os
 import signal
 import threading
 import time
+import warnings
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from samestep import cli
-from samestep.app.doctor import found, report, runs
+from samestep.app.doctor import found, measure, report, runs
 from samestep.app.doctor.found import find
 from samestep.app.doctor.measurements import Measurements
 from samestep.app.doctor.runs import Fault, Runs
@@ -101,6 +103,15 @@ def test_a_folder_without_locks_is_named(look, monkeypatch):
 def test_a_torch_without_gloo_does_not_do(look, monkeypatch):
     monkeypatch.setattr(found.dist, "is_gloo_available", lambda: False)
     assert not look()["backends"].holds
+
+
+def test_gpus_are_told_apart(look, monkeypatch):
+    properties = SimpleNamespace(name="Some GPU", total_memory=80e9, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: properties)
+    seen = look()
+    assert [seen[f"GPU {n}"].text for n in range(2)] == ["Some GPU, 80.0 GB, capability 9.0"] * 2
 
 
 # ---- the report ------------------------------------------------------------------------------------------
@@ -258,6 +269,18 @@ def test_measurements_in_words():
         "  - 2 towers: 9.1 and 8.0 ms, ratio 1.14 (quartiles 1.00, 1.30), the host waits 1 and 0 times",
         "24 MB with 8 towers, 151 MB as one batch",
     ]
+
+
+def test_waits_for_a_gpu_are_counted_and_other_warnings_are_not(monkeypatch):
+    modes = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def step(batch):
+        for text in ("called a synchronizing CUDA operation", "another one") * 2:
+            warnings.warn(text, stacklevel=1)
+
+    assert measure._count_syncs(step, ()) == 2
+    assert modes == ["warn", "default"]
 
 
 @pytest.mark.parametrize("printed", ["", "warning\n"])

@@ -34,6 +34,13 @@ def test_everything_holds(run, tmp_path, monkeypatch):
     assert finished.stderr() == ""
 
 
+@pytest.mark.gpu
+def test_everything_holds_on_gpus(run):
+    lines = run("doctor", "--device", "cuda").stdout().splitlines()
+    assert lines[-1] == "everything holds", lines
+    assert any("the host waits" in line for line in lines)
+
+
 def test_weights_that_depend_on_the_placement(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(report, "Measurements", lambda *_: ())
     recipe = tmp_path / "placed.py"
