@@ -31,7 +31,8 @@ slow: install
 	$(PYTEST) -m slow
 
 chaos: install
-	$(BIN)/python -m pytest -q -m "slow or long" tests/integration/test_elastic.py tests/integration/test_launch.py
+	$(BIN)/python -m pytest -q -m "slow or long" tests/integration/test_elastic.py tests/integration/test_hosts.py \
+		tests/integration/test_launch.py
 	$(BIN)/python -m tests.integration.chaos
 	$(BIN)/python -m tests.integration.takeover
 

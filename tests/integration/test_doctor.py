@@ -41,6 +41,7 @@ def test_everything_holds_on_gpus(run):
     assert any("the host waits" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_weights_that_depend_on_the_placement(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(report, "Measurements", lambda *_: ())
     recipe = tmp_path / "placed.py"

@@ -90,7 +90,7 @@ def last(nursery, tmp_path_factory):
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", [WHERE[0], pytest.param(WHERE[1], marks=pytest.mark.slow)])
 def test_hosts_are_lost_and_come_and_nobody_else_is_restarted(where, last, tmp_path):
     """Worker 0's host is cut off, or stopped as a whole, while it has the lock; the next one is killed."""
     if where == "on a network" and not has_namespaces():
@@ -127,7 +127,9 @@ def test_hosts_are_lost_and_come_and_nobody_else_is_restarted(where, last, tmp_p
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_signal_to_one_host_stops_all_after_a_checkpoint(number, last, tmp_path):
     with Machines(have_own_network=False) as machines:
         job = Job(machines, tmp_path)
