@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import random
 import threading
+import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -77,6 +78,13 @@ def values(work: Callable[[Job], Any], world_size: int, seed: int = 0) -> list[A
         if outcome.error is not None:
             raise outcome.error
     return [outcome.value for outcome in outcomes]
+
+
+def let_go(error: BaseException | None) -> None:
+    """End the generators in an exception's frames now, as they put back what is global to a process."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def locked() -> threading.Lock:
@@ -269,6 +277,7 @@ class Worker:
             self.outcome.value = work(Job(CPU, transport=self))
         except BaseException as error:
             self.outcome.error = error
+            let_go(error)
         self.is_running = False
         self.world.end(self.number, is_killed=isinstance(self.outcome.error, Killed))
         if not self.world.is_over:

@@ -127,9 +127,7 @@ def test_hosts_are_lost_and_come_and_nobody_else_is_restarted(where, last, tmp_p
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_to_one_host_stops_all_after_a_checkpoint(number, last, tmp_path):
     with Machines(have_own_network=False) as machines:
         job = Job(machines, tmp_path)
