@@ -417,7 +417,8 @@ class Posted:
         self.worker.wait_until(lambda: self._is_done or bool(self._lost), TIMEOUT)
         if not self._is_done:
             if not self._lost:
-                self.worker.accuse([n for n, receive in self.received.items() if not receive.has_arrived])
+                posted = [*self.received.items(), *self.sent.items()]
+                self.worker.accuse([number for number, each in posted if not each.has_arrived])
             raise self.worker.lost_worker(self.what, self._lost)
         self.received.clear()
         self.sent.clear()
