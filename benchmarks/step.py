@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import samestep
+from samestep.app.doctor.measure import accumulating
 from samestep.recipes.digits.recipe import DigitsNet
-from samestep.summation.placement import Placement
 
 Batch = tuple[Tensor, Tensor]
 
@@ -71,18 +71,7 @@ def theirs(model: nn.Module, num_towers: int, job: samestep.Job) -> Callable[[Ba
     """Return one step of DistributedDataParallel, accumulating under `no_sync`."""
     replica = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    mine = Placement.even(num_towers, job.world_size).towers(job.rank)
-
-    def step(batch: Batch) -> None:
-        optimizer.zero_grad(set_to_none=True)
-        slices = [tuple(part.tensor_split(num_towers)[tower] for part in batch) for tower in mine]
-        with replica.no_sync():
-            for part in slices[:-1]:
-                (loss_of(replica, part) / len(mine)).backward()
-        (loss_of(replica, slices[-1]) / len(mine)).backward()
-        optimizer.step()
-
-    return step
+    return accumulating(replica, optimizer, loss_of, num_towers, job)
 
 
 def seconds(step: Callable[[Batch], None], batch: Batch, repeats: int, job: samestep.Job) -> float:

@@ -45,6 +45,18 @@ def measure(model, batch):
     return {"loss": (model(batch[0]).square().sum(), len(batch[0]))}
 
 
+def net():
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.2), nn.Linear(4, 1))
+
+
+def parts_around(model, job, generator):
+    """Return towers, a dataset, its loader and an optimizer."""
+    towers = samestep.Towers(model, TOWERS, job=job, noise_every=2)
+    data = torch.utils.data.TensorDataset(torch.randn(26, 3, generator=generator))
+    loader = samestep.TowerLoader(data, 14, towers)  # the last batch of an epoch has 12 rows
+    return towers, data, loader, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
 def terms(model):
     return {"decay": sum(parameter.square().sum() for parameter in model.parameters())}
 
@@ -87,15 +99,12 @@ class Decay(samestep.Callback):
 def train_with_trainer(job, run_dir):
     """Train; return the digest."""
     generator = torch.Generator().manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.2), nn.Linear(4, 1))
+    model = net()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
     model[0].requires_grad_(False)
-    towers = samestep.Towers(model, TOWERS, job=job, noise_every=2)
-    data = torch.utils.data.TensorDataset(torch.randn(26, 3, generator=generator))
-    loader = samestep.TowerLoader(data, 14, towers)  # the last batch of an epoch has 12 rows
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    towers, data, loader, optimizer = parts_around(model, job, generator)
     step = samestep.Step(towers, lambda model, batch: model(batch[0]).square().mean(), optimizer)
     trainer = samestep.Trainer(
         step,
@@ -132,11 +141,8 @@ def train_in_a_loop(job, run_dir):
     """Train for some epochs; return the digest, the averages' digest, and the loss of each epoch."""
     generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.2), nn.Linear(4, 1))
-    towers = samestep.Towers(model, TOWERS, job=job, noise_every=2)
-    data = torch.utils.data.TensorDataset(torch.randn(26, 3, generator=generator))
-    loader = samestep.TowerLoader(data, 14, towers)  # the last batch of an epoch has 12 rows
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model = net()
+    towers, data, loader, optimizer = parts_around(model, job, generator)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     best, evaluation = Best(), samestep.Evaluation(data, measure, rows=8)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 import threading
 import time
 import warnings
@@ -308,7 +309,7 @@ def is_there(pid):
 @pytest.fixture
 def started(monkeypatch, tmp_path):
     """Programs whose folder is looked at when they have ended."""
-    monkeypatch.setattr(runs.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield Runs()
     assert not list(tmp_path.iterdir())
 
@@ -373,7 +374,7 @@ def test_a_signal_leaves_nothing_behind(started):
 
 def test_no_folder_for_temporary_files(started, monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(runs.tempfile, "tempdir", "/nowhere")
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
     with pytest.raises(StorageError, match="set TMPDIR to another one"), started:
         raise AssertionError("it is there")
     assert signal.getsignal(signal.SIGTERM) is before

@@ -93,10 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["--version"]:
         print(f"samestep {samestep.__version__}")
         return 0
-    if any(
-        word.startswith("--nnodes") for word in words
-    ):  # torch reads it once, and prints pages of C++ frames
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # for each lost connection
+    if any(word.startswith("--nnodes") for word in words):
+        # Else torch, which reads it once, prints pages of C++ frames for each lost connection.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         command = parse("samestep", _commands(), words)
     except SystemExit:  # --help has been printed

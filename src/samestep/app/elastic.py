@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -19,6 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from samestep.app.regroup import meet_again, tell
 from samestep.checkpoint.handover import Trained, send_state, set_trained, take_state, trained
 from samestep.checkpoint.objects import TrainingObjects
 from samestep.data.loader import TowerLoader
@@ -136,15 +136,16 @@ class Elastic:
         self._call = ""
         self._entry: str | None = None
         self._known: set[str] = set()  # calls whose results can be sent to others
-        self._before = self._after = self._note()
+        self._before: _Noted
+        self._after: _Noted
+        self._have_come = False  # whether there were newcomers when the workers met again
 
     def __enter__(self) -> Elastic:
         renewable = self._job.renewable
         if renewable is not None:
+            self._before = self._after = self._note()
             if self._job.is_newcomer:
-                self._meet_again()
-            else:
-                self._after = self._note()
+                meet_again(self._job, self._catch_up)
             renewable.can_go_on()
         return self
 
@@ -195,30 +196,17 @@ class Elastic:
             towers._leave_behind()
         if not self._is_torn:
             self._put_back(self._before)
-        why = "there are newcomers" if self._meet_again() else why
+        self._have_come = False
+        meet_again(self._job, self._catch_up)
         if self._job.is_first:
-            workers = f"{self._job.world_size} worker{'s' * (self._job.world_size > 1)}"
-            why = f"samestep: {why}; going on with {workers} after step {self._towers.step}"
-            sys.stderr.write(f"{why}\n")
-
-    def _meet_again(self) -> bool:
-        """Return whether there were newcomers."""
-        renewable, have_come = self._job.renewable, False
-        assert renewable is not None
-        while True:
-            renewable.regroup()
-            try:
-                have_come |= self._catch_up()
-            except LostWorkerError:  # another one, meanwhile
-                continue
-            return have_come
+            tell("there are newcomers" if self._have_come else why, self._job, self._towers.step)
 
     @property
     def _place(self) -> _Place:
         is_entry, flags = self._call == self._entry, trained(self._objects)
         return _Place(self._num_done, self._result, self._call, is_entry, self._is_torn, flags)
 
-    def _catch_up(self) -> bool:
+    def _catch_up(self) -> None:
         """Agree with the others on how far all are; take the state of one that is further than this one."""
         places: list[_Place] = gather_objects(self._job.transport, self._place, "how far the workers are")
         ahead = max(places, key=lambda place: place.num_done)
@@ -231,7 +219,7 @@ class Elastic:
         self._call, self._num_done, self._result = ahead.call, ahead.num_done, ahead.result
         for towers in self._all_towers:
             towers._agree_again()
-        return bool(newcomers)
+        self._have_come |= bool(newcomers)
 
     def _check_places(self, places: Sequence[_Place], ahead: _Place, newcomers: Sequence[int]) -> None:
         torn = [w for w, p in enumerate(places) if p.is_torn and p.num_done == ahead.num_done]
@@ -267,7 +255,7 @@ class Elastic:
     def _at_entry(self, before: _Noted, after: _Noted) -> _Noted:
         """Return what was before a call, but for the loader, which has the call's batch still to hand out."""
         both = zip(self._small, before.states, after.states, strict=True)
-        states = [end if isinstance(each, TowerLoader) else begin for each, begin, end in both]
+        states = [end if each is self._objects.loader else begin for each, begin, end in both]
         return replace(before, states=states)
 
     def _note(self) -> _Noted:

@@ -11,13 +11,15 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from samestep.workers.job import Job
 
-__all__ = ["ECHO_S", "Interruption", "StopFlags", "is_ignored"]
+__all__ = ["ECHO_S", "Interruption", "StopFlags", "handling", "is_ignored"]
 
 ECHO_S = 1.0
 """Signals up to this many seconds after the first are taken for the same one: a batch system or `timeout`
@@ -145,6 +147,21 @@ class Interruption:
 def is_ignored(number: signal.Signals) -> bool:
     """Say whether a signal was set to be ignored before and has to stay so: SIGHUP under nohup."""
     return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
+
+
+@contextmanager
+def handling(
+    numbers: Iterable[signal.Signals], receive: Callable[[int, FrameType | None], None]
+) -> Iterator[None]:
+    """Handle signals for a while, but for those that have to stay ignored."""
+    before = {number: signal.getsignal(number) for number in numbers if not is_ignored(number)}
+    for number in before:
+        signal.signal(number, receive)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _die(number: int) -> None:

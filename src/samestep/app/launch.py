@@ -24,7 +24,7 @@ from samestep.workers.waiter import end_with_threads
 if TYPE_CHECKING:
     from samestep.app.hosts import Ending
 
-__all__ = ["GRACE_S", "run_command", "run_worker"]
+__all__ = ["GRACE_S", "run_command", "run_worker", "temporary_folder"]
 
 
 def run_command(command: Sequence[str], num_workers: int, *, threads: int, nodes: Nodes | None = None) -> int:
@@ -50,7 +50,7 @@ def run_command(command: Sequence[str], num_workers: int, *, threads: int, nodes
         LostWorkerError: a worker cannot be started; the other hosts do not come, or this one cannot go on.
         StorageError: there is no folder for temporary files.
     """
-    with _folder() as folder:
+    with temporary_folder("samestep-") as folder:
         supervisor = Supervisor(command, num_workers, threads=threads, folder=folder, nodes=nodes)
         supervisor.run()
         failed = [worker for worker in supervisor.workers if worker.status and not worker.is_left_behind]
@@ -91,9 +91,14 @@ def run_worker(main: Callable[[], int]) -> int:
 
 
 @contextmanager
-def _folder() -> Iterator[Path]:
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """Make a folder that is deleted in the end, whose name begins with the prefix.
+
+    Raises:
+        StorageError: on entering, there is no place for one.
+    """
     try:
-        folder = tempfile.TemporaryDirectory(prefix="samestep-", ignore_cleanup_errors=True)
+        folder = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
     except OSError as error:
         raise StorageError(f"the folder for temporary files: {error}; set TMPDIR to another one") from error
     with folder as name:

@@ -8,7 +8,6 @@ state. Nothing is lost by that, and the bits are those of any other placement.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from samestep.app.evaluation import line_of
 from samestep.app.hooks import Hooks
 from samestep.app.interruption import Interruption, StopFlags
 from samestep.app.lock import RunLock
+from samestep.app.regroup import meet_again, tell
 from samestep.app.resume import objects_of, put_back, small_states, write_checkpoint
 from samestep.app.run_folder import tidy
 from samestep.app.writer import CheckpointWriter
@@ -114,7 +114,7 @@ class Loop:
         renewable = self._job.renewable
         if renewable is not None:
             if self._job.is_newcomer:
-                self._meet_again()
+                meet_again(self._job, self._catch_up)
             renewable.can_go_on()
 
     def run(self) -> None:
@@ -215,26 +215,14 @@ class Loop:
             put_back(self._trainer, self._before)
             self._before = None
         self._batches = None
-        self._meet_again()
+        meet_again(self._job, self._catch_up)
         if self._job.is_first:
-            workers = f"{self._job.world_size} worker{'s' * (self._job.world_size > 1)}"
-            sys.stderr.write(f"samestep: {why}; going on with {workers} after step {self._step}\n")
+            tell(why, self._job, self._step)
             self._lock.take_over()
             if not self._leads:
                 tidy(self._lock.checkpoints)
             self._hooks.take_over(why, was_first=self._leads)
         self._leads = self._job.is_first
-
-    def _meet_again(self) -> None:
-        renewable, have_met = self._job.renewable, False
-        assert renewable is not None
-        while not have_met:
-            renewable.regroup()
-            try:
-                self._catch_up()
-                have_met = True
-            except LostWorkerError:  # another one, meanwhile
-                continue
 
     @property
     def _place(self) -> _Place:

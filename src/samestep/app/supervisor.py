@@ -12,13 +12,13 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from samestep.app.interruption import ECHO_S, is_ignored
+from samestep.app.interruption import ECHO_S, handling
 from samestep.app.nodes import Nodes
 from samestep.app.place import OneHost
 from samestep.app.worker_process import WorkerProcess
@@ -89,7 +89,7 @@ class Supervisor:
             LostWorkerError: a worker cannot be started; the other hosts have not come, or were lost so that
                 this one cannot go on.
         """
-        with _lifeline() as self._lifeline, _handling(self._receive), ExitStack() as stack:
+        with _lifeline() as self._lifeline, handling(_HANDLED, self._receive), ExitStack() as stack:
             meeting = self._meet(stack)
             if meeting is None:
                 return
@@ -226,16 +226,3 @@ def _lifeline() -> Iterator[int]:
     finally:
         os.close(reading)
         os.close(writing)
-
-
-@contextmanager
-def _handling(receive: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handle signals for a while. Under nohup, SIGHUP is ignored and has to stay so."""
-    before = {number: signal.getsignal(number) for number in _HANDLED if not is_ignored(number)}
-    for number in before:
-        signal.signal(number, receive)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

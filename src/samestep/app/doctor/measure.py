@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from samestep.app.memory import peak_bytes
 from samestep.app.script import launch
@@ -27,7 +28,7 @@ from samestep.summation.placement import Placement
 from samestep.towers.towers import Towers
 from samestep.workers.job import Job
 
-__all__ = ["PROGRAM", "main"]
+__all__ = ["PROGRAM", "accumulating", "main"]
 
 PROGRAM = "samestep.app.doctor.measure"
 ROWS_PER_TOWER = 32
@@ -35,6 +36,7 @@ MEMORY_TOWERS, MEMORY_ROWS = 8, 2048
 _ROUNDS, _STEPS = 11, 5
 
 Batch = tuple[Tensor, Tensor]
+Loss = Callable[[nn.Module, tuple[Tensor, ...]], Tensor]
 TrainingStep = Callable[[Batch], object]
 
 
@@ -71,7 +73,13 @@ def ours(num_towers: int, job: Job) -> TrainingStep:
 def theirs(num_towers: int, job: Job) -> TrainingStep:
     """Return a step of DistributedDataParallel on the same slices, all but the last under `no_sync`."""
     model = DistributedDataParallel(net().to(job.device), gradient_as_bucket_view=True)
-    optimizer = torch.optim.AdamW(model.parameters())
+    return accumulating(model, torch.optim.AdamW(model.parameters()), _loss, num_towers, job)
+
+
+def accumulating(
+    model: DistributedDataParallel, optimizer: Optimizer, loss: Loss, num_towers: int, job: Job
+) -> TrainingStep:
+    """Return a step that accumulates the gradients of slices as large as towers."""
     mine = Placement.even(num_towers, job.world_size).towers(job.rank)
 
     def step(batch: Batch) -> None:
@@ -79,8 +87,8 @@ def theirs(num_towers: int, job: Job) -> TrainingStep:
         slices = [tuple(part.tensor_split(num_towers)[tower] for part in batch) for tower in mine]
         with model.no_sync():
             for part in slices[:-1]:
-                (_loss(model, part) / len(mine)).backward()
-        (_loss(model, slices[-1]) / len(mine)).backward()
+                (loss(model, part) / len(mine)).backward()
+        (loss(model, slices[-1]) / len(mine)).backward()
         optimizer.step()
 
     return step

@@ -7,15 +7,15 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from samestep.app.interruption import is_ignored
-from samestep.errors import StorageError, one_line
+from samestep.app.interruption import handling
+from samestep.app.launch import temporary_folder
+from samestep.errors import one_line
 from samestep.workers.environment import LIFELINE
 
 __all__ = ["Fault", "Run", "Runs"]
@@ -116,8 +116,8 @@ class Runs:
 
     def __enter__(self) -> Runs:
         with ExitStack() as opened:
-            opened.enter_context(_signals_raised())
-            self._folder = Path(opened.enter_context(_new_folder()))
+            opened.enter_context(handling(_HANDLED, _leave))
+            self._folder = opened.enter_context(temporary_folder("samestep-doctor-"))
             self._lifeline, writing = os.pipe()  # which ends with this process: then they stop, too
             opened.callback(os.close, self._lifeline)
             opened.callback(os.close, writing)
@@ -150,13 +150,6 @@ class Runs:
             run.kill()
 
 
-def _new_folder() -> tempfile.TemporaryDirectory[str]:
-    try:
-        return tempfile.TemporaryDirectory(prefix="samestep-doctor-", ignore_cleanup_errors=True)
-    except OSError as error:
-        raise StorageError(f"the folder for temporary files: {error}; set TMPDIR to another one") from error
-
-
 def _parents() -> Iterator[tuple[int, int]]:
     """Yield each process that runs, and its parent; none where there is no /proc."""
     for entry in Path("/proc").glob("[0-9]*/stat"):
@@ -166,14 +159,5 @@ def _parents() -> Iterator[tuple[int, int]]:
                 yield int(entry.parent.name), int(parent)
 
 
-@contextmanager
-def _signals_raised() -> Iterator[None]:
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in _HANDLED if not is_ignored(number)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
