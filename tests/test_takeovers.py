@@ -18,10 +18,15 @@ def undisturbed(name):
     return PROGRAMS[name].undisturbed()
 
 
-@pytest.mark.parametrize(
-    ("name", "seed"),
-    [*FOUND, *((name, seed) for name, number in NUM_SEEDS.items() for seed in range(number))],
-)
+def schedules():
+    """Yield programs and seeds: of each the first third, and what was found, in the quick suite, too."""
+    yield from FOUND
+    for name, number in NUM_SEEDS.items():
+        for seed in range(number):
+            yield pytest.param(name, seed, marks=[pytest.mark.long] if seed >= number // 3 else [])
+
+
+@pytest.mark.parametrize(("name", "seed"), [*schedules()])
 def test_whatever_happens_to_workers_the_bits_are_the_same(name, seed):
     assert try_one(seed, undisturbed(name), PROGRAMS[name])[1] is None
 

@@ -44,7 +44,7 @@ def compare(workers, subject, num_workers, *, operators):
     return first_difference(alone, others)
 
 
-@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize("num_workers", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_real_workers_do_the_same(workers, num_workers):
     assert compare(workers, built(planted.Clean), num_workers, operators=True) is None
 
@@ -81,6 +81,7 @@ def test_an_exception_in_one_worker_is_raised_and_the_others_go_on(workers):
 # ---- the command -------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_recipe_that_keeps_the_promise(tmp_path, capfd):
     options = ["--towers", "3", "--batch-size", "32", "--workers", "2", "--run-dir", str(tmp_path / "run")]
     assert cli.main(["check", "digits", *options]) == 0

@@ -13,8 +13,6 @@ import samestep
 
 from . import scenarios
 
-WORKERS = (2, 3)
-
 
 def run_program(nursery, program, out, num_workers):
     """Run a module that writes OUT.N as worker N, and return what each of them found."""
@@ -58,7 +56,7 @@ def alone(name: str) -> str:
     return scenarios.SCENARIOS[name](samestep.init("cpu"))
 
 
-@pytest.mark.parametrize("num_workers", WORKERS)
+@pytest.mark.parametrize("num_workers", [pytest.param(2, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("name", scenarios.SCENARIOS)
 def test_same_bits_as_one_worker(results, name, num_workers):
     for found in results(num_workers):

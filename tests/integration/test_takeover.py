@@ -19,6 +19,7 @@ def soak(nursery, tmp_path):
     return Soak(nursery, tmp_path, random.Random(3), STEPS)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_without_worker_0_and_then_with_a_newcomer(soak, tmp_path):
     slow = tmp_path / "slow"
     slow.touch()

@@ -13,7 +13,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -21,12 +21,14 @@ from torch.optim import Optimizer
 from samestep.app.regroup import meet_again, tell
 from samestep.checkpoint.handover import Trained, send_state, set_trained, take_state, trained
 from samestep.checkpoint.objects import TrainingObjects
-from samestep.data.loader import TowerLoader
 from samestep.data.stream_loader import StreamLoader
 from samestep.errors import ConfigError, LostWorkerError, UsageError, one_line
 from samestep.streams import GlobalStreams
 from samestep.towers.towers import Towers
 from samestep.workers.collectives import gather_objects
+
+if TYPE_CHECKING:
+    from samestep.app.trainer import Batches
 
 __all__ = ["Elastic"]
 
@@ -93,7 +95,7 @@ class Elastic:
     Args:
         model: as for `samestep.save`, and so are the others.
         towers: of the model; other models' towers, too, belong to `state`.
-        loader: a `TowerLoader`.
+        loader: a `TowerLoader`, or another with a state, but no `StreamLoader`.
         averaged_model: torch's `AveragedModel`, or another module with averages.
         state: all else that training changes: objects with a `state_dict`. Those that are neither modules
             nor optimizers are copied with each call.
@@ -119,7 +121,7 @@ class Elastic:
         *,
         model: nn.Module,
         towers: Towers,
-        loader: TowerLoader | None = None,
+        loader: Batches | None = None,
         averaged_model: nn.Module | None = None,
         **state: Any,
     ) -> None:
