@@ -6,7 +6,8 @@ is killed or stops, and when, all come from the seed, so a seed that fails is a 
 
 Messages between two workers arrive in order, as over gloo. What would abort a process there (a message of
 another size than its receiver expects) is an `AssertionError` here. Memory that a message should fill holds
-garbage until then, and one that a sender still owns is read as late as possible. Posting to a worker that
+garbage until then, and one that a sender still owns is read as late as possible; what lies in the transport's
+own memory, later still. Posting to a worker that
 is gone fails at once, or when the post is waited for, and whoever has met a loss can post no more. Whoever
 waits for `TIMEOUT` without an answer hangs up.
 What a process has for itself, its generators, is put away and back where the turn goes to another worker.
@@ -18,11 +19,13 @@ import math
 import random
 import threading
 import traceback
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -119,6 +122,10 @@ def as_bytes(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
 
 
+def address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 class World:
     """All workers, the messages between them, and the clock.
 
@@ -197,7 +204,9 @@ class World:
         pair = (source, target)
         self.newest[pair] = max(self.newest[pair], self.time) + self.random.choice((0, 1, 5, 50))
         is_buffered = self.random.random() < 0.5
-        message = Message([t.clone() if is_buffered else t for t in tensors], self.newest[pair])
+        lent = self.workers[source].lent if is_buffered else {}
+        held = [t if not is_buffered or address(t) in lent else t.clone() for t in tensors]
+        message = Message(held, self.newest[pair])
         self.sent[pair].append(message)
         if is_buffered:
             return Message([], 0, has_arrived=True)
@@ -262,6 +271,7 @@ class Worker:
         self.condition: Callable[[], bool] = lambda: True
         self.deadline = math.inf
         self.turn = locked()
+        self.lent: dict[int, None] = {}  # addresses of memory to send from
 
     @property
     def world_size(self) -> int:
@@ -371,6 +381,14 @@ class Worker:
         return LostWorkerError(f"{what}: {self.loss}")
 
     # ---- what `Transport` asks for ---------------------------------------------------------------------
+
+    def empty(self, size: int, like: Tensor) -> Tensor:
+        """Return memory that is read as late as possible, also when its sender has gone on."""
+        memory = np.full(size * like.dtype.itemsize, GARBAGE, dtype=np.uint8)
+        found = torch.from_numpy(memory)
+        self.lent[address(found)] = None
+        weakref.finalize(memory, self.lent.pop, address(found)).atexit = False
+        return found.view(like.dtype)
 
     def post(
         self, outgoing: Mapping[int, Sequence[Tensor]], incoming: Mapping[int, Sequence[Tensor]], what: str

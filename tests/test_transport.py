@@ -1,4 +1,4 @@
-"""Moving tensors between real processes over gloo, and what is said of those that are gone."""
+"""Moving tensors between real processes, over gloo and shared memory; what is said of those that are gone."""
 
 import datetime
 import gc
@@ -17,7 +17,9 @@ import torch.distributed as dist
 from samestep.errors import LostWorkerError
 from samestep.workers.collectives import gather_objects
 from samestep.workers.meeting import meet
+from samestep.workers.neighbours import neighbours
 from samestep.workers.peers import Peers
+from samestep.workers.shared_memory import SharedMemory
 from samestep.workers.transport import Alone, ProcessGroup, how_lost, is_lost_connection
 
 SMALL = 2**18 // 4  # float32 numbers up to which a tensor shares a message
@@ -143,7 +145,8 @@ def finds_a_worker_that_dies_with_messages_on_their_way(transport):
 
     def exchange():
         pending = transport.post(outgoing, incoming, "it")  # worker 1 may be so late that it hears of it here
-        while transport.rank == 0 and received[0] == -1:
+        deadline_s = time.monotonic() + 1  # without a thread, nothing comes before somebody waits
+        while transport.rank == 0 and received[0] == -1 and time.monotonic() < deadline_s:
             pass
         if transport.rank == 0:
             os.kill(pids[2], signal.SIGKILL)
@@ -217,19 +220,34 @@ def goes_on_waiting_after_an_interrupt(transport):
     assert found.all()
 
 
+def sends_from_shared_memory(transport):
+    """What lies in its memory may be forgotten at once, and is not overwritten before it was read."""
+    others = [rank for rank in range(3) if rank != transport.rank]
+    for size in (1, SMALL, 5, SMALL, 3 * SMALL, LARGE // 8, SMALL):
+        incoming = {rank: [torch.zeros(3), torch.zeros(size)] for rank in others}
+        row = transport.empty(size, torch.empty(0))
+        row.fill_(transport.rank + size)
+        pending = transport.post({rank: [torch.ones(3), row] for rank in others}, incoming, "it")
+        del row
+        transport.empty(size, torch.empty(0)).fill_(-1)
+        if transport.rank == 1:
+            time.sleep(0.05)
+        pending.wait()
+        for rank, (ones, found) in incoming.items():
+            assert ones.all()
+            assert (found == rank + size).all()
+
+
+COMMON = [
+    moves_any_dtype,
+    keeps_the_order_between_two,
+    sends_to_some_only,
+    fills_strided_places_of_a_flat_tensor,
+    sends_from_shared_memory,
+    names_a_worker_that_is_gone,
+]
 JOBS = [
-    (
-        [0, 1, 2],
-        30,
-        [
-            moves_any_dtype,
-            keeps_the_order_between_two,
-            groups_small_tensors_into_one_message,
-            sends_to_some_only,
-            fills_strided_places_of_a_flat_tensor,
-            names_a_worker_that_is_gone,
-        ],
-    ),
+    ([0, 1, 2], 30, [groups_small_tensors_into_one_message, *COMMON]),
     ([0, 1, 2], 30, [finds_a_worker_that_dies_with_messages_on_their_way]),
     ([0, 1, 2], 30, [hears_of_a_loss_from_others]),
     (
@@ -244,27 +262,36 @@ JOBS = [
 ]
 """The workers, the timeout, and what they do; in the last check of three workers, worker 2 is lost."""
 
+KINDS = ("gloo", "shared memory")
 
-def serve(rank, number, folder, results):
+
+def checks_of(kind, checks):
+    return [check for check in checks if kind == "gloo" or check is not groups_small_tensors_into_one_message]
+
+
+def serve(rank, number, kind, folder, results):
     """Be one worker of a job, and tell how each check went."""
     torch.set_num_threads(1)
     ranks, timeout_s, checks = JOBS[number]
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(f"{folder}/{number}", len(ranks)),
+        store=dist.FileStore(f"{folder}/{kind}{number}", len(ranks)),
         rank=rank,
         world_size=len(ranks),
         timeout=datetime.timedelta(seconds=timeout_s),
     )
     transport = ProcessGroup(torch.device("cpu"), timeout_s)
     transport.waiter.peers = meet(transport)
+    if kind == "shared memory":
+        transport.shared = SharedMemory(neighbours(transport))
+        assert all(other in transport.shared for other in ranks if other != rank)
     assert (transport.rank, transport.world_size) == (rank, len(ranks))
-    for check in checks:
+    for check in checks_of(kind, checks):
         try:
             check(transport)
-            results.put((rank, check.__name__, "fine"))
+            results.put((kind, rank, check.__name__, "fine"))
         except BaseException:
-            results.put((rank, check.__name__, traceback.format_exc()[-2000:]))
+            results.put((kind, rank, check.__name__, traceback.format_exc()[-2000:]))
     transport.close()
     assert not dist.is_initialized()
 
@@ -275,7 +302,8 @@ def found(forkserver, tmp_path_factory):
     results = forkserver.SimpleQueue()
     folder = str(tmp_path_factory.mktemp("store"))
     workers = [
-        forkserver.Process(target=serve, args=(rank, number, folder, results))
+        forkserver.Process(target=serve, args=(rank, number, kind, folder, results))
+        for kind in KINDS
         for number, (ranks, _, _) in enumerate(JOBS)
         for rank in ranks
     ]
@@ -286,22 +314,23 @@ def found(forkserver, tmp_path_factory):
         worker.kill()
     answers = {}
     while not results.empty():
-        rank, name, text = results.get()
-        answers[name, rank] = text
+        kind, rank, name, text = results.get()
+        answers[kind, name, rank] = text
     return answers
 
 
 @pytest.mark.parametrize(
-    ("check", "num_told"),
+    ("kind", "check", "num_told"),
     [
-        (check, 3 if len(ranks) == 3 and check is not checks[-1] else 2)
+        (kind, check, 3 if len(ranks) == 3 and check is not checks[-1] else 2)
+        for kind in KINDS
         for ranks, _, checks in JOBS
-        for check in checks
+        for check in checks_of(kind, checks)
     ],
     ids=lambda check: getattr(check, "__name__", ""),
 )
-def test_between_processes(found, check, num_told):
-    assert [found.get((check.__name__, rank)) for rank in range(num_told)] == ["fine"] * num_told
+def test_between_processes(found, kind, check, num_told):
+    assert [found.get((kind, check.__name__, rank)) for rank in range(num_told)] == ["fine"] * num_told
 
 
 # ---- without processes -------------------------------------------------------------------------------

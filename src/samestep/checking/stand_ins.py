@@ -94,6 +94,10 @@ class _StandIn:
             raise KeyboardInterrupt
         self._streams.restore()
 
+    def empty(self, size: int, like: Tensor) -> Tensor:
+        """Return new memory."""
+        return like.new_empty(size)
+
     def post(self, outgoing: Tensors, incoming: Tensors, what: str) -> _Posted:
         """Send copies, and note what to receive; see `Transport`."""
         for target, tensors in _not_empty(outgoing).items():

@@ -51,9 +51,9 @@ class SharedBucket:
     """A bucket of which each worker averages one shard, or, where it is small, all of it.
 
     Workers send each other the shards of their subtrees; each finishes the canonical tree on its own shard
-    and divides once; then all send each other the finished shards. The averages end in the memory of this
-    worker's first subtree, which is made for the step and given away with the gradients. Without nodes, the
-    bucket is sent unfilled.
+    and divides once; then all send each other the finished shards. What is sent lies in the transport's
+    memory; the averages end in memory that is made for the step and given away with the gradients. Without
+    nodes, the bucket is sent unfilled.
     """
 
     def __init__(self, job: Job, plan: Plan, bucket: Bucket, nodes: Sequence[Node] | None) -> None:
@@ -61,18 +61,17 @@ class SharedBucket:
         self._plan = plan
         self._bucket = bucket
         like, size = torch.empty(0, dtype=bucket.dtype, device=job.device), len(bucket.shards[job.rank])
-        self._rows = [like.new_empty(bucket.num_elements) for _ in plan.spans[job.rank]]
+        self._rows = [job.transport.empty(bucket.num_elements, like) for _ in plan.spans[job.rank]]
+        self._averages = like
         self._used_here = [True] * len(bucket.parameters)
         if nodes is not None:
             for row, (_, gradients) in zip(self._rows, nodes, strict=True):
                 pack(bucket, row, gradients)
             columns = zip(*(gradients for _, gradients in nodes), strict=True)
             self._used_here = [any(gradient is not None for gradient in column) for column in columns]
-        # All workers' sums of the shard that this one averages.
-        self._sums = [
-            self._cut(worker) if worker == job.rank else list(like.new_empty(len(spans), size))
-            for worker, spans in enumerate(plan.spans)
-        ]
+        # All workers' sums of the shard that this one averages, in memory that no other worker reads.
+        self._sums = [list(like.new_empty(len(spans), size)) for spans in plan.spans]
+        self._sums[job.rank] = [part.clone() if bucket.is_whole else part for part in self._cut(job.rank)]
         self._pending: Pending | None = None
         self._is_shared = False
 
@@ -92,17 +91,22 @@ class SharedBucket:
         self.wait()
         if self._sums:
             rank, shard = self._job.rank, self._bucket.shards[self._job.rank]
-            average = self._rows[0][shard.start : shard.stop]
+            self._averages = self._averages.new_empty(self._bucket.num_elements)
+            average = self._averages[shard.start : shard.stop]
             divide(add_partial_sums(self._plan.spans, self._sums, rank), divisor, out=average)
+            if not self._bucket.is_whole:
+                self._rows[0][shard.start : shard.stop] = average
         self._sums.clear()
         del self._rows[1:]
 
     def share(self, what: str) -> None:
         """Start to send this worker's average to all, unless that is done or each has the whole."""
         if not (self._bucket.is_whole or self._is_shared):
-            averages = [[self._rows[0][shard.start : shard.stop]] for shard in self._bucket.shards]
+            averages = [[self._averages[shard.start : shard.stop]] for shard in self._bucket.shards]
+            averages[self._job.rank] = self._cut(self._job.rank)
             self._pending = post_to_all(self._job.transport, averages, what)
             self._is_shared = True
+        self._rows.clear()
 
     def wait(self) -> None:
         """Wait for what is under way; an interrupted wait goes on when called again."""
@@ -112,4 +116,4 @@ class SharedBucket:
 
     def gradients(self) -> Iterable[tuple[int, Tensor | None]]:
         """Return views of the averages by parameter."""
-        return unpack(self._bucket, self._rows[0], self._used_here)
+        return unpack(self._bucket, self._averages, self._used_here)

@@ -13,8 +13,9 @@ import socket
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Protocol
 
-__all__ = ["Peers"]
+__all__ = ["Peers", "close_in_child"]
 
 
 class Peers:
@@ -36,7 +37,7 @@ class Peers:
         for connection in connections.values():
             connection.setblocking(False)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        _open.add(self)
+        close_in_child(self)
 
     def look(self) -> None:
         """Take in what has happened since."""
@@ -74,13 +75,21 @@ class Peers:
             self._connections.popitem()[1].close()
 
 
-_open: weakref.WeakSet[Peers] = weakref.WeakSet()
+class _Connections(Protocol):
+    def close(self) -> None: ...
 
 
-def _close_in_child() -> None:
-    """Close what a forked process inherits: one that outlives its worker must not make it look alive."""
-    for peers in _open:
-        peers.close()
+_open: weakref.WeakSet[_Connections] = weakref.WeakSet()
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+def close_in_child(connections: _Connections) -> None:
+    """Have a forked process close what it inherits: it may outlive its worker, which is gone then."""
+    _open.add(connections)
+
+
+def _close_all() -> None:
+    for connections in _open:
+        connections.close()
+
+
+os.register_at_fork(after_in_child=_close_all)

@@ -15,6 +15,7 @@ from typing import ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from samestep.errors import ConfigError, LostWorkerError, shown
@@ -22,7 +23,9 @@ from samestep.workers.device import gpu_of
 from samestep.workers.environment import JOB, NUMBER, world_size
 from samestep.workers.meeting import meet
 from samestep.workers.members import Members
+from samestep.workers.neighbours import neighbours
 from samestep.workers.peers import Peers
+from samestep.workers.shared_memory import SharedMemory
 from samestep.workers.store import reach_store
 from samestep.workers.transport import (
     Alone,
@@ -105,6 +108,10 @@ class Generations:
     def world_size(self) -> int:
         """Workers of its generation."""
         return self._group.world_size
+
+    def empty(self, size: int, like: Tensor) -> Tensor:
+        """Return memory to send from; see `Transport`."""
+        return self._group.empty(size, like)
 
     def post(self, outgoing: Tensors, incoming: Tensors, what: str) -> Pending:
         """Start to send and receive; see `Transport`."""
@@ -193,6 +200,8 @@ def _connect(transport: ProcessGroup, ask: Callable[[], str | None] | None = Non
     peers = meet(transport)
     peers.ask = ask
     transport.waiter.peers = peers
+    if transport.is_on_cpu:
+        transport.shared = SharedMemory(neighbours(transport))
 
 
 def _in_thread(work: Callable[[], T], where: str) -> T:

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.errors import Error, LostWorkerError
-from samestep.workers.waiter import Call, Wait, Waiter
+from samestep.workers.shared_memory import Delivery, SharedMemory
+from samestep.workers.waiter import Call, Wait, Waiter, Waiting
 
 __all__ = [
     "Alone",
@@ -61,6 +62,12 @@ class Transport(Protocol):
     @property
     def world_size(self) -> int:
         """Workers in the job, W."""
+
+    def empty(self, size: int, like: Tensor) -> Tensor:
+        """Return memory from which sending costs least, for `size` elements of the kind of `like`.
+
+        It is written to before it is posted, and not any more afterwards.
+        """
 
     def post(self, outgoing: Tensors, incoming: Tensors, what: str) -> Pending:
         """Start to send `outgoing` and to fill `incoming`; `what` names it if a worker is lost."""
@@ -112,6 +119,10 @@ class Alone:
     rank: int = 0
     world_size: int = 1
 
+    def empty(self, size: int, like: Tensor) -> Tensor:
+        """Return new memory."""
+        return like.new_empty(size)
+
     def post(self, outgoing: Tensors, incoming: Tensors, what: str) -> Pending:
         """Do nothing."""
         return _Nothing()
@@ -133,17 +144,26 @@ os.register_at_fork(after_in_child=gc.freeze)
 
 
 class ProcessGroup:
-    """The transport of torch's default process group.
+    """The transport of torch's default process group, and of the memory that workers of a host share.
 
     Everything is made of sends and receives, because gloo's own `all_gather` takes about twice the time of
     those it consists of, and because these run in gloo's thread while this one computes.
+
+    Attributes:
+        shared: what goes to workers of this host goes through it, if there are any in it.
     """
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.waiter = Waiter(timeout_s)
+        self.shared = SharedMemory({})
+        self.is_on_cpu = device.type == "cpu"
         self._through_host = device.type == "cuda" and "nccl" not in dist.get_backend_config()
+
+    def empty(self, size: int, like: Tensor) -> Tensor:
+        """Return memory to send from; see `Transport`."""
+        return self.shared.empty(size, like)
 
     def post(self, outgoing: Tensors, incoming: Tensors, what: str) -> Pending:
         """Start to send to and to receive from other workers; see `Transport`."""
@@ -155,18 +175,19 @@ class ProcessGroup:
         for distance in range(1, self.world_size):
             source = (self.rank - distance) % self.world_size
             target = (self.rank + distance) % self.world_size
-            for tensors in _messages(incoming.get(source, ())):
+            for tensors in () if source in self.shared else _messages(incoming.get(source, ())):
                 message = tensors[0]
                 if self._is_packed(tensors):
                     size = sum(tensor.nbytes for tensor in tensors)
                     message = torch.empty(size, dtype=torch.uint8, device=self._device(tensors))
                     posted.packed.append((message, tensors))
                 operations.append(dist.P2POp(dist.irecv, message, source))
-            for tensors in _messages(outgoing.get(target, ())):
+            for tensors in () if target in self.shared else _messages(outgoing.get(target, ())):
                 message = tensors[0]
                 if self._is_packed(tensors):
                     message = torch.cat([_bytes(tensor) for tensor in tensors]).to(self._device(tensors))
                 operations.append(dist.P2POp(dist.isend, message, target))
+        posted.delivery = self.shared.post(outgoing, incoming)
         posted.start([operation for operation in operations if operation.tensor.device.type == "cpu"])
         posted.start_batch([operation for operation in operations if operation.tensor.device.type == "cuda"])
         return posted
@@ -184,6 +205,7 @@ class ProcessGroup:
         """Leave the process group."""
         self.waiter.close()
         self.waiter.peers.close()
+        self.shared.close()
         dist.destroy_process_group()
 
     def _is_packed(self, tensors: Sequence[Tensor]) -> bool:
@@ -218,6 +240,7 @@ class _Posted:
     batch: list[dist.Work] = field(default_factory=list)  # NCCL's
     packed: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)
     waiting: Wait | None = None
+    delivery: Delivery | None = None  # to workers of this host
 
     def start(self, operations: Sequence[dist.P2POp]) -> None:
         """Start operations on gloo, which takes them one by one, so that an error names the worker."""
@@ -233,6 +256,8 @@ class _Posted:
 
     def wait(self) -> None:
         """Wait for everything; called again, after an interrupt, it goes on."""
+        if self.delivery is not None:
+            self._wait_for(self.delivery)
         if self.calls and self.waiting is None:
             self.waiting = self.waiter.start(self.calls)
         if self.waiting is not None:
@@ -244,9 +269,9 @@ class _Posted:
             parts = message.split([tensor.nbytes for tensor in tensors])
             for tensor, part in zip(tensors, parts, strict=True):
                 _bytes(tensor).copy_(part)
-        self.calls, self.batch, self.packed, self.waiting = [], [], [], None
+        self.calls, self.batch, self.packed, self.waiting, self.delivery = [], [], [], None, None
 
-    def _wait_for(self, waiting: Wait) -> None:
+    def _wait_for(self, waiting: Waiting) -> None:
         try:
             self.waiter.finish(waiting)
         except LostWorkerError as error:

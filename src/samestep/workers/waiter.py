@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
+from typing import Protocol
 
 from samestep.errors import LostWorkerError
 from samestep.workers.peers import Peers
 
-__all__ = ["Call", "Patience", "Wait", "Waiter", "end_with_threads"]
+__all__ = ["Call", "Patience", "Wait", "Waiter", "Waiting", "end_with_threads"]
 
 _SLICE_S = 0.1
 _GRACE_S = 1.0
@@ -28,6 +29,21 @@ _left: list[threading.Thread] = []
 
 Call = tuple[int | None, Callable[[], object]]
 """What blocks in C++, and the worker for which it waits."""
+
+
+class Waiting(Protocol):
+    """What takes time because other workers do."""
+
+    @property
+    def worker(self) -> int | None:
+        """The one that it waits for now."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """What has gone wrong."""
+
+    def is_done(self, timeout_s: float) -> bool:
+        """Wait until all is done, or something has gone wrong, but not much longer than this."""
 
 
 class Patience:
@@ -89,8 +105,8 @@ class Waiter:
         self._waits.put(wait)
         return wait
 
-    def finish(self, wait: Wait) -> None:
-        """Wait until calls are made, or one has raised; or raise a `LostWorkerError` that names the worker.
+    def finish(self, wait: Waiting) -> None:
+        """Wait until all is done, or has gone wrong; or raise a `LostWorkerError` that names the worker.
 
         Called again, after an interrupt, it goes on waiting.
         """

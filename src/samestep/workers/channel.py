@@ -1,0 +1,168 @@
+"""A connection between two workers of one host: packets arrive whole, in order, and once.
+
+A signal handler may raise between any two lines here; `flush`, `packet` and `take` can be called again then.
+A packet that went may go once more, and one that came is looked at again: its number tells.
+"""
+
+from __future__ import annotations
+
+import array
+import socket
+import struct
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import starmap
+
+__all__ = ["LONGEST", "Channel", "Kind", "Packet"]
+
+LONGEST = 2**15
+"""Bytes of a packet's content at most; sockets hold several."""
+
+_HEADER = struct.Struct("<QQII")  # its number, the newest that was taken here, kind, bytes of content
+_OUT_OF_ORDER = 0
+_DESCRIPTOR = array.array("i", [0]).itemsize
+
+
+class Kind(IntEnum):
+    """What a packet has."""
+
+    TENSORS = 0
+    MEMORY = 1
+    FORGET = 2
+    NOTHING = 3
+
+
+@dataclass(frozen=True)
+class Packet:
+    """What has come."""
+
+    kind: Kind
+    content: memoryview
+    descriptor: int = -1
+
+
+@dataclass(frozen=True)
+class _Outgoing:
+    number: int
+    kind: Kind
+    content: Sequence[bytes | memoryview] = ()
+    descriptor: int = -1
+
+
+class Channel:
+    """One worker's end.
+
+    Args:
+        connection: a socket that keeps packets apart.
+
+    Attributes:
+        num_posted: packets that were to go.
+        num_taken_there: how many of them the other worker has taken, as far as is known.
+        must_tell: whether the other worker waits to hear what was taken.
+        is_closed: whether nothing more comes.
+        is_deaf: whether nothing more can go.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._connection = connection
+        self.num_posted = self.num_taken_there = 0
+        self.must_tell = self.is_closed = self.is_deaf = False
+        self._outgoing: deque[_Outgoing] = deque()
+        self._num_taken = 0
+        self._buffer = memoryview(bytearray(_HEADER.size + LONGEST))
+        self._came: list[
+            tuple[int, list[tuple[int, int, bytes]], int, object]
+        ] = []  # with what is in the buffer
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor."""
+        return self._connection.fileno()
+
+    @property
+    def num_sent(self) -> int:
+        """Packets that have gone."""
+        return self._outgoing[0].number - 1 if self._outgoing else self.num_posted
+
+    def post(self, kind: Kind, content: Sequence[bytes | memoryview], descriptor: int = -1) -> int:
+        """Send a packet, now or when `flush` can, and return its number; its parts must stay until then."""
+        self.num_posted += 1
+        self._outgoing.append(_Outgoing(self.num_posted, kind, content, descriptor))
+        self.flush()
+        return self.num_posted
+
+    def flush(self) -> None:
+        """Send what can go."""
+        while self._outgoing and self._send(self._outgoing[0]):
+            self._outgoing.popleft()
+
+    def tell(self) -> None:
+        """Let the other worker know what was taken, if it waits for that."""
+        if self.must_tell:
+            self._send(_Outgoing(_OUT_OF_ORDER, Kind.NOTHING))
+
+    def _send(self, packet: _Outgoing) -> bool:
+        size = sum(map(len, packet.content))
+        header = _HEADER.pack(packet.number, self._num_taken, packet.kind, size)
+        beside = array.array("i", [packet.descriptor] if packet.descriptor >= 0 else [])
+        try:
+            self._connection.sendmsg(
+                [header, *packet.content],
+                [(socket.SOL_SOCKET, socket.SCM_RIGHTS, beside)] if beside else [],
+                socket.MSG_NOSIGNAL,
+            )
+        except BlockingIOError:
+            return False
+        except OSError:
+            self.is_deaf = True
+            return False
+        self.must_tell = False
+        return True
+
+    @property
+    def has_packet(self) -> bool:
+        """Whether a packet has come and has not been taken."""
+        number, _, _, _ = _HEADER.unpack_from(self._buffer)
+        return bool(number == self._num_taken + 1)
+
+    def packet(self) -> Packet | None:
+        """Return the packet that has come, the same one until it is taken; None where none has."""
+        while not self.has_packet:
+            if not self._receive():
+                return None
+        _, _, kind, size = _HEADER.unpack_from(self._buffer)
+        content = self._buffer[_HEADER.size : _HEADER.size + size]
+        descriptors = [
+            array.array("i", rights)[0] for _, beside, _, _ in self._came for _, _, rights in beside
+        ]
+        return Packet(Kind(kind), content.toreadonly(), *descriptors)
+
+    def take(self) -> None:
+        """Let the next packet come; the one before is overwritten then."""
+        self._num_taken += 1
+
+    def _receive(self) -> bool:
+        """Take in what comes next, whatever it is; return whether there was something."""
+        if self.is_closed:
+            return False
+        self._came.clear()
+        call = ([self._buffer], socket.CMSG_SPACE(_DESCRIPTOR), socket.MSG_CMSG_CLOEXEC)
+        try:
+            # In one call of C, within which no handler runs: a descriptor that came is kept.
+            self._came.extend(starmap(self._connection.recvmsg_into, [call]))
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:  # said once, before what came until then
+            return True
+        self.is_closed = not self._came[0][0]
+        _, num_taken_there, _, _ = _HEADER.unpack_from(self._buffer)
+        self.num_taken_there = max(self.num_taken_there, num_taken_there)
+        return not self.is_closed
+
+    def close(self) -> None:
+        """Close the connection."""
+        with suppress(OSError):
+            self._connection.close()

@@ -1,0 +1,144 @@
+"""Memory that the workers of one host share: each writes to its own, and the others copy from there.
+
+It has no name that anybody could open, and is gone when the last process that maps it is; see
+https://man7.org/linux/man-pages/man2/memfd_create.2.html.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+__all__ = ["Bytes", "Segment", "Segments", "allocate", "as_bytes", "mapped"]
+
+Bytes = npt.NDArray[np.uint8]
+
+_KEPT = 256
+"""A segment in whose place so many others were lent is let go: it was for a plan that is no more."""
+
+
+def as_bytes(tensor: Tensor) -> Bytes:
+    """Return the memory of a contiguous tensor on the CPU."""
+    found: Bytes = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return found
+
+
+def allocate(size: int) -> int:
+    """Return a descriptor of shared memory, all of it reserved, so that writing there cannot fail."""
+    descriptor = os.memfd_create("samestep", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def mapped(descriptor: int, size: int) -> Bytes:
+    """Return shared memory as an array, which keeps it."""
+    return np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
+
+
+@dataclass
+class Segment:
+    """A piece of shared memory.
+
+    Attributes:
+        number: by which other workers know it.
+        descriptor: of the memory, to be sent to them.
+        content: all of it.
+        is_lent: whether a tensor lies in it.
+        used: which of all loans was its newest.
+        known_to: the workers that have its descriptor.
+        unread: what has been sent of it and not been copied yet, as (worker, packet).
+    """
+
+    number: int
+    descriptor: int
+    content: Bytes
+    is_lent: bool = False
+    used: int = 0
+    known_to: set[int] = field(default_factory=set)
+    unread: set[tuple[int, int]] = field(default_factory=set)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it may be written to."""
+        return not (self.is_lent or self.unread)
+
+    def take_back(self) -> None:
+        """Note that no tensor lies in it any more."""
+        self.is_lent = False
+
+
+class Segments:
+    """One worker's shared memory; what has been read, and holds no tensor any more, is lent again."""
+
+    def __init__(self) -> None:
+        self._by_address: dict[int, Segment] = {}
+        self._num_made = 0
+        self._num_loans = 0
+
+    def empty(self, size: int, dtype: torch.dtype) -> Tensor:
+        """Return memory for `size` elements, at least one.
+
+        Raises:
+            OSError: there is no more.
+        """
+        num_bytes = size * dtype.itemsize
+        segment = self._free(num_bytes) or self._add(num_bytes)
+        self._num_loans += 1
+        segment.used, segment.is_lent = self._num_loans, True
+        part = segment.content[:num_bytes]
+        weakref.finalize(
+            part, segment.take_back
+        ).atexit = False  # the tensor's storage keeps this very object
+        return torch.from_numpy(part).view(dtype)
+
+    def _free(self, num_bytes: int) -> Segment | None:
+        fitting = (
+            segment
+            for segment in self._by_address.values()
+            if num_bytes <= len(segment.content) <= 2 * num_bytes and segment.is_free
+        )
+        return min(fitting, key=lambda segment: len(segment.content), default=None)
+
+    def _add(self, num_bytes: int) -> Segment:
+        descriptor = allocate(num_bytes)
+        try:
+            segment = Segment(self._num_made, descriptor, mapped(descriptor, num_bytes))
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._num_made += 1
+        self._by_address[segment.content.ctypes.data] = segment
+        return segment
+
+    def holding(self, tensor: Tensor) -> Segment | None:
+        """Return the segment that a tensor lies in."""
+        return self._by_address.get(tensor.untyped_storage().data_ptr())
+
+    def let_go(self, kept: int = _KEPT) -> list[Segment]:
+        """Let go of what nobody reads, and what has not been lent for so many loans; return it."""
+        oldest = self._num_loans - kept
+        old = {
+            address: segment
+            for address, segment in self._by_address.items()
+            if segment.is_free and segment.used <= oldest
+        }
+        for address, segment in old.items():
+            del self._by_address[address]
+            os.close(segment.descriptor)
+        return list(old.values())
+
+    def close(self) -> None:
+        """Let go of everything; tensors keep their memory."""
+        while self._by_address:
+            os.close(self._by_address.popitem()[1].descriptor)
