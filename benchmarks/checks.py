@@ -25,7 +25,7 @@ from samestep.buffers.watch import Watch
 from samestep.towers.batch import GlobalBatch
 from samestep.towers.replica import Replica
 from samestep.towers.run import StepRun
-from step import MODELS, loss_of
+from step import SUBJECTS, Subject, loss_of, pictures, sgd
 
 CHECKS: list[tuple[type, str]] = [
     (Replica, "plan"),
@@ -72,11 +72,11 @@ def main() -> None:
     spent: Counter[str] = Counter()
     for kind, name in CHECKS:
         setattr(kind, name, timed(spent, name, getattr(kind, name)))
-    models = {**MODELS, "50 layers": (deep_net, (64,), 128)}
-    for label, (build, shape, rows) in models.items():
+    subjects = {**SUBJECTS, "50 layers": Subject(deep_net, pictures(64), sgd, 128)}
+    for label, subject in subjects.items():
         for num_towers in (2, 8):
-            towers = samestep.Towers(build(), num_towers)
-            batch = torch.randn(rows * num_towers, *shape), torch.randint(0, 10, (rows * num_towers,))
+            towers = samestep.Towers(subject.build(), num_towers)
+            batch = subject.batch(subject.rows * num_towers)
             spent.clear()
             times = []
             for _ in range(steps):

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import samestep
-from step import MODELS, Batch, ours, theirs
+from step import SUBJECTS, ours, theirs
 
 ROWS_PER_TOWER = 4
 SLICE_ROWS, ROW_FLOATS = 16, 1 << 18
@@ -48,12 +48,11 @@ def measure(which: str, num_towers: int) -> float:
     if which == "ddp":
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
         dist.init_process_group("gloo")
-    build, shape, _ = MODELS["mlp-10M"]
-    rows = ROWS_PER_TOWER * num_towers
-    batch: Batch = (torch.randn(rows, *shape), torch.randint(0, 10, (rows,)))
-    model = build()
+    subject = SUBJECTS["mlp-10M"]
+    batch = subject.batch(ROWS_PER_TOWER * num_towers)
+    model, optimizer = subject.trained()
     before = peak_mb()
-    step = {"samestep": ours, "ddp": theirs}[which](model, num_towers, job)
+    step = {"samestep": ours, "ddp": theirs}[which](model, optimizer, num_towers, job)
     for _ in range(4):
         step(batch)
     return peak_mb() - before
@@ -165,7 +164,7 @@ def main() -> None:
 
 def compare(num_towers: int) -> None:
     """Print a row for samestep and one for DistributedDataParallel."""
-    gradient_mb = sum(p.numel() for p in MODELS["mlp-10M"][0]().parameters()) * 4 / 1e6
+    gradient_mb = sum(p.numel() for p in SUBJECTS["mlp-10M"].build().parameters()) * 4 / 1e6
     for which in ("samestep", "ddp"):
         command = [sys.executable, __file__, "--which", which, "--towers", str(num_towers)]
         found = float(subprocess.check_output(command, stderr=subprocess.DEVNULL))

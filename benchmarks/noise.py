@@ -14,16 +14,16 @@ import statistics
 import torch
 
 import samestep
-from step import MODELS, on_all_cores, ours, seconds
+from step import SUBJECTS, on_all_cores, ours, seconds
 
 
 def compare(name: str, towers_per_worker: int, rounds: int, job: samestep.Job) -> str:
     """Return one row of the table."""
-    build, shape, rows = MODELS[name]
+    subject = SUBJECTS[name]
     num_towers = job.world_size * towers_per_worker
     torch.manual_seed(0)
-    batch = (torch.randn(rows * num_towers, *shape), torch.randint(0, 10, (rows * num_towers,)))
-    steps = {every: ours(build(), num_towers, job, noise_every=every) for every in (1, 0)}
+    batch = subject.batch(subject.rows * num_towers)
+    steps = {every: ours(*subject.trained(), num_towers, job, noise_every=every) for every in (1, 0)}
     ratios = []
     for round_number in range(rounds + 2):
         order = (1, 0) if round_number % 2 else (0, 1)
@@ -41,7 +41,7 @@ def main() -> None:
     arguments = parser.parse_args()
     on_all_cores()
     job = samestep.init("cpu")
-    for name in MODELS:
+    for name in SUBJECTS:
         for towers_per_worker in (1, 4):
             row = compare(name, towers_per_worker, arguments.rounds, job)
             if job.is_first:

@@ -2,9 +2,10 @@
 
     python benchmarks/step.py [--rounds 30]
 
-Both train the same model on the same global batch with the same workers (one per core, 1 thread each)
-and plain momentum SGD. A round times one block of steps of the one, then of the other, in turn
-first and second; reported are the medians and the quartiles of the rounds' ratios.
+Both train the same model on the same global batch with the same workers (one per core, 1 thread each).
+Of DistributedDataParallel's settings those are taken that are the fastest for the model, in a few rounds
+before. A round times one block of steps of the one, then of the other, in turn first and second; reported are
+the medians and the quartiles of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -15,18 +16,46 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 import samestep
 from samestep.app.doctor.measure import accumulating
 from samestep.recipes.digits.recipe import DigitsNet
 
 Batch = tuple[Tensor, Tensor]
+Step = Callable[[Batch], None]
+
+SETTINGS: dict[str, dict[str, bool | float]] = {
+    "default": {},
+    "views": {"gradient_as_bucket_view": True},
+    "views, static": {"gradient_as_bucket_view": True, "static_graph": True},
+    "views, 1 MB": {"gradient_as_bucket_view": True, "bucket_cap_mb": 1},
+    "views, 100 MB": {"gradient_as_bucket_view": True, "bucket_cap_mb": 100},
+}
+"""Of DistributedDataParallel; static graphs only without accumulation, which they do not count."""
+
+
+class Transformer(nn.Module):
+    """A language model of two layers and 0.5 million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, 128)
+        layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(128, 256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits, [rows, tokens, 256]."""
+        logits: Tensor = self.head(self.layers(self.embedding(tokens)))
+        return logits
 
 
 def mlp() -> nn.Module:
@@ -42,21 +71,57 @@ def mlp() -> nn.Module:
     )
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
-    "digits": (DigitsNet, (1, 8, 8), 32),
-    "mlp-10M": (mlp, (784,), 32),
+def pictures(*shape: int) -> Callable[[int], Batch]:
+    """Return a function of the number of rows: pictures and their classes."""
+    return lambda rows: (torch.randn(rows, *shape), torch.randint(0, 10, (rows,)))
+
+
+def tokens(rows: int) -> Batch:
+    """Return sequences, and the next token at each place."""
+    text = torch.randint(0, 256, (rows, 65))
+    return text[:, :-1], text[:, 1:]
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    """Return momentum SGD."""
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    """Return AdamW."""
+    return torch.optim.AdamW(model.parameters())
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, the data and the optimizer of its training, and the rows of a tower."""
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[int], Batch]
+    optimizer: Callable[[nn.Module], Optimizer]
+    rows: int
+
+    def trained(self) -> tuple[nn.Module, Optimizer]:
+        """Return a new model and its optimizer."""
+        model = self.build()
+        return model, self.optimizer(model)
+
+
+SUBJECTS = {
+    "digits": Subject(DigitsNet, pictures(1, 8, 8), sgd, 32),
+    "mlp-10M": Subject(mlp, pictures(784), sgd, 32),
+    "transformer": Subject(Transformer, tokens, adamw, 8),
 }
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     """Return the mean cross-entropy."""
-    return F.cross_entropy(model(batch[0]), batch[1])
+    return F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
 
 
-def ours(model: nn.Module, num_towers: int, job: samestep.Job, **settings: int) -> Callable[[Batch], None]:
+def ours(model: nn.Module, optimizer: Optimizer, num_towers: int, job: samestep.Job, **settings: int) -> Step:
     """Return one step of samestep, a function of the global batch; `settings` go to `Towers`."""
     towers = samestep.Towers(model, num_towers, job=job, **settings)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
     def step(batch: Batch) -> None:
         for tower in towers(batch):
@@ -67,14 +132,14 @@ def ours(model: nn.Module, num_towers: int, job: samestep.Job, **settings: int) 
     return step
 
 
-def theirs(model: nn.Module, num_towers: int, job: samestep.Job) -> Callable[[Batch], None]:
+def theirs(
+    model: nn.Module, optimizer: Optimizer, num_towers: int, job: samestep.Job, **settings: bool | float
+) -> Step:
     """Return one step of DistributedDataParallel, accumulating under `no_sync`."""
-    replica = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    return accumulating(replica, optimizer, loss_of, num_towers, job)
+    return accumulating(DistributedDataParallel(model, **settings), optimizer, loss_of, num_towers, job)
 
 
-def seconds(step: Callable[[Batch], None], batch: Batch, repeats: int, job: samestep.Job) -> float:
+def seconds(step: Step, batch: Batch, repeats: int, job: samestep.Job) -> float:
     """Time a block of steps."""
     job.barrier()
     start = time.perf_counter()
@@ -83,28 +148,45 @@ def seconds(step: Callable[[Batch], None], batch: Batch, repeats: int, job: same
     return (time.perf_counter() - start) / repeats
 
 
-def compare(name: str, towers_per_worker: int, rounds: int, job: samestep.Job) -> str:
-    """Return one row of the table."""
-    build, shape, rows = MODELS[name]
-    torch.manual_seed(0)
-    num_towers = job.world_size * towers_per_worker
-    batch = (torch.randn(rows * num_towers, *shape), torch.randint(0, 10, (rows * num_towers,)))
-    steps = [ours(build(), num_towers, job), theirs(build(), num_towers, job)]
-    repeats = max(1, round(0.25 / seconds(steps[1], batch, 5, job)))
-    count = torch.tensor(repeats)
-    torch.distributed.broadcast(count, 0)
-    times: list[list[float]] = [[], []]
+def timed(
+    steps: Sequence[Step], batch: Batch, rounds: int, repeats: int, job: samestep.Job
+) -> list[list[float]]:
+    """Return the seconds that each of some steps took, in each round, in which all have their turns."""
+    times: list[list[float]] = [[] for _ in steps]
     for round_number in range(rounds + 2):
-        for which in (0, 1) if round_number % 2 else (1, 0):
-            took = seconds(steps[which], batch, int(count), job)
+        for which in sorted(range(len(steps)), reverse=round_number % 2 == 0):
+            took = seconds(steps[which], batch, repeats, job)
             if round_number >= 2:
                 times[which].append(took)
+    return times
+
+
+def fastest(subject: Subject, batch: Batch, num_towers: int, job: samestep.Job) -> tuple[str, Step, int]:
+    """Return the fastest settings' name, DistributedDataParallel's step with them, and steps for a round."""
+    names = [name for name in SETTINGS if num_towers == job.world_size or "static" not in name]
+    steps = [theirs(*subject.trained(), num_towers, job, **SETTINGS[name]) for name in names]
+    repeats = torch.tensor(max(1, round(0.25 / seconds(steps[0], batch, 5, job))))
+    torch.distributed.broadcast(repeats, 0)
+    times = timed(steps, batch, 5, int(repeats), job)
+    best = torch.tensor(min(range(len(steps)), key=lambda which: statistics.median(times[which])))
+    torch.distributed.broadcast(best, 0)
+    return names[int(best)], steps[int(best)], int(repeats)
+
+
+def compare(name: str, towers_per_worker: int, rounds: int, job: samestep.Job) -> str:
+    """Return one row of the table."""
+    subject, num_towers = SUBJECTS[name], job.world_size * towers_per_worker
+    torch.manual_seed(0)
+    batch = subject.batch(subject.rows * num_towers)
+    settings, peer, repeats = fastest(subject, batch, num_towers, job)
+    times = timed([ours(*subject.trained(), num_towers, job), peer], batch, rounds, repeats, job)
     low, middle, high = statistics.quantiles([a / b for a, b in zip(*times, strict=True)], n=4)
     mine, other = (1e3 * statistics.median(column) for column in times)
     return (
-        f"{name:8} T={num_towers:2} W={job.world_size} rows={len(batch[0]):4}"
-        f"  samestep {mine:7.2f} ms  DDP {other:7.2f} ms  ratio {middle:.3f} [{low:.3f}, {high:.3f}]"
-        f"  rounds={rounds} steps/round={int(count)}"
+        f"{name:11} T={num_towers:2} W={job.world_size} rows={len(batch[0]):4}"
+        f"  samestep {mine:7.2f} ms  DDP ({settings}) {other:7.2f} ms"
+        f"  ratio {middle:.3f} [{low:.3f}, {high:.3f}]"
+        f"  rounds={rounds} steps/round={repeats}"
     )
 
 
@@ -125,7 +207,7 @@ def main() -> None:
     arguments = parser.parse_args()
     on_all_cores()
     job = samestep.init("cpu")
-    for name in MODELS:
+    for name in SUBJECTS:
         for towers_per_worker in (1, 4):
             if arguments.only in f"{name}-{towers_per_worker}":
                 row = compare(name, towers_per_worker, arguments.rounds, job)

@@ -91,11 +91,13 @@ class SharedBucket:
         self.wait()
         if self._sums:
             rank, shard = self._job.rank, self._bucket.shards[self._job.rank]
-            self._averages = self._averages.new_empty(self._bucket.num_elements)
-            average = self._averages[shard.start : shard.stop]
-            divide(add_partial_sums(self._plan.spans, self._sums, rank), divisor, out=average)
+            total = add_partial_sums(self._plan.spans, self._sums, rank)
+            average = total if self._bucket.is_whole else self._rows[0][shard.start : shard.stop]
+            divide(total, divisor, out=average)
+            self._averages = average
             if not self._bucket.is_whole:
-                self._rows[0][shard.start : shard.stop] = average
+                self._averages = average.new_empty(self._bucket.num_elements)
+                self._averages[shard.start : shard.stop] = average
         self._sums.clear()
         del self._rows[1:]
 
