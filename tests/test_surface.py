@@ -10,7 +10,8 @@ import samestep
 from samestep import errors
 
 PUBLIC = {
-    "BatchedDataset", "CheckResult", "Job", "LocalBatch", "Manifest", "Placement", "Report", "Step",
+    "BatchedDataset", "CheckResult", "Job", "LocalBatch", "Manifest", "Placement", "Report", "ShardedOptimizer",
+    "Step",
     "StreamLoader", "Tower", "TowerLoader", "Towers", "Whole",
     "Callback", "Elastic", "Evaluation", "Logger", "Settings", "TensorBoard", "Trainer", "TrainingResult",
     "WandB", "launch",

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from samestep.towers.batch import LocalBatch as LocalBatch
     from samestep.towers.columns import Whole as Whole
     from samestep.towers.report import Report as Report
+    from samestep.towers.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
     from samestep.towers.step import Step as Step
     from samestep.towers.tower import Tower as Tower
     from samestep.towers.towers import Towers as Towers
@@ -86,6 +87,7 @@ _HOMES = {
     "towers.batch": ("LocalBatch",),
     "towers.columns": ("Whole",),
     "towers.report": ("Report",),
+    "towers.sharded_optimizer": ("ShardedOptimizer",),
     "towers.tower": ("Tower",),
     "towers.step": ("Step",),
     "towers.towers": ("Towers",),

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from samestep.app.regroup import meet_again, tell
+from samestep.app.regroup import meet_again, renewable_of, tell
 from samestep.checkpoint.handover import Trained, send_state, set_trained, take_state, trained
 from samestep.checkpoint.objects import TrainingObjects
 from samestep.data.stream_loader import StreamLoader
@@ -130,6 +130,7 @@ class Elastic:
         self._objects = TrainingObjects(
             model=model, towers=towers, loader=loader, averaged_model=averaged_model, state=state
         )
+        self._renewable = renewable_of(self._job, self._objects)
         kept = [each for each in (towers, loader, *state.values()) if each is not None]
         self._small = [each for each in kept if not isinstance(each, nn.Module)]
         self._all_towers = [each for each in kept if isinstance(each, Towers)]
@@ -143,7 +144,7 @@ class Elastic:
         self._have_come = False  # whether there were newcomers when the workers met again
 
     def __enter__(self) -> Elastic:
-        renewable = self._job.renewable
+        renewable = self._renewable
         if renewable is not None:
             self._before = self._after = self._note()
             if self._job.is_newcomer:
@@ -154,13 +155,13 @@ class Elastic:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None and self._job.renewable is not None:
+        if kind is None and self._renewable is not None:
             self._make(_END, lambda: None)
-            self._job.renewable.finish()
+            self._renewable.finish()
 
     def __call__(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return `work(*args, **kwargs)`, which all workers must call, or what it returned elsewhere."""
-        if self._job.renewable is None:
+        if self._renewable is None:
             return work(*args, **kwargs)
         name = getattr(work, "__qualname__", type(work).__qualname__)
         self._make(name, lambda: work(*args, **kwargs))
@@ -178,7 +179,7 @@ class Elastic:
                 self._regroup(str(error))
 
     def _try(self, work: Callable[[], Any]) -> None:
-        renewable = self._job.renewable
+        renewable = self._renewable
         assert renewable is not None
         if self._call != self._entry:
             self._towers._come_to(self._call)
@@ -232,8 +233,8 @@ class Elastic:
             )
         if newcomers and not ahead.is_entry:
             if self._num_done < 0:  # the next one will come to where newcomers begin
-                assert self._job.renewable is not None
-                self._job.renewable.finish()
+                assert self._renewable is not None
+                self._renewable.finish()
                 raise SystemExit(0)
             raise LostWorkerError(f"{ahead.call}: newcomers cannot begin with it")
 

@@ -16,7 +16,7 @@ from samestep.app.evaluation import line_of
 from samestep.app.hooks import Hooks
 from samestep.app.interruption import Interruption, StopFlags
 from samestep.app.lock import RunLock
-from samestep.app.regroup import meet_again, tell
+from samestep.app.regroup import meet_again, renewable_of, tell
 from samestep.app.resume import objects_of, put_back, small_states, write_checkpoint
 from samestep.app.run_folder import tidy
 from samestep.app.writer import CheckpointWriter
@@ -85,6 +85,7 @@ class Loop:
         self.metrics: Mapping[str, float] | None = None
         self._trainer = trainer
         self._job = trainer.job
+        self._renewable = renewable_of(trainer.job, objects_of(trainer))
         self._lock = lock
         self._interruption = interruption
         self._writer = writer
@@ -111,11 +112,10 @@ class Loop:
 
     def join(self) -> None:
         """Join those that train already, if this worker is a newcomer; from here on others may be lost."""
-        renewable = self._job.renewable
-        if renewable is not None:
+        if self._renewable is not None:
             if self._job.is_newcomer:
                 meet_again(self._job, self._catch_up)
-            renewable.can_go_on()
+            self._renewable.can_go_on()
 
     def run(self) -> None:
         """Do one thing after the other."""
@@ -123,11 +123,11 @@ class Loop:
             try:
                 self._go_on()
             except LostWorkerError as error:
-                if self._job.renewable is None:
+                if self._renewable is None:
                     raise
                 self._regroup(str(error))
-        if self._job.renewable is not None:
-            self._job.renewable.finish()
+        if self._renewable is not None:
+            self._renewable.finish()
 
     def _go_on(self) -> None:
         if self._num_done < len(self._rest):
@@ -139,7 +139,7 @@ class Loop:
             self._take_step()
 
     def _take_step(self) -> None:
-        if self._job.renewable is not None:
+        if self._renewable is not None:
             self._before = small_states(self._trainer)
         batch = self._next_batch()
         self._hooks.before_step(batch)
@@ -161,9 +161,8 @@ class Loop:
             flags |= StopFlags.CHECKPOINT
         if self._trainer.is_stopping:
             flags |= StopFlags.ENOUGH
-        renewable = self._job.renewable
-        if flags.reason is None and self._job.is_first and renewable is not None:
-            flags |= StopFlags.REGROUP if renewable.is_due() else 0
+        if flags.reason is None and self._job.is_first and self._renewable is not None:
+            flags |= StopFlags.REGROUP if self._renewable.is_due() else 0
         return flags
 
     def _next_batch(self) -> Any:

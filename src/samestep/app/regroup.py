@@ -5,10 +5,26 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from samestep.errors import LostWorkerError
+from samestep.checkpoint.objects import TrainingObjects
+from samestep.errors import ConfigError, LostWorkerError
 from samestep.workers.job import Job
+from samestep.workers.transport import Renewable
 
-__all__ = ["meet_again", "tell"]
+__all__ = ["meet_again", "renewable_of", "tell"]
+
+
+def renewable_of(job: Job, objects: TrainingObjects) -> Renewable | None:
+    """Return the transport, where others can go on without a worker that is lost."""
+    if job.renewable is None or not objects.are_sharded:
+        return job.renewable
+    if job.is_newcomer:
+        raise ConfigError("a worker cannot join a run whose optimizer is sharded: nobody else has its share")
+    if job.is_first:
+        sys.stderr.write(
+            "samestep: the optimizer is sharded: should a worker be lost, all end; the same command then goes "
+            "on from the last checkpoint\n"
+        )
+    return None
 
 
 def meet_again(job: Job, catch_up: Callable[[], None]) -> None:

@@ -16,7 +16,7 @@ from samestep.app.settings import Settings, is_plain
 from samestep.app.tensorboard import FOLDER
 from samestep.app.wandb import ID_FILE
 from samestep.app.writer import CheckpointWriter
-from samestep.checkpoint.objects import TrainingObjects
+from samestep.checkpoint.objects import TrainingObjects, kind_of
 from samestep.checkpoint.snapshot import restore, take_snapshot
 from samestep.errors import ConfigError, shown
 from samestep.identity import Fingerprint, changes, fingerprint
@@ -77,7 +77,8 @@ def _note(settings: Settings, lock: RunLock) -> None:
 
 def write_checkpoint(trainer: Trainer, writer: CheckpointWriter) -> None:
     """Take a snapshot of the state after the newest step, and have it written while training continues."""
-    writer.write(trainer.step.towers.step, lambda: take_snapshot(objects_of(trainer, _noted(trainer))))
+    objects = objects_of(trainer, _noted(trainer)).gathered()
+    writer.write(trainer.step.towers.step, lambda: take_snapshot(objects))
 
 
 def small_states(trainer: Trainer) -> dict[str, Any]:
@@ -157,7 +158,7 @@ def _must_match(trainer: Trainer) -> dict[str, Any]:
     """Return what the script says itself, and what it made the optimizer with: loading overrides that."""
     optimizer = trainer.step.optimizer
     plain = {f"optimizer's {name}": value for name, value in optimizer.defaults.items() if is_plain(value)}
-    return {**trainer.must_match, "optimizer": type(optimizer).__name__, **plain}
+    return {**trainer.must_match, "optimizer": kind_of(optimizer), **plain}
 
 
 def _check_same(trainer: Trainer, state: Mapping[str, Any], path: Path) -> None:

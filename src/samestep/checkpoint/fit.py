@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 from torch.optim import LBFGS, Adafactor, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from samestep.checkpoint.objects import kind_of, state_of
+from samestep.checkpoint.objects import class_of, kind_of, state_of
 from samestep.errors import ConfigError, DataError, one_line, shown
 
 __all__ = ["check_state", "check_tensors"]
@@ -99,7 +99,7 @@ def _problem_of_optimizer(saved: Any, optimizer: Optimizer) -> str | None:
             pass
         case _:
             return "it is not an optimizer's state and param_groups"
-    current = optimizer.state_dict()["param_groups"]
+    current = [{**group, "params": [*range(len(group["params"]))]} for group in optimizer.param_groups]
     problem = _unlike(groups, current)
     if problem:
         return problem
@@ -123,9 +123,8 @@ def _problem_of_optimizer(saved: Any, optimizer: Optimizer) -> str | None:
 
 
 def _has_shape_for(value: Any, parameter: Tensor, optimizer: Optimizer) -> bool:
-    is_known = type(optimizer).__module__.startswith("torch.optim.") and not isinstance(
-        optimizer, _OWN_SHAPES
-    )
+    found = class_of(optimizer)
+    is_known = found.__module__.startswith("torch.optim.") and not issubclass(found, _OWN_SHAPES)
     return not is_known or not isinstance(value, Tensor) or value.ndim == 0 or value.shape == parameter.shape
 
 

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from samestep.identity import plain_names, uncompiled
 from samestep.streams import GlobalStreams
+from samestep.towers.sharded_optimizer import ShardedOptimizer
 from samestep.towers.towers import Towers
 
-__all__ = ["AVERAGES", "WEIGHTS", "GlobalGenerators", "TrainingObjects", "kind_of", "load_state", "state_of"]
+__all__ = [
+    "AVERAGES",
+    "WEIGHTS",
+    "GlobalGenerators",
+    "TrainingObjects",
+    "class_of",
+    "kind_of",
+    "load_state",
+    "state_of",
+]
 
 WEIGHTS, AVERAGES = "model", "averaged_model"
 """Names of the modules with a file of their own for their tensors, and of these files."""
@@ -72,6 +83,33 @@ class TrainingObjects:
         """The user's objects and values, by name."""
         return {name: value for name, value in self.state.items() if value is not None}
 
+    @property
+    def are_sharded(self) -> bool:
+        """Whether no worker has all of the state."""
+        return any(isinstance(value, ShardedOptimizer) for value in self.state.values())
+
+    def gathered(self) -> TrainingObjects:
+        """Return the objects with all of the state on worker 0, for a snapshot; all must call this."""
+        state = {n: Gathered.of(v) if isinstance(v, ShardedOptimizer) else v for n, v in self.state.items()}
+        return replace(self, state=state)
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Stands in for a sharded optimizer, with the state of all its shares."""
+
+    optimizer: ShardedOptimizer
+    state: dict[str, Any]
+
+    @classmethod
+    def of(cls, optimizer: ShardedOptimizer) -> Gathered:
+        """Gather an optimizer's state on worker 0."""
+        return cls(optimizer, optimizer._gathered([0]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the plain optimizer's state, on worker 0."""
+        return self.state
+
 
 @dataclass(frozen=True)
 class AverageCount:
@@ -110,7 +148,18 @@ def state_of(value: Any) -> Any:
     """Return an object's state, a module's by the names without `torch.compile`; a plain value as it is."""
     if not hasattr(value, "state_dict"):
         return value
-    return plain_names(value.state_dict()) if isinstance(value, nn.Module) else value.state_dict()
+    state = value.state_dict()
+    if isinstance(value, nn.Module):
+        return plain_names(state)
+    return in_order(state) if isinstance(value, Optimizer) else state
+
+
+def in_order(state: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state by parameter, and not by when each was first updated."""
+    entries = state.get("state")
+    if isinstance(entries, dict) and all(isinstance(key, int) for key in entries):
+        return {**state, "state": dict(sorted(entries.items()))}
+    return state
 
 
 def load_state(target: Any, state: Any) -> None:
@@ -122,5 +171,11 @@ def load_state(target: Any, state: Any) -> None:
 
 
 def kind_of(value: Any) -> str:
-    """Return the name of an object's type, that of a compiled module without `torch.compile`."""
-    return type(uncompiled(value)).__qualname__
+    """Return the name of an object's type; see `class_of`."""
+    return class_of(value).__qualname__
+
+
+def class_of(value: Any) -> type:
+    """Return an object's type: that of a module before it was compiled, of an optimizer unsharded."""
+    value = value.optimizer if isinstance(value, Gathered) else uncompiled(value)
+    return value.optimizer_class if isinstance(value, ShardedOptimizer) else type(value)

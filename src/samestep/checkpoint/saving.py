@@ -82,13 +82,13 @@ def save(  # noqa: PLR0913 - what a run's state consists of
     if towers is None:
         if has_group():
             raise ConfigError("towers is missing: there are several workers, so pass towers=")
-        return write(take_snapshot(objects, step or 0), path)
+        return write(take_snapshot(objects.gathered(), step or 0), path)
     if step is not None:
         raise ConfigError(f"step = {step} was passed with towers, which know the step: leave step out")
     towers._check_no_step(f"save {path}")
     if rng:
         _check_generators(towers.job, path)
-    what = f"checkpoint {path}, which worker 0 writes"
+    what, objects = f"checkpoint {path}, which worker 0 writes", objects.gathered()
     return from_first_worker(towers.job, lambda: write(take_snapshot(objects), path), what)
 
 

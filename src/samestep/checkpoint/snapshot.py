@@ -19,6 +19,7 @@ from samestep.checkpoint.objects import AVERAGES, WEIGHTS, TrainingObjects, kind
 from samestep.checkpoint.state_tree import from_outline, to_outline
 from samestep.errors import ConfigError, DataError, Error, one_line, shown
 from samestep.identity import Fingerprint, fingerprint
+from samestep.towers.sharded_optimizer import ShardedOptimizer
 from samestep.workers.agreement import agree
 from samestep.workers.job import Job
 
@@ -167,9 +168,12 @@ def _weights_for(
 
 def _load(name: str, target: Any, state: Any, path: Path, undo: ExitStack) -> None:
     """Load one object, and add to `undo` how to put its former state back."""
-    former = state_of(target)
-    # An optimizer keeps the tensors that it loads; others may write into those of their former state.
-    undo.callback(load_state, target, former if isinstance(target, Optimizer) else copy.deepcopy(former))
+    if isinstance(target, ShardedOptimizer):
+        undo.callback(target._keep())
+    else:
+        former = state_of(target)
+        # An optimizer keeps the tensors that it loads; others may write into those of their former state.
+        undo.callback(load_state, target, former if isinstance(target, Optimizer) else copy.deepcopy(former))
     try:
         load_state(target, state)
     except ConfigError as error:

@@ -130,6 +130,12 @@ class Replica:
             self._sum = GradientSum(plan, self.parameters, plan.placement.towers(self.job.rank))
         return self._sum
 
+    def sparse_parameters(self) -> set[int]:
+        """Return the ids of parameters that may get sparse gradients, now or once they are trained."""
+        embeddings = [m for m in self.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+        listed = [p for name, p in self.model.named_parameters() if name in self._listed_sparse]
+        return set(map(id, [*listed, *(each.weight for each in embeddings if each.sparse)]))
+
     def _look_at_model(self) -> None:
         """Note the parameters and buffers that there are."""
         self._check_model()

@@ -10,7 +10,7 @@ from torch import nn
 
 from samestep.errors import ConfigError
 
-__all__ = ["Also", "check_optimizer", "check_wrappers", "together"]
+__all__ = ["Also", "check_optimizer", "check_wrappers", "settings_of", "together"]
 
 Also = nn.Module | nn.Parameter | Iterable[nn.Module | nn.Parameter] | Mapping[str, nn.Module | nn.Parameter]
 
@@ -73,3 +73,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer, averaged: Iterable[nn.Para
                     "part of the model, so nobody averages its gradient: pass it as Towers(model, ..., "
                     "also=...), or create the optimizer again if a layer was replaced"
                 )
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the settings of an optimizer's groups, by name; tensors on a GPU would have to be waited for."""
+    return {
+        f"{name} of parameter group {number}": value
+        for number, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if isinstance(value, (bool, int, float, str, tuple, type(None)))
+    }

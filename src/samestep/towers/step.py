@@ -17,7 +17,7 @@ from samestep.errors import ConfigError, Error, NonFiniteError, UsageError
 from samestep.towers.counts import Count, check_counts
 from samestep.towers.diagnosis import explain, first_nonfinite
 from samestep.towers.report import Report
-from samestep.towers.root import check_optimizer
+from samestep.towers.root import check_optimizer, settings_of
 from samestep.towers.tower import Tower
 from samestep.towers.towers import Towers
 
@@ -144,14 +144,7 @@ class Step:
         settings: dict[str, Any] = {
             name: getattr(self, name) for name in ("clip_norm", "autocast", "on_nonfinite")
         }
-        settings["optimizer"] = type(self.optimizer).__name__
-        for number, group in enumerate(self.optimizer.param_groups):
-            settings |= {
-                f"{name} of parameter group {number}": value
-                for name, value in group.items()
-                if isinstance(value, (bool, int, float, str, tuple, type(None)))
-            }
-        return settings
+        return settings | {"optimizer": type(self.optimizer).__name__, **settings_of(self.optimizer)}
 
     def _run(self, tower: Tower) -> None:
         with self._precision():

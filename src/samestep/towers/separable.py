@@ -1,0 +1,78 @@
+"""Whether an optimizer's parameters can be shared out among several optimizers of its class."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from samestep.errors import ConfigError, one_line
+from samestep.streams import keep_globals, seed_globals
+
+__all__ = ["check_separable"]
+
+_NUM_STEPS = 3
+
+
+def check_separable(
+    optimizer_class: type[Optimizer],
+    groups: Sequence[Mapping[str, Any]],
+    defaults: Mapping[str, Any],
+    device: torch.device,
+) -> None:
+    """Try whether a matrix is updated alike with another one beside it and without.
+
+    A norm over all gradients, or a step size for all parameters, shows here.
+
+    Args:
+        optimizer_class: of the optimizer.
+        groups: the settings of each of its groups.
+        defaults: what else it is made with.
+        device: of the parameters.
+
+    Raises:
+        ConfigError: it is not, or the optimizer keeps more than something for each parameter.
+    """
+    name = optimizer_class.__name__
+    settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+
+    def train(rows: Sequence[int]) -> tuple[list[Tensor], Optimizer]:
+        """Train matrices, one of each row for each group; return those of the first row first."""
+        seed_globals(0, device)
+        matrices = [
+            [_wave(1 + 2 * row + 3 * n, device).requires_grad_() for n in range(len(groups))] for row in rows
+        ]
+        each = zip(copy.deepcopy(settings), zip(*matrices, strict=True), strict=True)
+        optimizer = optimizer_class([{**group, "params": list(own)} for group, own in each], **defaults)
+        for step in range(_NUM_STEPS):
+            for row, found in zip(rows, matrices, strict=True):
+                for n, matrix in enumerate(found):
+                    matrix.grad = 100 * _wave(2 + step + 5 * row + 7 * n, device)
+            optimizer.step()
+        return [matrix.detach() for found in matrices for matrix in found], optimizer
+
+    try:
+        with keep_globals(device):
+            (both, optimizer), (first, _), (second, _) = train((0, 1)), train((0,)), train((1,))
+    except Exception as error:
+        why = one_line(f"{type(error).__name__}: {error}")
+        raise ConfigError(f"{name} cannot be sharded: with two small matrices, it raised {why}") from error
+    if not all(map(torch.equal, both, first + second)):
+        raise ConfigError(
+            f"{name} cannot be sharded: what it does to a parameter depends on others, as with a norm of all "
+            "gradients, or on random numbers; use it unsharded, or without that"
+        )
+    plain = Optimizer.state_dict, Optimizer.load_state_dict
+    is_plain = (optimizer_class.state_dict, optimizer_class.load_state_dict) == plain
+    if not (is_plain and all(isinstance(key, Tensor) for key in optimizer.state)):
+        raise ConfigError(
+            f"{name} cannot be sharded: it keeps more than something for each parameter; use it unsharded"
+        )
+
+
+def _wave(frequency: int, device: torch.device) -> Tensor:
+    return torch.arange(1, 65, dtype=torch.float32).mul(frequency).sin().reshape(8, 8).to(device)

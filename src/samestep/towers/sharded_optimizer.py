@@ -1,0 +1,343 @@
+"""An optimizer of which each worker has a share: of the state, and of the work."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+
+from samestep.errors import ConfigError, DisagreementError, UsageError, shown
+from samestep.towers.root import settings_of
+from samestep.towers.separable import check_separable
+from samestep.towers.shares import Share, cut, deal, gather, is_dense
+from samestep.towers.towers import Towers
+from samestep.towers.update import Update
+from samestep.workers.agreement import agree
+from samestep.workers.collectives import post_to_all, unbroken
+
+__all__ = ["ShardedOptimizer"]
+
+_ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
+"""Those of torch that compute each number from those at its own place alone; no classes derived of them."""
+
+_SCALING = ("grad_scale", "found_inf")
+"""What a `GradScaler` sets for one step, where an optimizer unscales gradients itself."""
+
+
+class ShardedOptimizer(Optimizer):
+    """An optimizer whose state is shared out among the workers: each keeps about a W-th, and updates that.
+
+    Weights and checkpoints have the bits of the plain optimizer, on any number of workers. All workers must
+    make it, and call `step`, `state_dict` and `add_param_group`, which exchange messages. In `step` each
+    updates its share, with the gradients that `towers.average()` gave to all, and sends it to the others.
+
+    The optimizers of torch that are elementwise (SGD, Adam, AdamW, RMSprop, Adagrad, ...) update pieces of
+    parameters. All others (Muon, Adafactor, classes of one's own) update whole parameters, so that a large
+    one is a single worker's. So is one that gets sparse gradients, and, on a CPU with several threads a
+    worker, each: kernels cut tensors among threads by their sizes.
+
+    A worker that is lost takes its share along: the others end, and the run goes on from a checkpoint.
+
+    Args:
+        towers: that average the gradients.
+        optimizer_class: such as `torch.optim.AdamW`; one that needs no closure.
+        params: parameters, named ones or groups, as for that class; by default all that `towers` has.
+        defaults: what else that class takes, such as `lr`.
+
+    Attributes:
+        optimizer_class: see above.
+        param_groups: of all parameters, for schedulers and the like.
+        state: of this worker's share; the keys are parameters, or flat views of them.
+
+    Raises:
+        ConfigError: the class needs closures, or reads several parameters for the update of one, as with a
+            norm of all gradients; it is `differentiable`; a parameter is there twice, or is not dense.
+        DisagreementError: workers have different settings, or gradients, or one met an error.
+        UsageError: in `step`, a gradient is no average of `towers`, or a parameter has another shape than
+            before; or the optimizer is copied or pickled.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> towers = Towers(model, 4)
+        >>> optimizer = ShardedOptimizer(towers, torch.optim.AdamW, lr=0.1)
+        >>> for tower in towers(torch.randn(10, 2)):
+        ...     tower.backward(model(tower.batch).square().mean())
+        >>> report = towers.average()
+        >>> optimizer.step()
+        >>> list(optimizer.state_dict()["state"][0])
+        ['step', 'exp_avg', 'exp_avg_sq']
+    """
+
+    def __init__(
+        self, towers: Towers, optimizer_class: type[Optimizer], params: Any = None, **defaults: Any
+    ) -> None:
+        if not isinstance(towers, Towers):
+            raise ConfigError(
+                f"towers is a {type(towers).__name__}: expected the samestep.Towers of the model"
+            )
+        self.optimizer_class = optimizer_class
+        self._towers = towers
+        self._inner: Optimizer | None = None
+        self._shares: list[list[Share]] = []  # of each parameter
+        self._own: list[list[Share]] = []  # of each group, as the inner optimizer has them
+        self._loads = [0] * towers.job.world_size
+        error: Exception | None = None
+        try:
+            self._make(towers._root.parameters() if params is None else params, defaults)
+        except Exception as found:
+            error = found
+        self._agree("ShardedOptimizer", error)
+
+    def _make(self, params: Any, defaults: Mapping[str, Any]) -> None:
+        made = self.optimizer_class
+        if not (isinstance(made, type) and issubclass(made, Optimizer)):
+            raise ConfigError(f"optimizer_class = {shown(made)}: expected a class, such as torch.optim.AdamW")
+        super().__init__(params, {})
+        groups = self._share_out(self.param_groups)
+        if made not in _ELEMENTWISE:
+            check_separable(made, groups, defaults, self._towers.job.device)
+        self._inner = made(groups, **defaults)
+        self.defaults = self._inner.defaults
+        self.state = self._inner.state
+        self._take_settings()
+        if any(group.get("differentiable") for group in self.param_groups):
+            raise ConfigError(
+                "differentiable = True: no gradient flows through a sharded update; leave it out"
+            )
+        if getattr(self._inner, "_step_supports_amp_scaling", False):
+            self._step_supports_amp_scaling = True
+
+    def _agree(self, where: str, error: Exception | None) -> None:
+        """Raise on all workers where one has met an error, or has something else than the others."""
+        must_match: dict[str, Any] = {}
+        if error is None:
+            parameters = [shares[0].parameter for shares in self._shares]
+            must_match = {"optimizer": self.optimizer_class.__name__}
+            must_match["parameters"] = [f"{list(p.shape)} {p.dtype}" for p in parameters]
+            must_match |= {name: repr(value) for name, value in settings_of(self).items()}
+        agree(self._towers.job, must_match, where=where, error=error)
+
+    def _share_out(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Share out the parameters of new groups; return the groups with this worker's shares."""
+        rank, parameters = self._towers.job.rank, [p for group in groups for p in group["params"]]
+        _check_parameters(parameters)
+        found = self._divide(parameters)
+        self._shares += [found[id(p)] for p in parameters]
+        self._update: Update | None = None
+        own = [[s for p in group["params"] for s in found[id(p)] if s.worker == rank] for group in groups]
+        self._own += own
+        pairs = zip(groups, own, strict=True)
+        return [{**_settings(group), "params": [s.tensor for s in shares]} for group, shares in pairs]
+
+    def _divide(self, parameters: Sequence[Tensor]) -> dict[int, list[Share]]:
+        """Return the shares of each parameter, by its id."""
+        job = self._towers.job
+        is_cut = self.optimizer_class in _ELEMENTWISE and (job.device.type != "cpu" or job.threads == 1)
+        sparse = self._towers._replica.sparse_parameters()
+        pieces = [p for p in parameters if is_cut and id(p) not in sparse]
+        whole = [p for p in parameters if not is_cut or id(p) in sparse]
+        # Of those that are frozen each by itself, as nobody knows which will be trained.
+        runs = [[p for p in pieces if p.requires_grad], *([p] for p in pieces if not p.requires_grad)]
+        shares = [*chain.from_iterable(cut(run, job.world_size) for run in runs), *deal(whole, self._loads)]
+        return dict(zip(map(id, chain(*runs, whole)), shares, strict=True))
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace("(", f"of {self.optimizer_class.__name__} (", 1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UsageError(
+            "a ShardedOptimizer cannot be copied or pickled, as its state lies on all workers: use its "
+            "state_dict(), called on all of them"
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, on all workers; see `torch.optim.Optimizer`."""
+        if self._inner is None:  # torch's __init__ calls it
+            super().add_param_group(param_group)
+            return
+        error: Exception | None = None
+        try:
+            super().add_param_group(param_group)
+            (group,) = self._share_out(self.param_groups[-1:])
+            self._inner.add_param_group(group)
+        except Exception as found:
+            error = found
+        self._agree("add_param_group", error)
+
+    # ---- an update -----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the parameters, on all workers, after `towers.average()`.
+
+        Args:
+            closure: called once, before the update, with gradients enabled; what it returns is returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        job, update = self._towers.job, self._current_update()
+        where = f"step {max(0, self._towers.step - 1)}, the update"
+        with unbroken(job.transport, where):
+            words, error = self._update_own(update)
+            header = torch.tensor([error is not None, zlib.crc32(repr(words).encode())])
+            headers = [torch.empty_like(header) for _ in range(job.world_size)]
+            headers[job.rank] = header
+            pairs = zip(headers, update.sent, strict=True)
+            messages = [[each, *(share.memory for share in shares)] for each, shares in pairs]
+            post_to_all(job.transport, messages, where).wait()
+        if error is not None or any(not torch.equal(each, header) for each in headers):
+            agree(job, words, where=where, error=error)
+            raise DisagreementError(f"{where}: workers differ, and none of them can say in what")
+        increment_version([s.parameter for s in chain.from_iterable(update.sent) if s.worker != job.rank])
+        return loss
+
+    def _current_update(self) -> Update:
+        """Return what is to be exchanged for the parameters that were averaged last."""
+        towers = self._towers
+        averaged = towers._last.parameters if hasattr(towers, "_last") else ()
+        if self._update is None or self._update.averaged is not averaged:
+            self._update = Update(averaged, self._shares, towers._root, towers.job.world_size)
+        return self._update
+
+    def _update_own(self, update: Update) -> tuple[dict[str, Any], Exception | None]:
+        """Update this worker's share; return what must be the same on all workers, and what went wrong.
+
+        The others wait for the share in any case.
+        """
+        words: dict[str, Any] = {}
+        try:
+            update.look()
+            if self._towers.job.world_size > 1:
+                words |= {name: repr(value) for name, value in settings_of(self).items()}
+                found = update.hashes(self._towers.step)
+                words |= {f"hash of the gradient of {name}": value for name, value in found.items()}
+            self._step_inner()
+        except Exception as error:
+            return words, error
+        return words, None
+
+    def _step_inner(self) -> None:
+        inner, own = self._inner, list(chain.from_iterable(self._own))
+        assert inner is not None
+        scaling = {name: getattr(self, name) for name in _SCALING if hasattr(self, name)}
+        vars(inner).update(scaling)
+        for mine, its in zip(self.param_groups, inner.param_groups, strict=True):
+            its.update(_settings(mine))
+        for share in own:
+            share.begin()
+        try:
+            # Without torch's hooks: those for all optimizers know of this one alone.
+            step = type(inner).step
+            getattr(step, "__wrapped__", step)(inner)
+        finally:
+            for share in own:
+                share.end()
+            for name in scaling:
+                delattr(inner, name)
+        self._take_settings()
+
+    def _take_settings(self) -> None:
+        """Take over the settings of the inner optimizer, which may change them."""
+        assert self._inner is not None
+        for mine, its in zip(self.param_groups, self._inner.param_groups, strict=True):
+            mine.update(_settings(its))
+
+    # ---- state ---------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the plain optimizer's state, copied to host memory, on all workers; all must call this."""
+        return self._gathered(range(self._towers.job.world_size))
+
+    def _gathered(self, targets: Sequence[int]) -> dict[str, Any]:
+        """Return the plain optimizer's state on some workers, and none on the others; all must call it."""
+        own = self.state
+        self.state = gather(self._shares, own, self._towers.job, targets)  # type: ignore[assignment]
+        try:
+            return super().state_dict()
+        finally:
+            self.state = own
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take this worker's share of a state that `state_dict` returned, of this or the plain optimizer."""
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        groups, all_saved = self.param_groups, state_dict["param_groups"]
+        if [len(group["params"]) for group in groups] != [len(saved["params"]) for saved in all_saved]:
+            raise ValueError("loaded state dict has other groups, or other numbers of parameters in them")
+        state: dict[int, Any] = {}
+        own_groups, number = [], 0
+        for group, saved, shares in zip(groups, all_saved, self._own, strict=True):
+            keys = dict(zip(map(id, group["params"]), saved["params"], strict=True))
+            numbers = range(number, number + len(shares))
+            entries = [state_dict["state"].get(keys[id(share.parameter)]) for share in shares]
+            parts = zip(numbers, shares, entries, strict=True)
+            state |= {n: share.part_of(entry) for n, share, entry in parts if entry is not None}
+            own_groups.append({**_settings(saved), "params": [*numbers]})
+            number += len(shares)
+        assert self._inner is not None
+        self._inner.load_state_dict({"state": state, "param_groups": own_groups})
+        self.state = self._inner.state
+        for group, saved, its in zip(groups, all_saved, self._inner.param_groups, strict=True):
+            kept = {name: group[name] for name in ("params", "param_names") if name in group}
+            loaded = {**saved, **_settings(its), "params": kept["params"]}
+            group.clear()
+            group.update({**loaded, **{n: v for n, v in kept.items() if n not in loaded}})
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _keep(self) -> Callable[[], None]:
+        """Return what puts back this worker's state, after another one was loaded."""
+        inner = self._inner
+        assert inner is not None
+        state, groups, own_groups = (
+            inner.state,
+            [dict(group) for group in self.param_groups],
+            inner.param_groups,
+        )
+
+        def put_back() -> None:
+            inner.state, inner.param_groups, self.state = state, own_groups, state
+            for group, before in zip(self.param_groups, groups, strict=True):
+                group.clear()
+                group.update(before)
+
+        return put_back
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a group has beside its parameters."""
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def _check_parameters(parameters: Sequence[Tensor]) -> None:
+    for parameter in parameters:
+        if not is_dense(parameter):
+            raise ConfigError(
+                f"a parameter of shape {list(parameter.shape)}, strides {parameter.stride()}, does not fill "
+                "its memory: make it of a contiguous tensor"
+            )
+    if len(set(map(id, parameters))) < len(parameters):
+        raise ConfigError("a parameter is there twice: list each of them once")

@@ -1,0 +1,193 @@
+"""Which worker updates which elements of which parameter, and what an optimizer keeps for these elements.
+
+Parameters are cut in the order of their memory, at multiples of 64 elements from where each begins: there,
+vectors of any width begin, too, and an elementwise kernel computes each number as in the whole tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from samestep.errors import UsageError
+from samestep.summation.placement import even_ranges
+from samestep.workers.agreement import hand_over
+from samestep.workers.job import Job
+
+__all__ = ["Share", "cut", "deal", "gather", "is_dense"]
+
+_ALIGNMENT = 64  # elements
+
+Entry = Mapping[str, Any]
+"""What an optimizer keeps for a parameter, by name."""
+
+
+class Share:
+    """Elements of a parameter that one worker updates, in the order of the parameter's memory.
+
+    Attributes:
+        tensor: for the optimizer of that worker: the parameter itself, or a flat view of it.
+        memory: the elements as bytes, in place, for messages.
+    """
+
+    memory: Tensor
+    _view: Tensor
+
+    def __init__(self, parameter: Tensor, elements: range, worker: int) -> None:
+        self.parameter = parameter
+        self.elements = elements
+        self.worker = worker
+        self.is_whole = len(elements) == parameter.numel()
+        self._format = parameter.shape, parameter.stride()
+        self._pointer = -1
+        self.look()
+        self.tensor = parameter if self.is_whole else self._view.detach()
+        if not self.is_whole:
+            self.tensor.grad_dtype = None  # any
+
+    def look(self) -> None:
+        """Follow the parameter to where it lies now.
+
+        Raises:
+            UsageError: it has another shape or memory format than before.
+        """
+        parameter = self.parameter
+        if parameter.data_ptr() == self._pointer and parameter.dtype == self._view.dtype:
+            return
+        if (parameter.shape, parameter.stride()) != self._format:
+            shape, strides = self._format
+            raise UsageError(
+                f"a parameter of shape {list(shape)}, strides {strides}, now has {list(parameter.shape)}, "
+                f"{parameter.stride()}: make the ShardedOptimizer after that, or make another one"
+            )
+        self._pointer = parameter.data_ptr()
+        self._view = self._of(parameter)
+        self.memory = self._view.view(torch.uint8)
+
+    def _of(self, tensor: Tensor) -> Tensor:
+        return _flat(tensor)[self.elements.start : self.elements.stop]
+
+    def begin(self) -> None:
+        """Let the optimizer see the elements, and their gradient, of the parameter as it is now."""
+        if self.is_whole:
+            return
+        self.tensor.data = self._view
+        gradient = self.parameter.grad
+        if gradient is not None:
+            if gradient.stride() != self.parameter.stride():
+                gradient = torch.empty_like(self.parameter, dtype=gradient.dtype).copy_(gradient)
+            self.tensor.grad = self._of(gradient)
+
+    def end(self) -> None:
+        """Let go of the gradient."""
+        if not self.is_whole:
+            self.tensor.grad = None
+
+    def part_of(self, entry: Entry) -> Entry:
+        """Return what to keep for these elements, given what a plain optimizer keeps for the parameter."""
+        return entry if self.is_whole else {name: self._part(name, value) for name, value in entry.items()}
+
+    def _part(self, name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            return value
+        if value.shape != self.parameter.shape:
+            shapes = f"{list(value.shape)}, the parameter {list(self.parameter.shape)}"
+            raise ValueError(f"its {name} has shape {shapes}")
+        if value.stride() != self.parameter.stride():
+            value = torch.empty_like(self.parameter, dtype=value.dtype, device=value.device).copy_(value)
+        return self._of(value).clone()  # a view would keep the others' parts
+
+
+def gather(
+    shares: Sequence[Sequence[Share]], kept: Mapping[Tensor, Entry], job: Job, targets: Sequence[int]
+) -> dict[Tensor, Entry]:
+    """Return what a plain optimizer would keep, in host memory, on some workers; all must call this.
+
+    Args:
+        shares: of each parameter.
+        kept: what is kept for this worker's.
+        job: of this worker.
+        targets: which workers get it; it is empty on the others.
+    """
+    own = [
+        (number, share.elements.start, pytree.tree_map_only(Tensor, _copy, dict(kept[share.tensor])))
+        for number, found in enumerate(shares)
+        for share in found
+        if share.worker == job.rank and share.tensor in kept
+    ]
+    parts: dict[int, dict[int, Entry]] = {}
+    for worker in range(job.world_size):
+        nest = own if worker == job.rank else None
+        what = f"the optimizer's state on worker {worker}"
+        nest = hand_over(nest, job, worker, [target for target in targets if target != worker], what)
+        for number, start, entry in nest if nest and job.rank in targets else ():
+            parts.setdefault(number, {})[start] = entry
+    parameters = [found[0].parameter for found in shares]
+    return {parameters[number]: _joined(parameters[number], parts[number]) for number in sorted(parts)}
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _joined(parameter: Tensor, parts: Mapping[int, Entry]) -> Entry:
+    """Return what a plain optimizer keeps for a parameter, given that of its parts by first element."""
+    first = parts[min(parts)]
+    if len(parts) == 1:
+        return first
+    return {name: _join(parameter, {start: parts[start][name] for start in parts}) for name in first}
+
+
+def _join(parameter: Tensor, values: Mapping[int, Any]) -> Any:
+    first = values[min(values)]
+    if not isinstance(first, Tensor) or first.ndim == 0:
+        return first
+    whole = torch.empty_like(parameter, dtype=first.dtype, device=first.device, requires_grad=False)
+    for start, value in values.items():
+        _flat(whole)[start : start + len(value)] = value
+    return whole
+
+
+def cut(parameters: Sequence[Tensor], num_workers: int) -> list[list[Share]]:
+    """Cut parameters, end to end, into equal parts, and return each one's shares."""
+    ends = [each.stop for each in even_ranges(sum(p.numel() for p in parameters), num_workers)][:-1]
+    shares, offset = [], 0
+    for parameter in parameters:
+        size = parameter.numel()
+        cuts = [0, *(_nearest(end - offset, size) for end in ends), size]
+        parts = [(worker, range(*part)) for worker, part in enumerate(pairwise(cuts))]
+        shares.append(
+            [Share(parameter, part, worker) for worker, part in parts if part or not (size or worker)]
+        )
+        offset += size
+    return shares
+
+
+def _nearest(element: int, size: int) -> int:
+    """Return the nearest place of a tensor at which it may be cut."""
+    return min(size, max(0, (element + _ALIGNMENT // 2) // _ALIGNMENT * _ALIGNMENT))
+
+
+def deal(parameters: Sequence[Tensor], loads: list[int]) -> list[list[Share]]:
+    """Give each parameter whole to one worker, the largest first, and add its size to the worker's load."""
+    shares: dict[int, Share] = {}
+    for parameter in sorted(parameters, key=lambda p: (not p.requires_grad, -p.numel())):
+        worker = loads.index(min(loads))
+        loads[worker] += parameter.numel()
+        shares[id(parameter)] = Share(parameter, range(parameter.numel()), worker)
+    return [[shares[id(parameter)]] for parameter in parameters]
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor fills its memory, each element once, in whatever order."""
+    return tensor.stride() == torch.empty_like(tensor, device="meta").stride()
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return the elements of a dense tensor in the order of its memory, as a view."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))

@@ -1,0 +1,92 @@
+"""What workers send each other in an update of a sharded optimizer, and what must be the same on all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from torch import Tensor, nn
+
+from samestep.buffers.weight_hash import Hashes, WeightHash
+from samestep.errors import UsageError
+from samestep.towers.shares import Share
+
+__all__ = ["Update"]
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """The place of a parameter's gradient."""
+
+    name: str
+    parameter: Tensor
+
+    def get(self) -> Tensor | None:
+        return self.parameter.grad
+
+
+class Update:
+    """The updates of parameters that `Towers` averages, as long as these stay the same.
+
+    Args:
+        averaged: these parameters, about which all workers have agreed.
+        shares: of each parameter of the optimizer.
+        model: names the parameters.
+        num_workers: W.
+
+    Attributes:
+        sent: what each worker sends: its shares of those parameters, so that it does not depend on gradients.
+    """
+
+    def __init__(
+        self,
+        averaged: Sequence[nn.Parameter],
+        shares: Sequence[Sequence[Share]],
+        model: nn.Module,
+        num_workers: int,
+    ) -> None:
+        self.averaged = averaged
+        known = set(map(id, averaged))
+        self._all = list(chain.from_iterable(shares))
+        trained = [share for share in self._all if id(share.parameter) in known]
+        self.sent = [
+            [s for s in trained if s.worker == worker and s.elements] for worker in range(num_workers)
+        ]
+        self._others = [each[0].parameter for each in shares if id(each[0].parameter) not in known]
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        own = {id(each): each for each in (share.parameter for share in trained)}
+        self._places = [_Gradient(names.get(key, "a parameter"), each) for key, each in own.items()]
+        self._hashed: list[_Gradient] = []
+        self._late = Hashes()
+
+    def look(self) -> None:
+        """Follow the parameters to where they lie now.
+
+        Raises:
+            UsageError: one has another shape, or a gradient that is no average.
+        """
+        for share in self._all:
+            share.look()
+        for parameter in self._others:
+            if parameter.grad is not None:
+                raise UsageError(
+                    f"a parameter of shape {list(parameter.shape)} has a gradient that is no average over "
+                    "all towers: call towers.average() before optimizer.step(), and zero_grad() where others "
+                    "leave one"
+                )
+
+    def hashes(self, step: int) -> Mapping[str, int]:
+        """Return hashes of a slice of the gradients, by name: on a GPU those of the step before."""
+        places = [
+            each
+            for each in self._places
+            if each.parameter.grad is not None and not each.parameter.grad.is_sparse
+        ]
+        if len(places) != len(self._hashed):
+            self._hashed, self._hash = places, WeightHash(places, (), ())
+        if not places:
+            return {}
+        hashes, late = self._hash.of(step), self._late
+        self._late = hashes
+        return (hashes if hashes.is_ready else late).by_name()

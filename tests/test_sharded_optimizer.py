@@ -1,0 +1,504 @@
+"""One digest, and one state, for any number of workers, with the optimizer sharded or not."""
+
+import copy
+import math
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, strategies as st
+from torch import nn, optim
+from torch.optim import SGD, Adagrad, Adam, AdamW
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import samestep
+from samestep import (
+    ConfigError,
+    DisagreementError,
+    Job,
+    LostWorkerError,
+    ShardedOptimizer,
+    Towers,
+    UsageError,
+)
+from samestep.towers.shares import cut
+
+from .simulation import Faults, simulate, values
+
+ALONE = Job(torch.device("cpu"))
+
+
+class Net(nn.Module):
+    """Shapes that cuts meet: channels_last, 0-dim, empty, small, unused, frozen."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(3)
+        self.conv = nn.Conv2d(2, 17, 3).to(memory_format=torch.channels_last)
+        self.first, self.second = nn.Linear(17 * 4, 33), nn.Linear(33, 5)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.unused = nn.Linear(9, 11)
+        self.frozen = nn.Linear(33, 33).requires_grad_(False)
+        self.to(dtype)
+
+    def forward(self, x):
+        hidden = self.first(self.conv(x).flatten(1)).tanh()
+        return self.second(self.frozen(hidden)) * self.scale + self.empty.sum()
+
+
+def batch_of(step, rows=11, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(rows, 2, 4, 4, generator=generator).to(dtype)
+    return {"x": x, "y": torch.randint(5, (rows,), generator=generator)}
+
+
+def loss_of(model, batch):
+    return F.cross_entropy(model(batch["x"]).float(), batch["y"])
+
+
+def take_step(towers, step, dtype=torch.float32):
+    for tower in towers(batch_of(step, 11 if step < 2 else 5, dtype)):
+        tower.backward(loss_of(towers.model, tower.batch))
+    return towers.average()
+
+
+def groups_of(model):
+    """Two groups, in neither of which all shapes are."""
+    named = dict(model.named_parameters())
+    weights = [p for name, p in named.items() if p.ndim > 1]
+    return [
+        {"params": weights, "lr": 0.03},
+        {"params": [p for p in named.values() if p.ndim < 2]},
+    ]
+
+
+def matrices_of(model):
+    return [parameter for parameter in model.parameters() if parameter.ndim == 2 and parameter.numel()]
+
+
+def make(towers, kind, *, sharded, params, **settings):
+    return ShardedOptimizer(towers, kind, params, **settings) if sharded else kind(params, **settings)
+
+
+def bare_loop(job, kind, settings, *, sharded, dtype=torch.float32, params=groups_of):
+    """Steps with a schedule and a short last batch, and a layer thawed on the way."""
+    model = Net(dtype)
+    towers = Towers(model, 7, job=job)
+    optimizer = make(towers, kind, sharded=sharded, params=params(model), **settings)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for step in range(4):
+        if step == 2:
+            model.frozen.requires_grad_(True)
+        take_step(towers, step, dtype)
+        optimizer.step()
+        schedule.step()
+    return samestep.digest(model), optimizer.state_dict(), held(optimizer)
+
+
+def held(optimizer):
+    tensors = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]
+    return sum(t.nbytes for t in tensors if t.ndim)
+
+
+def same(first, second):
+    """Whether two nests have the same types, bits and memory formats."""
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, torch.Tensor):
+        alike = (first.dtype, first.shape, first.stride()) == (second.dtype, second.shape, second.stride())
+        return alike and torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(same, first, second))
+    return first == second
+
+
+OPTIMIZERS = [
+    (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    (SGD, {"lr": 0.1, "fused": True}),
+    (Adam, {"lr": 0.01, "amsgrad": True, "foreach": True}),
+    (AdamW, {"lr": 0.01}),
+    (AdamW, {"lr": 0.01, "fused": True, "maximize": True}),
+    (optim.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True}),
+    (Adagrad, {"lr": 0.01}),
+    (optim.NAdam, {"lr": 0.01, "foreach": True}),
+    (optim.RAdam, {"lr": 0.01}),
+    (optim.Adamax, {"lr": 0.01}),
+    (optim.Adadelta, {"lr": 0.1}),
+    (optim.ASGD, {"lr": 0.1}),
+    (optim.Rprop, {"lr": 0.01}),
+]
+
+
+def check_alike(kind, settings, all_num_workers=(1, 2, 3, 4), **options):
+    digest, state, num_bytes = bare_loop(ALONE, kind, settings, sharded=False, **options)
+    for num_workers in all_num_workers:
+        found = values(lambda job: bare_loop(job, kind, settings, sharded=True, **options), num_workers)
+        for own_digest, own_state, _ in found:
+            assert own_digest == digest
+            assert same(own_state, state)
+        assert sum(own for _, _, own in found) == num_bytes
+
+
+@pytest.mark.parametrize(("kind", "settings"), OPTIMIZERS, ids=lambda each: getattr(each, "__name__", ""))
+def test_weights_and_state_are_those_of_the_plain_optimizer(kind, settings):
+    check_alike(kind, settings, (1, 2, 3, 4) if settings == {"lr": 0.01} and kind is AdamW else (3,))
+
+
+@pytest.mark.parametrize("settings", [{"momentum": 0.9}, {"fused": True}], ids=["loop", "fused"])
+@pytest.mark.parametrize("kind", [SGD, AdamW], ids=["SGD", "AdamW"])
+def test_and_in_half_precision(kind, settings):
+    settings = {"lr": 0.1, **(settings if kind is SGD else {"fused": "fused" in settings})}
+    check_alike(kind, settings, (3,), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", [optim.Muon, optim.Adafactor], ids=["Muon", "Adafactor"])
+def test_other_optimizers_update_whole_parameters(kind):
+    check_alike(kind, {"lr": 0.01}, (2, 3), params=matrices_of)
+
+
+class Clipping(SGD):
+    """Clips by the norm of all gradients, as some of LAMB do."""
+
+    def step(self, closure=None):
+        torch.nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], 1.0)
+        return super().step(closure)
+
+
+class Noisy(SGD):
+    """Draws random numbers, as for stochastic rounding."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(torch.rand_like(parameter))
+
+
+class Counting(SGD):
+    """Keeps something beside its parameters."""
+
+    def step(self, closure=None):
+        self.state["all"]["step"] = 1
+        return super().step(closure)
+
+
+class Own(SGD):
+    def state_dict(self):
+        return {**super().state_dict(), "own": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        (Clipping, {"lr": 0.1}, "Clipping cannot be sharded: what it does to a parameter depends on others"),
+        (Noisy, {"lr": 0.1}, "Noisy cannot be sharded: what it does to a parameter depends on others"),
+        (Counting, {"lr": 0.1}, "Counting cannot be sharded: it keeps more than something for each"),
+        (Own, {"lr": 0.1}, "Own cannot be sharded: it keeps more than something for each"),
+        (optim.LBFGS, {"lr": 0.1}, r"LBFGS cannot be sharded: .* missing 1 required positional argument"),
+        (AdamW, {"differentiable": True}, "differentiable = True: no gradient flows"),
+        (torch.optim, {}, "optimizer_class = <module .*>: expected a class, such as torch.optim.AdamW"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused(kind, settings, message):
+    towers = Towers(nn.Linear(2, 2), 2)
+    with pytest.raises(ConfigError, match=message):
+        ShardedOptimizer(towers, kind, **settings)
+
+
+def test_a_derived_class_is_not_taken_for_elementwise():
+    class Derived(AdamW):
+        pass
+
+    def most(job, kind):
+        towers = Towers(nn.Linear(64, 10), 2, job=job)
+        optimizer = ShardedOptimizer(towers, kind, lr=0.1)
+        return [len(shares) for shares in optimizer._shares]
+
+    assert values(lambda job: most(job, Derived), 2) == [[1, 1]] * 2
+    assert values(lambda job: most(job, AdamW), 2) == [[2, 1]] * 2
+
+
+def test_on_several_threads_kernels_cut_tensors_themselves():
+    def num_shares(job):
+        towers = Towers(nn.Linear(64, 10), 2, job=replace(job, threads=2))
+        return [len(shares) for shares in ShardedOptimizer(towers, AdamW)._shares]
+
+    assert values(num_shares, 2) == [[1, 1]] * 2
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, 5])
+def test_each_worker_keeps_its_part_of_the_state(num_workers):
+    def work(job, **options):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(200, 100), nn.Linear(100, 30), nn.Linear(30, 7))
+        towers = Towers(model, 5, job=job)
+        optimizer = make(towers, AdamW, params=model.parameters(), **options)
+        for tower in towers(torch.randn(10, 200)):
+            tower.backward(model(tower.batch).square().mean())
+        towers.average()
+        optimizer.step()
+        return held(optimizer)
+
+    whole = work(ALONE, sharded=False)
+    parts = values(lambda job: work(job, sharded=True), num_workers)
+    assert sum(parts) == whole
+    assert max(parts) <= whole / num_workers + 2 * 4 * 64  # two moments, float32, a cut at 64 elements
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=6), st.integers(1, 9))
+def test_each_element_is_one_worker_s(sizes, num_workers):
+    parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
+    for parameter, shares in zip(parameters, cut(parameters, num_workers), strict=True):
+        assert [n for share in shares for n in share.elements] == list(range(parameter.numel()))
+        assert shares
+        assert all(share.elements.start % 64 == 0 for share in shares)
+        assert len({share.worker for share in shares}) == len(shares)
+
+
+# ---- what users do beside it -----------------------------------------------------------------------------
+
+
+def embedding_loop(job, kind, settings, *, sharded):
+    torch.manual_seed(0)
+    embedding, head = nn.Embedding(40, 8, sparse=True), nn.Linear(8, 30)
+    model = nn.Sequential(embedding, head)
+    towers = Towers(model, 5, job=job)
+    params = [embedding.weight] if kind is optim.SparseAdam else model.parameters()
+    optimizer = make(towers, kind, sharded=sharded, params=params, **settings)
+    for step in range(3):
+        rows = torch.randint(40, (12,), generator=torch.Generator().manual_seed(step))
+        for tower in towers(rows):
+            tower.backward(model(tower.batch).square().mean())
+        towers.average()
+        assert embedding.weight.grad.is_sparse
+        optimizer.step()
+    return samestep.digest(model)
+
+
+@pytest.mark.parametrize("kind", [SGD, Adagrad, optim.SparseAdam], ids=["SGD", "Adagrad", "SparseAdam"])
+def test_sparse_gradients(kind):
+    plain = embedding_loop(ALONE, kind, {"lr": 0.1}, sharded=False)
+    for num_workers in (1, 2, 3):
+        found = values(lambda job: embedding_loop(job, kind, {"lr": 0.1}, sharded=True), num_workers)
+        assert found == [plain] * num_workers
+
+
+def scaled_loop(job, *, sharded, fused):
+    """A loop with a `GradScaler`, whose scale overflows on the way."""
+    model = Net()
+    towers = Towers(model, 5, job=job)
+    optimizer = make(towers, AdamW, sharded=sharded, params=model.parameters(), lr=0.01, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1000.0, growth_interval=2)
+    for step in range(4):
+        batch = batch_of(step)
+        if step == 1:
+            batch["x"][3] = math.inf
+        for tower in towers(batch, scaler=scaler):
+            tower.backward(loss_of(model, tower.batch))
+        towers.average()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert scaler.get_scale() != 1000.0
+    return samestep.digest(model), optimizer.state_dict()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_skips_steps_and_fused_optimizers_unscale_themselves(fused):
+    digest, state = scaled_loop(ALONE, sharded=False, fused=fused)
+    for own_digest, own_state in values(lambda job: scaled_loop(job, sharded=True, fused=fused), 3):
+        assert own_digest == digest
+        assert same(own_state, state)
+
+
+def test_layers_may_be_added():
+    def work(job, *, sharded):
+        model = Net()
+        towers = Towers(model, 5, job=job)
+        optimizer = make(towers, AdamW, sharded=sharded, params=model.parameters(), lr=0.01)
+        take_step(towers, 0)
+        optimizer.step()
+        model.frozen = nn.Sequential(model.frozen, nn.Linear(33, 33))
+        optimizer.add_param_group({"params": model.frozen[1].parameters(), "lr": 0.1})
+        for step in (1, 2):
+            take_step(towers, step)
+            optimizer.step()
+        return samestep.digest(model), optimizer.state_dict()
+
+    torch.manual_seed(5)  # what the layer is made of, which worker 0 shares
+    digest, state = work(ALONE, sharded=False)
+    torch.manual_seed(5)
+    for own_digest, own_state in values(lambda job: work(job, sharded=True), 3):
+        assert own_digest == digest
+        assert same(own_state, state)
+
+
+def test_closures_hooks_and_names_are_as_users_know():
+    model = nn.Linear(2, 1)
+    towers = Towers(model, 2)
+    optimizer = ShardedOptimizer(towers, AdamW, model.named_parameters(), lr=0.1)
+    calls = []
+    handle = register_optimizer_step_post_hook(lambda optimizer, *_: calls.append(type(optimizer)))
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "mine": 1})
+
+    def closure():
+        assert torch.is_grad_enabled()
+        for tower in towers(torch.ones(4, 2)):
+            tower.backward(model(tower.batch).square().mean())
+        return towers.average().loss
+
+    assert optimizer.step(closure) > 0
+    handle.remove()
+    assert calls == ["pre", "post", ShardedOptimizer]
+    state = optimizer.state_dict()
+    assert state["mine"] == 1
+    assert state["param_groups"][0]["param_names"] == ["weight", "bias"]
+    assert repr(optimizer).startswith("ShardedOptimizer of AdamW (\nParameter Group 0")
+    assert optimizer.defaults["lr"] == 0.1
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(UsageError, match="cannot be copied or pickled"):
+            copied(optimizer)
+
+
+def test_a_step_without_an_average():
+    model = nn.Linear(2, 1)
+    optimizer = ShardedOptimizer(Towers(model, 2), AdamW, lr=0.1)
+    optimizer.step()  # nothing has a gradient, as where a schedule is made before the first step
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(UsageError, match=r"shape \[1, 2\] has a gradient that is no average over all towers"):
+        optimizer.step()
+
+
+def test_a_parameter_of_another_format_is_named():
+    model = nn.Conv2d(4, 4, 3)
+    towers = Towers(model, 2)
+    optimizer = ShardedOptimizer(towers, AdamW, lr=0.1)
+    model.to(memory_format=torch.channels_last)
+    with pytest.raises(UsageError, match=r"\[4, 4, 3, 3\], strides .* make the ShardedOptimizer after that"):
+        optimizer.step()
+
+
+def test_parameters_may_move():
+    def work(job, *, sharded):
+        model = Net()
+        towers = Towers(model, 5, job=job)
+        optimizer = make(towers, AdamW, sharded=sharded, params=model.parameters(), lr=0.01)
+        for step in range(3):
+            for parameter in model.parameters():
+                parameter.data = parameter.data.clone()
+            take_step(towers, step)
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone(memory_format=torch.contiguous_format)
+            optimizer.step()
+        return samestep.digest(model)
+
+    assert values(lambda job: work(job, sharded=True), 3) == [work(ALONE, sharded=False)] * 3
+
+
+# ---- what goes wrong on one worker -----------------------------------------------------------------------
+
+
+def failing(job, what):
+    model = Net()
+    towers = Towers(model, 5, job=job)
+    optimizer = ShardedOptimizer(towers, AdamW, lr=0.01)
+    for step in range(40):
+        take_step(towers, step)
+        if step == 2 and job.rank == 1:
+            what(optimizer)
+        optimizer.step()
+
+
+def raises(optimizer):
+    def step():
+        raise RuntimeError("out of memory")
+
+    optimizer._step_inner = step
+
+
+def another_rate(optimizer):
+    optimizer.param_groups[0]["lr"] = 0.5
+
+
+def interrupts(optimizer):
+    def step():
+        raise KeyboardInterrupt
+
+    optimizer._step_inner = step
+
+
+@pytest.mark.parametrize(
+    ("what", "own", "others"),
+    [
+        (
+            raises,
+            "RuntimeError: out of memory",
+            "step 2, the update: worker 1 failed: RuntimeError: out of memory",
+        ),
+        (
+            another_rate,
+            *["step 2, the update: worker 1 has lr of parameter group 0 = 0.5, the others have 0.01"] * 2,
+        ),
+        (interrupts, "KeyboardInterrupt", "LostWorkerError"),
+    ],
+    ids=["raises", "another rate", "interrupts"],
+)
+def test_all_hear_of_it(what, own, others):
+    for seed in range(4):
+        outcomes = simulate(lambda job: failing(job, what), 3, seed)
+        for rank, outcome in enumerate(outcomes):
+            assert (own if rank == 1 else others) in outcome.text
+
+
+def test_gradients_that_have_come_apart_are_found():
+    def change(optimizer):
+        def work(*_):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(1.001)
+
+        optimizer.register_step_pre_hook(work)
+
+    for outcome in simulate(lambda job: failing(job, change), 3):
+        assert isinstance(outcome.error, DisagreementError)
+        assert "worker 1 has hash of the gradient of" in outcome.text
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_worker_that_is_killed_is_named(rank):
+    for event in range(12, 40, 3):
+        outcomes = simulate(lambda job: failing(job, id), 3, event, Faults(killed={rank: event}))
+        for other, outcome in enumerate(outcomes):
+            if other != rank:
+                assert isinstance(outcome.error, LostWorkerError)
+
+
+def test_one_that_makes_another_is_found():
+    def work(job):
+        towers = Towers(nn.Linear(2, 2), 3, job=job)
+        ShardedOptimizer(towers, AdamW, lr=0.1 + (job.rank == 1))
+
+    for outcome in simulate(work, 3):
+        assert (
+            "ShardedOptimizer: worker 1 has lr of parameter group 0 = 1.1, the others have 0.1"
+            in outcome.text
+        )
+
+
+def test_one_that_cannot_make_it_tells_the_others():
+    def work(job):
+        towers = Towers(nn.Linear(2, 2), 3, job=job)
+        ShardedOptimizer(towers, AdamW, lr=-1 if job.rank == 1 else 0.1)
+
+    texts = [outcome.text for outcome in simulate(work, 3)]
+    assert "worker 1 failed: ValueError: Invalid learning rate: -1" in texts[0]
+    assert texts[1] == "ValueError: Invalid learning rate: -1"
