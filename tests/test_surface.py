@@ -10,9 +10,8 @@ import samestep
 from samestep import errors
 
 PUBLIC = {
-    "BatchedDataset", "CheckResult", "Job", "LocalBatch", "Manifest", "Placement", "Report", "ShardedOptimizer",
-    "Step",
-    "StreamLoader", "Tower", "TowerLoader", "Towers", "Whole",
+    "BatchedDataset", "CheckResult", "Job", "LocalBatch", "Manifest", "Placement", "Report",
+    "ShardedOptimizer", "Step", "StreamLoader", "Tower", "TowerLoader", "Towers", "Whole",
     "Callback", "Elastic", "Evaluation", "Logger", "Settings", "TensorBoard", "Trainer", "TrainingResult",
     "WandB", "launch",
     "AbandonedError", "BatchError", "BufferPolicyError", "ConfigError", "DamagedError", "DataError",

@@ -23,6 +23,7 @@ from torch.optim import (
     RAdam,
     RMSprop,
     Rprop,
+    SparseAdam,
 )
 
 from samestep.errors import ConfigError, DisagreementError, UsageError, shown
@@ -113,7 +114,7 @@ class ShardedOptimizer(Optimizer):
             raise ConfigError(f"optimizer_class = {shown(made)}: expected a class, such as torch.optim.AdamW")
         super().__init__(params, {})
         groups = self._share_out(self.param_groups)
-        if made not in _ELEMENTWISE:
+        if made not in (*_ELEMENTWISE, SparseAdam):  # which takes no dense gradients
             check_separable(made, groups, defaults, self._towers.job.device)
         self._inner = made(groups, **defaults)
         self.defaults = self._inner.defaults
