@@ -36,12 +36,12 @@ class Net(nn.Module):
     def __init__(self, dtype=torch.float32):
         super().__init__()
         torch.manual_seed(3)
-        self.conv = nn.Conv2d(2, 17, 3).to(memory_format=torch.channels_last)
-        self.first, self.second = nn.Linear(17 * 4, 33), nn.Linear(33, 5)
+        self.frozen = nn.Linear(33, 33).requires_grad_(False)
+        self.conv = nn.Conv2d(16, 33, 3).to(memory_format=torch.channels_last)
+        self.first, self.second = nn.Linear(33 * 4, 33), nn.Linear(33, 5)
         self.scale = nn.Parameter(torch.ones(()))
         self.empty = nn.Parameter(torch.zeros(0, 3))
         self.unused = nn.Linear(9, 11)
-        self.frozen = nn.Linear(33, 33).requires_grad_(False)
         self.to(dtype)
 
     def forward(self, x):
@@ -51,7 +51,7 @@ class Net(nn.Module):
 
 def batch_of(step, rows=11, dtype=torch.float32):
     generator = torch.Generator().manual_seed(step)
-    x = torch.randn(rows, 2, 4, 4, generator=generator).to(dtype)
+    x = torch.randn(rows, 16, 4, 4, generator=generator).to(dtype)
     return {"x": x, "y": torch.randint(5, (rows,), generator=generator)}
 
 
@@ -231,6 +231,14 @@ def test_on_several_threads_kernels_cut_tensors_themselves():
     assert values(num_shares, 2) == [[1, 1]] * 2
 
 
+def test_each_frozen_parameter_is_cut_as_it_may_be_trained_alone():
+    def num_shares(job):
+        model = nn.Sequential(*(nn.Linear(16, 16, bias=False).requires_grad_(n == 0) for n in range(3)))
+        return [len(shares) for shares in ShardedOptimizer(Towers(model, 4, job=job), AdamW)._shares]
+
+    assert values(num_shares, 4) == [[4, 4, 4]] * 4
+
+
 @pytest.mark.parametrize("num_workers", [2, 3, 5])
 def test_each_worker_keeps_its_part_of_the_state(num_workers):
     def work(job, **options):
@@ -316,6 +324,23 @@ def test_a_scaler_skips_steps_and_fused_optimizers_unscale_themselves(fused):
         assert same(own_state, state)
 
 
+def test_a_state_of_another_memory_format_is_loaded():
+    def work(job):
+        towers = Towers(Net(), 5, job=job)
+        optimizer = ShardedOptimizer(towers, AdamW, lr=0.01)
+        take_step(towers, 0)
+        optimizer.step()
+        state = optimizer.state_dict()
+        moments = [entry["exp_avg"] for entry in state["state"].values()]
+        for entry, moment in zip(state["state"].values(), moments, strict=True):
+            entry["exp_avg"] = moment.contiguous()
+        optimizer.load_state_dict(state)
+        loaded = [entry["exp_avg"] for entry in optimizer.state_dict()["state"].values()]
+        return all(map(torch.equal, loaded, moments))
+
+    assert values(work, 2) == [True] * 2
+
+
 def test_layers_may_be_added():
     def work(job, *, sharded):
         model = Net()
@@ -383,6 +408,20 @@ def test_a_parameter_of_another_format_is_named():
     model.to(memory_format=torch.channels_last)
     with pytest.raises(UsageError, match=r"\[4, 4, 3, 3\], strides .* make the ShardedOptimizer after that"):
         optimizer.step()
+
+
+def test_a_graph_from_before_the_step_is_found_out():
+    def versions(job):
+        model = Net()
+        towers = Towers(model, 5, job=job)
+        optimizer = ShardedOptimizer(towers, SGD, lr=0.01)
+        take_step(towers, 0)
+        before = [p._version for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        after = [p._version for p in model.parameters() if p.grad is not None]
+        return all(new > old for new, old in zip(after, before, strict=True))
+
+    assert values(versions, 3) == [True] * 3
 
 
 def test_parameters_may_move():

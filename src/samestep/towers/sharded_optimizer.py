@@ -210,7 +210,7 @@ class ShardedOptimizer(Optimizer):
         if error is not None or any(not torch.equal(each, header) for each in headers):
             agree(job, words, where=where, error=error)
             raise DisagreementError(f"{where}: workers differ, and none of them can say in what")
-        increment_version([s.parameter for s in chain.from_iterable(update.sent) if s.worker != job.rank])
+        increment_version([p for p in update.parameters if p.grad is not None])  # their memory has changed
         return loss
 
     def _current_update(self) -> Update:

@@ -36,6 +36,7 @@ class Update:
         num_workers: W.
 
     Attributes:
+        parameters: those that are averaged, and in the optimizer.
         sent: what each worker sends: its shares of those parameters, so that it does not depend on gradients.
     """
 
@@ -55,8 +56,8 @@ class Update:
         ]
         self._others = [each[0].parameter for each in shares if id(each[0].parameter) not in known]
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        own = {id(each): each for each in (share.parameter for share in trained)}
-        self._places = [_Gradient(names.get(key, "a parameter"), each) for key, each in own.items()]
+        self.parameters = list({id(share.parameter): share.parameter for share in trained}.values())
+        self._places = [_Gradient(names[id(each)], each) for each in self.parameters]
         self._hashed: list[_Gradient] = []
         self._late = Hashes()
 
