@@ -3,7 +3,6 @@
 import copy
 import math
 import pickle
-from dataclasses import replace
 
 import pytest
 import torch
@@ -225,9 +224,10 @@ def test_a_derived_class_is_not_taken_for_elementwise():
 
 def test_on_several_threads_kernels_cut_tensors_themselves():
     def num_shares(job):
-        towers = Towers(nn.Linear(64, 10), 2, job=replace(job, threads=2))
+        towers = Towers(nn.Linear(64, 10), 2, job=job)
         return [len(shares) for shares in ShardedOptimizer(towers, AdamW)._shares]
 
+    torch.set_num_threads(2)
     assert values(num_shares, 2) == [[1, 1]] * 2
 
 
@@ -401,6 +401,35 @@ def test_a_step_without_an_average():
         optimizer.step()
 
 
+def test_parameters_that_were_put_into_a_group_by_hand():
+    model = nn.Linear(2, 1)
+    optimizer = ShardedOptimizer(Towers(model, 2), AdamW, [model.weight], lr=0.1)
+    optimizer.param_groups[0]["params"].append(model.bias)
+    with pytest.raises(
+        UsageError, match="param_groups have 2 parameters, of which 1 are shared out: add others"
+    ):
+        optimizer.step()
+
+
+def test_two_optimizers_for_one_average():
+    def work(job, *, sharded):
+        model = Net()
+        towers = Towers(model, 5, job=job)
+        matrices = matrices_of(model)
+        rest = [p for p in model.parameters() if all(p is not each for each in matrices)]
+        optimizers = [
+            make(towers, optim.Muon, sharded=sharded, params=matrices, lr=0.01),
+            make(towers, AdamW, sharded=sharded, params=rest, lr=0.01),
+        ]
+        for step in range(3):
+            take_step(towers, step)
+            for optimizer in optimizers:
+                optimizer.step()
+        return samestep.digest(model)
+
+    assert values(lambda job: work(job, sharded=True), 3) == [work(ALONE, sharded=False)] * 3
+
+
 def test_a_parameter_of_another_format_is_named():
     model = nn.Conv2d(4, 4, 3)
     towers = Towers(model, 2)
@@ -531,6 +560,16 @@ def test_one_that_makes_another_is_found():
             "ShardedOptimizer: worker 1 has lr of parameter group 0 = 1.1, the others have 0.1"
             in outcome.text
         )
+
+
+def test_one_that_has_them_in_another_order_is_found():
+    def work(job):
+        model = nn.Linear(2, 2), nn.Linear(2, 2)
+        towers = Towers(nn.Sequential(*model), 3, job=job)
+        ShardedOptimizer(towers, AdamW, [each.weight for each in model[:: -1 if job.rank == 2 else 1]])
+
+    for outcome in simulate(work, 3):
+        assert "worker 2 has parameters[0] = 1.weight [2, 2] strides" in outcome.text
 
 
 def test_one_that_cannot_make_it_tells_the_others():

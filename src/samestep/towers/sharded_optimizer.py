@@ -131,9 +131,14 @@ class ShardedOptimizer(Optimizer):
         """Raise on all workers where one has met an error, or has something else than the others."""
         must_match: dict[str, Any] = {}
         if error is None:
+            names = {id(p): name for name, p in self._towers._root.named_parameters()}
             parameters = [shares[0].parameter for shares in self._shares]
-            must_match = {"optimizer": self.optimizer_class.__name__}
-            must_match["parameters"] = [f"{list(p.shape)} {p.dtype}" for p in parameters]
+            must_match = {"optimizer": self.optimizer_class.__name__, "CPU threads": torch.get_num_threads()}
+            must_match["parameters"] = [
+                f"{names.get(id(p), 'one that is not of the model')} {list(p.shape)} strides {p.stride()} "
+                f"{p.dtype}{'' if p.requires_grad else ', frozen'}"
+                for p in parameters
+            ]
             must_match |= {name: repr(value) for name, value in settings_of(self).items()}
         agree(self._towers.job, must_match, where=where, error=error)
 
@@ -152,7 +157,9 @@ class ShardedOptimizer(Optimizer):
     def _divide(self, parameters: Sequence[Tensor]) -> dict[int, list[Share]]:
         """Return the shares of each parameter, by its id."""
         job = self._towers.job
-        is_cut = self.optimizer_class in _ELEMENTWISE and (job.device.type != "cpu" or job.threads == 1)
+        is_cut = self.optimizer_class in _ELEMENTWISE and (
+            job.device.type != "cpu" or torch.get_num_threads() == 1
+        )
         sparse = self._towers._replica.sparse_parameters()
         pieces = [p for p in parameters if is_cut and id(p) not in sparse]
         whole = [p for p in parameters if not is_cut or id(p) in sparse]
@@ -228,6 +235,12 @@ class ShardedOptimizer(Optimizer):
         """
         words: dict[str, Any] = {}
         try:
+            num_parameters = sum(len(group["params"]) for group in self.param_groups)
+            if num_parameters != len(self._shares):
+                raise UsageError(
+                    f"param_groups have {num_parameters} parameters, of which {len(self._shares)} are shared "
+                    "out: add others by add_param_group()"
+                )
             update.look()
             if self._towers.job.world_size > 1:
                 words |= {name: repr(value) for name, value in settings_of(self).items()}
