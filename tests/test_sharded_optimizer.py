@@ -1,8 +1,10 @@
 """One digest, and one state, for any number of workers, with the optimizer sharded or not."""
 
 import copy
+import doctest
 import math
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -580,3 +582,10 @@ def test_one_that_cannot_make_it_tells_the_others():
     texts = [outcome.text for outcome in simulate(work, 3)]
     assert "worker 1 failed: ValueError: Invalid learning rate: -1" in texts[0]
     assert texts[1] == "ValueError: Invalid learning rate: -1"
+
+
+def test_its_page():
+    page = Path(__file__).parents[1] / "docs" / "sharded_optimizer.md"
+    found = doctest.testfile(str(page), module_relative=False)
+    assert found.attempted > 0
+    assert found.failed == 0
