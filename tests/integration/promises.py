@@ -256,6 +256,25 @@ def clipping_acts_once_on_the_average(job: samestep.Job) -> str:
 
 
 @promise
+def a_sharded_optimizer_changes_no_result(job: samestep.Job) -> str:
+    digests = []
+    torch.manual_seed(0)
+    first = net(nn.Linear(9, 90), nn.Linear(90, 9))
+    for is_sharded in (False, True):
+        model = copy.deepcopy(first)
+        towers = samestep.Towers(model, T, job=job)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        if is_sharded:
+            optimizer = samestep.ShardedOptimizer(towers, torch.optim.AdamW, lr=0.1)
+        step = samestep.Step(towers, mean_loss, optimizer, clip_norm=0.05)
+        for count in (17, 11, 4):
+            step(rows(count))
+        digests.append(samestep.digest(model))
+    assert digests[0] == digests[1]
+    return digests[1]
+
+
+@promise
 def schedule_and_average_move_once_a_step(job: samestep.Job) -> list[float]:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
