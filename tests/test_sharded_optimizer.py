@@ -150,6 +150,13 @@ def test_weights_and_state_are_those_of_the_plain_optimizer(kind, settings):
     check_alike(kind, settings, (1, 2, 3, 4) if settings == {"lr": 0.01} and kind is AdamW else (3,))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("kind", "settings"), OPTIMIZERS, ids=lambda each: getattr(each, "__name__", ""))
+def test_on_each_number_of_workers_and_in_each_precision(kind, settings, dtype):
+    check_alike(kind, settings, dtype=dtype)
+
+
 @pytest.mark.parametrize("settings", [{"momentum": 0.9}, {"fused": True}], ids=["loop", "fused"])
 @pytest.mark.parametrize("kind", [SGD, AdamW], ids=["SGD", "AdamW"])
 def test_and_in_half_precision(kind, settings):

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from samestep.app.evaluation import Evaluation
@@ -29,6 +30,7 @@ from samestep.recipes.lm.model import GPT, Sizes
 from samestep.recipes.lm.sample import Sample
 from samestep.recipes.lm.settings import LmSettings
 from samestep.streams import stream_seed
+from samestep.towers.sharded_optimizer import ShardedOptimizer
 from samestep.towers.step import Step
 from samestep.towers.towers import Towers
 from samestep.workers.agreement import agree
@@ -78,7 +80,8 @@ def _make_step(settings: LmSettings, job: Job) -> Step:
         model.compile(dynamic=False)  # for each shape by itself: the same code on every placement
     towers = Towers(model, settings.towers, job=job, seed=settings.seed, placement=settings.placement)
     groups = groups_of(model, settings)
-    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=True)
+    make = partial(ShardedOptimizer, towers, AdamW) if settings.shard_optimizer else AdamW
+    optimizer = make(groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=True)
     return Step(
         towers,
         loss_of,

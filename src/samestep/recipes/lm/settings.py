@@ -60,11 +60,13 @@ class LmSettings(Settings):
     """Clip the gradient to this 2-norm."""
     compile: bool = False
     """Compile the model with torch.compile; the result has other last bits."""
+    shard_optimizer: bool = False
+    """Keep the optimizer's state in shares, one a worker; a worker that is lost then ends the run."""
     sample: Annotated[int, Range(0, 10**6)] = 400
     """Bytes of text to draw from the model at the end; only where tokens are bytes."""
 
     recipe: ClassVar[str] = "lm"
-    free: ClassVar[frozenset[str]] = Settings.free | {"data_dir", "sample"}
+    free: ClassVar[frozenset[str]] = Settings.free | {"data_dir", "sample", "shard_optimizer"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
