@@ -3,31 +3,32 @@
     python benchmarks/sharded_optimizer.py [--rounds 30]
 
 All train the same model on the same global batch with the same workers (one per core, 1 thread each). A round
-times one block of steps of each, in another order each time; reported are the medians, the quartiles of the
-rounds' ratios, and how many bytes of the optimizer's state each worker keeps.
+times one block of steps of each, in turn forwards and backwards; reported are the medians, the quartiles of
+the rounds' ratios, and how many bytes of the optimizer's state each worker keeps.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 import samestep
 from samestep.app.doctor.measure import accumulating
-from step import MODELS, Batch, loss_of, on_all_cores, seconds
+from step import SUBJECTS, Batch, Step, Subject, loss_of, on_all_cores, seconds, timed
 
-Made = tuple[Callable[[Batch], None], Optimizer]
+Made = tuple[Step, Optimizer]
 
 
-def ours(model: nn.Module, num_towers: int, job: samestep.Job, *, sharded: bool) -> Made:
+def ours(subject: Subject, num_towers: int, job: samestep.Job, *, sharded: bool) -> Made:
     """Return one step of samestep, a function of the global batch, and its optimizer."""
+    model = subject.build()
     towers = samestep.Towers(model, num_towers, job=job)
     optimizer: Optimizer = AdamW(model.parameters(), lr=1e-4)
     if sharded:
@@ -42,52 +43,49 @@ def ours(model: nn.Module, num_towers: int, job: samestep.Job, *, sharded: bool)
     return step, optimizer
 
 
-def theirs(model: nn.Module, num_towers: int, job: samestep.Job) -> Made:
+def theirs(subject: Subject, num_towers: int, job: samestep.Job, *, has_views: bool) -> Made:
     """Return one step of DistributedDataParallel, accumulating under `no_sync`, and its optimizer."""
-    replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    # Without `parameters_as_bucket_view`, which is slower here.
-    optimizer = ZeroRedundancyOptimizer(replica.parameters(), AdamW, lr=1e-4)
+    replica = DistributedDataParallel(subject.build(), gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(
+        replica.parameters(), AdamW, parameters_as_bucket_view=has_views, lr=1e-4
+    )
     return accumulating(replica, optimizer, loss_of, num_towers, job), optimizer
 
 
-def state_bytes(optimizer: Optimizer) -> int:
-    """Return how many bytes of state this worker keeps."""
+def state_bytes(optimizer: Optimizer, job: samestep.Job) -> list[int]:
+    """Return how many bytes of state each worker keeps."""
     local = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
     entries = [entry for kept in local.state.values() for entry in kept.values()]
-    return sum(entry.nbytes for entry in entries if isinstance(entry, Tensor))
+    found = [0] * job.world_size
+    own = sum(entry.nbytes for entry in entries if isinstance(entry, Tensor))
+    torch.distributed.all_gather_object(found, own)
+    return found
 
 
 def compare(name: str, towers_per_worker: int, rounds: int, job: samestep.Job) -> list[str]:
     """Return the rows of one model."""
-    build, shape, rows = MODELS[name]
+    subject, num_towers = SUBJECTS[name], job.world_size * towers_per_worker
     torch.manual_seed(0)
-    num_towers = job.world_size * towers_per_worker
-    batch = (torch.randn(rows * num_towers, *shape), torch.randint(0, 10, (rows * num_towers,)))
-    all_made = {
-        "sharded": ours(build(), num_towers, job, sharded=True),
-        "unsharded": ours(build(), num_towers, job, sharded=False),
-        "DDP, ZeroRedundancyOptimizer": theirs(build(), num_towers, job),
+    batch = subject.batch(subject.rows * num_towers)
+    all_made: Mapping[str, Made] = {
+        "sharded": ours(subject, num_towers, job, sharded=True),
+        "unsharded": ours(subject, num_towers, job, sharded=False),
+        "DDP and ZeRO": theirs(subject, num_towers, job, has_views=False),
+        "DDP and ZeRO, views": theirs(subject, num_towers, job, has_views=True),
     }
     steps = [step for step, _ in all_made.values()]
-    count = torch.tensor(max(1, round(0.25 / seconds(steps[0], batch, 5, job))))
-    torch.distributed.broadcast(count, 0)
-    times: list[list[float]] = [[] for _ in steps]
-    for number in range(rounds + 2):
-        order = [(number + which) % len(steps) for which in range(len(steps))]
-        for which in order if number % 2 else reversed(order):
-            took = seconds(steps[which], batch, int(count), job)
-            if number >= 2:
-                times[which].append(took)
+    repeats = torch.tensor(max(1, round(0.25 / seconds(steps[0], batch, 5, job))))
+    torch.distributed.broadcast(repeats, 0)
+    times = timed(steps, batch, rounds, int(repeats), job)
     found = []
     for (kind, (_, optimizer)), own in zip(all_made.items(), times, strict=True):
-        kept: list[int] = [0] * job.world_size
-        torch.distributed.all_gather_object(kept, state_bytes(optimizer))
         ratios = [first / each for first, each in zip(times[0], own, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
+        kept = ", ".join(f"{each / 1e6:.2f}" for each in state_bytes(optimizer, job))
         found.append(
-            f"{name:8} T={num_towers:2} W={job.world_size}  {kind:28} {1e3 * statistics.median(own):7.2f} ms"
-            f"  sharded takes {middle:.3f} [{low:.3f}, {high:.3f}] of it"
-            f"  state {', '.join(f'{each / 1e6:.2f}' for each in kept)} MB  rounds={rounds}"
+            f"{name:11} T={num_towers:2} W={job.world_size}  {kind:19} {1e3 * statistics.median(own):7.2f} ms"
+            f"  sharded / this {middle:.3f} [{low:.3f}, {high:.3f}]  state {kept} MB"
+            f"  rounds={rounds} steps/round={int(repeats)}"
         )
     return found
 
@@ -96,14 +94,16 @@ def main() -> None:
     """Start one worker per core, or be one."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--only", default="")
     arguments = parser.parse_args()
     on_all_cores()
     job = samestep.init("cpu")
-    for name in MODELS:
+    for name in SUBJECTS:
         for towers_per_worker in (1, 4):
-            for row in compare(name, towers_per_worker, arguments.rounds, job):
-                if job.is_first:
-                    print(row, flush=True)
+            if arguments.only in f"{name}-{towers_per_worker}":
+                for row in compare(name, towers_per_worker, arguments.rounds, job):
+                    if job.is_first:
+                        print(row, flush=True)
     job.close()
 
 

@@ -211,9 +211,8 @@ class ShardedOptimizer(Optimizer):
             header = torch.tensor([error is not None, zlib.crc32(repr(words).encode())])
             headers = [torch.empty_like(header) for _ in range(job.world_size)]
             headers[job.rank] = header
-            pairs = zip(headers, update.sent, strict=True)
-            messages = [[each, *(share.memory for share in shares)] for each, shares in pairs]
-            post_to_all(job.transport, messages, where).wait()
+            contents = zip(headers, update.contents(job.transport), strict=True)
+            post_to_all(job.transport, [[each, *content] for each, content in contents], where).wait()
         if error is not None or any(not torch.equal(each, header) for each in headers):
             agree(job, words, where=where, error=error)
             raise DisagreementError(f"{where}: workers differ, and none of them can say in what")

@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+import torch
 from torch import Tensor, nn
 
 from samestep.buffers.weight_hash import Hashes, WeightHash
 from samestep.errors import UsageError
 from samestep.towers.shares import Share
+from samestep.workers.transport import Transport
 
 __all__ = ["Update"]
 
@@ -76,6 +78,16 @@ class Update:
                     "all towers: call towers.average() before optimizer.step(), and zero_grad() where others "
                     "leave one"
                 )
+
+    def contents(self, transport: Transport) -> list[list[Tensor]]:
+        """Return, as bytes, what each worker sends: in the parameters' memory, and a copy of ours."""
+        contents = [[share.memory for share in shares] for shares in self.sent]
+        own = contents[transport.rank]
+        if own and transport.world_size > 1:
+            memory = transport.empty(sum(map(len, own)), own[0])
+            torch.cat(own, out=memory)
+            contents[transport.rank] = list(memory.split(list(map(len, own))))
+        return contents
 
     def hashes(self, step: int) -> Mapping[str, int]:
         """Return hashes of a slice of the gradients, by name: on a GPU those of the step before."""
