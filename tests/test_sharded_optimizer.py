@@ -483,11 +483,11 @@ def test_parameters_may_move():
 # ---- what goes wrong on one worker -----------------------------------------------------------------------
 
 
-def failing(job, what):
+def failing(job, what, num_steps=6, lr=0.01):
     model = Net()
     towers = Towers(model, 5, job=job)
-    optimizer = ShardedOptimizer(towers, AdamW, lr=0.01)
-    for step in range(6):
+    optimizer = ShardedOptimizer(towers, AdamW, lr=copy.deepcopy(lr))
+    for step in range(num_steps):
         take_step(towers, step)
         if step == 2 and job.rank == 1:
             what(optimizer)
@@ -535,19 +535,28 @@ def test_all_hear_of_it(what, own, others):
             assert (own if rank == 1 else others) in outcome.text
 
 
-def test_gradients_that_have_come_apart_are_found():
+@pytest.mark.parametrize("is_gradient", [True, False])
+def test_gradients_and_weights_that_have_come_apart_are_found(is_gradient):
     def change(optimizer):
         def work(*_):
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(1.001)
+            for parameter in optimizer.param_groups[0]["params"]:
+                if parameter.grad is not None:
+                    (parameter.grad if is_gradient else parameter.data).mul_(1.001)
 
         optimizer.register_step_pre_hook(work)
 
-    for outcome in simulate(lambda job: failing(job, change), 3):
+    for outcome in simulate(lambda job: failing(job, change, 20), 3):
         assert isinstance(outcome.error, DisagreementError)
-        assert "worker 1 has hash of the gradient of" in outcome.text
+        assert "worker 1 has hash of " in outcome.text
+        assert ("hash of the gradient of" in outcome.text) == is_gradient
+
+
+def test_a_rate_that_is_a_tensor_is_compared():
+    def change(optimizer):
+        optimizer.param_groups[0]["lr"].mul_(2)
+
+    for outcome in simulate(lambda job: failing(job, change, lr=torch.tensor(0.01)), 2):
+        assert "has lr of parameter group 0 = tensor(0.0200)" in outcome.text
 
 
 @pytest.mark.parametrize("rank", range(3))

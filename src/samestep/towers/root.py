@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from samestep.errors import ConfigError
 
@@ -82,4 +82,5 @@ def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         for number, group in enumerate(optimizer.param_groups)
         for name, value in group.items()
         if isinstance(value, (bool, int, float, str, tuple, type(None)))
+        or (isinstance(value, Tensor) and value.is_cpu)
     }

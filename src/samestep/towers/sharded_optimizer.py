@@ -244,7 +244,7 @@ class ShardedOptimizer(Optimizer):
             if self._towers.job.world_size > 1:
                 words |= {name: repr(value) for name, value in settings_of(self).items()}
                 found = update.hashes(self._towers.step)
-                words |= {f"hash of the gradient of {name}": value for name, value in found.items()}
+                words |= {f"hash of {name}": value for name, value in found.items()}
             self._step_inner()
         except Exception as error:
             return words, error

@@ -18,14 +18,15 @@ __all__ = ["Update"]
 
 
 @dataclass(frozen=True)
-class _Gradient:
-    """The place of a parameter's gradient."""
+class _Place:
+    """Where a parameter is, or its gradient."""
 
     name: str
     parameter: Tensor
+    is_gradient: bool
 
     def get(self) -> Tensor | None:
-        return self.parameter.grad
+        return self.parameter.grad if self.is_gradient else self.parameter
 
 
 class Update:
@@ -59,8 +60,8 @@ class Update:
         self._others = [each[0].parameter for each in shares if id(each[0].parameter) not in known]
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.parameters = list({id(share.parameter): share.parameter for share in trained}.values())
-        self._places = [_Gradient(names[id(each)], each) for each in self.parameters]
-        self._hashed: list[_Gradient] = []
+        self._names = [names[id(each)] for each in self.parameters]
+        self._hashed: list[str] = []
         self._late = Hashes()
 
     def look(self) -> None:
@@ -90,15 +91,15 @@ class Update:
         return contents
 
     def hashes(self, step: int) -> Mapping[str, int]:
-        """Return hashes of a slice of the gradients, by name: on a GPU those of the step before."""
-        places = [
-            each
-            for each in self._places
-            if each.parameter.grad is not None and not each.parameter.grad.is_sparse
-        ]
-        if len(places) != len(self._hashed):
-            self._hashed, self._hash = places, WeightHash(places, (), ())
-        if not places:
+        """Return hashes of a slice of gradients and weights, by name: on a GPU those of the step before."""
+        pairs = zip(self._names, self.parameters, strict=True)
+        used = [(n, p) for n, p in pairs if p.grad is not None and not p.grad.is_sparse]
+        if [name for name, _ in used] != self._hashed:
+            self._hashed = [name for name, _ in used]
+            gradients = [_Place(f"the gradient of {name}", p, is_gradient=True) for name, p in used]
+            weights = [_Place(name, p, is_gradient=False) for name, p in used]
+            self._hash = WeightHash([*gradients, *weights], (), ())
+        if not used:
             return {}
         hashes, late = self._hash.of(step), self._late
         self._late = hashes
