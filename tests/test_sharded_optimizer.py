@@ -127,6 +127,8 @@ OPTIMIZERS = [
     (optim.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True}),
     (Adagrad, {"lr": 0.01}),
     (optim.NAdam, {"lr": 0.01, "foreach": True}),
+]
+MORE_OPTIMIZERS = [
     (optim.RAdam, {"lr": 0.01}),
     (optim.Adamax, {"lr": 0.01}),
     (optim.Adadelta, {"lr": 0.1}),
@@ -153,7 +155,9 @@ def test_weights_and_state_are_those_of_the_plain_optimizer(kind, settings):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize(("kind", "settings"), OPTIMIZERS, ids=lambda each: getattr(each, "__name__", ""))
+@pytest.mark.parametrize(
+    ("kind", "settings"), OPTIMIZERS + MORE_OPTIMIZERS, ids=lambda each: getattr(each, "__name__", "")
+)
 def test_on_each_number_of_workers_and_in_each_precision(kind, settings, dtype):
     check_alike(kind, settings, dtype=dtype)
 
