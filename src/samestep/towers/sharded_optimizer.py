@@ -260,9 +260,9 @@ class ShardedOptimizer(Optimizer):
         for share in own:
             share.begin()
         try:
-            # Without torch's hooks: those for all optimizers know of this one alone.
-            step = type(inner).step
-            getattr(step, "__wrapped__", step)(inner)
+            step: Any = type(inner).step
+            # Without torch's hooks: those for all optimizers have been called for this one.
+            (step.__wrapped__ if getattr(step, "hooked", False) else step)(inner)
         finally:
             for share in own:
                 share.end()
@@ -323,13 +323,9 @@ class ShardedOptimizer(Optimizer):
 
     def _keep(self) -> Callable[[], None]:
         """Return what puts back this worker's state, after another one was loaded."""
-        inner = self._inner
+        inner, groups = self._inner, [dict(group) for group in self.param_groups]
         assert inner is not None
-        state, groups, own_groups = (
-            inner.state,
-            [dict(group) for group in self.param_groups],
-            inner.param_groups,
-        )
+        state, own_groups = inner.state, inner.param_groups
 
         def put_back() -> None:
             inner.state, inner.param_groups, self.state = state, own_groups, state
