@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from samestep.errors import DisagreementError
 from samestep.workers import segments
 from samestep.workers.channel import LONGEST, Channel
 from samestep.workers.shared_memory import SharedMemory
@@ -52,7 +53,9 @@ def finish(*deliveries):
 
 def swap(team, tensors, received):
     """Let two workers send each other one tensor each."""
-    posts = [team[rank].post({1 - rank: [tensors[rank]]}, {1 - rank: [received[rank]]}) for rank in (0, 1)]
+    posts = [
+        team[rank].post({1 - rank: [tensors[rank]]}, {1 - rank: [received[rank]]}, "it") for rank in (0, 1)
+    ]
     finish(*posts)
 
 
@@ -94,7 +97,7 @@ def test_whatever_is_sent_arrives_in_whatever_order_they_wait(messages, random):
                     tensor.fill_(100 * number + 10 * rank + place)
                 others = [other for other in range(3) if other != rank]
                 incoming = {other: [torch.full((n,), -1.0) for n, _ in message] for other in others}
-                deliveries.append((tensors, team[rank].post(dict.fromkeys(others, tensors), incoming)))
+                deliveries.append((tensors, team[rank].post(dict.fromkeys(others, tensors), incoming, "it")))
                 expected += [
                     (found, 100 * number + 10 * other + place)
                     for other in others
@@ -111,7 +114,7 @@ def test_many_small_tensors_and_large_ones_outside():
         large = [torch.full((3_000_000,), float(rank)) for rank in (0, 1)]
         received = [[torch.empty_like(t) for t in [*tensors[0], large[0]]] for _ in (0, 1)]
         outgoing = [[*tensors[rank], large[rank]] for rank in (0, 1)]
-        posts = [team[r].post({1 - r: outgoing[r]}, {1 - r: received[r]}) for r in (0, 1)]
+        posts = [team[r].post({1 - r: outgoing[r]}, {1 - r: received[r]}, "it") for r in (0, 1)]
         finish(*posts)
         for rank in (0, 1):
             assert all(torch.equal(a, b) for a, b in zip(received[rank], outgoing[1 - rank], strict=True))
@@ -124,12 +127,15 @@ def test_an_interrupt_at_any_line_of_a_wait_loses_nothing():
             sent = [team[0].empty(5000, LIKE).fill_(1), torch.arange(20_000.0), torch.ones(3)]
             received = [torch.empty_like(tensor) for tensor in sent]
             back = torch.zeros(4)
-            posts = [team[0].post({1: sent}, {1: [back]}), team[1].post({0: [torch.ones(4)]}, {0: received})]
+            posts = [
+                team[0].post({1: sent}, {1: [back]}, "it"),
+                team[1].post({0: [torch.ones(4)]}, {0: received}, "it"),
+            ]
             got_there = max(interrupted(lambda post=post: post.is_done(0), at) for post in posts)
             finish(*posts)
             assert back.all()
             assert all(torch.equal(a, b) for a, b in zip(sent, received, strict=True))
-            finish(*(team[r].post({1 - r: [torch.ones(1)]}, {1 - r: [torch.ones(1)]}) for r in (0, 1)))
+            finish(*(team[r].post({1 - r: [torch.ones(1)]}, {1 - r: [torch.ones(1)]}, "it") for r in (0, 1)))
         at += 1
     assert at > 100
 
@@ -143,7 +149,7 @@ def test_memory_is_lent_again_once_it_was_read_and_its_tensors_are_gone():
         address, row[:] = row.data_ptr(), 1
         received = torch.zeros(25_000)
         part = row[25_000:]
-        posts = [team[0].post({1: [part]}, {}), team[1].post({}, {0: [received]})]
+        posts = [team[0].post({1: [part]}, {}, "it"), team[1].post({}, {0: [received]}, "it")]
         del row
         finish(posts[0])
         assert team[0].empty(50_000, LIKE).data_ptr() != address, "a tensor lies there"
@@ -212,15 +218,25 @@ def test_all_of_it_is_reserved():
 def test_what_a_worker_sent_before_it_ended_arrives():
     with Team(2) as team:
         row = team[0].empty(10_000, LIKE).fill_(3)
-        team[1].post({0: [torch.ones(2)]}, {})  # which 0 never reads
-        team[0].post({1: [row, torch.ones(1)]}, {})
+        team[1].post({0: [torch.ones(2)]}, {}, "it")  # which 0 never reads
+        team[0].post({1: [row, torch.ones(1)]}, {}, "it")
         team[0].close()
         del row
         received = [torch.zeros(10_000), torch.zeros(1)]
-        post = team[1].post({}, {0: received})
+        post = team[1].post({}, {0: received}, "it")
         finish(post)
         assert [found.unique().tolist() for found in received] == [[3], [1]]
-        post = team[1].post({}, {0: received})
+        post = team[1].post({}, {0: received}, "it")
+        assert post.is_done(0)
+        assert (post.worker, str(post.error)) == (0, "its connections are closed")
+
+
+def test_a_worker_that_ends_in_the_middle_of_a_message():
+    with Team(2) as team:
+        team[0].post({1: [torch.ones(3_000_000)]}, {}, "it")  # of which the socket takes a part
+        post = team[1].post({}, {0: [torch.zeros(3_000_000)]}, "it")
+        assert not post.is_done(0)
+        team[0].close()
         assert post.is_done(0)
         assert (post.worker, str(post.error)) == (0, "its connections are closed")
 
@@ -228,19 +244,31 @@ def test_what_a_worker_sent_before_it_ended_arrives():
 def test_a_worker_that_takes_no_more():
     with Team(2) as team:
         team[0].close()
-        post = team[1].post({0: [torch.ones(1)]}, {})
+        post = team[1].post({0: [torch.ones(1)]}, {}, "it")
         assert post.is_done(0)
         assert (post.worker, post.error is None) == (0, False)
+
+
+def test_workers_that_make_different_calls_are_told_so():
+    with Team(2) as team:
+        team[0].post({1: [torch.ones(3), torch.ones(7)]}, {}, "checkpoint D")
+        post = team[1].post({}, {0: [torch.ones(8)]}, "step 3, gradients")
+        assert post.is_done(0)
+        assert type(post.error) is DisagreementError
+        assert str(post.error) == (
+            "step 3, gradients: worker 0 is at 'checkpoint D' instead: expected all workers to make the same "
+            "calls in the same order"
+        )
 
 
 def test_nobody_waits_for_what_was_not_asked_for():
     """It stays where it is, and does not keep others awake."""
     with Team(3) as team:
-        team[0].post({2: [torch.ones(1)]}, {})
+        team[0].post({2: [torch.ones(1)]}, {}, "it")
         received = torch.zeros(1)
-        waiting = team[2].post({}, {1: [received]})
+        waiting = team[2].post({}, {1: [received]}, "it")
         assert not waiting.is_done(0.01)
-        finish(waiting, team[1].post({2: [torch.ones(1)]}, {}))
+        finish(waiting, team[1].post({2: [torch.ones(1)]}, {}, "it"))
         assert received.all()
-        finish(team[2].post({}, {0: [received.zero_()]}))
+        finish(team[2].post({}, {0: [received.zero_()]}, "it"))
         assert received.all()

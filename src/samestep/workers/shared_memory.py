@@ -17,6 +17,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
+from samestep.errors import DisagreementError
 from samestep.workers.channel import LONGEST, Channel, Kind, Packet
 from samestep.workers.peers import close_in_child
 from samestep.workers.segments import Bytes, Segment, Segments, as_bytes, mapped
@@ -26,9 +27,11 @@ __all__ = ["Delivery", "SharedMemory"]
 _WORTH_IT = 2**14
 """Bytes of a tensor from which on it is worth more to copy it once than to say where it is."""
 
-_MESSAGE = struct.Struct("<QQ")  # its number among those between two workers, and where in it this is
+_MESSAGE = struct.Struct("<QQQI")  # its number, where in it this is, and how many bytes it and its name have
 _PART = struct.Struct("<qQQ")  # segment, or _HERE; where in it, and how many bytes
 _HERE = -1
+_LONGEST_NAME = 200
+_ROOM = LONGEST - _MESSAGE.size - _LONGEST_NAME
 _MOST_PARTS = 256
 _MEMORY = struct.Struct("<QQ")  # a segment's number, and its bytes
 
@@ -72,7 +75,7 @@ class SharedMemory:
         return like.new_empty(size)
 
     def post(
-        self, outgoing: Mapping[int, Sequence[Tensor]], incoming: Mapping[int, Sequence[Tensor]]
+        self, outgoing: Mapping[int, Sequence[Tensor]], incoming: Mapping[int, Sequence[Tensor]], what: str
     ) -> Delivery:
         """Start to send and receive; see `Transport`."""
         received, sent = {}, {}
@@ -81,11 +84,11 @@ class SharedMemory:
                 received[worker] = self._expect(worker, tensors)
         for worker, tensors in outgoing.items():
             if worker in self and any(tensor.numel() for tensor in tensors):
-                sent[worker] = self._send(worker, [tensor for tensor in tensors if tensor.numel()])
+                sent[worker] = self._send(worker, [tensor for tensor in tensors if tensor.numel()], what)
         for segment in self._segments.let_go():
             for worker in segment.known_to:
                 self._channels[worker].post(Kind.FORGET, [_MEMORY.pack(segment.number, 0)])
-        return Delivery(self, self._channels, received, sent)
+        return Delivery(self, self._channels, received, sent, what)
 
     def _expect(self, worker: int, tensors: Sequence[Tensor]) -> _Incoming:
         found = _Incoming(tensors)
@@ -93,15 +96,17 @@ class SharedMemory:
         self._num_expected[worker] += 1
         return found
 
-    def _send(self, worker: int, tensors: Sequence[Tensor]) -> int:
+    def _send(self, worker: int, tensors: Sequence[Tensor], what: str) -> int:
         """Send one message, and return the number of its last packet."""
         channel, number, position = self._channels[worker], self._num_messages[worker], 0
         self._num_messages[worker] += 1
+        name, size = what.encode()[:_LONGEST_NAME], sum(tensor.nbytes for tensor in tensors)
         for content, segments, num_bytes in _packets(self._parts(worker, tensors)):
             for segment in segments:
                 segment.unread.add((worker, channel.num_posted + 1))
                 self._sent[worker].append((channel.num_posted + 1, segment))
-            channel.post(Kind.TENSORS, [_MESSAGE.pack(number, position), *content])
+            message = _MESSAGE.pack(number, position, size, len(name))
+            channel.post(Kind.TENSORS, [message, name, *content])
             position += num_bytes
         return channel.num_posted
 
@@ -151,11 +156,14 @@ class SharedMemory:
         return True
 
     def _fill(self, worker: int, content: memoryview) -> bool:
-        number, position = _MESSAGE.unpack_from(content)
+        number, position, num_bytes, offset = _MESSAGE.unpack_from(content)
         incoming = self._expected.get((worker, number))
         if incoming is None:
             return bool(number < self._num_expected[worker])
-        offset = _MESSAGE.size
+        offset += _MESSAGE.size
+        if num_bytes != incoming.num_bytes:
+            incoming.is_instead = bytes(content[_MESSAGE.size : offset]).decode(errors="replace")
+            return True
         while offset < len(content):
             segment, start, size = _PART.unpack_from(content, offset)
             offset += _PART.size
@@ -198,12 +206,12 @@ def _packets(parts: Iterator[_Part]) -> Iterator[tuple[list[bytes | memoryview],
     """Put parts together, as many as a packet takes."""
     content: list[bytes | memoryview] = []
     segments: list[Segment] = []
-    num_bytes, room = 0, LONGEST - _MESSAGE.size
+    num_bytes, room = 0, _ROOM
     for pieces, segment, size in parts:
         length = sum(map(len, pieces))
         if length > room or len(content) >= _MOST_PARTS:
             yield content, segments, num_bytes
-            content, segments, num_bytes, room = [], [], 0, LONGEST - _MESSAGE.size
+            content, segments, num_bytes, room = [], [], 0, _ROOM
         content += pieces
         segments += [segment] if segment is not None else []
         num_bytes += size
@@ -212,17 +220,24 @@ def _packets(parts: Iterator[_Part]) -> Iterator[tuple[list[bytes | memoryview],
 
 
 class _Incoming:
-    """A message that is asked for, and what has come of it."""
+    """A message that is asked for, and what has come of it.
+
+    Attributes:
+        num_bytes: of all of it.
+        is_instead: what has come in its place, if that has another size.
+    """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._places = [as_bytes(tensor) for tensor in tensors if tensor.numel()]
         self._ends = list(accumulate(map(len, self._places)))
         self._filled = 0
+        self.num_bytes = self._ends[-1]
+        self.is_instead: str | None = None
 
     @property
     def is_complete(self) -> bool:
         """Whether all has come."""
-        return self._filled == self._ends[-1]
+        return self._filled == self.num_bytes
 
     def fill(self, position: int, content: memoryview) -> None:
         """Copy what belongs at this place of the message: a part of one tensor."""
@@ -238,7 +253,7 @@ class Delivery:
 
     Attributes:
         worker: the one that is waited for now.
-        error: that it is gone.
+        error: that it is gone, or has sent something else.
     """
 
     def __init__(
@@ -247,11 +262,12 @@ class Delivery:
         channels: Mapping[int, Channel],
         received: Mapping[int, _Incoming],
         sent: Mapping[int, int],
+        what: str,
     ) -> None:
         self.worker: int | None = None
         self.error: Exception | None = None
         self._shared, self._channels = shared, channels
-        self._received, self._sent = received, sent
+        self._received, self._sent, self._what = received, sent, what
 
     def is_done(self, timeout_s: float) -> bool:
         """Wait until all is done, or a worker is gone, but not much longer than this."""
@@ -263,6 +279,12 @@ class Delivery:
 
     def _look(self) -> bool:
         for worker, incoming in self._received.items():
+            if incoming.is_instead is not None:
+                self.error = DisagreementError(
+                    f"{self._what}: worker {worker} is at {incoming.is_instead!r} instead: expected all "
+                    "workers to make the same calls in the same order"
+                )
+                return True
             if not incoming.is_complete:
                 return self._is_lost(worker, is_lost=self._channels[worker].is_closed)
         for worker, number in self._sent.items():

@@ -187,7 +187,7 @@ class ProcessGroup:
                 if self._is_packed(tensors):
                     message = torch.cat([_bytes(tensor) for tensor in tensors]).to(self._device(tensors))
                 operations.append(dist.P2POp(dist.isend, message, target))
-        posted.delivery = self.shared.post(outgoing, incoming)
+        posted.delivery = self.shared.post(outgoing, incoming, what)
         posted.start([operation for operation in operations if operation.tensor.device.type == "cpu"])
         posted.start_batch([operation for operation in operations if operation.tensor.device.type == "cuda"])
         return posted
@@ -276,6 +276,9 @@ class _Posted:
             self.waiter.finish(waiting)
         except LostWorkerError as error:
             raise self._lost(str(error)) from None
+        if isinstance(waiting.error, Error):
+            self.waiter.peers.tell(str(waiting.error))
+            raise waiting.error
         if waiting.error is not None:
             raise self._lost(how_lost(waiting.error, waiting.worker)) from waiting.error
 
