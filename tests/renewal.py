@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from samestep.errors import LostWorkerError
@@ -110,6 +111,13 @@ class Citizen(Worker):
     def has_finished(self) -> bool:
         return False
 
+    def send_away(self, ranks: Sequence[int]) -> None:
+        numbers = [self.number_of(rank) for rank in ranks]
+        if self.number in numbers:
+            self.generation = -1
+        for number in numbers:
+            self.world.plan(partial(self.world.kill, number))
+
     def regroup(self) -> None:
         world, before = self.world, self.generation
         if self.is_outside():
@@ -123,8 +131,11 @@ class Citizen(Worker):
         if before < 0:
             world.plan(lambda: world.let_in(self.number))
         have_come = self.wait_for_others(before)
-        if not (have_come or self.is_in_vain) and len(world.lists) - 1 > before:
-            self.accuse([n for n in world.lists[-1] if not world.workers[n].waits], len(world.lists) - 1)
+        if not (have_come or self.is_in_vain) and before >= 0:
+            if len(world.lists) - 1 > before:
+                self.accuse([n for n in world.lists[-1] if not world.workers[n].waits], len(world.lists) - 1)
+            else:
+                world.plan(partial(world.begin_again, before))
             have_come = self.wait_for_others(before)
         self.waits = False
         if not have_come:

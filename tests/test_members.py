@@ -1,6 +1,7 @@
 """The launcher's lists of workers, and the workers that follow them: threads on one store."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -85,6 +86,27 @@ def test_a_worker_whose_launcher_is_gone_finds_no_newer_list(store, monkeypatch)
 
     monkeypatch.setattr(Members, "newest", newest)
     assert not Members(store, 0).has_newer()
+
+
+def test_those_who_part_while_nobody_is_lost_meet_again(store):
+    roster = Roster(store, range(2))
+    workers = [Members(store, number) for number in range(2)]
+    advance(*workers)  # and then, the connection between them breaks
+    with ThreadPoolExecutor(2) as pool:
+        meeting = [pool.submit(worker.advance, 0.5) for worker in workers]
+        while not roster.is_asked_again():
+            time.sleep(0.01)
+        roster.begin_again()
+        assert [each.result(10) is not None for each in meeting] == [True, True]
+    assert [worker.current for worker in workers] == [members.Generation(1, (0, 1))] * 2
+
+
+def test_one_that_waits_in_vain_for_another_list_is_told_so(store):
+    Roster(store, range(2))
+    workers = [Members(store, number) for number in range(2)]
+    advance(*workers)
+    with pytest.raises(LostWorkerError, match=r"^the others did not join within 0\.1 s$"):
+        workers[0].advance(0.1)
 
 
 def test_the_launcher_learns_who_goes_on_is_ready_or_silent_or_could_not_connect(store):

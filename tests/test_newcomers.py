@@ -218,6 +218,21 @@ def test_those_who_could_not_connect_get_another_list(launch):
     assert worker.newest().number == 1
 
 
+def test_a_newcomer_that_cannot_begin_where_the_others_are_is_ended_and_another_one_comes(launch):
+    job = launch(2)
+    job.go_on(0, 1)
+    job.end_with(0, -signal.SIGKILL)
+    job.look()
+    Members(job.store, 2).is_ready()
+    job.look()
+    worker = Members(job.store, 1)
+    worker.current = worker.newest()
+    worker.send_away(1)
+    job.look(until=lambda: len(job.workers) == 4)
+    assert (job.roster.members, job.left_behind(), job.workers[3].seat) == ((1,), [0, 2], 0)
+    assert not job.roster.is_over()
+
+
 def test_once_one_has_done_its_part_nobody_comes_and_nobody_waits_for_it(launch):
     job = launch(4)
     job.go_on(0, 1, 2, 3)

@@ -141,6 +141,11 @@ class Town(World):
         elif len(left) < len(self.lists[-1]):
             self.lists.append(tuple(left))
 
+    def begin_again(self, generation: int) -> None:
+        """Write the same list once more, of whose workers none was lost."""
+        if not self.is_closed and len(self.lists) - 1 == generation:
+            self.lists.append(self.lists[-1])
+
     def let_in(self, number: int) -> None:
         if not self.is_closed and not self.is_done and number not in self.gone:
             self.lists.append((*self.lists[-1], number))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -232,11 +233,16 @@ class Elastic:
                 "not come to its end: expected calls of one step, after which no other worker is waited for"
             )
         if newcomers and not ahead.is_entry:
-            if self._num_done < 0:  # the next one will come to where newcomers begin
-                assert self._renewable is not None
-                self._renewable.finish()
-                raise SystemExit(0)
-            raise LostWorkerError(f"{ahead.call}: newcomers cannot begin with it")
+            self._send_away(newcomers, ahead, is_to_tell=places[self._job.rank] is ahead)
+
+    def _send_away(self, newcomers: Sequence[int], ahead: _Place, *, is_to_tell: bool) -> None:
+        """Part from newcomers; the next ones will come to where newcomers begin."""
+        assert self._job.renewable is not None
+        why = f"{ahead.call}: newcomers cannot begin with it"
+        if is_to_tell:
+            sys.stderr.write(f"samestep: {why}; they end, and others come in their place\n")
+        self._job.renewable.send_away(newcomers)  # at once: the others wait for a list without them
+        raise SystemExit(0) if self._num_done < 0 else LostWorkerError(why)
 
     def _hand_over(self, source: int, targets: Sequence[int]) -> None:
         """Send the state of one worker to others."""

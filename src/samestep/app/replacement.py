@@ -93,6 +93,7 @@ class Replacement:
         replaceable = [worker for worker in present if worker.number not in finished]
         if is_over or elsewhere or not all(map(_is_stopped, running)):  # else the whole job is
             self._kill_silent(replaceable)
+        self._end(self._roster.sent_away(newcomers))
         failed = [worker for worker in replaceable if worker.status is not None]
         lost = [worker for worker in failed if worker.number in newcomers or (worker.status or 0) < 0]
         self._leave_behind(lost, gone, is_over=is_over)
@@ -154,6 +155,11 @@ class Replacement:
             elif self._suspects.setdefault(worker.number, Patience(_STOPPED_S)).is_over():
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(worker.process.pid, signal.SIGKILL)
+
+    def _end(self, numbers: Sequence[int]) -> None:
+        for worker in self._workers:
+            if worker.number in numbers:
+                worker.end(signal.SIGKILL)
 
     def _leave_behind(self, lost: Sequence[WorkerProcess], gone: Sequence[int], *, is_over: bool) -> None:
         """Begin a generation without these, and without those who have done their part."""

@@ -37,6 +37,7 @@ class Key(StrEnum):
     SILENT = "silent"
     WAITED = "waited"
     AGAIN = "again"
+    AWAY = "away"
     DONE = "done"
     OVER = "over"
 
@@ -116,6 +117,14 @@ class Members:
         """Let the launchers know that this worker, a newcomer, has all that it can have by itself."""
         self._store.set(f"{Key.READY}/{self.own}", "")
 
+    def send_away(self, rank: int) -> None:
+        """Let the launchers end a newcomer, which cannot begin where the others are."""
+        self._store.set(f"{Key.AWAY}/{self.current.members[rank]}", "")
+
+    def part(self) -> None:
+        """Belong to no generation."""
+        self.current = Generation(-1, ())
+
     def accuse(self, rank: int) -> None:
         """Let the launchers know that a worker has been silent for longer than the timeout."""
         if 0 <= rank < len(self.current.members):
@@ -132,7 +141,8 @@ class Members:
     def advance(self, timeout_s: float) -> Store:
         """Wait for the next generation, and until all of it have come; return a store for them alone.
 
-        Those who do not come within the timeout are accused once, unless it is the first generation.
+        Those who do not come within the timeout are accused once, unless it is the first generation; and where
+        nobody was lost, as none of a lost connection's two ends is gone, the same workers meet once more.
 
         Raises:
             LostWorkerError: within the timeout there was none, or not all came; or the job ends.
@@ -150,11 +160,13 @@ class Members:
                 self.current = found
                 return PrefixStore(f"group/{found.number}", self._store)
             if patience.is_over():
-                if not (missing and may_accuse):
+                if not may_accuse:
                     who = _workers(missing) if missing else "the others"
                     raise LostWorkerError(f"{who} did not join within {timeout_s:g} s")
                 for rank in missing:
                     self._accuse(found, rank)
+                if not missing:
+                    self.ask_again()
                 patience, may_accuse = Patience(timeout_s), False
             time.sleep(_POLL_S)
 

@@ -153,6 +153,15 @@ class Generations:
         """Whether it has said so."""
         return self._has_finished
 
+    def send_away(self, ranks: Sequence[int]) -> None:
+        """Let newcomers end; see `Renewable`."""
+        is_own = self.rank in ranks
+        for rank in ranks:
+            self._members.send_away(rank)
+        if is_own:
+            self._leave()
+            self._members.part()
+
     def regroup(self) -> None:
         """Meet again; see `Renewable`."""
         where = "the workers meet again"

@@ -167,6 +167,10 @@ class Roster:
         """Return those newcomers that have all that they can have by themselves."""
         return [number for number in numbers if self._all(Key.READY, [number])]
 
+    def sent_away(self, numbers: Iterable[int]) -> list[int]:
+        """Return those newcomers that could not begin where the others were."""
+        return [number for number in numbers if self._all(Key.AWAY, [number])]
+
     def silent(self) -> list[int]:
         """Return the members that others have waited for in vain, but for those who waited themselves."""
         here = f"{self.generation}/"

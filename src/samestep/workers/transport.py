@@ -101,6 +101,9 @@ class Renewable(Transport, Protocol):
     def has_finished(self) -> bool:
         """Whether it has said so."""
 
+    def send_away(self, ranks: Sequence[int]) -> None:
+        """Let newcomers end that cannot begin where the others are: one of them itself, or another worker."""
+
     def regroup(self) -> None:
         """Meet again, with those that are there now; `rank` and `world_size` may change.
 
