@@ -9,6 +9,7 @@ import pytest
 
 from samestep.app.json_lines import read_lines
 
+from . import sent_away
 from .takeover import Soak
 
 STEPS = 150
@@ -39,3 +40,13 @@ def test_a_run_goes_on_without_worker_0_and_then_with_a_newcomer(soak, tmp_path)
     events = [line for line in read_lines(run.folder / "run") if line.get("event") in ("start", "end")]
     told = [line.get("workers", line.get("reason")) for line in events]
     assert told == [3, 2, "there are newcomers", 3, "done"]
+
+
+@pytest.mark.long
+def test_a_newcomer_that_cannot_begin_is_replaced_in_turn(nursery, tmp_path):
+    job = nursery.start_program([sent_away.__file__, tmp_path], tmp_path / "output")
+    assert job.wait() == [0]
+    lines = job.stderr().splitlines()
+    assert any("newcomers cannot begin with it; they end, and others come" in line for line in lines)
+    assert any("going on with 1 worker " in line for line in lines)
+    assert lines[-1].startswith("samestep: there are newcomers; going on with 3 workers ")
