@@ -132,10 +132,7 @@ class Citizen(Worker):
             world.plan(lambda: world.let_in(self.number))
         have_come = self.wait_for_others(before)
         if not (have_come or self.is_in_vain) and before >= 0:
-            if len(world.lists) - 1 > before:
-                self.accuse([n for n in world.lists[-1] if not world.workers[n].waits], len(world.lists) - 1)
-            else:
-                world.plan(partial(world.begin_again, before))
+            self.accuse_missing(before)
             have_come = self.wait_for_others(before)
         self.waits = False
         if not have_come:
@@ -144,6 +141,14 @@ class Citizen(Worker):
         for (_, target), queue in world.sent.items():  # of a generation that it has never seen
             while target == self.number and queue and world.generations[id(queue[0])] < self.generation:
                 queue.popleft()
+
+    def accuse_missing(self, before: int) -> None:
+        """Accuse those who do not come; where there is no list, nobody is lost, and all meet again."""
+        world, newest = self.world, len(self.world.lists) - 1
+        if newest > before:
+            self.accuse([n for n in world.lists[-1] if not world.workers[n].waits], newest)
+        else:
+            world.plan(partial(world.begin_again, before))
 
     def wait_for_others(self, before: int) -> bool:
         """Wait until all members of a newer generation are there, or there will be none."""

@@ -45,6 +45,34 @@ def test_one_that_counts_is_there_and_one_that_does_not_is_lost(pair, clock):
     assert here.lost == {7}
 
 
+def test_one_to_which_a_connection_has_ended_is_lost_sooner_if_it_does_not_count(pair, clock):
+    here, _ = pair
+    here.look({7})
+    clock.run(hosts.CUT_S - 0.3, here)
+    assert here.lost == set()
+    clock.run(0.6, here)
+    assert here.lost == {7}
+
+
+def test_one_of_which_only_workers_were_lost_is_there(pair, clock):
+    here, there = pair
+    for _ in range(5):
+        here.look({7})
+        clock.run(60, here, there)
+        clock.run(hosts.LOST_S - 0.5, here)  # what was lost then is no reason any more
+        assert here.lost == set()
+        there.look()
+
+
+def test_that_a_connection_has_ended_is_known_also_when_the_workers_have_met_again(pair, clock):
+    here, there = pair
+    clock.run(1, here, there)
+    here.look({7})
+    there.look()  # just before it was killed
+    clock.run(hosts.CUT_S + 0.5, here)
+    assert here.lost == {7}
+
+
 def test_one_that_was_suspended_itself_judges_nobody(pair, clock):
     here, there = pair
     clock.run(1, here, there)

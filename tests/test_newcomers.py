@@ -10,7 +10,7 @@ from dataclasses import asdict
 import pytest
 from torch.distributed import HashStore
 
-from samestep.app import replacement
+from samestep.app import hosts, replacement
 from samestep.app.failures import Failure
 from samestep.app.hosts import Hosts
 from samestep.app.replacement import Replacement
@@ -345,13 +345,27 @@ def test_a_host_that_is_lost_is_left_behind_by_any_other(pair, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_a_host_that_is_killed_as_a_whole_is_left_behind_soon(pair, monkeypatch):
+    monkeypatch.setattr(hosts, "CUT_S", 0.3)
+    here, there = pair
+    worker = Members(here.store, 0)
+    worker.current = worker.newest()
+    worker.report_cut([2])
+    begin_s = time.monotonic()
+    while time.monotonic() < begin_s + 0.6:  # its launcher is there: one of its workers was lost
+        assert members_of(here, there) == (0, 1, *THERE)
+        time.sleep(0.01)
+    here.look(until=lambda: here.roster.members == (0, 1))
+    assert time.monotonic() < begin_s + hosts.LOST_S
+
+
 def test_a_host_that_was_left_behind_and_wakes_up_ends(pair):
     here, there = pair
     here.hosts.lost.add(1)
     here.look()
     with pytest.raises(
         LostWorkerError,
-        match=r"^the other hosts went on without this one, of which they heard nothing for 5 s: ",
+        match=r"^the other hosts went on without this one, of which they heard nothing for 1 s or more: ",
     ):
         there.look()
 

@@ -47,6 +47,19 @@ def test_nothing_is_known_of_those_who_are_there(pair):
         assert peers.loss(other) is None
 
 
+def test_an_end_without_a_word_is_told_from_one_that_was_announced():
+    here, there = zip(*(socket.socketpair() for _ in range(3)), strict=True)
+    peers = Peers(dict(enumerate(here, start=1)))
+    leaving = Peers({0: there[1]})
+    leaving.tell("worker 4 is gone")
+    leaving.close()
+    there[2].close()
+    until(lambda: peers.cut() == {3} and peers.loss(2) == "worker 4 is gone")
+    assert peers.cut() == {3}
+    peers.close()
+    there[0].close()
+
+
 def test_an_end_is_known_of_that_worker_alone(pair):
     ours, theirs = pair
     theirs.close()

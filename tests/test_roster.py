@@ -10,8 +10,8 @@ from torch.distributed import DistError, HashStore, TCPStore
 from samestep.errors import LostWorkerError
 from samestep.workers import roster
 from samestep.workers.environment import PER_HOST
-from samestep.workers.members import Members
-from samestep.workers.roster import PromptStore, Roster, host_of
+from samestep.workers.members import Members, host_of
+from samestep.workers.roster import PromptStore, Roster
 
 HERE, THERE = [0, 1], [PER_HOST, PER_HOST + 1]
 
@@ -27,6 +27,17 @@ def test_all_hosts_begin_with_the_same_list_and_one_that_joins_finds_it(store):
     assert [(each.generation, each.members) for each in (*both, joining)] == [(0, (*HERE, *THERE))] * 3
     assert joining.newcomers([0, THERE[1], 2 * PER_HOST]) == {2 * PER_HOST}
     assert [host_of(number) for number in (*HERE, *THERE)] == [0, 0, 1, 1]
+
+
+def test_to_which_other_hosts_a_connection_has_ended_is_known_for_one_generation(store):
+    here, there = (Roster(store, [*HERE, *THERE]) for _ in range(2))
+    worker = Members(store, 0)
+    worker.current = worker.newest()
+    assert there.cut(own=1) == here.cut(own=0) == set()
+    worker.report_cut([1, 2, 3])
+    assert (here.cut(own=0), there.cut(own=1)) == ({1}, {0})
+    here.begin_again()
+    assert here.cut(own=0) == set()
 
 
 def test_what_one_has_not_seen_yet_is_kept(store):

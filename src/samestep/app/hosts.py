@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -13,10 +13,13 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from samestep.workers.roster import PromptStore
 from samestep.workers.waiter import Patience
 
-__all__ = ["LOST_S", "Ending", "Hosts"]
+__all__ = ["CUT_S", "LOST_S", "Ending", "Hosts"]
 
 LOST_S = 5.0
 """A launcher of which nothing is heard for so long is lost, and its host with it."""
+
+CUT_S = 1.0
+"""So long where a connection to its workers has ended, too, as they do when a host's processes are killed."""
 
 _NUM_HOSTS, _NAME, _BEAT, _ENDED = "hosts", "name", "beat", "ended"
 _LEFT = -(10**9)
@@ -59,21 +62,30 @@ class Hosts:
         self.lost: set[int] = set()
         self.ending: Ending | None = None
         self._store = PromptStore(store, "samestep/hosts")
-        self._counts: dict[int, tuple[int, Patience]] = {}
+        self._counts: dict[int, int] = {}
+        self._cut: dict[int, int] = {}  # how far a host had counted when it was last said to be cut
+        self._silent: dict[int, tuple[Patience, Patience]] = {}  # since it counted; both are asked each time
         name = json.dumps([own, socket.gethostname()])
         self._store.ask(lambda store: store.set(f"{_NAME}/{store.add(_NUM_HOSTS, 1)}", name))
         self.look()
 
-    def look(self) -> None:
+    def look(self, cut: Collection[int] = ()) -> None:
         """Count on, and see how far the others have counted.
+
+        Args:
+            cut: hosts to whose workers a connection has ended.
 
         Raises:
             LostWorkerError: the store does not answer.
         """
         self._store.ask(self._look)
         for host in self.names:
-            count, patience = self._counts[host]
-            if host != self.own and (count < 0 or patience.is_over()):
+            is_soon, is_late = (patience.is_over() for patience in self._silent[host])
+            count = self._counts[host]
+            if host in cut:
+                self._cut[host] = count
+            is_cut = count <= self._cut.get(host, _LEFT) + 1  # it may have counted once more before
+            if host != self.own and (count < 0 or is_late or (is_soon and is_cut)):
                 self.lost.add(host)
 
     def _look(self, store: Store) -> None:
@@ -85,8 +97,9 @@ class Hosts:
             self.names[host] = name
         for host in self.names:
             count = store.add(f"{_BEAT}/{host}", int(host == self.own))
-            if host not in self._counts or count != self._counts[host][0]:
-                self._counts[host] = count, Patience(LOST_S)
+            if count != self._counts.get(host):
+                self._counts[host] = count
+                self._silent[host] = Patience(CUT_S), Patience(LOST_S)
         if self.ending is None and store.check([_ENDED]):
             number, *ending = json.loads(store.get(_ENDED))
             self.ending = None if number == self.own else Ending(*ending)

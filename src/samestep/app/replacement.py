@@ -12,10 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from samestep.app.failures import Failure
-from samestep.app.hosts import LOST_S, Hosts
+from samestep.app.hosts import CUT_S, Hosts
 from samestep.app.worker_process import WorkerProcess
 from samestep.errors import LostWorkerError
-from samestep.workers.roster import Roster, host_of
+from samestep.workers.members import host_of
+from samestep.workers.roster import Roster
 from samestep.workers.waiter import Patience
 
 __all__ = ["Replacement"]
@@ -122,8 +123,8 @@ class Replacement:
         return is_time
 
     def _look_around(self) -> None:
-        self._hosts.look()
         self._roster.look()
+        self._hosts.look(self._roster.cut(self._hosts.own))
 
     def _elsewhere(self) -> tuple[list[int], list[int]]:
         """Return the members of lost hosts, and those of other hosts that are there."""
@@ -142,8 +143,8 @@ class Replacement:
         members = self._roster.members
         if members and any(worker.number not in members for worker in running):
             raise LostWorkerError(
-                f"the other hosts went on without this one, of which they heard nothing for {LOST_S:g} s: "
-                "its workers were ended; run the same command again to join them"
+                f"the other hosts went on without this one, of which they heard nothing for {CUT_S:g} s or "
+                "more: its workers were ended; run the same command again to join them"
             )
 
     def _kill_silent(self, replaceable: Sequence[WorkerProcess]) -> None:

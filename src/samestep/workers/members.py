@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,17 +17,23 @@ from enum import StrEnum
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 
 from samestep.errors import LostWorkerError
+from samestep.workers.environment import PER_HOST
 from samestep.workers.waiter import Patience
 
-__all__ = ["PREFIX", "Generation", "Key", "Members"]
+__all__ = ["PREFIX", "Generation", "Key", "Members", "host_of"]
 
 PREFIX = "samestep/members"
 _POLL_S = 0.002
 _LOOK_S = 0.25
 
 
+def host_of(number: int) -> int:
+    """Return the host of the worker with this number."""
+    return number // PER_HOST
+
+
 class Key(StrEnum):
-    """What the store's keys begin with; the numbers of a generation and of a worker follow."""
+    """What the store's keys begin with; the numbers of a generation and of a worker, or host, follow."""
 
     LIST = "list"
     FIRST = "first"
@@ -35,6 +41,7 @@ class Key(StrEnum):
     READY = "ready"
     GOES_ON = "goes on"
     SILENT = "silent"
+    CUT = "cut"
     WAITED = "waited"
     AGAIN = "again"
     AWAY = "away"
@@ -130,6 +137,11 @@ class Members:
         if 0 <= rank < len(self.current.members):
             self._accuse(self.current, rank)
 
+    def report_cut(self, ranks: Iterable[int]) -> None:
+        """Let the launchers know whose connections ended without a word: perhaps with their whole host."""
+        for host in {host_of(self.current.members[rank]) for rank in ranks}:
+            self._store.set(f"{Key.CUT}/{self.current.number}/{host}", "")
+
     def _accuse(self, generation: Generation, rank: int) -> None:
         self._store.set(f"{Key.WAITED}/{generation.number}/{self.own}", "")
         self._store.set(f"{Key.SILENT}/{generation.number}/{generation.members[rank]}", "")
@@ -141,8 +153,8 @@ class Members:
     def advance(self, timeout_s: float) -> Store:
         """Wait for the next generation, and until all of it have come; return a store for them alone.
 
-        Those who do not come within the timeout are accused once, unless it is the first generation; and where
-        nobody was lost, as none of a lost connection's two ends is gone, the same workers meet once more.
+        Those who do not come within the timeout are accused once, unless it is the first generation. Where
+        there is no list, as a connection broke of which neither end is gone, the same workers meet again.
 
         Raises:
             LostWorkerError: within the timeout there was none, or not all came; or the job ends.

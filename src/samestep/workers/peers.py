@@ -33,6 +33,7 @@ class Peers:
         self.ask = ask
         self._heard: str | None = None  # from those
         self._gone: set[int] = set()
+        self._talked: set[int] = set()
         self._told: str | None = None  # the first loss that any worker told of
         for connection in connections.values():
             connection.setblocking(False)
@@ -50,6 +51,7 @@ class Peers:
                 said = b""
             if said:
                 self._told = self._told or said.decode(errors="replace")
+                self._talked.add(worker)
             else:
                 self._gone.add(worker)
                 self._connections.pop(worker).close()
@@ -60,6 +62,11 @@ class Peers:
         """Return the sentence that says who was lost: as a worker told it, or because `worker` is gone."""
         gone = f"worker {worker} is gone (its connections are closed)" if worker in self._gone else None
         return self._told or gone or self._heard
+
+    def cut(self) -> set[int]:
+        """Return those whose connections have ended without a word, as where they were killed."""
+        self.look()
+        return self._gone - self._talked
 
     def tell(self, sentence: str) -> None:
         """Let all others know whom this worker has lost, before they lose this one."""

@@ -197,6 +197,7 @@ class Generations:
         if isinstance(self._group, ProcessGroup):
             if self._group.waiter.silent is not None:
                 self._members.accuse(self._group.waiter.silent)
+            self._members.report_cut(self._group.waiter.peers.cut())
             self._group.leave()
         self._group = Alone()
         # A group that could not be made has used up the name that the next one has on the other workers.

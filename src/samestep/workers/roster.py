@@ -13,20 +13,14 @@ from typing import TypeVar
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 
 from samestep.errors import LostWorkerError
-from samestep.workers.environment import PER_HOST
-from samestep.workers.members import PREFIX, Key
+from samestep.workers.members import PREFIX, Key, host_of
 from samestep.workers.waiter import Waiter
 
-__all__ = ["PromptStore", "Roster", "host_of"]
+__all__ = ["PromptStore", "Roster"]
 
 _ANSWER_S = 10.0
 
 T = TypeVar("T")
-
-
-def host_of(number: int) -> int:
-    """Return the host of the worker with this number."""
-    return number // PER_HOST
 
 
 class PromptStore:
@@ -176,6 +170,11 @@ class Roster:
         here = f"{self.generation}/"
         silent = [n for n in self.members if self._all(Key.SILENT, [f"{here}{n}"])]
         return [number for number in silent if not self._all(Key.WAITED, [f"{here}{number}"])]
+
+    def cut(self, own: int) -> set[int]:
+        """Return the other hosts of whose workers a connection has ended without a word."""
+        hosts = {host_of(number) for number in self.members} - {own}
+        return {host for host in hosts if self._all(Key.CUT, [f"{self.generation}/{host}"])}
 
     def _all(self, what: Key, numbers: Iterable[int | str]) -> bool:
         keys = [f"{what}/{number}" for number in numbers]
