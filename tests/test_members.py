@@ -74,9 +74,9 @@ def test_a_newer_list_is_looked_up_now_and_then(store, monkeypatch):
     worker.advance(10)
     assert not worker.has_newer()
     roster.let_in([1])
-    monkeypatch.setattr(members, "_LOOK_S", 60)
+    monkeypatch.setattr(members, "_DUE_S", 60)
     assert not worker.has_newer()
-    monkeypatch.setattr(members, "_LOOK_S", 0)
+    monkeypatch.setattr(members, "_DUE_S", 0)
     assert worker.has_newer()
 
 

@@ -37,6 +37,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _END = "its end"
+_PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ class Elastic:
         assert renewable is not None
         if self._call != self._entry:
             self._towers._come_to(self._call)
-        elif renewable.is_due():  # the others lose this one, and follow
+        elif self._job.is_first and renewable.is_due():  # the others lose this one, and follow
             raise LostWorkerError("there are newcomers")
         result = work()
         if self._call not in self._known:
@@ -268,7 +269,7 @@ class Elastic:
         return replace(before, states=states)
 
     def _note(self) -> _Noted:
-        states = [copy.deepcopy(_hyper_parameters(each)) for each in self._small]
+        states = [_copied(_hyper_parameters(each)) for each in self._small]
         return _Noted(states, GlobalStreams.capture(self._job.device))
 
     def _put_back(self, noted: _Noted) -> None:
@@ -286,6 +287,18 @@ def _hyper_parameters(each: Any) -> Any:
         return each.state_dict()
     groups = each.param_groups
     return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+
+
+def _copied(state: Any) -> Any:
+    """Return a deep copy; the plain part of a state by itself, as `deepcopy` would note each of its parts."""
+    kind = type(state)
+    if kind in _PLAIN:
+        return state
+    if kind is dict:
+        return {key: _copied(value) for key, value in state.items()}
+    if kind is list:
+        return [_copied(value) for value in state]
+    return copy.deepcopy(state)
 
 
 def _set_hyper_parameters(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> None:

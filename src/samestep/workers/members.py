@@ -25,6 +25,8 @@ __all__ = ["PREFIX", "Generation", "Key", "Members", "host_of"]
 PREFIX = "samestep/members"
 _POLL_S = 0.002
 _LOOK_S = 0.25
+_DUE_S = 1.0
+"""How often those who train look whether others have come: each look takes the launcher's answer."""
 
 
 def host_of(number: int) -> int:
@@ -94,18 +96,18 @@ class Members:
         return Generation(number, tuple(members))
 
     def has_newer(self) -> bool:
-        """Say whether there is a newer list; looked up four times a second at most."""
-        return self._look().number > self.current.number
+        """Say whether there is a newer list; looked up once a second at most."""
+        return self._look(_DUE_S).number > self.current.number
 
     def loss(self) -> str | None:
         """Say who of this generation was left behind, if anybody; looked up four times a second at most."""
-        newest = self._look().members
+        newest = self._look(_LOOK_S).members
         left = [rank for rank, number in enumerate(self.current.members) if newest and number not in newest]
         is_or_are = "are" if len(left) > 1 else "is"
         return f"{_workers(left)} {is_or_are} gone (the launchers say so)" if left else None
 
-    def _look(self) -> Generation:
-        if time.monotonic() - self._looked_s >= _LOOK_S:
+    def _look(self, every_s: float) -> Generation:
+        if time.monotonic() - self._looked_s >= every_s:
             self._looked_s = time.monotonic()
             with suppress(DistError):  # the launcher is gone, and this worker is about to be told so
                 self._seen = self.newest()
