@@ -130,8 +130,9 @@ class Citizen(Worker):
                     queue.clear()
         if before < 0:
             world.plan(lambda: world.let_in(self.number))
-        have_come = self.wait_for_others(before)
-        if not (have_come or self.is_in_vain) and before >= 0:
+        have_come, accused = self.wait_for_others(before), -1
+        while not (have_come or self.is_in_vain) and before >= 0 and accused < len(world.lists):
+            accused = len(world.lists)
             self.accuse_missing(before)
             have_come = self.wait_for_others(before)
         self.waits = False

@@ -109,6 +109,23 @@ def test_one_that_waits_in_vain_for_another_list_is_told_so(store):
         workers[0].advance(0.1)
 
 
+def test_one_that_hangs_is_accused_also_where_a_newcomer_gave_up_just_then(store):
+    roster = Roster(store, range(2))
+    workers = [Members(store, number) for number in range(2)]
+    advance(*workers)
+    roster.let_in([2])
+    with ThreadPoolExecutor(1) as pool:
+        meeting = pool.submit(workers[0].advance, 0.3)
+        while roster.silent() != [1, 2]:
+            time.sleep(0.01)
+        roster.without([2])
+        while roster.silent() != [1]:
+            time.sleep(0.01)
+        roster.without([1])
+        meeting.result(10)
+    assert workers[0].current.members == (0,)
+
+
 def test_the_launcher_learns_who_goes_on_is_ready_or_silent_or_could_not_connect(store):
     roster = Roster(store, range(2))
     workers = [Members(store, number) for number in range(3)]

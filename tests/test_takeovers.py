@@ -10,7 +10,13 @@ from .takeovers import judge, quietly, try_one
 from .town import Town
 
 NUM_SEEDS = {"trainer": 15, "loop": 10, "small": 60}
-FOUND = [("loop", 1035), ("loop", 1130), ("small", 55180), ("small", 58074)]  # what was wrong once
+FOUND = [
+    ("loop", 1035),
+    ("loop", 1130),
+    ("small", 55180),
+    ("small", 58074),
+    ("small", 303227),
+]  # what was wrong once
 
 
 @cache

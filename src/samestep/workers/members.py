@@ -155,19 +155,20 @@ class Members:
     def advance(self, timeout_s: float) -> Store:
         """Wait for the next generation, and until all of it have come; return a store for them alone.
 
-        Those who do not come within the timeout are accused once, unless it is the first generation. Where
-        there is no list, as a connection broke of which neither end is gone, the same workers meet again.
+        Those who do not come within the timeout are accused, once in each generation, but not by newcomers.
+        Where there is no list, as a connection broke of which neither end is gone, the same meet again.
 
         Raises:
             LostWorkerError: within the timeout there was none, or not all came; or the job ends.
         """
-        patience, found, may_accuse = Patience(timeout_s), self.current, self.current.number >= 0
+        patience, found = Patience(timeout_s), self.current
+        may_accuse = trains = self.current.number >= 0
         while True:
             newest = self.newest()
             if not newest.members:
                 raise LostWorkerError("the job ends")
             if newest.number > found.number and self.own in newest.members:
-                found, patience = newest, Patience(timeout_s)
+                found, patience, may_accuse = newest, Patience(timeout_s), trains
                 self._store.set(f"{Key.HERE}/{found.number}/{self.own}", "")
             missing = [] if found is self.current else self._missing(found)
             if found is not self.current and not missing:
