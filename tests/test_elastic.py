@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import samestep
-from samestep.errors import ConfigError, DataError, DisagreementError, UsageError
+from samestep.errors import ConfigError, DataError, DisagreementError, LostWorkerError, UsageError
 
 from .simulation import Faults, Killed, values
 from .town import Town
@@ -132,19 +132,75 @@ def test_where_nobody_can_be_replaced_calls_are_simply_made():
     assert part[1].step == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
-        ("best", 0.5, "best is a float: expected an object with a state_dict"),
-        ("loader", "stream", "StreamLoader"),
-    ],
-)
-def test_what_cannot_be_kept_is_refused(name, value, expected):
+def test_what_cannot_be_kept_is_refused():
+    state, _ = made(samestep.Job(torch.device("cpu")), "one")
+    with pytest.raises(ConfigError, match="best is a float: expected an object with a state_dict"):
+        samestep.Elastic(**state, best=0.5)
+
+
+def rows_of(tower, num_towers, epoch, seed):
+    """A shard of a stream: 13 numbers for tower 0, 12 for the others."""
+    return [torch.tensor([float(epoch + n)]) for n in range(tower, 37, num_towers)]
+
+
+def from_a_stream(towers, elastic, take, loader):
+    """Take an epoch's steps and one of the next; each call asks for its own batch."""
+
+    def step():
+        batch = loader.next_batch()
+        if batch is not None:
+            take(batch)
+
+    while loader.position < 4:
+        elastic(step)
+
+
+def of_small_batches(towers, elastic, take, loader):
+    small = [torch.full((1 + n % 3, 1), float(n)) for n in range(11)]  # the last step has two of three
+    for batch in towers.slices(small[3 * towers.step :]):
+        elastic(take, batch)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("loop", [from_a_stream, of_small_batches])
+def test_other_batches_are_made_again(loop, seed):
+    def work(job):
+        torch.manual_seed(0)
+        model = nn.Linear(1, 1)
+        towers = samestep.Towers(model, 3, job=job, noise_every=0)
+        loader = samestep.StreamLoader(rows_of, 12, towers) if loop is from_a_stream else None
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+        def take(batch):
+            for tower in towers(batch):
+                tower.backward(model(tower.batch).square().mean())
+            towers.average()
+            optimizer.step()
+
+        with samestep.Elastic(model=model, towers=towers, optimizer=optimizer, loader=loader) as elastic:
+            loop(towers, elastic, take, loader)
+        return towers.step, samestep.digest(model)
+
+    alone = work(samestep.Job(torch.device("cpu")))
+    assert alone[0] == 4
+    town = Town(2, seed, Faults(killed={seed % 2: 9 + 2 * seed}), arrivals=[30 * seed])
+    outcomes = town.run(work)
+    for outcome, worker in zip(outcomes, town.workers, strict=True):
+        is_right = outcome.value == alone or isinstance(outcome.error, Killed)
+        ends_alone = worker.is_newcomer and isinstance(outcome.error, LostWorkerError | SystemExit)
+        assert is_right or ends_alone, outcome.text
+    assert sum(isinstance(outcome.error, Killed) for outcome in outcomes) == 1
+    assert not town.was_early
+
+
+def test_a_streams_batch_that_was_made_outside_of_its_call_is_refused():
     state, [(_, towers, _)] = made(samestep.Job(torch.device("cpu")), "one")
-    if value == "stream":
-        value = samestep.StreamLoader(lambda tower, num_towers, epoch, seed: [], 3, towers)
-    with pytest.raises(ConfigError, match=expected):
-        samestep.Elastic(**state, **{name: value})
+    loader = samestep.StreamLoader(rows_of, 3, towers)
+    with samestep.Elastic(**state, loader=loader) as elastic:
+        for batch in loader:
+            with pytest.raises(UsageError, match=r"expected loader\.next_batch\(\) in the call"):
+                elastic(len, batch)
+            break
 
 
 def test_a_batch_of_a_loader_is_read_again_for_other_towers():

@@ -25,6 +25,7 @@ from samestep.checkpoint.objects import TrainingObjects
 from samestep.data.stream_loader import StreamLoader
 from samestep.errors import ConfigError, LostWorkerError, UsageError, one_line
 from samestep.streams import GlobalStreams
+from samestep.towers.batch import LocalBatch
 from samestep.towers.towers import Towers
 from samestep.workers.collectives import gather_objects
 
@@ -97,7 +98,8 @@ class Elastic:
     Args:
         model: as for `samestep.save`, and so are the others.
         towers: of the model; other models' towers, too, belong to `state`.
-        loader: a `TowerLoader`, or another with a state, but no `StreamLoader`.
+        loader: a `TowerLoader`, or another with a state; of a `StreamLoader`, a call asks for its
+            `next_batch()` itself.
         averaged_model: torch's `AveragedModel`, or another module with averages.
         state: all else that training changes: objects with a `state_dict`. Those that are neither modules
             nor optimizers are copied with each call.
@@ -106,8 +108,8 @@ class Elastic:
         ConfigError: when it is made, something of the state cannot be kept.
         DisagreementError: in a call, other workers make another one.
         LostWorkerError: workers are lost, and the others cannot go on.
-        UsageError: a worker was lost between an average and the end of its call; or a result cannot be
-            pickled.
+        UsageError: a worker was lost between an average and the end of its call; a result cannot be
+            pickled; or a `StreamLoader`'s batch was made outside of the call.
 
     Example:
         >>> import torch
@@ -127,7 +129,7 @@ class Elastic:
         averaged_model: nn.Module | None = None,
         **state: Any,
     ) -> None:
-        _check(loader, state)
+        _check(state)
         self._job, self._towers = towers.job, towers
         self._objects = TrainingObjects(
             model=model, towers=towers, loader=loader, averaged_model=averaged_model, state=state
@@ -151,19 +153,25 @@ class Elastic:
             self._before = self._after = self._note()
             if self._job.is_newcomer:
                 meet_again(self._job, self._catch_up)
+            for towers in self._all_towers:
+                towers._may_change_workers = True
             renewable.can_go_on()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None and self._renewable is not None:
+        for towers in self._all_towers:
+            towers._may_change_workers = False
+        if kind is None and self._job.renewable is not None:
             self._make(_END, lambda: None)
             self._renewable.finish()
 
     def __call__(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return `work(*args, **kwargs)`, which all workers must call, or what it returned elsewhere."""
-        if self._renewable is None:
+        if isinstance(self._objects.loader, StreamLoader):
+            _check_in_call((*args, *kwargs.values()))
+        if self._job.renewable is None:
             return work(*args, **kwargs)
         name = getattr(work, "__qualname__", type(work).__qualname__)
         self._make(name, lambda: work(*args, **kwargs))
@@ -310,15 +318,18 @@ def _set_hyper_parameters(optimizer: Optimizer, groups: Sequence[dict[str, Any]]
                 group[name] = value
 
 
-def _check(loader: Any, state: dict[str, Any]) -> None:
-    if isinstance(loader, StreamLoader):
-        raise ConfigError(
-            "loader is a StreamLoader, whose workers exchange messages between two calls: expected a "
-            "TowerLoader; a Trainer goes on with a StreamLoader, too"
-        )
+def _check(state: dict[str, Any]) -> None:
     for name, value in state.items():
         if value is not None and not hasattr(value, "load_state_dict"):
             raise ConfigError(f"{name} is a {type(value).__name__}: expected an object with a state_dict")
+
+
+def _check_in_call(arguments: Sequence[Any]) -> None:
+    if any(isinstance(each, LocalBatch) for each in arguments):
+        raise UsageError(
+            "a StreamLoader's batch was made outside of the call, where its workers exchange messages that "
+            "cannot be sent again: expected loader.next_batch() in the call"
+        )
 
 
 def _check_picklable(call: str, result: Any) -> None:

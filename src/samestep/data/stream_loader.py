@@ -117,6 +117,7 @@ class StreamLoader:
         self._position = self._epoch = self._num_before = 0
         self._checksum: int | None = None
         self._is_checked = False
+        self._batches: Generator[LocalBatch] | None = None
         self._reading(towers.placement)  # which checks the options
 
     @property
@@ -144,13 +145,38 @@ class StreamLoader:
         self._position, self._epoch = int(state["position"]), int(state["epoch"])
         self._num_before = int(state["batches_of_epoch"])
         self._checksum, self._is_checked = state["first_examples"], False
+        self._let_go()
+
+    def next_batch(self) -> LocalBatch | None:
+        """Return the next batch; None where the epoch has ended, and the next call begins another.
+
+        What an iteration does, in one call that begins wherever the position is: for a step of a
+        `samestep.Elastic`, which is taken again from its beginning where a worker is lost.
+
+        Raises:
+            BatchError, DisagreementError, UsageError: as an iteration does.
+        """
+        if self._batches is None:
+            self._batches = iter(self)
+        batch = None
+        try:
+            batch = next(self._batches, None)
+        finally:
+            if batch is None:
+                self._let_go()
+        return batch
+
+    def _let_go(self) -> None:
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None
 
     @property
     def _settings(self) -> dict[str, int]:
         num_towers = self._towers.placement.num_towers
         return {"batch_size": self.batch_size, "seed": self.seed, "towers": num_towers}
 
-    def __iter__(self) -> Iterator[LocalBatch]:
+    def __iter__(self) -> Generator[LocalBatch]:
         """Iterate over the rest of the current epoch.
 
         Raises:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -37,16 +39,27 @@ def _steps(batches: Iterator[Any], towers: Towers, rows: NumRows) -> Iterator[Lo
 
 
 def _next_step(batches: Iterator[Any], towers: Towers, rows: NumRows, position: int) -> LocalBatch | None:
+    """Keep all T where the batch may have to be made for other towers of this worker's before the step."""
+    small: Iterable[Any] = islice(batches, towers.placement.num_towers)
+    if not towers._may_change_workers:
+        made = _made(small, towers, rows, position)
+    else:
+        small = [mapped(copied, batch) for batch in small]
+        made = replace(
+            _made(small, towers, rows, position), again=partial(_made, small, towers, rows, position)
+        )
+    return made if made.rows else None
+
+
+def _made(small: Iterable[Any], towers: Towers, rows: NumRows, position: int) -> LocalBatch:
     """Keep copies of this worker's, because an iterator may write the next one to the same memory."""
     placement, own, tower_rows, crc = towers.placement, {}, [], 0
-    for tower, batch in enumerate(islice(batches, placement.num_towers)):
+    for tower, batch in enumerate(small):
         num_rows, number = _measured(batch, f"small batch {tower} of batch {position}", towers, rows)
         tower_rows.append(num_rows)
         crc = zlib.crc32(number.to_bytes(4), crc)
         if tower in placement.towers(towers.job.rank):
             own[tower] = mapped(copied, batch)
-    if not tower_rows:
-        return None
     missing = placement.num_towers - len(tower_rows)
     return LocalBatch(sum(tower_rows), own, position, crc, [*tower_rows, *[0] * missing])
 

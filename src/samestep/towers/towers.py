@@ -139,6 +139,7 @@ class Towers:
         self._pace: Pace | None = None  # where the placement follows the workers' speed
         self._pass_ns = 0  # how long this worker's passes took in the last step
         self._asked = shown(placement)
+        self._may_change_workers = False  # between a batch's making and its step
 
         def prepare() -> None:
             if placement == "auto" or not self.job.is_newcomer:  # which is not one of so many workers yet
@@ -348,8 +349,9 @@ class Towers:
         in the middle of a step, the last step has the small batches that are left, and nothing counts twice.
 
         Every worker takes all T small batches, which must be the same everywhere, counts their rows, and
-        keeps copies of its own in memory until the step is over. There is no position to keep: to go on
-        with a run, skip `towers.step * T` small batches.
+        keeps copies of its own in memory until the step is over: of all T within a `samestep.Elastic` that
+        may lose workers. There is no position to keep: to go on with a run, skip `towers.step * T` small
+        batches.
 
         Args:
             batches: an iterable of small batches; each a nest as for `__call__`, or, with `rows`, anything.
