@@ -99,7 +99,7 @@ COMMON = {"torch": torch, "nn": nn, "F": F, "np": np, "samestep": samestep}
 GIVEN: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "README": lambda folder: {"dataset": pairs(), "...": nn.Linear(4, 2)},
     "checkpoints": lambda folder: parts(),
-    "elastic": lambda folder: parts(),
+    "elastic": lambda folder: {**parts(), "source": list(pairs())},
     "nanogpt": lambda folder: {"GPT": GPT, "path": tokens_file(folder)},
     "precision": lambda folder: half_precision(),
     "trainer": lambda folder: {"train": eights(), "test": eights()},

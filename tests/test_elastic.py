@@ -1,5 +1,7 @@
 """Loops of one's own that go on; `tests/takeovers.py` kills the workers of some others."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -213,6 +215,22 @@ def test_a_batch_of_a_loader_is_read_again_for_other_towers():
         return [list(map(torch.Tensor.tolist, each.slices.values())) for each in (batch.again(), *batches)]
 
     assert values(work, 2) == [[[[10, 11]]], [[[12, 13], [14, 15]]]]
+
+
+def test_small_batches_made_by_a_worker_that_was_alone_have_a_number_once_there_are_others():
+    """Alone, there was nobody to compare it with."""
+
+    def work(job):
+        towers = samestep.Towers(nn.Linear(1, 1), 3, job=job)
+        towers._may_change_workers = True
+        [batch] = towers.slices(torch.ones(3, 1, 1))
+        if job.rank == 0:
+            batch = replace(batch, slices=dict.fromkeys(range(3), torch.ones(1, 1)), fingerprint=0)
+        for tower in towers(batch):
+            tower.backward(towers.model(tower.batch).sum())
+        return towers.average().rows
+
+    assert values(work, 2) == [3, 3]
 
 
 def pictures(seed):

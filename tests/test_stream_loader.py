@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from samestep import Placement, Step, StreamLoader, Towers, digest
+from samestep import Job, Placement, Step, StreamLoader, Towers, digest
 from samestep.errors import BatchError, ConfigError, DisagreementError, UsageError
 from samestep.streams import stream_seed
 
@@ -476,3 +476,35 @@ def test_the_page_shows_what_happens():
     found = doctest.testfile(str(page), module_relative=False)
     assert found.attempted > 20
     assert found.failed == 0
+
+
+# ---- one batch after the other -------------------------------------------------------------------------
+
+
+def test_batches_that_are_asked_for_are_those_of_iterations_from_any_position():
+    def work(job):
+        towers = make_towers(job)
+        loader, other = (StreamLoader(uneven, BATCH_SIZE, towers) for _ in range(2))
+        states, found = [loader.state_dict()], []
+        while loader.epoch < 2:
+            found.append(loader.next_batch())
+            states.append(loader.state_dict())
+        expected = [batch for _ in range(2) for batch in [*other, None]]
+        loader.load_state_dict(states[2])  # an iteration has begun
+        again = loader.next_batch()
+        return [ids(each) for each in (*found, again)], [ids(each) for each in (*expected, expected[2])]
+
+    for found, expected in values(work, 2):
+        assert found == expected
+        assert None in found
+
+
+def ids(batch):
+    return batch and [part["id"].tolist() for part in batch.slices.values()]
+
+
+def test_an_epoch_without_a_batch_is_no_end_where_it_is_asked_for_again():
+    loader = StreamLoader(lambda *_: iter(()), NUM_TOWERS, make_towers(Job(torch.device("cpu"))))
+    for _ in range(2):
+        with pytest.raises(BatchError, match="epoch 0 of the stream has no batch"):
+            loader.next_batch()

@@ -249,7 +249,7 @@ class Elastic:
         assert self._job.renewable is not None
         why = f"{ahead.call}: newcomers cannot begin with it"
         if is_to_tell:
-            sys.stderr.write(f"samestep: {why}; they end, and others come in their place\n")
+            sys.stderr.write(f"samestep: {why}; they end\n")
         self._job.renewable.send_away(newcomers)  # at once: the others wait for a list without them
         raise SystemExit(0) if self._num_done < 0 else LostWorkerError(why)
 

@@ -162,7 +162,7 @@ def cut(batch: Any, placement: Placement, job: Job, *, is_read_twice: bool = Fal
         _check_tower_rows(batch, placement.num_towers)
         local = _made_for(batch, placement, job)
         local = replace(local, slices=dict(local.slices)) if is_read_twice else local
-        local = replace(local.to(job.device), fingerprint=_with_tower_rows(batch))
+        local = replace(local.to(job.device), fingerprint=_with_tower_rows(local))
     else:
         whole, copier = GlobalBatch.open(batch), Copier(job.device)
         mine = placement.rows(job.rank, whole.rows)
