@@ -27,8 +27,12 @@ def blocks_of(page):
 
 
 def pairs():
-    inputs = torch.randn(24, 4)
+    inputs = torch.linspace(-1, 1, 96).view(24, 4)
     return TensorDataset(inputs, (inputs.sum(1) > 0).long())
+
+
+def shard(tower, num_towers, epoch, seed):
+    return [*pairs()][tower::num_towers]
 
 
 def eights():
@@ -99,7 +103,7 @@ COMMON = {"torch": torch, "nn": nn, "F": F, "np": np, "samestep": samestep}
 GIVEN: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "README": lambda folder: {"dataset": pairs(), "...": nn.Linear(4, 2)},
     "checkpoints": lambda folder: parts(),
-    "elastic": lambda folder: {**parts(), "source": list(pairs())},
+    "elastic": lambda folder: {**parts(), "source": shard},
     "nanogpt": lambda folder: {"GPT": GPT, "path": tokens_file(folder)},
     "precision": lambda folder: half_precision(),
     "trainer": lambda folder: {"train": eights(), "test": eights()},
