@@ -299,7 +299,9 @@ class Term:
     def nothing(self, *_):
         return False
 
-    empty = post = give_up = close = is_due = can_go_on = finish = has_finished = send_away = regroup = nothing
+    empty = post = give_up = close = is_due = can_go_on = finish = has_finished = send_away = regroup = (
+        nothing
+    )
 
 
 def held_by(run_dir, name, generation, **options):

@@ -137,6 +137,7 @@ class Town(World):
         if self.is_done:
             left = trained  # newcomers are sent away
         if not is_left or not trained or not all(self.workers[each].goes_on for each in trained):
+            self.was_early |= not self.all_go_on
             self.lists.append(())
         elif len(left) < len(self.lists[-1]):
             self.lists.append(tuple(left))
