@@ -163,7 +163,7 @@ class Elastic:
     ) -> None:
         for towers in self._all_towers:
             towers._may_change_workers = False
-        if kind is None and self._job.renewable is not None:
+        if kind is None and self._renewable is not None:
             self._make(_END, lambda: None)
             self._renewable.finish()
 
@@ -171,7 +171,7 @@ class Elastic:
         """Return `work(*args, **kwargs)`, which all workers must call, or what it returned elsewhere."""
         if isinstance(self._objects.loader, StreamLoader):
             _check_in_call((*args, *kwargs.values()))
-        if self._job.renewable is None:
+        if self._renewable is None:
             return work(*args, **kwargs)
         name = getattr(work, "__qualname__", type(work).__qualname__)
         self._make(name, lambda: work(*args, **kwargs))
@@ -246,11 +246,11 @@ class Elastic:
 
     def _send_away(self, newcomers: Sequence[int], ahead: _Place, *, is_to_tell: bool) -> None:
         """Part from newcomers; the next ones will come to where newcomers begin."""
-        assert self._job.renewable is not None
+        assert self._renewable is not None
         why = f"{ahead.call}: newcomers cannot begin with it"
         if is_to_tell:
             sys.stderr.write(f"samestep: {why}; they end\n")
-        self._job.renewable.send_away(newcomers)  # at once: the others wait for a list without them
+        self._renewable.send_away(newcomers)  # at once: the others wait for a list without them
         raise SystemExit(0) if self._num_done < 0 else LostWorkerError(why)
 
     def _hand_over(self, source: int, targets: Sequence[int]) -> None:
