@@ -99,7 +99,7 @@ def note_all(notes: Notes) -> None:
     notes.around(Generations, "_meet", "connect")
     notes.around(loop.Loop, "_catch_up", "compare")
     notes.before(Members, "is_ready", "ready", lambda _: {})
-    notes.before(Roster, "become", "becomes", lambda _, members: {"members": [*members]})
+    notes.before(Roster, "_replace", "becomes", lambda _, old, new: {"members": json.loads(new)[1]})
     notes.before(WorkerProcess, "__init__", "started", lambda _, number, *others: {"number": number})
 
 
