@@ -8,13 +8,12 @@ turn first and second; reported are the quartiles of the rounds' ratios. By defa
 
 from __future__ import annotations
 
-import argparse
 import statistics
 
 import torch
 
 import samestep
-from step import SUBJECTS, on_all_cores, ours, seconds
+from step import SUBJECTS, measure_all, ours, seconds
 
 
 def compare(name: str, towers_per_worker: int, rounds: int, job: samestep.Job) -> str:
@@ -34,20 +33,5 @@ def compare(name: str, towers_per_worker: int, rounds: int, job: samestep.Job) -
     return f"{towers}  measured / not measured {middle:.3f} [{low:.3f}, {high:.3f}]  rounds={rounds}"
 
 
-def main() -> None:
-    """Start one worker per core, or be one."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=30)
-    arguments = parser.parse_args()
-    on_all_cores()
-    job = samestep.init("cpu")
-    for name in SUBJECTS:
-        for towers_per_worker in (1, 4):
-            row = compare(name, towers_per_worker, arguments.rounds, job)
-            if job.is_first:
-                print(row, flush=True)
-    job.close()
-
-
 if __name__ == "__main__":
-    main()
+    measure_all(__doc__, compare)

@@ -9,7 +9,6 @@ the rounds' ratios, and how many bytes of the optimizer's state each worker keep
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Mapping
 
@@ -21,7 +20,7 @@ from torch.optim import AdamW, Optimizer
 
 import samestep
 from samestep.app.doctor.measure import accumulating
-from step import SUBJECTS, Batch, Step, Subject, loss_of, on_all_cores, seconds, timed
+from step import SUBJECTS, Batch, Step, Subject, loss_of, measure_all, seconds, timed
 
 Made = tuple[Step, Optimizer]
 
@@ -62,7 +61,7 @@ def state_bytes(optimizer: Optimizer, job: samestep.Job) -> list[int]:
     return found
 
 
-def compare(name: str, towers_per_worker: int, rounds: int, job: samestep.Job) -> list[str]:
+def compare(name: str, towers_per_worker: int, rounds: int, job: samestep.Job) -> str:
     """Return the rows of one model."""
     subject, num_towers = SUBJECTS[name], job.world_size * towers_per_worker
     torch.manual_seed(0)
@@ -87,25 +86,8 @@ def compare(name: str, towers_per_worker: int, rounds: int, job: samestep.Job) -
             f"  sharded / this {middle:.3f} [{low:.3f}, {high:.3f}]  state {kept} MB"
             f"  rounds={rounds} steps/round={int(repeats)}"
         )
-    return found
-
-
-def main() -> None:
-    """Start one worker per core, or be one."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--only", default="")
-    arguments = parser.parse_args()
-    on_all_cores()
-    job = samestep.init("cpu")
-    for name in SUBJECTS:
-        for towers_per_worker in (1, 4):
-            if arguments.only in f"{name}-{towers_per_worker}":
-                for row in compare(name, towers_per_worker, arguments.rounds, job):
-                    if job.is_first:
-                        print(row, flush=True)
-    job.close()
+    return "\n".join(found)
 
 
 if __name__ == "__main__":
-    main()
+    measure_all(__doc__, compare)

@@ -199,9 +199,9 @@ def on_all_cores() -> None:
         sys.exit(subprocess.call([*command, *sys.argv], env=environment))
 
 
-def main() -> None:
-    """Start one worker per core, or be one."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def measure_all(description: str, compare: Callable[[str, int, int, samestep.Job], str]) -> None:
+    """Start one worker per core, or be one, and print what `compare` finds for each subject."""
+    parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--only", default="")
     arguments = parser.parse_args()
@@ -210,11 +210,11 @@ def main() -> None:
     for name in SUBJECTS:
         for towers_per_worker in (1, 4):
             if arguments.only in f"{name}-{towers_per_worker}":
-                row = compare(name, towers_per_worker, arguments.rounds, job)
+                found = compare(name, towers_per_worker, arguments.rounds, job)
                 if job.is_first:
-                    print(row, flush=True)
+                    print(found, flush=True)
     job.close()
 
 
 if __name__ == "__main__":
-    main()
+    measure_all(__doc__, compare)
