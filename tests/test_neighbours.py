@@ -3,6 +3,7 @@
 import os
 import socket
 import warnings
+from contextlib import ExitStack
 
 import pytest
 
@@ -57,8 +58,10 @@ def test_without_shared_memory_the_network_does_it_and_worker_0_says_why(monkeyp
     assert len(said) == 1
 
 
-def test_a_system_that_has_none_is_no_fault(monkeypatch):
-    monkeypatch.delattr(os, "memfd_create")
+@pytest.mark.parametrize("missing", [[], [(socket, "SOCK_SEQPACKET")], [(socket, "AF_UNIX")]])
+def test_a_system_that_has_none_is_no_fault(monkeypatch, missing):
+    for owner, name in [*missing, (os, "memfd_create")]:
+        monkeypatch.delattr(owner, name)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert found(monkeypatch) == [set(), set()]
@@ -73,8 +76,8 @@ def test_those_who_cannot_connect_say_so(monkeypatch):
 def test_a_stranger_is_sent_away(monkeypatch):
     callers = iter([-1, 7])
     monkeypatch.setattr(neighbours, "_process_of", lambda connection: next(callers))
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        card = neighbours._card(listener)
+    with ExitStack() as stack:
+        listener, card = neighbours._listen(stack)
         ends = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
         for end in ends:
             end.connect(card.name)

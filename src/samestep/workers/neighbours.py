@@ -8,6 +8,7 @@ import secrets
 import socket
 import struct
 import warnings
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,24 +40,27 @@ class _Card:
 
 def neighbours(transport: Transport) -> dict[int, Channel]:
     """Connect every two workers of one host that can share memory; all must call this."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        cards = gather_objects(transport, _card(listener), _WHAT)
+    with ExitStack() as stack:
+        listener, card = _listen(stack)
+        cards = gather_objects(transport, card, _WHAT)
         own = cards[transport.rank]
         here = [w for w, card in enumerate(cards) if own.place is not None and card.place == own.place]
         called = {worker: _call(cards[worker]) for worker in here if worker < transport.rank}
         connections = {worker: connection for worker, connection in called.items() if connection is not None}
         reached = gather_objects(transport, set(connections), _WHAT)
         callers = {cards[worker].process: worker for worker in here if transport.rank in reached[worker]}
-        connections |= _accept(listener, callers)
+        if listener is not None:
+            connections |= _accept(listener, callers)
     if transport.rank == 0:
         _tell(cards, reached)
     return {worker: Channel(connections[worker]) for worker in sorted(connections)}
 
 
-def _card(listener: socket.socket) -> _Card:
-    """Listen, and return where."""
+def _listen(stack: ExitStack) -> tuple[socket.socket | None, _Card]:
+    """Listen, if this worker can share memory, and return where."""
     name = b"\0samestep-" + secrets.token_hex(_TOKEN_BYTES).encode()
     try:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         listener.bind(name)
         listener.listen(socket.SOMAXCONN)
         listener.settimeout(_CONNECT_S)
@@ -66,9 +70,9 @@ def _card(listener: socket.socket) -> _Card:
             *map(_namespace, ("net", "pid", "user")),
         )
     except (AttributeError, OSError) as error:
-        why = str(error) if isinstance(error, OSError) and hasattr(os, "memfd_create") else ""
-        return _Card(None, name, os.getpid(), why)
-    return _Card(place, name, os.getpid())
+        why = str(error) if hasattr(os, "memfd_create") else ""  # which no other system than Linux has
+        return None, _Card(None, name, os.getpid(), why)
+    return listener, _Card(place, name, os.getpid())
 
 
 def _namespace(kind: str) -> str:
