@@ -29,7 +29,7 @@ class Team:
                 ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 channels[first][second], channels[second][first] = map(Channel, ends)
         self.channels = channels
-        self.workers = [SharedMemory(each) for each in channels]
+        self.workers = [SharedMemory(rank, each) for rank, each in enumerate(channels)]
 
     def __enter__(self):
         return self
@@ -196,9 +196,10 @@ def test_without_memory_it_goes_through_sockets_and_that_is_said_once(monkeypatc
     with Team(2) as team:
         monkeypatch.setattr(os, "posix_fallocate", refuse)
         with pytest.warns(
-            UserWarning, match=r"^no shared memory for 400000 bytes \(No space left on device\): "
-        ):
+            UserWarning, match=r"^worker \d: no shared memory for 400000 bytes \(No space"
+        ) as said:
             sent = [team[rank].empty(100_000, LIKE).fill_(rank) for rank in (0, 1)]
+        assert sorted(str(each.message)[:9] for each in said) == ["worker 0:", "worker 1:"]
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             received = [team[rank].empty(100_000, LIKE) for rank in (0, 1)]

@@ -283,7 +283,7 @@ def serve(rank, number, kind, folder, results):
     transport = ProcessGroup(torch.device("cpu"), timeout_s)
     transport.waiter.peers = meet(transport)
     if kind == "shared memory":
-        transport.shared = SharedMemory(neighbours(transport))
+        transport.shared = SharedMemory(rank, neighbours(transport))
         assert all(other in transport.shared for other in ranks if other != rank)
     assert (transport.rank, transport.world_size) == (rank, len(ranks))
     for check in checks_of(kind, checks):

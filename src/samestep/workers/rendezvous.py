@@ -211,7 +211,7 @@ def _connect(transport: ProcessGroup, ask: Callable[[], str | None] | None = Non
     peers.ask = ask
     transport.waiter.peers = peers
     if transport.is_on_cpu:
-        transport.shared = SharedMemory(neighbours(transport))
+        transport.shared = SharedMemory(transport.rank, neighbours(transport))
 
 
 def _in_thread(work: Callable[[], T], where: str) -> T:

@@ -40,11 +40,12 @@ class SharedMemory:
     """The workers of one host, as one of them reaches the others.
 
     Args:
+        rank: of this worker.
         channels: to each of the others, by rank.
     """
 
-    def __init__(self, channels: Mapping[int, Channel]) -> None:
-        self._channels = channels
+    def __init__(self, rank: int, channels: Mapping[int, Channel]) -> None:
+        self._rank, self._channels = rank, channels
         self._segments = Segments()
         self._sent: dict[int, deque[tuple[int, Segment]]] = {worker: deque() for worker in channels}
         self._theirs: dict[tuple[int, int], Bytes] = {}  # by worker and segment
@@ -68,8 +69,8 @@ class SharedMemory:
             except OSError as error:
                 self._has_memory = False
                 warnings.warn(
-                    f"no shared memory for {num_bytes} bytes ({error.strerror}): gradients go through "
-                    "sockets from now on, which takes longer",
+                    f"worker {self._rank}: no shared memory for {num_bytes} bytes ({error.strerror}): "
+                    "gradients go through sockets from now on, which takes longer",
                     stacklevel=2,
                 )
         return like.new_empty(size)

@@ -160,7 +160,7 @@ class ProcessGroup:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.waiter = Waiter(timeout_s)
-        self.shared = SharedMemory({})
+        self.shared = SharedMemory(self.rank, {})
         self.is_on_cpu = device.type == "cpu"
         self._through_host = device.type == "cuda" and "nccl" not in dist.get_backend_config()
 
