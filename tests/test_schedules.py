@@ -221,20 +221,14 @@ def one_thread():
 hundred_from = cache(lambda first: schedules.run(range(first, first + 100)))
 
 
-def parts(size, short, whole):
-    """Return the first seeds of all parts; those after `short` take too long for every day."""
-    marks = {True: [], False: [pytest.mark.long]}
-    return [pytest.param(first, marks=marks[first < short]) for first in range(0, whole, size)]
-
-
-@pytest.mark.parametrize("first", parts(100, 1000, 2000))
+@pytest.mark.parametrize("first", range(0, 2000, 100))
 def test_whatever_happens_the_bits_or_the_error_are_right(first, one_thread):
     seen, failed = hundred_from(first)
     assert failed == []
     assert seen["schedules"] == 100
 
 
-@pytest.mark.parametrize("first", parts(20, 100, 200))
+@pytest.mark.parametrize("first", range(0, 200, 20))
 def test_whatever_happens_with_a_model_the_bits_or_the_error_are_right(first, one_thread):
     assert schedules.run(range(first, first + 20), with_model=True)[1] == []
 
