@@ -217,6 +217,7 @@ def test_workers_of_a_launcher_that_is_killed_end_too(start, tmp_path, doing):
     while any(os.path.exists(f"/proc/{pid}") for pid in pids):
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
+    assert process.stderr() == ""
     assert list((tmp_path / "temporary").iterdir()) == []
 
 

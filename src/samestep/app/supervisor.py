@@ -126,6 +126,7 @@ class Supervisor:
         number = self._place.host * PER_HOST + len(self.workers)
         error_file = self._folder / f"{number}.json"
         environment = {
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # else pages of C++ frames tell that the launcher was killed
             **os.environ,
             **worker_environment(self._threads),
             **self._place.environment(seat, self._num_workers),
