@@ -52,6 +52,10 @@ class _Outgoing:
     descriptor: int = -1
 
 
+_Came = tuple[int, list[tuple[int, int, bytes]], int, object]
+"""What `recvmsg_into` returns: bytes, and what came beside them, such as a descriptor."""
+
+
 class Channel:
     """One worker's end.
 
@@ -74,9 +78,7 @@ class Channel:
         self._outgoing: deque[_Outgoing] = deque()
         self._num_taken = 0
         self._buffer = memoryview(bytearray(_HEADER.size + LONGEST))
-        self._came: list[
-            tuple[int, list[tuple[int, int, bytes]], int, object]
-        ] = []  # with what is in the buffer
+        self._came: list[_Came] = []  # how the packet in the buffer came
 
     def fileno(self) -> int:
         """Return the socket's descriptor."""
@@ -135,9 +137,7 @@ class Channel:
                 return None
         _, _, kind, size = _HEADER.unpack_from(self._buffer)
         content = self._buffer[_HEADER.size : _HEADER.size + size]
-        descriptors = [
-            array.array("i", rights)[0] for _, beside, _, _ in self._came for _, _, rights in beside
-        ]
+        descriptors = [array.array("i", rights)[0] for _, _, rights in self._came[0][1]]
         return Packet(Kind(kind), content.toreadonly(), *descriptors)
 
     def take(self) -> None:

@@ -16,6 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from samestep.workers.channel import Channel
+
 __all__ = ["Bytes", "Segment", "Segments", "allocate", "as_bytes", "mapped"]
 
 Bytes = npt.NDArray[np.uint8]
@@ -56,8 +58,7 @@ class Segment:
         content: all of it.
         is_lent: whether a tensor lies in it.
         used: which of all loans was its newest.
-        known_to: the workers that have its descriptor.
-        unread: what has been sent of it and not been copied yet, as (worker, packet).
+        sent: to whom its descriptor went, and the newest packet that says where something lies in it.
     """
 
     number: int
@@ -65,13 +66,14 @@ class Segment:
     content: Bytes
     is_lent: bool = False
     used: int = 0
-    known_to: set[int] = field(default_factory=set)
-    unread: set[tuple[int, int]] = field(default_factory=set)
+    sent: dict[Channel, int] = field(default_factory=dict)
 
     @property
     def is_free(self) -> bool:
         """Whether it may be written to."""
-        return not (self.is_lent or self.unread)
+        return not self.is_lent and all(
+            number <= channel.num_taken_there for channel, number in self.sent.items()
+        )
 
     def take_back(self) -> None:
         """Note that no tensor lies in it any more."""

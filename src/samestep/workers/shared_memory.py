@@ -11,7 +11,7 @@ import select
 import struct
 import warnings
 from bisect import bisect_right
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
@@ -47,7 +47,6 @@ class SharedMemory:
     def __init__(self, rank: int, channels: Mapping[int, Channel]) -> None:
         self._rank, self._channels = rank, channels
         self._segments = Segments()
-        self._sent: dict[int, deque[tuple[int, Segment]]] = {worker: deque() for worker in channels}
         self._theirs: dict[tuple[int, int], Bytes] = {}  # by worker and segment
         self._num_messages: dict[int, int] = defaultdict(int)  # to each worker
         self._num_expected: dict[int, int] = defaultdict(int)
@@ -87,8 +86,8 @@ class SharedMemory:
             if worker in self and any(tensor.numel() for tensor in tensors):
                 sent[worker] = self._send(worker, [tensor for tensor in tensors if tensor.numel()], what)
         for segment in self._segments.let_go():
-            for worker in segment.known_to:
-                self._channels[worker].post(Kind.FORGET, [_MEMORY.pack(segment.number, 0)])
+            for channel in segment.sent:
+                channel.post(Kind.FORGET, [_MEMORY.pack(segment.number, 0)])
         return Delivery(self, self._channels, received, sent, what)
 
     def _expect(self, worker: int, tensors: Sequence[Tensor]) -> _Incoming:
@@ -102,16 +101,15 @@ class SharedMemory:
         channel, number, position = self._channels[worker], self._num_messages[worker], 0
         self._num_messages[worker] += 1
         name, size = what.encode()[:_LONGEST_NAME], sum(tensor.nbytes for tensor in tensors)
-        for content, segments, num_bytes in _packets(self._parts(worker, tensors)):
+        for content, segments, num_bytes in _packets(self._parts(channel, tensors)):
             for segment in segments:
-                segment.unread.add((worker, channel.num_posted + 1))
-                self._sent[worker].append((channel.num_posted + 1, segment))
+                segment.sent[channel] = channel.num_posted + 1
             message = _MESSAGE.pack(number, position, size, len(name))
             channel.post(Kind.TENSORS, [message, name, *content])
             position += num_bytes
         return channel.num_posted
 
-    def _parts(self, worker: int, tensors: Sequence[Tensor]) -> Iterator[_Part]:
+    def _parts(self, channel: Channel, tensors: Sequence[Tensor]) -> Iterator[_Part]:
         for tensor in tensors:
             content, segment = as_bytes(tensor), self._segments.holding(tensor)
             if segment is None:
@@ -119,10 +117,9 @@ class SharedMemory:
                     piece = content[start : start + LONGEST // 2]
                     yield [_PART.pack(_HERE, 0, len(piece)), piece.data], None, len(piece)
                 continue
-            if worker not in segment.known_to:
+            if channel not in segment.sent:
                 described = _MEMORY.pack(segment.number, len(segment.content))
-                self._channels[worker].post(Kind.MEMORY, [described], segment.descriptor)
-                segment.known_to.add(worker)
+                segment.sent[channel] = channel.post(Kind.MEMORY, [described], segment.descriptor)
             where = content.ctypes.data - segment.content.ctypes.data
             yield [_PART.pack(segment.number, where, len(content))], segment, len(content)
 
@@ -135,14 +132,6 @@ class SharedMemory:
             while (packet := channel.packet()) is not None and self._take(worker, packet):
                 channel.take()
             channel.tell()
-        self._see_what_was_read()
-
-    def _see_what_was_read(self) -> None:
-        for worker, sent in self._sent.items():
-            while sent and sent[0][0] <= self._channels[worker].num_taken_there:
-                number, segment = sent[0]
-                segment.unread.discard((worker, number))
-                sent.popleft()
 
     def _take(self, worker: int, packet: Packet) -> bool:
         """Do what a packet says, perhaps once more; return False where nobody has asked for it yet."""
