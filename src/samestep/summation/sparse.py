@@ -14,7 +14,18 @@ from torch import Tensor, nn
 from samestep.errors import ConfigError
 from samestep.summation.layout import Layout
 
-__all__ = ["Size", "add", "coalesced", "empty", "find_sparse", "measure", "owned", "stored", "tensors_of"]
+__all__ = [
+    "Size",
+    "add",
+    "coalesced",
+    "empty",
+    "find_sparse",
+    "measure",
+    "owned",
+    "sparse_weights",
+    "stored",
+    "tensors_of",
+]
 
 Size = tuple[int, int]
 """(sparse dimensions, stored rows): (−1, 0) of no gradient; (0, 1) of a dense one, all of it one row."""
@@ -29,9 +40,14 @@ def find_sparse(model: nn.Module, listed: Sequence[nn.Parameter]) -> list[str]:
                 f"sparse_parameters[{position}] is not a parameter of {type(model).__name__} that requires "
                 "grad: list parameters of the model itself"
             )
-    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
-    found = {id(p) for p in listed} | {id(m._parameters.get("weight")) for m in embeddings}
+    found = {id(p) for p in listed} | sparse_weights(model)
     return [name for key, name in names.items() if key in found]
+
+
+def sparse_weights(model: nn.Module) -> set[int]:
+    """Return the ids of the weights of sparse embeddings, trained or not."""
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
+    return {id(m._parameters.get("weight")) for m in embeddings}
 
 
 def coalesced(gradient: Tensor) -> Tensor:

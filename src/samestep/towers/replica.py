@@ -22,7 +22,7 @@ from samestep.summation.gradient_sum import GradientSum
 from samestep.summation.layout import Layout
 from samestep.summation.placement import Placement
 from samestep.summation.plan import ParameterLayout, Plan, grad_dtype
-from samestep.summation.sparse import find_sparse
+from samestep.summation.sparse import find_sparse, sparse_weights
 from samestep.towers.hooks import HookCheck
 from samestep.towers.root import check_wrappers
 from samestep.workers.collectives import broadcast
@@ -132,9 +132,8 @@ class Replica:
 
     def sparse_parameters(self) -> set[int]:
         """Return the ids of parameters that may get sparse gradients, now or once they are trained."""
-        embeddings = [m for m in self.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-        listed = [p for name, p in self.model.named_parameters() if name in self._listed_sparse]
-        return set(map(id, [*listed, *(each.weight for each in embeddings if each.sparse)]))
+        listed = {id(p) for name, p in self.model.named_parameters() if name in self._listed_sparse}
+        return listed | sparse_weights(self.model)
 
     def _look_at_model(self) -> None:
         """Note the parameters and buffers that there are."""
