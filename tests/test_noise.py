@@ -11,7 +11,7 @@ from torch import nn
 import samestep
 from samestep import Step, Towers
 from samestep.errors import ConfigError
-from samestep.summation.gradients import norms_of, squared_sum
+from samestep.summation.norms import norms_of, squared_sum
 from samestep.summation.placement import even_ranges
 from samestep.towers.noise import GradientNorms, NoiseScale
 

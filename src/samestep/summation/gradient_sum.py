@@ -19,9 +19,8 @@ from samestep.summation.gradients import (
     add_gradients,
     as_real,
     like_parameter,
-    norms_of,
-    squared_sum,
 )
+from samestep.summation.norms import norms_of, squared_sum
 from samestep.summation.plan import Plan, grad_dtype
 from samestep.summation.tree import TreeSum
 

@@ -1,4 +1,4 @@
-"""Adding, dividing and measuring gradients, dense, sparse or absent. Pure tensors."""
+"""Adding and dividing gradients, dense, sparse or absent. Pure tensors."""
 
 from __future__ import annotations
 
@@ -18,15 +18,10 @@ __all__ = [
     "add_partial_sums",
     "average_gradients",
     "divide",
-    "norms_of",
-    "squared_sum",
 ]
 
 Gradients = list[Tensor | None]
 """One gradient for each parameter, in the parameters' order; None where a tower used none."""
-
-_PIECE = 2**20
-"""Norms are taken of pieces of this many elements: float32 sums of many more lose digits."""
 
 
 def as_real(gradient: Tensor) -> Tensor:
@@ -85,20 +80,6 @@ def divide(total: Tensor, count: Tensor, *, out: Tensor) -> None:
         out.copy_(total.float().div_(count.float()))
     else:
         torch.div(total, count.to(total.dtype), out=out)
-
-
-def norms_of(gradient: Tensor) -> list[Tensor]:
-    """Return the 2-norms of the pieces of a gradient, 0-dim, float32 or wider."""
-    values = sparse.stored(sparse.coalesced(gradient))
-    dtype = torch.promote_types(values.dtype, torch.float32)
-    return [torch.linalg.vector_norm(piece, dtype=dtype) for piece in values.reshape(-1).split(_PIECE)]
-
-
-def squared_sum(norms: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of the squares of norms, float64 0-dim; 0 without any."""
-    if not norms:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(list(norms)).double().square().sum()
 
 
 def average_gradients(

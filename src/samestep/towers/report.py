@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-__all__ = ["Report", "mean_losses", "total_loss", "total_norm"]
+__all__ = ["Report", "mean_losses", "total_loss"]
 
 
 @dataclass(frozen=True)
@@ -79,13 +78,6 @@ class Report:
     def grad_norm(self) -> float:
         """The 2-norm of the averaged gradient, as `Towers.average` gave it."""
         return float(self.norm)
-
-
-def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm of all gradients together, 0-dim."""
-    # A norm in half precision would have two or three digits.
-    wide = [g.float() if g.dtype in (torch.float16, torch.bfloat16) else g for g in gradients]
-    return torch.nn.utils.get_total_norm(wide)
 
 
 def mean_losses(sums: Tensor, counts: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import InitVar, dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from samestep.errors import BatchError, UsageError
 from samestep.streams import keep_globals, seed_globals, tower_seed
 from samestep.summation.exchange import Exchange
 from samestep.summation.gradient_sum import GradientSum
-from samestep.summation.gradients import norms_of, squared_sum
+from samestep.summation.norms import squared_sum, total_norm
 from samestep.summation.scalars import TowerScalars
 from samestep.towers.batch import LocalBatch
 from samestep.towers.counts import (
@@ -29,7 +30,7 @@ from samestep.towers.counts import (
 )
 from samestep.towers.noise import GradientNorms
 from samestep.towers.replica import Replica
-from samestep.towers.report import Report, total_norm
+from samestep.towers.report import Report
 from samestep.towers.tower import Tower
 from samestep.workers.collectives import gather_rows
 
@@ -291,8 +292,11 @@ class StepRun:
         counts = self.exchange.scalars.counts * self._unit
         return wrong_counts(self.step, self.plan.sums, counts, self._has_count)
 
-    def norms(self, gradients: Sequence[Tensor | None]) -> GradientNorms | None:
-        """Return the norms of the towers' gradients and of their averages, in a step that measures them."""
+    def norms(self, average: Sequence[Sequence[Tensor]]) -> GradientNorms | None:
+        """Return the norms of the towers' gradients and of their average, in a step that measures them.
+
+        The average is given by the norms of the blocks of each gradient.
+        """
         own = None if self._gradients is None else self._gradients.squares()
         if own is None:
             return None
@@ -300,9 +304,8 @@ class StepRun:
         counts, sums = self.exchange.scalars.counts, self.gather(own, "norms")
         squares = torch.where(counts > 0, sums / scale**2 / counts.square(), torch.nan).tolist()
         rows = [len(part) for part in self.local.ranges(len(squares))]
-        norms = [norm for gradient in gradients if gradient is not None for norm in norms_of(gradient)]
-        average = float(squared_sum(norms, counts.device) / scale**2)
-        return GradientNorms(squares, counts.tolist(), rows, average)
+        square = squared_sum([*chain.from_iterable(average)], counts.device)
+        return GradientNorms(squares, counts.tolist(), rows, float(square / scale**2))
 
     def gather(self, values: Tensor, what: str) -> Tensor:
         """Return a tensor with a row for each tower, [T, ...], from those of every worker's towers."""
@@ -321,8 +324,11 @@ class StepRun:
         rows = self.local.ranges(self.plan.placement.num_towers)
         return [sum(len(rows[tower]) for tower in towers) for towers in self.plan.placement.ranges]
 
-    def report(self, gradients: Sequence[Tensor], **more: Any) -> Report:
-        """Return the step's report; `more` are the attributes that only `Towers` knows."""
+    def report(self, norms: Sequence[Sequence[Tensor]], **more: Any) -> Report:
+        """Return the step's report, given the norms of the blocks of each averaged gradient.
+
+        `more` are the attributes that only `Towers` knows.
+        """
         scalars = self.exchange.scalars
         # The loss of a whole batch is tower 0's.
         num_counted = 1 if self.plan.is_whole_batch else len(scalars.counts)
@@ -331,7 +337,7 @@ class StepRun:
             counts = self._counts.counts.to(counts.device)
         loss_sums = scalars.loss_sums[:num_counted] * self._unit
         more |= {"names": self.plan.sums, "flags": self.exchange.flags}
-        norm = total_norm(gradients)
+        norm = total_norm(norms)
         if self.scaler is not None:
             norm = norm / self.scaler.scale(torch.ones_like(norm))
         return Report(self.step, self.local.rows, loss_sums, counts, norm, **more)

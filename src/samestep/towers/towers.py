@@ -30,8 +30,8 @@ from samestep.identity import check_same, compare, fingerprint
 from samestep.summation.buckets import DEFAULT_BUCKET_BYTES
 from samestep.summation.exchange import Exchange
 from samestep.summation.gradients import like_parameter
+from samestep.summation.norms import block_norms
 from samestep.summation.placement import Placement
-from samestep.summation.sparse import stored
 from samestep.towers.batch import LocalBatch, cut
 from samestep.towers.counts import Count, check_counts
 from samestep.towers.must_match import MustMatch
@@ -402,14 +402,15 @@ class Towers:
             if gradient is not None:
                 parameter = run.parameters[index]
                 parameter.grad = like_parameter(gradient, parameter)
-                gradients.append(stored(parameter.grad))
+                gradients.append(parameter.grad)
         with self._ending_on_error(run):
-            norms = run.norms([gradient for _, gradient in averages])
+            norms = block_norms(gradients)
+            measured = run.norms(norms)
             run.update_buffers()
-        if norms is not None:
-            self.noise.measure(norms)
+        if measured is not None:
+            self.noise.measure(measured)
         self._run = None
-        return self._report(run, gradients, tower_grad_norms=None if norms is None else norms.of_towers)
+        return self._report(run, norms, tower_grad_norms=None if measured is None else measured.of_towers)
 
     def abandon(self) -> None:
         """Leave the step that has begun, as if it had not: instead of `average`, after an exception, Ctrl-C.
@@ -461,14 +462,14 @@ class Towers:
                 self.abandon()
             raise
 
-    def _report(self, run: StepRun, gradients: Sequence[Tensor], **more: Any) -> Report:
+    def _report(self, run: StepRun, norms: Sequence[Sequence[Tensor]], **more: Any) -> Report:
         self._step += 1
         self._pass_ns = run.exchange.stopwatch.read_ns()
         if self._pace is not None and self.job.world_size > 1:
             subtree_ns = run.plan.num_bytes // _BYTES_PER_NS
             rows, pass_ns = run.rows_of_workers(), run.exchange.pass_ns
             self._placement = self._pace.follow(self._placement, rows, pass_ns, subtree_ns)
-        return run.report(gradients, noise_scale=self.noise.value, **more)
+        return run.report(norms, noise_scale=self.noise.value, **more)
 
     def _begin(
         self,
