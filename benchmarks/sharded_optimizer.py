@@ -20,7 +20,7 @@ from torch.optim import AdamW, Optimizer
 
 import samestep
 from samestep.app.doctor.measure import accumulating
-from step import SUBJECTS, Batch, Step, Subject, loss_of, measure_all, seconds, timed
+from step import SUBJECTS, Step, Subject, loss_of, measure_all, seconds, timed
 
 Made = tuple[Step, Optimizer]
 
@@ -33,13 +33,7 @@ def ours(subject: Subject, num_towers: int, job: samestep.Job, *, sharded: bool)
     if sharded:
         optimizer = samestep.ShardedOptimizer(towers, AdamW, lr=1e-4)
 
-    def step(batch: Batch) -> None:
-        for tower in towers(batch):
-            tower.backward(loss_of(model, tower.batch))
-        towers.average()
-        optimizer.step()
-
-    return step, optimizer
+    return samestep.Step(towers, loss_of, optimizer), optimizer
 
 
 def theirs(subject: Subject, num_towers: int, job: samestep.Job, *, has_views: bool) -> Made:

@@ -170,7 +170,7 @@ class PlainTowers:
             averages = self.sums.finish()
             if task.is_measured:
                 self.gather("norms")
-        for position, average in averages:
+        for position, _, average in averages:
             if average is not None:
                 index = task.trained[position]
                 step = average.to_dense() if average.is_sparse else average

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from samestep.summation.buckets import lay_out_buckets, pack, unpack, views
+from samestep.summation.buckets import lay_out_buckets, lay_out_shares, pack, unpack
 from samestep.summation.layout import Layout
 
 SHAPES = [(), (1,), (0,), (3,), (17,), (40, 5), (2, 3, 2, 2), (1000,)]
@@ -49,22 +49,31 @@ def test_parameters_are_grouped_by_dtype_from_the_last_to_the_first(problem):
     buckets = lay_out_buckets(layouts, bucket_bytes, num_workers)
     assert [list(bucket.parameters) for bucket in buckets] == slow_groups(layouts, bucket_bytes)
     for bucket in buckets:
-        assert list(bucket.layouts) == [layouts[i] for i in bucket.parameters]
-        assert {layout.dtype for layout in bucket.layouts} <= {bucket.dtype}
+        (section,) = bucket.sections
+        assert [piece.parameter for piece in section.pieces] == list(bucket.parameters)
+        assert [piece.layout for piece in section.pieces] == [layouts[i] for i in bucket.parameters]
+        assert {piece.layout.dtype for piece in section.pieces} <= {bucket.dtype}
 
 
 @given(problems)
 def test_gradients_are_aligned_and_overlap_nowhere(problem):
     layouts, bucket_bytes, num_workers = problem
     for bucket in lay_out_buckets(layouts, bucket_bytes, num_workers):
-        places = [
-            range(offset, offset + layout.num_elements)
-            for offset, layout in zip(bucket.offsets, bucket.layouts, strict=True)
-        ]
-        places.append(range(bucket.flags, bucket.flags + len(bucket.parameters) + 1))
-        assert all(offset * bucket.dtype.itemsize % 64 == 0 for offset in bucket.offsets)
+        check_sections(bucket)
+
+
+def check_sections(bucket):
+    assert bucket.sections[0].extent.start == 0
+    assert bucket.sections[-1].extent.stop == bucket.num_elements
+    for section, next_one in pairwise(bucket.sections):
+        assert section.extent.stop == next_one.extent.start
+    for section in bucket.sections:
+        places = [range(piece.offset, piece.offset + len(piece.elements)) for piece in section.pieces]
+        places.append(range(section.flags, section.flags + len(section.pieces) + 1))
+        starts = [section.extent.start + piece.offset for piece in section.pieces]
+        assert all(start * bucket.dtype.itemsize % 64 == 0 for start in starts)
         assert all(one.stop <= next_one.start for one, next_one in pairwise(places))
-        assert places[-1].stop <= bucket.num_elements
+        assert places[-1].stop <= len(section.extent)
 
 
 @given(problems)
@@ -113,21 +122,31 @@ def same_bits(left, right):
     return left.dtype == right.dtype and torch.equal(*as_bytes)
 
 
+def gradients_of(bucket, layouts, seed):
+    return [
+        None if (seed >> index) % 3 == 0 else gradient_of(layouts[index], seed + index)
+        for index in bucket.parameters
+    ]
+
+
+def known(bucket, gradients):
+    """What a worker may know of which parameters were used."""
+    used = [gradient is not None for gradient in gradients]
+    return dict(zip(bucket.parameters, used, strict=True)), dict.fromkeys(bucket.parameters, False)
+
+
 @given(problems, st.integers(0, 2**20))
 def test_what_is_packed_comes_out_with_the_same_bits(problem, seed):
     layouts, bucket_bytes, num_workers = problem
     for bucket in lay_out_buckets(layouts, bucket_bytes, num_workers):
-        gradients = [
-            None if (seed >> index) % 3 == 0 else gradient_of(layout, seed + index)
-            for index, layout in zip(bucket.parameters, bucket.layouts, strict=True)
-        ]
+        gradients = gradients_of(bucket, layouts, seed)
         flat = torch.full((bucket.num_elements,), 7.0, dtype=bucket.dtype)
         pack(bucket, flat, gradients)
-        used_here = [gradient is not None for gradient in gradients]
-        for knows in (used_here, [False] * len(gradients)):
-            found = dict(unpack(bucket, flat, knows))
-            assert list(found) == list(bucket.parameters)
-            for packed, layout, gradient in zip(found.values(), bucket.layouts, gradients, strict=True):
+        for knows in known(bucket, gradients):
+            found = list(unpack(bucket.sections[0], flat, knows))
+            assert [(each.parameter, each.start) for each in found] == [(i, 0) for i in bucket.parameters]
+            for (index, _, packed), gradient in zip(found, gradients, strict=True):
+                layout = layouts[index]
                 assert (packed is None) == (gradient is None)
                 if gradient is not None:
                     assert packed.stride() == layout.strides
@@ -140,13 +159,13 @@ def test_an_absent_gradient_adds_nothing_to_any_bit(dtype, present, seed):
     """Sums of packed buckets are sums of the gradients, −0.0 included; None only where both have none."""
     (bucket,) = lay_out_buckets([layout_of((50,), dtype)], 10**6, 3)
     gradients = [
-        gradient_of(bucket.layouts[0], seed + n) if is_present else None
+        gradient_of(layout_of((50,), dtype), seed + n) if is_present else None
         for n, is_present in enumerate(present)
     ]
     flats = [torch.empty(bucket.num_elements, dtype=dtype) for _ in gradients]
     for flat, gradient in zip(flats, gradients, strict=True):
         pack(bucket, flat, [gradient])
-    ((_, total),) = unpack(bucket, (flats[0] + flats[1]) / 3, [False])
+    ((_, _, total),) = unpack(bucket.sections[0], (flats[0] + flats[1]) / 3, {0: False})
     held = [gradient for gradient in gradients if gradient is not None]
     if not held:
         assert total is None
@@ -159,10 +178,12 @@ def test_memory_formats_are_those_of_the_parameters():
     formats = [torch.channels_last, torch.contiguous_format, torch.contiguous_format]
     layouts = [layout_of(s, torch.float32, f) for s, f in zip(shapes, formats, strict=True)]
     (bucket,) = lay_out_buckets(layouts, 10**6, 2)
-    gradients = [gradient_of(layout, n).contiguous() for n, layout in enumerate(bucket.layouts)]
+    gradients = [gradient_of(layouts[index], index).contiguous() for index in bucket.parameters]
     flat = torch.empty(bucket.num_elements)
     pack(bucket, flat, gradients)
-    found = dict(unpack(bucket, flat, [True] * 3))
+    found = {
+        index: each for index, _, each in unpack(bucket.sections[0], flat, dict.fromkeys(range(3), True))
+    }
     assert found[0].is_contiguous(memory_format=torch.channels_last)
     assert all(torch.equal(found[i], g) for i, g in zip(bucket.parameters, gradients, strict=True))
 
@@ -170,7 +191,8 @@ def test_memory_formats_are_those_of_the_parameters():
 def test_views_of_a_flat_tensor_that_begins_elsewhere():
     (bucket,) = lay_out_buckets([layout_of((3,), torch.float32)] * 2, 10**6, 1)
     flat = torch.arange(1000.0)[100:]
-    assert [view.tolist() for view in views(bucket, flat)] == [[100, 101, 102], [116, 117, 118]]
+    pieces = bucket.sections[0].pieces
+    assert [piece.place_in(flat).tolist() for piece in pieces] == [[100, 101, 102], [116, 117, 118]]
 
 
 def test_a_bucket_of_nothing_still_travels():
@@ -179,5 +201,57 @@ def test_a_bucket_of_nothing_still_travels():
     flat = torch.empty(bucket.num_elements)
     pack(bucket, flat, [])
     assert bucket.num_elements > 0
-    assert bucket.flags_in(flat).tolist() == []
-    assert list(unpack(bucket, flat, [])) == []
+    assert bucket.sections[0].flags_in(flat).tolist() == []
+    assert list(unpack(bucket.sections[0], flat, {})) == []
+
+
+# ---- workers with shares of the averages --------------------------------------------------------------
+
+
+def shares_of(layouts, num_workers, seed):
+    """Cut each gradient somewhere, and give the parts to anybody."""
+    shares = {}
+    for index, layout in enumerate(layouts):
+        if layout is not None:
+            generator = torch.Generator().manual_seed(seed + index)
+            cuts = torch.randint(layout.num_elements + 1, (seed % 4,), generator=generator).tolist()
+            ends = sorted({0, *cuts, layout.num_elements})
+            parts = [range(*ends_of) for ends_of in pairwise(ends)] or [range(0)]
+            workers = torch.randint(num_workers, (len(parts),), generator=generator).tolist()
+            shares[index] = list(zip(workers, parts, strict=True))
+    return shares
+
+
+@given(problems, st.integers(0, 2**20))
+def test_each_worker_s_share_comes_out_of_its_section(problem, seed):
+    layouts, bucket_bytes, num_workers = problem
+    shares = shares_of(layouts, num_workers, seed)
+    for whole in lay_out_buckets(layouts, bucket_bytes, num_workers):
+        bucket = lay_out_shares(whole, shares)
+        assert bucket.parameters == whole.parameters
+        assert not bucket.is_gathered
+        assert bucket.shards == tuple(section.extent for section in bucket.sections)
+        check_sections(bucket)
+        gradients = gradients_of(bucket, layouts, seed)
+        flat = torch.full((bucket.num_elements,), 7.0, dtype=bucket.dtype)
+        pack(bucket, flat, gradients)
+        by_index = dict(zip(bucket.parameters, gradients, strict=True))
+        for worker, section in enumerate(bucket.sections):
+            own = flat[section.extent.start : section.extent.stop].clone()
+            expected = [
+                (index, part)
+                for index in bucket.parameters
+                for owner, part in shares[index]
+                if owner == worker
+            ]
+            for knows in known(bucket, gradients):
+                found = list(unpack(section, own, knows))
+                assert [each[:2] for each in found] == [(index, part.start) for index, part in expected]
+                for (index, part), each in zip(expected, found, strict=True):
+                    gradient = by_index[index]
+                    assert (each.gradient is None) == (gradient is None)
+                    if gradient is not None:
+                        in_memory = gradient.as_strided((gradient.numel(),), (1,))[part.start : part.stop]
+                        packed = each.gradient
+                        flat_of_it = packed.as_strided((packed.numel(),), (1,), packed.storage_offset())
+                        assert same_bits(flat_of_it, in_memory)

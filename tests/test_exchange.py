@@ -88,7 +88,7 @@ def exchange_gradients(job, problem):
                 loss = loss + (parameter * gradient_of(layout, tower, seed)).double().sum()
         backward = loss.backward if loss.requires_grad else None
         sums.backward(tower, backward, is_last=tower == towers[-1])
-    found = dict(sums.finish())
+    found = {each.parameter: each.gradient for each in sums.finish()}
     scalars = exchange.scalars
     summed = (scalars.counts.tolist(), scalars.loss_sums[:, 0].tolist(), scalars.counters.sum().item())
     return [found[n] for n in range(len(layouts))], summed, scalars.moments.tolist(), exchange.flags
@@ -193,7 +193,7 @@ def test_an_error_after_the_last_bucket_is_told_by_its_worker_alone():
         assert outcomes[1].text == "UsageError: late"
         for outcome in (outcomes[0], outcomes[2]):
             assert outcome.error is None or " is gone" in outcome.text
-            for _, gradient in outcome.value or ():
+            for _, _, gradient in outcome.value or ():
                 assert torch.equal(gradient, torch.ones(9))
                 num_complete += 1
     assert num_complete
@@ -221,7 +221,7 @@ def test_all_may_change_to_another_plan():
         old, new = plan_of(3), plan_of(3, bucket_bytes=1)
         exchange = Exchange(job, old, {"step": 3})
         exchange.change_to(new)
-        return [(index, gradient.tolist()) for index, gradient in run(job, new)]
+        return [(index, gradient.tolist()) for index, _, gradient in run(job, new)]
 
     for found in values(work, 3):
         assert sorted(found) == [(n, [1.0] * 9) for n in range(4)]
@@ -262,11 +262,11 @@ def test_averages_are_given_away(num_workers):
 
     def work(job):
         plan = plan_of(job.world_size)
-        first = [gradient for _, gradient in run(job, plan)]
+        first = [each.gradient for each in run(job, plan)]
         copies = [gradient.clone() for gradient in first]
         for gradient in first:
             gradient.mul_(3)
-        second = [gradient for _, gradient in run(job, plan)]
+        second = [each.gradient for each in run(job, plan)]
         assert all(torch.equal(gradient, 3 * copy) for gradient, copy in zip(first, copies, strict=True))
         return all(torch.equal(gradient, torch.ones(9)) for gradient in second)
 
@@ -294,7 +294,7 @@ def test_the_transport_never_adds():
         exchange.start([TowerScalars(float(t == 0), torch.ones(1), one, one) for t in towers])
         for tower in towers:
             sums.backward(tower, (parameter * leaves[tower]).sum().backward, is_last=tower == towers[-1])
-        return dict(sums.finish())[0]
+        return {each.parameter: each.gradient for each in sums.finish()}[0]
 
     for num_workers in range(1, 6):
         assert all(torch.equal(found[0], expected) for found in values(work, num_workers, num_workers))

@@ -43,7 +43,7 @@ def average(job, plan, gradients, fails_at=None):
         if tower == fails_at:
             parameters[0].register_hook(lambda _: exchange.fail(UsageError("out of luck")))
         sums.backward(tower, loss.backward if used else None, is_last=tower == towers[-1])
-    found = dict(sums.finish())
+    found = {each.parameter: each.gradient for each in sums.finish()}
     return [found[index] for index in range(len(parameters))]
 
 

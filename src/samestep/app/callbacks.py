@@ -20,6 +20,10 @@ class Callback:
     What it changes must be changed alike on all workers, as in any program. One with `state_dict` and
     `load_state_dict` is part of the checkpoints, by the name of its class. What it raises ends the run.
 
+    Attributes:
+        reads_gradients: whether it looks at `p.grad` after a step. With a `ShardedOptimizer` no worker has
+            all averages unless somebody does: set it to False where nobody does, to save a message a step.
+
     Example:
         >>> class Patience(Callback):
         ...     best, bad = 0.0, 0
@@ -33,6 +37,8 @@ class Callback:
         ...     def load_state_dict(self, state):
         ...         self.best, self.bad = state["best"], state["bad"]
     """
+
+    reads_gradients: bool = True
 
     def on_start(self, trainer: Trainer) -> None:
         """Do something before the first step, once an earlier run has been continued."""
@@ -60,7 +66,7 @@ class Logger(Callback):
 
     Attributes:
         every: steps between two calls of `log` with what training measured; None for the `log_every` of the
-            trainer.
+            trainer. At these steps `p.grad` is there, where it `reads_gradients`.
 
     Example:
         >>> class Printed(Logger):

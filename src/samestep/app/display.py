@@ -47,6 +47,8 @@ def print_placement(towers: Towers) -> None:
 class Display(Logger):
     """A line every `log_every` steps, above a progress bar on a terminal."""
 
+    reads_gradients = False
+
     def __init__(self) -> None:
         self._bar: Progress | None = None
         self._noise: NoiseScale | None = None

@@ -13,9 +13,11 @@ from samestep.app.callbacks import Logger
 from samestep.app.display import Display
 from samestep.app.json_lines import JsonLines
 from samestep.app.lock import RunLock
+from samestep.app.resume import objects_of
 from samestep.app.scalars import Before, Scalars
 from samestep.errors import Error, one_line
 from samestep.towers.report import Report
+from samestep.workers.collectives import gather_objects
 
 if TYPE_CHECKING:
     from samestep.app.trainer import Trainer
@@ -44,8 +46,11 @@ class Hooks:
         self._scalars: dict[int | None, Scalars] = {}
         self._told: list[Callable[[Logger], None]] = []  # what was measured after the newest such step
         self._told_step = -1
+        self._gradients_every: set[int | None] = set()  # after how many steps `p.grad` is looked at
 
     def __enter__(self) -> Hooks:
+        if objects_of(self._trainer).are_sharded:  # otherwise it is always there
+            self._gradients_every = self._find_readers()
         self._start_loggers()
         for callback in self._trainer.callbacks:
             callback.on_start(self._trainer)
@@ -70,6 +75,18 @@ class Hooks:
         new = {logger.every: Scalars(self._trainer.job.device) for logger in kept}
         self._scalars = new | self._scalars
         self._log(lambda logger: logger.on_start(self._trainer))
+
+    def _find_readers(self) -> set[int | None]:
+        """Return how often anything of any worker looks at `p.grad`."""
+        loggers = self._trainer.loggers if self._trainer.job.is_first else ()
+        own = {logger.every for logger in loggers if logger.reads_gradients}
+        own |= {1 for callback in self._trainer.callbacks if callback.reads_gradients}
+        return set().union(*gather_objects(self._trainer.job.transport, own, "callbacks"))
+
+    def read_gradients(self) -> bool:
+        """Whether anything will look at `p.grad` after the step that comes next."""
+        step = self._trainer.step.towers.step + 1
+        return any(self._is_due(step, every) for every in self._gradients_every)
 
     def take_over(self, why: str, *, was_first: bool) -> None:
         """Go on, on worker 0, after workers were lost, or came; it may have been another one before."""

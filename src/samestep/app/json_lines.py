@@ -38,6 +38,8 @@ class JsonLines(Logger):
     for starts and ends.
     """
 
+    reads_gradients = False
+
     def __init__(self, lock: RunLock) -> None:
         self._lock = lock
         self._kept: set[tuple[int, bool]] = set()  # what was measured, by step, and whether in training

@@ -143,7 +143,8 @@ class Loop:
             self._before = small_states(self._trainer)
         batch = self._next_batch()
         self._hooks.before_step(batch)
-        report = self._trainer.step(batch, flags=self._own_flags)
+        keep = self._hooks.read_gradients()
+        report = self._trainer.step(batch, flags=self._own_flags, keep_gradients=keep)
         # From here on the step is taken: nothing waits for another worker.
         self._before, self._report, self._num_done, self.metrics = None, report, 0, None
         self.flags = StopFlags(report.flags)

@@ -42,6 +42,8 @@ class WandB(Logger):
         100
     """
 
+    reads_gradients = False
+
     def __init__(self, project: str, *, every: int | None = None, **options: Any) -> None:
         self.every = every
         self._options = {"project": project, **options}

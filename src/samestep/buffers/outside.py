@@ -10,12 +10,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_pre_hooks
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_pre_hook,
+)
 
 from samestep.errors import BufferPolicyError, UsageError
 from samestep.identity import checksum_of, uncompiled
 
-__all__ = ["OutsideNets", "averaged_parameters", "graph_of", "note_outside_gradients"]
+__all__ = ["OutsideNets", "averaged_parameters", "graph_of", "note_outside_gradients", "step_hooks"]
 
 _keys = itertools.count(-1, -1)  # torch's own are not below 0
 _SMALL_BYTES = 2**16
@@ -61,6 +66,14 @@ def _refuse_outside_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> N
 
 
 register_optimizer_step_pre_hook(_refuse_outside_gradients)
+
+
+def step_hooks(optimizer: Optimizer) -> list[object]:
+    """Return the hooks that others have put on an optimizer's step, or on those of all."""
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    registries = *own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks
+    hooks = [hook for registry in registries for hook in registry.values()]
+    return [hook for hook in hooks if hook is not _refuse_outside_gradients]
 
 
 class _Seen(NamedTuple):

@@ -242,7 +242,13 @@ class _Turns:
         self._recorder = recorder
 
     def __call__(self, batch: Any, **options: Any) -> Iterator[Tower]:
-        for tower in self._towers(batch, **options):
+        return self._recorded(self._towers(batch, **options))
+
+    def _loop(self, *options: Any) -> Iterator[Tower]:
+        return self._recorded(self._towers._loop(*options))
+
+    def _recorded(self, turns: Iterator[Tower]) -> Iterator[Tower]:
+        for tower in turns:
             self._recorder.open_tower(self._towers.step, tower)
             yield tower
             self._recorder.close()

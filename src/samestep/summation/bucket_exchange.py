@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from samestep.summation.buckets import Bucket, pack, unpack
+from samestep.summation.buckets import Average, Bucket, pack, unpack
 from samestep.summation.gradients import Gradients, add_partial_sums, divide
 from samestep.summation.plan import Plan
 from samestep.workers.collectives import post_to_all
@@ -42,18 +42,18 @@ class LocalBucket:
     def wait(self) -> None:
         """Do nothing."""
 
-    def gradients(self) -> Iterable[tuple[int, Tensor | None]]:
-        """Return the averages by parameter."""
-        return self._gradients
+    def averages(self) -> Iterable[Average]:
+        """Return the averages."""
+        return (Average(index, 0, gradient) for index, gradient in self._gradients)
 
 
 class SharedBucket:
     """A bucket of which each worker averages one shard, or, where it is small, all of it.
 
     Workers send each other the shards of their subtrees; each finishes the canonical tree on its own shard
-    and divides once; then all send each other the finished shards. What is sent lies in the transport's
-    memory; the averages end in memory that is made for the step and given away with the gradients. Without
-    nodes, the bucket is sent unfilled.
+    and divides once; then all send each other the finished shards, unless each keeps its own to itself. What
+    is sent lies in the transport's memory; the averages end in memory that is made for the step and given
+    away with the gradients. Without nodes, the bucket is sent unfilled.
     """
 
     def __init__(self, job: Job, plan: Plan, bucket: Bucket, nodes: Sequence[Node] | None) -> None:
@@ -63,12 +63,13 @@ class SharedBucket:
         like, size = torch.empty(0, dtype=bucket.dtype, device=job.device), len(bucket.shards[job.rank])
         self._rows = [job.transport.empty(bucket.num_elements, like) for _ in plan.spans[job.rank]]
         self._averages = like
-        self._used_here = [True] * len(bucket.parameters)
+        self._used_here = dict.fromkeys(bucket.parameters, True)
         if nodes is not None:
             for row, (_, gradients) in zip(self._rows, nodes, strict=True):
                 pack(bucket, row, gradients)
             columns = zip(*(gradients for _, gradients in nodes), strict=True)
-            self._used_here = [any(gradient is not None for gradient in column) for column in columns]
+            used = [any(gradient is not None for gradient in column) for column in columns]
+            self._used_here = dict(zip(bucket.parameters, used, strict=True))
         # All workers' sums of the shard that this one averages, in memory that no other worker reads.
         self._sums = [list(like.new_empty(len(spans), size)) for spans in plan.spans]
         self._sums[job.rank] = [part.clone() if bucket.is_whole else part for part in self._cut(job.rank)]
@@ -92,18 +93,22 @@ class SharedBucket:
         if self._sums:
             rank, shard = self._job.rank, self._bucket.shards[self._job.rank]
             total = add_partial_sums(self._plan.spans, self._sums, rank)
-            average = total if self._bucket.is_whole else self._rows[0][shard.start : shard.stop]
+            average = total
+            if self._bucket.is_shared_out:
+                average = torch.empty_like(total)  # not in memory that is lent
+            elif self._bucket.is_gathered:
+                average = self._rows[0][shard.start : shard.stop]
             divide(total, divisor, out=average)
             self._averages = average
-            if not self._bucket.is_whole:
+            if self._bucket.is_gathered:
                 self._averages = average.new_empty(self._bucket.num_elements)
                 self._averages[shard.start : shard.stop] = average
         self._sums.clear()
         del self._rows[1:]
 
     def share(self, what: str) -> None:
-        """Start to send this worker's average to all, unless that is done or each has the whole."""
-        if not (self._bucket.is_whole or self._is_shared):
+        """Start to send this worker's average to all, unless that is done or each has what it gets."""
+        if self._bucket.is_gathered and not self._is_shared:
             averages = [[self._averages[shard.start : shard.stop]] for shard in self._bucket.shards]
             averages[self._job.rank] = self._cut(self._job.rank)
             self._pending = post_to_all(self._job.transport, averages, what)
@@ -116,6 +121,7 @@ class SharedBucket:
             self._pending.wait()
             self._pending = None
 
-    def gradients(self) -> Iterable[tuple[int, Tensor | None]]:
-        """Return views of the averages by parameter."""
-        return unpack(self._bucket, self._averages, self._used_here)
+    def averages(self) -> Iterable[Average]:
+        """Return the averages that this worker gets, as views."""
+        section = self._bucket.sections[self._job.rank if self._bucket.is_shared_out else 0]
+        return unpack(section, self._averages, self._used_here)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +14,18 @@ from samestep.summation.gradients import Gradients
 from samestep.summation.layout import Layout
 from samestep.summation.placement import even_ranges
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "Bucket", "lay_out_buckets", "pack", "unpack", "views"]
+__all__ = [
+    "DEFAULT_BUCKET_BYTES",
+    "Average",
+    "Bucket",
+    "Piece",
+    "Section",
+    "Shares",
+    "lay_out_buckets",
+    "lay_out_shares",
+    "pack",
+    "unpack",
+]
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 
@@ -27,31 +40,90 @@ _ALIGNMENT_BYTES = 64
 _SMALL_BYTES = 2**19
 """Up to here, over all workers, a round of messages saved is worth the bytes."""
 
+Shares = Mapping[int, Sequence[tuple[int, range]]]
+"""Of each parameter, by index: workers, and the elements of which each gets the average."""
+
+
+class Average(NamedTuple):
+    """The averaged gradient of a parameter, or of a part of its elements."""
+
+    parameter: int  # by index
+    start: int  # its first element, in the order of the gradient's memory
+    gradient: (
+        Tensor | None
+    )  # in the parameter's shape, or flat where it is a part; None where no tower used it
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements of a gradient that lie together."""
+
+    parameter: int  # by index
+    elements: range  # in the order of the gradient's memory
+    layout: Layout
+    offset: int  # where they lie in their section
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether they are all of the gradient's."""
+        return len(self.elements) == self.layout.num_elements
+
+    def of(self, gradient: Tensor) -> Tensor:
+        """Return these elements of a gradient."""
+        if self.is_whole:
+            return gradient
+        if gradient.stride() != self.layout.strides:
+            gradient = torch.empty_strided(
+                self.layout.shape, self.layout.strides, dtype=gradient.dtype, device=gradient.device
+            ).copy_(gradient)
+        flat = gradient.as_strided((gradient.numel(),), (1,))
+        return flat[self.elements.start : self.elements.stop]
+
+    def place_in(self, flat: Tensor) -> Tensor:
+        """Return where they lie in a section, in the parameter's shape and memory format, or flat."""
+        if self.is_whole:
+            layout = self.layout
+            return flat.as_strided(layout.shape, layout.strides, flat.storage_offset() + self.offset)
+        return flat[self.offset : self.offset + len(self.elements)]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A run of a bucket: pieces, each aligned to 64 bytes; from `flags` on a flag for each; padding."""
+
+    extent: range  # in the bucket
+    pieces: tuple[Piece, ...]
+    flags: int
+
+    def flags_in(self, flat: Tensor) -> Tensor:
+        """Return the flags in a section."""
+        return flat[self.flags : self.flags + len(self.pieces)]
+
 
 @dataclass(frozen=True)
 class Bucket:
     """A group of parameters: their gradients travel as one flat tensor.
 
-    The flat tensor holds the gradients at `offsets`, each aligned to 64 bytes, then at `flags` one flag for
-    each parameter, then padding up to a multiple of the number of workers.
+    It has one section, of which each worker averages a part for all; or one for each worker, which keeps
+    the averages to itself.
     """
 
     parameters: tuple[int, ...]  # by index
-    offsets: tuple[int, ...]
-    layouts: tuple[Layout, ...]
-    flags: int
+    sections: tuple[Section, ...]
     num_elements: int
     dtype: torch.dtype
     shards: tuple[range, ...]  # which elements each worker averages; all of them, where the bucket is small
+    is_shared_out: bool = False  # whether each worker keeps the averages of its shard to itself
 
     @property
     def is_whole(self) -> bool:
         """Whether every worker averages the whole bucket."""
         return len(self.shards[0]) == self.num_elements
 
-    def flags_in(self, flat: Tensor) -> Tensor:
-        """Return the flags of the parameters."""
-        return flat[self.flags : self.flags + len(self.parameters)]
+    @property
+    def is_gathered(self) -> bool:
+        """Whether all workers get the averages of all shards."""
+        return not (self.is_whole or self.is_shared_out)
 
 
 def lay_out_buckets(
@@ -77,49 +149,72 @@ def lay_out_buckets(
     return tuple(_lay_out(group, num_workers) for group in groups or [{}])
 
 
-def _lay_out(group: dict[int, Layout], num_workers: int) -> Bucket:
-    layouts = tuple(group.values())
-    dtype = layouts[0].dtype if layouts else torch.float32
-    step = _ALIGNMENT_BYTES // dtype.itemsize
-    offsets, end = [], 0
-    for layout in layouts:
-        offsets.append(end)
-        end += -(-layout.num_elements // step) * step
-    whole = num_workers * step
-    num_elements = max(1, -(-(end + len(group)) // whole)) * whole
+def _lay_out(group: Mapping[int, Layout], num_workers: int) -> Bucket:
+    dtype = next((layout.dtype for layout in group.values()), torch.float32)
+    found = [(index, range(layout.num_elements), layout) for index, layout in group.items()]
+    section = _section(0, found, dtype, num_workers)
+    num_elements = len(section.extent)
     is_small = num_workers * num_elements * dtype.itemsize <= _SMALL_BYTES
-    shards = [range(num_elements)] * num_workers if is_small else even_ranges(num_elements, num_workers)
-    return Bucket(tuple(group), tuple(offsets), layouts, end, num_elements, dtype, tuple(shards))
+    shards = [section.extent] * num_workers if is_small else even_ranges(num_elements, num_workers)
+    return Bucket(tuple(group), (section,), num_elements, dtype, tuple(shards))
 
 
-def views(bucket: Bucket, flat: Tensor) -> list[Tensor]:
-    """Return each parameter's place in a flat tensor, in the parameter's shape and memory format."""
-    return [
-        flat.as_strided(layout.shape, layout.strides, flat.storage_offset() + offset)
-        for layout, offset in zip(bucket.layouts, bucket.offsets, strict=True)
-    ]
+def lay_out_shares(bucket: Bucket, shares: Shares) -> Bucket:
+    """Return a bucket of the same parameters of which each worker gets the averages of its share."""
+    (whole,) = bucket.sections
+    sections: list[Section] = []
+    for worker in range(len(bucket.shards)):
+        found = [
+            (piece.parameter, elements, piece.layout)
+            for piece in whole.pieces
+            for owner, elements in shares[piece.parameter]
+            if owner == worker
+        ]
+        start = sections[-1].extent.stop if sections else 0
+        sections.append(_section(start, found, bucket.dtype, 1))
+    shards = tuple(section.extent for section in sections)
+    return Bucket(bucket.parameters, tuple(sections), shards[-1].stop, bucket.dtype, shards, True)
+
+
+def _section(
+    start: int, found: Sequence[tuple[int, range, Layout]], dtype: torch.dtype, num_parts: int
+) -> Section:
+    """Lay out pieces, in a section that can be cut in equal parts, each aligned."""
+    step = _ALIGNMENT_BYTES // dtype.itemsize
+    pieces, end = [], 0
+    for index, elements, layout in found:
+        pieces.append(Piece(index, elements, layout, end))
+        end += -(-len(elements) // step) * step
+    part = num_parts * step
+    size = max(1, -(-(end + len(pieces)) // part)) * part
+    return Section(range(start, start + size), tuple(pieces), end)
 
 
 def pack(bucket: Bucket, flat: Tensor, gradients: Gradients) -> None:
     """Copy one subtree's gradients of a bucket's parameters to their places, and set the flags."""
-    flags = bucket.flags_in(flat).fill_(USED)
+    by_index = dict(zip(bucket.parameters, gradients, strict=True))
     places, present = [], []
-    for position, (place, gradient) in enumerate(zip(views(bucket, flat), gradients, strict=True)):
-        if gradient is None:
-            flags[position] = ABSENT
-            place.fill_(ABSENT)
-        else:
-            places.append(place)
-            present.append(gradient)
+    for section in bucket.sections:
+        part = flat[section.extent.start : section.extent.stop]
+        flags = section.flags_in(part).fill_(USED)
+        for position, piece in enumerate(section.pieces):
+            place, gradient = piece.place_in(part), by_index[piece.parameter]
+            if gradient is None:
+                flags[position] = ABSENT
+                place.fill_(ABSENT)
+            else:
+                places.append(place)
+                present.append(piece.of(gradient))
     if present:
         torch._foreach_copy_(places, present)
 
 
-def unpack(bucket: Bucket, flat: Tensor, used_here: Sequence[bool]) -> Iterator[tuple[int, Tensor | None]]:
-    """Yield (parameter index, gradient): None where no tower used the parameter.
+def unpack(section: Section, flat: Tensor, used_here: Mapping[int, bool]) -> Iterator[Average]:
+    """Yield the averages in a section: None where no tower used the parameter.
 
     A flag is read, and a GPU waited for, only for parameters that none of this worker's towers used.
     """
-    for position, (index, place) in enumerate(zip(bucket.parameters, views(bucket, flat), strict=True)):
-        used = used_here[position] or bool(flat[bucket.flags + position] != 0)
-        yield index, place if used else None
+    flags = section.flags_in(flat)
+    for position, piece in enumerate(section.pieces):
+        used = used_here[piece.parameter] or bool(flags[position] != 0)
+        yield Average(piece.parameter, piece.elements.start, piece.place_in(flat) if used else None)

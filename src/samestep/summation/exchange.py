@@ -26,6 +26,7 @@ from torch import Tensor
 
 from samestep.errors import DisagreementError, Error, LostWorkerError
 from samestep.summation.bucket_exchange import LocalBucket, Node, SharedBucket
+from samestep.summation.buckets import Average
 from samestep.summation.gradients import Gradients
 from samestep.summation.plan import Plan
 from samestep.summation.scalars import ScalarExchange, Scalars, TowerScalars
@@ -207,8 +208,8 @@ class Exchange:
                 self._job.transport.give_up(self.where)
             raise
 
-    def finish(self, sparse_sums: Sequence[Gradients]) -> list[tuple[int, Tensor | None]]:
-        """Wait for everything; return (parameter index, averaged gradient) for each parameter.
+    def finish(self, sparse_sums: Sequence[Gradients]) -> list[Average]:
+        """Wait for everything; return the averages that this worker gets.
 
         `sparse_sums` has, for each of this worker's subtrees, the gradients of `plan.sparse`.
         """
@@ -216,12 +217,12 @@ class Exchange:
         self._wait_for_last()
         sparse = SparseExchange(self._job, self.plan, sparse_sums, self.where) if self.plan.sparse else None
         self._average(self._buckets[-1])
-        gradients = sparse.finish(divisor) if sparse else []
+        averages = sparse.finish(divisor) if sparse else []
         # Taken off, so that no gradient lives here once the caller has let go of it.
         buckets, self._buckets = self._buckets, []
         for bucket in buckets:
             bucket.wait()
-        return [*(each for bucket in buckets for each in bucket.gradients()), *gradients]
+        return [*(each for bucket in buckets for each in bucket.averages()), *averages]
 
     @property
     def scalars(self) -> Scalars:

@@ -13,6 +13,7 @@ from torch import Tensor
 from samestep.errors import UsageError
 from samestep.summation import sparse
 from samestep.summation.bucket_exchange import Node
+from samestep.summation.buckets import Average
 from samestep.summation.exchange import Exchange
 from samestep.summation.gradients import (
     Gradients,
@@ -20,7 +21,7 @@ from samestep.summation.gradients import (
     as_real,
     like_parameter,
 )
-from samestep.summation.norms import norms_of, squared_sum
+from samestep.summation.norms import Norms, norms_of, squared_sum
 from samestep.summation.plan import Plan, grad_dtype
 from samestep.summation.tree import TreeSum
 
@@ -58,7 +59,7 @@ class GradientSum:
         num_towers = self.plan.placement.num_towers
         self._dense: TreeSum[Gradients] = TreeSum(num_towers, add=add_gradients)
         self._sparse: TreeSum[Gradients] = TreeSum(num_towers, add=add_gradients)
-        self._norms: dict[int, dict[int, list[Tensor]]] | None = None  # by tower and parameter
+        self._norms: dict[int, dict[int, Norms]] | None = None  # by tower and parameter
         self._live = range(self._towers.start, self._towers.start)  # towers whose sum is on the parameters
         self._missing: list[set[int]] = []  # of each bucket, what the last backward has not produced yet
         self._num_sent = 0
@@ -94,8 +95,8 @@ class GradientSum:
         else:
             self._dense.push(self._live, self._take(range(len(self._parameters))))
 
-    def finish(self) -> list[tuple[int, Tensor | None]]:
-        """Send what is not sent yet, and return (parameter index, averaged gradient) for each parameter."""
+    def finish(self) -> list[Average]:
+        """Send what is not sent yet, and return the averages that this worker gets."""
         assert self._exchange is not None
         self._check_clean()
         self._send_rest()

@@ -1,28 +1,40 @@
-"""2-norms of gradients, taken of fixed blocks, so that it is all the same who has which. Pure tensors."""
+"""2-norms of gradients, taken of fixed blocks of elements, so that it is all the same who has which."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, islice
 
 import torch
 from torch import Tensor
 
 from samestep.summation import sparse
+from samestep.summation.buckets import Average, Piece
+from samestep.summation.plan import Plan
+from samestep.workers.collectives import gather_rows
+from samestep.workers.job import Job
 
-__all__ = ["NORM_BLOCK", "block_norms", "norms_of", "squared_sum", "total_norm"]
+__all__ = ["NORM_BLOCK", "Norms", "gather_norms", "norms_of", "squared_sum", "total_norm"]
 
 NORM_BLOCK = 2**20
 """Elements: float32 sums of many more lose digits."""
 
+Norms = Sequence[Tensor]
+"""Of the blocks of a gradient, in the order of its memory, each 0-dim, float32 or wider."""
 
-def norms_of(gradient: Tensor) -> list[Tensor]:
-    """Return the norms of a gradient's blocks, 0-dim, float32 or wider, in the order of its memory."""
-    return block_norms([gradient])[0]
+_Place = tuple[int, int]
+"""A parameter, by index, and the first element of a part of it."""
+
+_ABSENT = -1.0
+"""Stands in a message for the norm of a gradient that there is not."""
 
 
-def block_norms(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return the norms of each gradient's blocks; see `norms_of`."""
+def norms_of(gradient: Tensor) -> Norms:
+    """Return the norms of a gradient's blocks."""
+    return _norms_of_all([gradient])[0]
+
+
+def _norms_of_all(gradients: Sequence[Tensor]) -> list[Norms]:
     blocks = [[*map(_wide, _flat(gradient).split(NORM_BLOCK))] for gradient in gradients]
     together = [*chain.from_iterable(blocks)]
     norms = iter(torch._foreach_norm(together) if together else ())
@@ -43,18 +55,66 @@ def _wide(block: Tensor) -> Tensor:
     return block.float() if block.dtype in (torch.float16, torch.bfloat16) else block
 
 
-def total_norm(norms: Iterable[Sequence[Tensor]]) -> Tensor:
+def gather_norms(
+    job: Job, plan: Plan, averages: Sequence[Average], dtypes: Sequence[torch.dtype], what: str
+) -> dict[int, Norms]:
+    """Return the norms of all averages, by parameter, in the same order on all workers.
+
+    Args:
+        job: of this worker.
+        plan: of the step; where it is shared out, all workers must call this.
+        averages: that this worker has got, without absent ones.
+        dtypes: of the average of each parameter.
+        what: names the message if a worker is lost.
+    """
+    norms = _norms_of_all([each.gradient for each in averages if each.gradient is not None])
+    found = {(each.parameter, each.start): own for each, own in zip(averages, norms, strict=True)}
+    if plan.is_shared_out:
+        found |= _gather(job, plan, found, dtypes, what)
+    parts: dict[int, list[Norms]] = {}
+    for index, start in sorted(found):
+        parts.setdefault(index, []).append(found[index, start])
+    return {index: [*chain.from_iterable(parts[index])] for index in plan.order if index in parts}
+
+
+def _gather(
+    job: Job, plan: Plan, own: Mapping[_Place, Norms], dtypes: Sequence[torch.dtype], what: str
+) -> dict[_Place, Norms]:
+    """Return the norms of all workers' shares, given those of this worker's."""
+    like = torch.empty(0, dtype=torch.float64, device=job.device)
+    rows = [like]
+    for piece in plan.shares[job.rank]:
+        norms = own.get((piece.parameter, piece.elements.start))
+        absent = like.new_full((_num_blocks(piece),), _ABSENT)
+        rows.append(absent if norms is None else torch.stack(list(norms)).double())
+    sizes = [sum(map(_num_blocks, share)) for share in plan.shares]
+    table = gather_rows(job.transport, torch.cat(rows), sizes, what)
+    pieces = [*chain.from_iterable(plan.shares)]
+    numbers = iter(table.tolist())
+    found: dict[_Place, Norms] = {}
+    for piece, part in zip(pieces, table.split([*map(_num_blocks, pieces)]), strict=True):
+        if _ABSENT not in list(islice(numbers, len(part))):
+            dtype = torch.promote_types(dtypes[piece.parameter], torch.float32)
+            found[piece.parameter, piece.elements.start] = part.to(dtype).unbind()
+    return found
+
+
+def _num_blocks(piece: Piece) -> int:
+    return max(1, -(-len(piece.elements) // NORM_BLOCK))
+
+
+def total_norm(norms: Iterable[Norms]) -> Tensor:
     """Return the norm of all gradients together, 0-dim, given those of each one's blocks; 0 without any."""
     each = [own[0] if len(own) == 1 else _norm(own) for own in norms]
     return _norm(each) if each else torch.tensor(0.0)
 
 
-def _norm(norms: Sequence[Tensor]) -> Tensor:
+def _norm(norms: Norms) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
     return norm
 
 
-def squared_sum(norms: Sequence[Tensor], device: torch.device) -> Tensor:
+def squared_sum(norms: Norms, device: torch.device) -> Tensor:
     """Return the sum of the squares of norms, float64 0-dim; 0 without any."""
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from samestep.summation.buckets import DEFAULT_BUCKET_BYTES, Bucket, lay_out_buckets
+from samestep.summation.buckets import (
+    DEFAULT_BUCKET_BYTES,
+    Bucket,
+    Piece,
+    Shares,
+    lay_out_buckets,
+    lay_out_shares,
+)
 from samestep.summation.layout import Layout
 from samestep.summation.placement import Placement
 from samestep.summation.tree import subtrees
@@ -74,6 +81,21 @@ class Plan:
         buckets = lay_out_buckets(layouts, bucket_bytes, placement.num_workers)
         return cls(placement, parameters, buckets, buffers)
 
+    def shared_out(self, shares: Shares) -> Plan:
+        """Return the plan of a step in which each worker gets the averages of its share only."""
+        return replace(self, buckets=tuple(lay_out_shares(bucket, shares) for bucket in self.buckets))
+
+    @property
+    def is_shared_out(self) -> bool:
+        """Whether each worker gets the averages of its share only, but for sparse ones."""
+        return self.buckets[0].is_shared_out
+
+    @cached_property
+    def shares(self) -> list[list[Piece]]:
+        """Of what each worker gets the averages, in a plan that is shared out."""
+        workers = range(self.placement.num_workers)
+        return [[piece for each in self.buckets for piece in each.sections[w].pieces] for w in workers]
+
     @cached_property
     def spans(self) -> list[list[range]]:
         """Each worker's range of towers, as whole subtrees of the canonical tree."""
@@ -83,6 +105,11 @@ class Plan:
     def num_bytes(self) -> int:
         """Of a subtree's sums in the buckets."""
         return sum(bucket.num_elements * bucket.dtype.itemsize for bucket in self.buckets)
+
+    @cached_property
+    def order(self) -> list[int]:
+        """The parameters in the order of their averages."""
+        return [*(index for bucket in self.buckets for index in bucket.parameters), *self.sparse]
 
     @cached_property
     def sparse(self) -> tuple[int, ...]:
@@ -99,9 +126,14 @@ class Plan:
         """The ingredients in words, for the error where workers differ."""
         kind = "of the whole batch" if self.is_whole_batch else ", ".join(map(repr, self.sums)) or "one sum"
         sizes = f"{[bucket.num_elements for bucket in self.buckets]} elements in buckets"
+        averages = ["on all workers"]
+        if self.is_shared_out:
+            averages = ["in shares, as neither keep_gradients nor a hook on optimizer.step asks for all"]
+            averages += [str([(piece.parameter, piece.elements) for piece in own]) for own in self.shares]
         return {
             "placement": [str(self.placement.cuts)],
             "loss": [kind],
+            "averages": averages,
             "model": [*map(str, self.parameters)],
             "buffers": [*self.buffers.names],
             "new tensors": [*self.new_tensors, f"version {self.version}"],

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from samestep.summation import sparse
+from samestep.summation.buckets import Average
 from samestep.summation.gradients import Gradients, add_gradients, divide
 from samestep.summation.plan import Plan
 from samestep.summation.tree import join
@@ -40,8 +41,8 @@ class SparseExchange:
         self._sizes[job.rank] = torch.tensor([[sparse.measure(g) for g in gradients] for gradients in sums])
         self._pending = post_to_all(job.transport, [[table] for table in self._sizes], self._what)
 
-    def finish(self, divisor: Tensor) -> list[tuple[int, Tensor | None]]:
-        """Finish the tree, divide once, and return (parameter index, averaged gradient)."""
+    def finish(self, divisor: Tensor) -> list[Average]:
+        """Finish the tree, divide once, and return the averages."""
         self._pending.wait()
         sums = [[self._memory(row) for row in table.tolist()] for table in self._sizes]
         sums[self._job.rank], self._sums = self._sums, []
@@ -51,7 +52,8 @@ class SparseExchange:
         for gradient in averages:
             if gradient is not None:
                 divide(sparse.stored(gradient), divisor, out=sparse.stored(gradient))
-        return list(zip(self._plan.sparse, averages, strict=True))
+        pairs = zip(self._plan.sparse, averages, strict=True)
+        return [Average(index, 0, gradient) for index, gradient in pairs]
 
     def _memory(self, sizes: Sequence[sparse.Size]) -> Gradients:
         layouts = [self._plan.parameters[index].gradient for index in self._plan.sparse]

@@ -23,6 +23,7 @@ from samestep.summation.layout import Layout
 from samestep.summation.placement import Placement
 from samestep.summation.plan import ParameterLayout, Plan, grad_dtype
 from samestep.summation.sparse import find_sparse, sparse_weights
+from samestep.towers.division import Division
 from samestep.towers.hooks import HookCheck
 from samestep.towers.root import check_wrappers
 from samestep.workers.collectives import broadcast
@@ -65,6 +66,16 @@ class Settings:
         return settings | {"buffer policies": policies}
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What a step's plan depends on beside the model."""
+
+    placement: Placement
+    sums: tuple[str, ...] = ()  # names of the sums that the loss consists of
+    is_whole_batch: bool = False
+    division: Division | None = None
+
+
 def job_alone(model: nn.Module) -> Job:
     """Return the job of this process alone, on the model's device."""
     if has_group() or (under_launcher() and world_size() > 1):
@@ -90,14 +101,14 @@ class Replica:
         self._known: set[object] = set()
         self._new: dict[str, str] = {}
         self.version = 0
-        self._plans: dict[tuple[Placement, tuple[str, ...], bool], Plan] = {}
+        self._plans: dict[Kind, Plan] = {}
         self.has_reentrant = False  # whether a backward may come to a parameter twice
         check_wrappers(model)
         check_norms(model, settings.statistics)
         check_policies(find_named_buffers(model), settings.buffers)
         self._look_at_model()
 
-    def plan(self, placement: Placement, sums: tuple[str, ...] = (), *, is_whole_batch: bool = False) -> Plan:
+    def plan(self, kind: Kind) -> Plan:
         """Return the plan of a step with the model as it is now."""
         self.watch.note()
         if self._has_changed() or not self.buffers.are_current:
@@ -106,13 +117,17 @@ class Replica:
         self._check_hooks(warn=self.job.is_first)
         if len(self._plans) > _MOST_PLANS:
             self._plans.clear()
-        plain, key = (placement, (), False), (placement, sums, is_whole_batch)
+        plain = Kind(kind.placement, division=kind.division)
         if plain not in self._plans:
-            plan = Plan.of(placement, self._layouts, self.buffers.layout, self.settings.bucket_bytes)
+            plan = Plan.of(kind.placement, self._layouts, self.buffers.layout, self.settings.bucket_bytes)
+            shares = None if kind.division is None else kind.division.shares_in(plan, self.parameters)
+            plan = plan if shares is None else plan.shared_out(shares)
             self._plans[plain] = replace(plan, new_tensors=tuple(self._new.values()), version=self.version)
-        if key not in self._plans:
-            self._plans[key] = replace(self._plans[plain], sums=sums, is_whole_batch=is_whole_batch)
-        return self._plans[key]
+        if kind not in self._plans:
+            self._plans[kind] = replace(
+                self._plans[plain], sums=kind.sums, is_whole_batch=kind.is_whole_batch
+            )
+        return self._plans[kind]
 
     def forget_plans(self, version: int) -> None:
         """Make new plans: this worker's rank may be another one, and others may have seen more changes."""

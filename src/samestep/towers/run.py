@@ -9,14 +9,16 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from samestep.buffers.outside import graph_of, note_outside_gradients
 from samestep.errors import BatchError, UsageError
 from samestep.streams import keep_globals, seed_globals, tower_seed
+from samestep.summation.buckets import Average
 from samestep.summation.exchange import Exchange
 from samestep.summation.gradient_sum import GradientSum
-from samestep.summation.norms import squared_sum, total_norm
+from samestep.summation.gradients import like_parameter
+from samestep.summation.norms import Norms, gather_norms, squared_sum, total_norm
 from samestep.summation.scalars import TowerScalars
 from samestep.towers.batch import LocalBatch
 from samestep.towers.counts import (
@@ -68,6 +70,8 @@ class StepRun:
         self._turn: Tower | None = None
         self._passes = ExitStack()
         self._has_begun = False
+        self.averaged: list[nn.Parameter] = []  # that have an average
+        self.own_averages: list[Average] | None = None  # of this worker's share, where they are not `p.grad`
         self.is_complete = False  # whether the last of this worker's towers has run
 
     @property
@@ -271,8 +275,8 @@ class StepRun:
                 f"average() at step {self.step}: {which} {verb} not run; every tower must run once"
             )
 
-    def finish(self) -> list[tuple[int, Tensor | None]]:
-        """Return (parameter index, averaged gradient) for each parameter."""
+    def finish(self) -> list[Average]:
+        """Return the averages that this worker gets."""
         assert self._gradients is not None
         self.exchange.stopwatch.stop()
         try:
@@ -292,8 +296,33 @@ class StepRun:
         counts = self.exchange.scalars.counts * self._unit
         return wrong_counts(self.step, self.plan.sums, counts, self._has_count)
 
-    def norms(self, average: Sequence[Sequence[Tensor]]) -> GradientNorms | None:
-        """Return the norms of the towers' gradients and of their average, in a step that measures them.
+    def take(self, averages: Sequence[Average]) -> list[Average]:
+        """Give the averages to the parameters, or, where each worker has a share of them, to `own_averages`.
+
+        Return them in the dtypes of the parameters' gradients, without those that are absent.
+        """
+        taken = [
+            each._replace(gradient=like_parameter(each.gradient, self.parameters[each.parameter]))
+            for each in averages
+            if each.gradient is not None
+        ]
+        if self.plan.is_shared_out:
+            self.own_averages = taken
+        else:
+            for index, _, gradient in taken:
+                self.parameters[index].grad = gradient
+        return taken
+
+    def norms(self, averages: Sequence[Average]) -> list[Norms]:
+        """Return the norms of all averages, alike on all workers, given those that this one got."""
+        layouts = zip(self.parameters, self.plan.parameters, strict=True)
+        dtypes = [parameter.grad_dtype or layout.gradient.dtype for parameter, layout in layouts]
+        norms = gather_norms(self.job, self.plan, averages, dtypes, f"{self.exchange.where}, norms")
+        self.averaged = [self.parameters[index] for index in norms]
+        return [*norms.values()]
+
+    def noise(self, average: Sequence[Norms]) -> GradientNorms | None:
+        """Return the norms of the towers' gradients and of the average, in a step that measures them.
 
         The average is given by the norms of the blocks of each gradient.
         """
@@ -324,7 +353,7 @@ class StepRun:
         rows = self.local.ranges(self.plan.placement.num_towers)
         return [sum(len(rows[tower]) for tower in towers) for towers in self.plan.placement.ranges]
 
-    def report(self, norms: Sequence[Sequence[Tensor]], **more: Any) -> Report:
+    def report(self, norms: Sequence[Norms], **more: Any) -> Report:
         """Return the step's report, given the norms of the blocks of each averaged gradient.
 
         `more` are the attributes that only `Towers` knows.

@@ -26,10 +26,13 @@ from torch.optim import (
     SparseAdam,
 )
 
+from samestep.buffers.outside import step_hooks
 from samestep.errors import ConfigError, DisagreementError, UsageError, shown
+from samestep.towers.division import Division, divide
 from samestep.towers.root import settings_of
+from samestep.towers.run import StepRun
 from samestep.towers.separable import check_separable
-from samestep.towers.shares import Share, cut, deal, gather, is_dense
+from samestep.towers.shares import Share, gather
 from samestep.towers.towers import Towers
 from samestep.towers.update import Update
 from samestep.workers.agreement import agree
@@ -49,7 +52,8 @@ class ShardedOptimizer(Optimizer):
 
     Weights and checkpoints have the bits of the plain optimizer, on any number of workers. All workers must
     make it, and call `step`, `state_dict` and `add_param_group`, which exchange messages. In `step` each
-    updates its share, with the gradients that `towers.average()` gave to all, and sends it to the others.
+    updates its share, and sends it to the others. After `towers.average()` all have all averages as `p.grad`;
+    within a `Step` each has those of its share only, and afterwards every `p.grad` is None.
 
     The optimizers of torch that are elementwise (SGD, Adam, AdamW, RMSprop, Adagrad, ...) update pieces of
     parameters. All others (Muon, Adafactor, classes of one's own) update whole parameters, so that a large
@@ -145,28 +149,15 @@ class ShardedOptimizer(Optimizer):
     def _share_out(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Share out the parameters of new groups; return the groups with this worker's shares."""
         rank, parameters = self._towers.job.rank, [p for group in groups for p in group["params"]]
-        _check_parameters(parameters)
-        found = self._divide(parameters)
+        is_elementwise = self.optimizer_class in _ELEMENTWISE
+        found = divide(parameters, self._towers, self._loads, is_elementwise=is_elementwise)
         self._shares += [found[id(p)] for p in parameters]
+        self._division = Division({id(shares[0].parameter): shares for shares in self._shares})
         self._update: Update | None = None
         own = [[s for p in group["params"] for s in found[id(p)] if s.worker == rank] for group in groups]
         self._own += own
         pairs = zip(groups, own, strict=True)
         return [{**_settings(group), "params": [s.tensor for s in shares]} for group, shares in pairs]
-
-    def _divide(self, parameters: Sequence[Tensor]) -> dict[int, list[Share]]:
-        """Return the shares of each parameter, by its id."""
-        job = self._towers.job
-        is_cut = self.optimizer_class in _ELEMENTWISE and (
-            job.device.type != "cpu" or torch.get_num_threads() == 1
-        )
-        sparse = self._towers._replica.sparse_parameters()
-        pieces = [p for p in parameters if is_cut and id(p) not in sparse]
-        whole = [p for p in parameters if not is_cut or id(p) in sparse]
-        # Of those that are frozen each by itself, as nobody knows which will be trained.
-        runs = [[p for p in pieces if p.requires_grad], *([p] for p in pieces if not p.requires_grad)]
-        shares = [*chain.from_iterable(cut(run, job.world_size) for run in runs), *deal(whole, self._loads)]
-        return dict(zip(map(id, chain(*runs, whole)), shares, strict=True))
 
     def __repr__(self) -> str:
         return super().__repr__().replace("(", f"of {self.optimizer_class.__name__} (", 1)
@@ -216,8 +207,44 @@ class ShardedOptimizer(Optimizer):
         if error is not None or any(not torch.equal(each, header) for each in headers):
             agree(job, words, where=where, error=error)
             raise DisagreementError(f"{where}: workers differ, and none of them can say in what")
-        increment_version([p for p in update.parameters if p.grad is not None])  # their memory has changed
+        run = self._shared_out()
+        updated = [p for p in update.parameters if p.grad is not None] if run is None else run.averaged
+        increment_version(updated)  # their memory has changed
+        if run is not None:
+            run.own_averages = None
         return loss
+
+    def _shared_out(self) -> StepRun | None:
+        """Return the step of which each worker has the averages of its share, for the update that is next."""
+        run = getattr(self._towers, "_last", None)
+        return None if run is None or run.own_averages is None else run
+
+    def _division_now(self) -> Division | None:
+        """Return who needs the averages of what in `step`; None where a hook may look at `p.grad`."""
+        return None if step_hooks(self) else self._division
+
+    def _take_averages(self) -> list[Tensor] | None:
+        """Let this worker's shares have the averages that it got of them; return those that have one.
+
+        None where all workers have all averages.
+        """
+        run, own = self._shared_out(), [*chain.from_iterable(self._own)]
+        if run is None:
+            return None
+        if run.own_averages:
+            averages, run.own_averages = run.own_averages, []
+            found = {(id(run.parameters[index]), start): gradient for index, start, gradient in averages}
+            for share in own:
+                share.tensor.grad = found.get((id(share.parameter), share.elements.start))
+        return [share.tensor for share in own if share.tensor.grad is not None]
+
+    def _let_go(self) -> None:
+        """Let go of all gradients."""
+        for shares in self._shares:
+            for share in shares:
+                share.tensor.grad = share.parameter.grad = None
+        if (run := self._shared_out()) is not None:
+            run.own_averages = None
 
     def _current_update(self) -> Update:
         """Return what is to be exchanged for the parameters that were averaged last."""
@@ -243,7 +270,7 @@ class ShardedOptimizer(Optimizer):
             update.look()
             if self._towers.job.world_size > 1:
                 words |= {name: repr(value) for name, value in settings_of(self).items()}
-                found = update.hashes(self._towers.step)
+                found = {} if self._shared_out() else update.hashes(self._towers.step)
                 words |= {f"hash of {name}": value for name, value in found.items()}
             self._step_inner()
         except Exception as error:
@@ -253,6 +280,7 @@ class ShardedOptimizer(Optimizer):
     def _step_inner(self) -> None:
         inner, own = self._inner, list(chain.from_iterable(self._own))
         assert inner is not None
+        self._take_averages()
         scaling = {name: getattr(self, name) for name in _SCALING if hasattr(self, name)}
         vars(inner).update(scaling)
         for mine, its in zip(self.param_groups, inner.param_groups, strict=True):
@@ -339,14 +367,3 @@ class ShardedOptimizer(Optimizer):
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a group has beside its parameters."""
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
-
-
-def _check_parameters(parameters: Sequence[Tensor]) -> None:
-    for parameter in parameters:
-        if not is_dense(parameter):
-            raise ConfigError(
-                f"a parameter of shape {list(parameter.shape)}, strides {parameter.stride()}, does not fill "
-                "its memory: make it of a contiguous tensor"
-            )
-    if len(set(map(id, parameters))) < len(parameters):
-        raise ConfigError("a parameter is there twice: list each of them once")

@@ -1,13 +1,8 @@
-"""Which worker updates which elements of which parameter, and what an optimizer keeps for these elements.
-
-Parameters are cut in the order of their memory, at multiples of 64 elements from where each begins: there,
-vectors of any width begin, too, and an elementwise kernel computes each number as in the whole tensor.
-"""
+"""Elements of a parameter that one worker updates, and what an optimizer keeps for them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,13 +10,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from samestep.errors import UsageError
-from samestep.summation.placement import even_ranges
 from samestep.workers.agreement import hand_over
 from samestep.workers.job import Job
 
-__all__ = ["Share", "cut", "deal", "gather", "is_dense"]
-
-_ALIGNMENT = 64  # elements
+__all__ = ["Share", "gather", "is_dense"]
 
 Entry = Mapping[str, Any]
 """What an optimizer keeps for a parameter, by name."""
@@ -151,36 +143,6 @@ def _join(parameter: Tensor, values: Mapping[int, Any]) -> Any:
     for start, value in values.items():
         _flat(whole)[start : start + len(value)] = value
     return whole
-
-
-def cut(parameters: Sequence[Tensor], num_workers: int) -> list[list[Share]]:
-    """Cut parameters, end to end, into equal parts, and return each one's shares."""
-    ends = [each.stop for each in even_ranges(sum(p.numel() for p in parameters), num_workers)][:-1]
-    shares, offset = [], 0
-    for parameter in parameters:
-        size = parameter.numel()
-        cuts = [0, *(_nearest(end - offset, size) for end in ends), size]
-        parts = [(worker, range(*part)) for worker, part in enumerate(pairwise(cuts))]
-        shares.append(
-            [Share(parameter, part, worker) for worker, part in parts if part or not (size or worker)]
-        )
-        offset += size
-    return shares
-
-
-def _nearest(element: int, size: int) -> int:
-    """Return the nearest place of a tensor at which it may be cut."""
-    return min(size, max(0, (element + _ALIGNMENT // 2) // _ALIGNMENT * _ALIGNMENT))
-
-
-def deal(parameters: Sequence[Tensor], loads: list[int]) -> list[list[Share]]:
-    """Give each parameter whole to one worker, the largest first, and add its size to the worker's load."""
-    shares: dict[int, Share] = {}
-    for parameter in sorted(parameters, key=lambda p: (not p.requires_grad, -p.numel())):
-        worker = loads.index(min(loads))
-        loads[worker] += parameter.numel()
-        shares[id(parameter)] = Share(parameter, range(parameter.numel()), worker)
-    return [[shares[id(parameter)]] for parameter in parameters]
 
 
 def is_dense(tensor: Tensor) -> bool:

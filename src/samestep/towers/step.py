@@ -18,8 +18,9 @@ from samestep.towers.counts import Count, check_counts
 from samestep.towers.diagnosis import explain, first_nonfinite
 from samestep.towers.report import Report
 from samestep.towers.root import check_optimizer, settings_of
+from samestep.towers.sharded_optimizer import ShardedOptimizer
 from samestep.towers.tower import Tower
-from samestep.towers.towers import Towers
+from samestep.towers.towers import StepOptions, Towers
 
 __all__ = ["LossFunction", "Schedule", "Step"]
 
@@ -96,11 +97,17 @@ class Step:
         device = self.towers.job.device.type
         self.scaler = torch.amp.GradScaler(device) if self.autocast is torch.float16 else None
 
-    def __call__(self, batch: Any, *, flags: Callable[[], int] = int) -> Report:
-        """Take one step; `batch` and `flags` are as for `Towers.__call__`.
+    def __call__(self, batch: Any, *, flags: Callable[[], int] = int, keep_gradients: bool = False) -> Report:
+        """Take one step.
 
         The settings of the step and of the optimizer must be the same on all workers. Where the passes raise,
         the step is abandoned (see `Towers.abandon`).
+
+        Args:
+            batch: as for `Towers.__call__`.
+            flags: as for `Towers.__call__`.
+            keep_gradients: let all workers have all averages, as `p.grad`, with a `ShardedOptimizer`, too.
+                Without it, each worker gets those of its share, and then every `p.grad` is None.
 
         Raises:
             NonFiniteError: the averaged gradient is NaN or infinite and `on_nonfinite` is "raise". It names
@@ -108,8 +115,11 @@ class Step:
                 passes run once more. Weights and buffers are still those of before.
             BatchError: nothing in the batch counts, and `towers` does not skip such batches.
         """
+        sharded = None if keep_gradients else self._sharded
+        # A scaler looks at all averages; so may an optimizer's hook.
+        division = None if sharded is None or self.scaler is not None else sharded._division_now()
         try:
-            report = self._average(batch, flags)
+            report = self._average(batch, StepOptions(self.scaler, flags, self._must_match, division))
         except BaseException:
             # The others need not wait for this worker; what is raised here says why.
             with contextlib.suppress(Error):
@@ -117,16 +127,23 @@ class Step:
             raise
         if report.skipped:
             return report
-        if self._prepare_gradients(report):
-            self._update()
-            return report
-        return self._leave_out(report)
+        try:
+            if self._prepare_gradients(report):
+                self._update()
+                return report
+            return self._leave_out(report)
+        finally:
+            if sharded is not None:
+                sharded._let_go()
 
-    def _average(self, batch: Any, flags: Callable[[], int]) -> Report:
+    @property
+    def _sharded(self) -> ShardedOptimizer | None:
+        return self.optimizer if isinstance(self.optimizer, ShardedOptimizer) else None
+
+    def _average(self, batch: Any, options: StepOptions) -> Report:
         towers = self.towers
-        options: dict[str, Any] = {"scaler": self.scaler, "flags": flags, "must_match": self._must_match}
         if self.forward is None:
-            turns = towers(batch, counts=self.counts, **options)
+            turns = towers._loop(batch, self.counts, options)
             check_optimizer(self.optimizer, towers._replica.parameters)
             for tower in turns:
                 self._run(tower)
@@ -134,7 +151,7 @@ class Step:
         else:
             forward, loss = partial(self.forward, towers.model), partial(self.loss_fn, towers.model)
             with self._precision():
-                towers.whole_batch(batch, forward, loss, **options)
+                towers._run_whole_batch(batch, forward, loss, options)
             check_optimizer(self.optimizer, towers._replica.parameters)
         return towers.average()
 
@@ -171,7 +188,9 @@ class Step:
         if not math.isfinite(report.grad_norm):
             return False
         if self.clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self.towers._last.parameters, self.clip_norm, report.norm)
+            shares = None if self._sharded is None else self._sharded._take_averages()
+            found = self.towers._last.parameters if shares is None else shares
+            torch.nn.utils.clip_grads_with_norm_(found, self.clip_norm, report.norm)
         return True
 
     def _update(self) -> None:

@@ -18,10 +18,11 @@ import sys
 import warnings
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from samestep.buffers.policies import Policy
 from samestep.buffers.statistics import Mode
@@ -29,15 +30,15 @@ from samestep.errors import AbandonedError, ConfigError, DisagreementError, Erro
 from samestep.identity import check_same, compare, fingerprint
 from samestep.summation.buckets import DEFAULT_BUCKET_BYTES
 from samestep.summation.exchange import Exchange
-from samestep.summation.gradients import like_parameter
-from samestep.summation.norms import block_norms
+from samestep.summation.norms import Norms
 from samestep.summation.placement import Placement
 from samestep.towers.batch import LocalBatch, cut
 from samestep.towers.counts import Count, check_counts
+from samestep.towers.division import Division
 from samestep.towers.must_match import MustMatch
 from samestep.towers.noise import NoiseScale
 from samestep.towers.pace import Pace
-from samestep.towers.replica import Replica, Settings, job_alone
+from samestep.towers.replica import Kind, Replica, Settings, job_alone
 from samestep.towers.report import Report
 from samestep.towers.root import Also, together
 from samestep.towers.run import StepRun
@@ -49,12 +50,22 @@ from samestep.workers.collectives import gather_objects
 from samestep.workers.job import Job
 from samestep.workers.process import keep_freed_memory
 
-__all__ = ["Placed", "Towers"]
+__all__ = ["Placed", "StepOptions", "Towers"]
 
 Placed: TypeAlias = Placement | Literal["auto", "even"]
 """Which towers each worker runs, or how that is found."""
 
 _BYTES_PER_NS = 4  # what a fast network sends; a slower one is worth more whole subtrees
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What a step may have beside its batch; see `Towers.__call__`."""
+
+    scaler: torch.amp.GradScaler | None = None
+    flags: Callable[[], int] = int
+    must_match: Mapping[str, Any] | None = None
+    division: Division | None = None  # who gets which averages; without one, all workers get all, as `p.grad`
 
 
 class Towers:
@@ -158,7 +169,7 @@ class Towers:
         try:
             self._placement = Placement.even(num_towers, self.job.world_size)
             prepare()
-            self._plan = self._replica.plan(self._placement)
+            self._plan = self._replica.plan(Kind(self._placement))
             must_match |= self._plan.description | {"placement": self._asked}
         except Exception as found:
             error = found
@@ -290,7 +301,11 @@ class Towers:
             >>> report.loss == sum(report.losses.values()), report.count
             (True, 5.0)
         """
-        self._run = run = self._begin(batch, scaler, flags, must_match, sums=check_counts(counts))
+        return self._loop(batch, counts, StepOptions(scaler, flags, must_match))
+
+    def _loop(self, batch: Any, counts: Mapping[str, Count] | None, options: StepOptions) -> Iterator[Tower]:
+        """Start a step whose loss is a sum over rows; see `__call__`."""
+        self._run = run = self._begin(batch, options, sums=check_counts(counts))
         if counts is not None:
             with self._ending_on_error(run):
                 run.count(counts)
@@ -338,7 +353,11 @@ class Towers:
             >>> towers.average().count
             1.0
         """
-        self._run = run = self._begin(batch, scaler, flags, must_match, is_whole_batch=True)
+        self._run_whole_batch(batch, forward, loss, StepOptions(scaler, flags, must_match))
+
+    def _run_whole_batch(self, batch: Any, forward: Forward, loss: WholeLoss, options: StepOptions) -> None:
+        """Run a step whose loss is no sum over rows; see `whole_batch`."""
+        self._run = run = self._begin(batch, options, is_whole_batch=True)
         with self._ending_on_error(run):
             run_whole_batch(run, self._root, batch, forward, loss)
 
@@ -397,15 +416,10 @@ class Towers:
             if self._settings.on_zero_count == "raise" or (run.exchange.scalars.counts != 0).any():
                 raise error
             return self._report(run, [], skipped=True)
-        gradients: list[Tensor] = []
-        for index, gradient in averages:
-            if gradient is not None:
-                parameter = run.parameters[index]
-                parameter.grad = like_parameter(gradient, parameter)
-                gradients.append(parameter.grad)
+        averages = run.take(averages)
         with self._ending_on_error(run):
-            norms = block_norms(gradients)
-            measured = run.norms(norms)
+            norms = run.norms(averages)
+            measured = run.noise(norms)
             run.update_buffers()
         if measured is not None:
             self.noise.measure(measured)
@@ -462,7 +476,7 @@ class Towers:
                 self.abandon()
             raise
 
-    def _report(self, run: StepRun, norms: Sequence[Sequence[Tensor]], **more: Any) -> Report:
+    def _report(self, run: StepRun, norms: Sequence[Norms], **more: Any) -> Report:
         self._step += 1
         self._pass_ns = run.exchange.stopwatch.read_ns()
         if self._pace is not None and self.job.world_size > 1:
@@ -472,14 +486,7 @@ class Towers:
         return run.report(norms, noise_scale=self.noise.value, **more)
 
     def _begin(
-        self,
-        batch: Any,
-        scaler: torch.amp.GradScaler | None,
-        flags: Callable[[], int],
-        must_match: Mapping[str, Any] | None,
-        *,
-        sums: tuple[str, ...] = (),
-        is_whole_batch: bool = False,
+        self, batch: Any, options: StepOptions, *, sums: tuple[str, ...] = (), is_whole_batch: bool = False
     ) -> StepRun:
         """Cut the batch, and agree with the other workers on a new plan, if there is one."""
         if self._run is not None and self._run.is_complete and self.job.is_first:
@@ -496,7 +503,8 @@ class Towers:
             )
         local, plan, error = LocalBatch(0, {}), self._plan, None
         try:
-            plan = self._replica.plan(self._placement, sums, is_whole_batch=is_whole_batch)
+            kind = Kind(self._placement, sums, is_whole_batch, options.division)
+            plan = self._replica.plan(kind)
             is_read_twice = bool(sums) or is_whole_batch
             local = cut(batch, self._placement, self.job, is_read_twice=is_read_twice)
         except Exception as found:
@@ -513,11 +521,10 @@ class Towers:
         watch = self._replica.watch
         watch.start_step(self._step)
         threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
-        settings = {"CPU threads": threads, "default dtype": dtype, **(must_match or {})}
-        exchange = Exchange(
-            self.job, plan, numbers, rest=MustMatch(settings, watch), flags=flags, pass_ns=self._pass_ns
-        )
-        return StepRun(self._step, self.seed, local, self._replica, exchange, scaler)
+        settings = {"CPU threads": threads, "default dtype": dtype, **(options.must_match or {})}
+        rest = MustMatch(settings, watch)
+        exchange = Exchange(self.job, plan, numbers, rest=rest, flags=options.flags, pass_ns=self._pass_ns)
+        return StepRun(self._step, self.seed, local, self._replica, exchange, options.scaler)
 
     def _check_no_step(self, what: str) -> None:
         if self._run is not None and self._run.exchange.is_over:  # all workers have raised, and none stepped

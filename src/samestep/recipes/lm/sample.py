@@ -60,6 +60,8 @@ class Sample(Callback):
         seed: of the stream that it is drawn from.
     """
 
+    reads_gradients = False
+
     def __init__(self, first: int, length: int, seed: int) -> None:
         self._first, self._length, self._seed = first, length, seed
 
