@@ -222,6 +222,21 @@ def shares_of(layouts, num_workers, seed):
     return shares
 
 
+def test_a_share_is_in_the_order_of_the_parameter_s_memory():
+    layout = layout_of((4, 3, 5, 5), torch.float32, torch.channels_last)
+    (whole,) = lay_out_buckets([layout], 10**6, 2)
+    bucket = lay_out_shares(whole, {0: [(0, range(128)), (1, range(128, 300))]})
+    gradient = gradient_of(layout, 0)
+    flats = [torch.empty(bucket.num_elements) for _ in range(2)]
+    pack(bucket, flats[0], [gradient])
+    pack(bucket, flats[1], [gradient.contiguous()])
+    (first,), (second,) = (section.pieces for section in bucket.sections)
+    for flat in flats:
+        own, other = (flat[section.extent.start : section.extent.stop] for section in bucket.sections)
+        found = torch.cat([first.place_in(own), second.place_in(other)])
+        assert torch.equal(found, gradient.as_strided((300,), (1,)))
+
+
 @given(problems, st.integers(0, 2**20))
 def test_each_worker_s_share_comes_out_of_its_section(problem, seed):
     layouts, bucket_bytes, num_workers = problem

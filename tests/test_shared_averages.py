@@ -240,6 +240,28 @@ def test_a_bare_loop_goes_on_from_there():
     assert values(lambda job: ends(job, sharded=True), 3) == [expected] * 3
 
 
+def test_a_net_that_was_small_when_it_was_shared_out(monkeypatch):
+    """Its shares cut the blocks of norms, so all workers get all averages when it has grown."""
+    monkeypatch.setattr(buckets, "_SMALL_BYTES", 10_000)
+
+    def ends(job, *, sharded):
+        model = Net().requires_grad_(False)
+        model.second.requires_grad_(True)
+        towers = Towers(model, 7, job=job)
+        optimizer = make(towers, AdamW, sharded=sharded, params=model.parameters(), lr=0.01)
+        step = Step(towers, loss_of, optimizer, clip_norm=0.1)
+        norms = []
+        for number in range(4):
+            model.requires_grad_(number > 1)
+            model.second.requires_grad_(True)
+            norms.append(step(batch_of(number)).grad_norm)
+        assert not towers._plan.is_shared_out
+        return samestep.digest(model), norms
+
+    expected = ends(ALONE, sharded=False)
+    assert values(lambda job: ends(job, sharded=True), 3) == [expected] * 3
+
+
 def test_gradients_of_one_s_own_after_a_step_are_compared():
     def work(job, *, is_apart):
         step = step_of(job, AdamW, {"lr": 0.01}, sharded=True)

@@ -95,7 +95,7 @@ class SharedBucket:
             total = add_partial_sums(self._plan.spans, self._sums, rank)
             average = total
             if self._bucket.is_shared_out:
-                average = torch.empty_like(total)  # not in memory that is lent
+                average = torch.empty_like(total)  # so that the bucket's memory can be lent again
             elif self._bucket.is_gathered:
                 average = self._rows[0][shard.start : shard.stop]
             divide(total, divisor, out=average)
