@@ -268,8 +268,8 @@ class Exchange:
         return all_numbers
 
     def _check(self, headers: Sequence[Tensor]) -> None:
-        own = headers[self._job.rank]
-        if own[2] != _FINE or any(not torch.equal(header[2:], own[2:]) for header in headers):
+        status, *own = headers[self._job.rank][2:].tolist()
+        if status != _FINE or any(header[2:].tolist() != [_FINE, *own] for header in headers):
             self._settle()
 
     def _settle(self) -> None:

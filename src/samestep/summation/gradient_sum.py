@@ -22,7 +22,7 @@ from samestep.summation.gradients import (
     like_parameter,
 )
 from samestep.summation.norms import Norms, norms_of, squared_sum
-from samestep.summation.plan import Plan, grad_dtype
+from samestep.summation.plan import ParameterLayout, Plan, grad_dtype
 from samestep.summation.tree import TreeSum
 
 __all__ = ["GradientSum"]
@@ -45,6 +45,10 @@ class GradientSum:
         self.plan = plan
         self._parameters = parameters
         self._towers = towers
+        self._dtypes = [None if each.is_sparse else each.gradient.dtype for each in plan.parameters]
+        layouts = zip(parameters, plan.parameters, strict=True)
+        # Whether autograd adds in the dtypes in which gradients are summed.
+        self._are_alike = all(each.gradient.dtype == grad_dtype(p).to_real() for p, each in layouts)
         self._bucket_of = {i: n for n, bucket in enumerate(plan.buckets) for i in bucket.parameters}
         self._exchange: Exchange | None = None
         self._clear()
@@ -186,41 +190,43 @@ class GradientSum:
 
     def _put_sibling_back(self) -> None:
         """Let autograd add to the sum of the tower's left sibling, where there is one of the right dtype."""
-        left = self._dense.pop_sibling(self._live) if self._norms is None else None
+        can_add = self._are_alike and self._norms is None
+        left = self._dense.pop_sibling(self._live) if can_add else None
         if left is None:
             return
         span, gradients = left
-        pairs = list(zip(self._parameters, gradients, strict=True))
-        if any(g is not None and g.dtype != grad_dtype(parameter).to_real() for parameter, g in pairs):
-            self._dense.push(span, gradients)
-            return
         self._live = range(span.start, self._live.stop)
-        for parameter, gradient in pairs:
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = None if gradient is None else like_parameter(gradient, parameter)
 
     def _take(self, indices: Sequence[int]) -> Gradients:
         """Take gradients off the parameters, in the dtypes in which they are summed, and measure them."""
         taken: Gradients = []
         for index in indices:
-            parameter, layout = self._parameters[index], self.plan.parameters[index]
+            parameter = self._parameters[index]
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None:
-                if not (layout.is_sparse or gradient.is_sparse):
-                    gradient = as_real(gradient)
-                if gradient.dtype != layout.gradient.dtype:
-                    gradient = gradient.to(layout.gradient.dtype)
-                if layout.is_sparse:
-                    gradient = sparse.owned(gradient)
-                elif gradient.is_sparse:
-                    self._fail(
-                        f"{layout.name} got a sparse gradient, which was not expected: list the parameter in "
-                        "Towers(..., sparse_parameters=[...]), or set sparse=True on its nn.Embedding or "
-                        "nn.EmbeddingBag before Towers is made"
-                    )
+                if gradient.dtype != self._dtypes[index] or gradient.layout is not torch.strided:
+                    gradient = self._as_summed(gradient, self.plan.parameters[index])
                 if self._norms is not None:
                     self._norms.setdefault(self._live.start, {})[index] = norms_of(gradient)
             taken.append(gradient)
         return taken
+
+    def _as_summed(self, gradient: Tensor, layout: ParameterLayout) -> Tensor:
+        """Return a gradient in the dtype in which it is summed; if it may be sparse, in memory of its own."""
+        if not (layout.is_sparse or gradient.is_sparse):
+            gradient = as_real(gradient)
+        gradient = gradient.to(layout.gradient.dtype)
+        if layout.is_sparse:
+            gradient = sparse.owned(gradient)
+        elif gradient.is_sparse:
+            self._fail(
+                f"{layout.name} got a sparse gradient, which was not expected: list the parameter in "
+                "Towers(..., sparse_parameters=[...]), or set sparse=True on its nn.Embedding or "
+                "nn.EmbeddingBag before Towers is made"
+            )
+        return gradient
 
     def _fail(self, problem: str) -> None:
         assert self._exchange is not None

@@ -33,7 +33,8 @@ def like_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:
     """Return a gradient as the parameter's `grad` wants it: complex again, and in its dtype."""
     if parameter.is_complex() and not gradient.is_complex():
         gradient = torch.view_as_complex(gradient)
-    return gradient.to(parameter.grad_dtype or gradient.dtype)  # None allows any
+    dtype = parameter.grad_dtype  # None allows any
+    return gradient if dtype is None or gradient.dtype == dtype else gradient.to(dtype)
 
 
 def add_gradients(left: Gradients, right: Gradients) -> Gradients:
