@@ -81,21 +81,25 @@ def _gather(
     job: Job, plan: Plan, own: Mapping[_Place, Norms], dtypes: Sequence[torch.dtype], what: str
 ) -> dict[_Place, Norms]:
     """Return the norms of all workers' shares, given those of this worker's."""
-    like = torch.empty(0, dtype=torch.float64, device=job.device)
-    rows = [like]
+    like = torch.zeros(1, dtype=torch.float64, device=job.device)
+    rows = [like]  # a number of its own, because a message is never empty
     for piece in plan.shares[job.rank]:
         norms = own.get((piece.parameter, piece.elements.start))
         absent = like.new_full((_num_blocks(piece),), _ABSENT)
         rows.append(absent if norms is None else torch.stack(list(norms)).double())
-    sizes = [sum(map(_num_blocks, share)) for share in plan.shares]
+    sizes = [1 + sum(map(_num_blocks, share)) for share in plan.shares]
     table = gather_rows(job.transport, torch.cat(rows), sizes, what)
-    pieces = [*chain.from_iterable(plan.shares)]
-    numbers = iter(table.tolist())
     found: dict[_Place, Norms] = {}
-    for piece, part in zip(pieces, table.split([*map(_num_blocks, pieces)]), strict=True):
-        if _ABSENT not in list(islice(numbers, len(part))):
-            dtype = torch.promote_types(dtypes[piece.parameter], torch.float32)
-            found[piece.parameter, piece.elements.start] = part.to(dtype).unbind()
+    for share, row, row_on_host in zip(
+        plan.shares, table.split(sizes), table.cpu().split(sizes), strict=True
+    ):
+        start = 1
+        for piece in share:
+            blocks = slice(start, start + _num_blocks(piece))
+            start = blocks.stop
+            if _ABSENT not in row_on_host[blocks].tolist():
+                dtype = torch.promote_types(dtypes[piece.parameter], torch.float32)
+                found[piece.parameter, piece.elements.start] = row[blocks].to(dtype).unbind()
     return found
 
 
