@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from samestep.errors import ConfigError, LostWorkerError, shown
+from samestep.workers import environment
 from samestep.workers.device import gpu_of
-from samestep.workers.environment import JOB, NUMBER, world_size
+from samestep.workers.environment import JOB, NUMBER
 from samestep.workers.meeting import meet
 from samestep.workers.members import Members
 from samestep.workers.neighbours import neighbours
@@ -36,7 +37,7 @@ from samestep.workers.transport import (
     how_lost,
     is_lost_connection,
 )
-from samestep.workers.waiter import Patience, Waiter
+from samestep.workers.waiter import Patience, in_thread
 
 __all__ = ["Generations", "has_group", "join"]
 
@@ -62,14 +63,15 @@ def join(device: torch.device, timeout_s: float) -> Transport:
     before; see pytorch#135712. So the workers first agree on an unused prefix: worker 0's own name, which
     it sends to every process that it sees, until one for each rank has received it.
     """
-    if world_size() == 1 and NUMBER not in os.environ and Generations.of_process is None:
-        return Alone()
-    where = f"start of {world_size()} workers"
-    if Generations.of_process is None and NUMBER in os.environ:
-        Generations.of_process = Generations(device, timeout_s, where)
-        del os.environ[NUMBER]  # else what this process starts would take it for its own
     if Generations.of_process is not None:
         return Generations.of_process
+    where = f"start of {environment.world_size()} workers"
+    if NUMBER in os.environ:
+        Generations.of_process = Generations(device, timeout_s, where)
+        del os.environ[NUMBER]  # else what this process starts would take it for its own
+        return Generations.of_process
+    if environment.world_size() == 1:
+        return Alone()
     if not dist.is_initialized():
         _in_thread(partial(_meet_in_store, gpu_of(device), timeout_s), where)
     transport = ProcessGroup(device, timeout_s)
@@ -94,7 +96,7 @@ class Generations:
         self._group: Transport = Alone()
         self._has_finished = False
         self._job = os.environ[JOB]
-        store = PrefixStore(self._job, _in_thread(partial(_reach, timeout_s), where))
+        store = PrefixStore(self._job, _in_thread(partial(reach_store, timeout_s), where))
         self._members = Members(store, int(os.environ[NUMBER]))
         if self._members.are_known:
             self._meet(self._next_store(where), where, _MAKE_S)
@@ -216,42 +218,30 @@ def _connect(transport: ProcessGroup, ask: Callable[[], str | None] | None = Non
 
 def _in_thread(work: Callable[[], T], where: str) -> T:
     """Do what waits for other workers, so that an interrupt ends it; errors begin with `where`."""
-    found: list[T] = []
-    waiter = Waiter(math.inf)  # each of its waits has its own timeout
-    waiting = waiter.start([(None, lambda: found.append(work()))])
-    waiter.finish(waiting)
-    waiter.close()
-    error = waiting.error
-    if isinstance(error, LostWorkerError):
-        raise LostWorkerError(f"{where}: {error}")
-    if error is not None and "enforce fail" in str(error):  # before it has met anybody
-        chosen = os.environ.get("GLOO_SOCKET_IFNAME")
-        raise ConfigError(
-            f"{where}: gloo cannot use the network (GLOO_SOCKET_IFNAME = {shown(chosen)}): expected the name "
-            "of an interface that is up, as `ip link` lists them, or none"
-        ) from error
-    if error is not None and is_lost_connection(error):
-        raise LostWorkerError(f"{where}: {how_lost(error)}") from error
-    if error is not None:
-        raise error
-    return found[0]
-
-
-def _reach(timeout_s: float) -> Store:
-    store, _, _ = reach_store(timeout_s)
-    store.set_timeout(timedelta(seconds=timeout_s))
-    return store
+    try:
+        return in_thread(work, math.inf)  # each of its waits has its own timeout
+    except LostWorkerError as error:
+        raise LostWorkerError(f"{where}: {error}") from None
+    except Exception as error:
+        if "enforce fail" in str(error):  # before it has met anybody
+            chosen = os.environ.get("GLOO_SOCKET_IFNAME")
+            raise ConfigError(
+                f"{where}: gloo cannot use the network (GLOO_SOCKET_IFNAME = {shown(chosen)}): expected the "
+                "name of an interface that is up, as `ip link` lists them, or none"
+            ) from error
+        if is_lost_connection(error):
+            raise LostWorkerError(f"{where}: {how_lost(error)}") from error
+        raise
 
 
 def _meet_in_store(gpu: str, timeout_s: float) -> None:
-    store, rank, world_size = reach_store(timeout_s)
-    store.set_timeout(timedelta(seconds=timeout_s))
+    store, rank, num_workers = reach_store(timeout_s), environment.rank(), environment.world_size()
     name = f"{socket.gethostname()}/{os.getpid()}/{time.time_ns()}"
     prefix = (
-        _gather(store, name, world_size, timeout_s) if rank == 0 else _follow(store, name, rank, timeout_s)
+        _gather(store, name, num_workers, timeout_s) if rank == 0 else _follow(store, name, rank, timeout_s)
     )
     make_s = min(timeout_s, _MAKE_S)
-    _make_group(PrefixStore(f"samestep/{prefix}", store), gpu, rank, world_size, timeout_s, make_s)
+    _make_group(PrefixStore(f"samestep/{prefix}", store), gpu, rank, num_workers, timeout_s, make_s)
 
 
 def _make_group(store: Store, gpu: str, rank: int, world_size: int, timeout_s: float, make_s: float) -> None:

@@ -41,22 +41,17 @@ class PromptStore:
         Raises:
             LostWorkerError: there is no answer.
         """
-        found: list[T] = []
-        waiting = self._waiter.start([(None, lambda: found.append(question(self._store)))])
         try:
-            self._waiter.finish(waiting)
+            return self._waiter.call(lambda: question(self._store))
         except LostWorkerError:
             raise LostWorkerError(
                 f"the job's store has not answered for {_ANSWER_S:g} s: this host was cut off, and its "
                 "workers were ended; run the same command again once its network works"
             ) from None
-        if isinstance(waiting.error, DistError):
+        except DistError as error:
             raise LostWorkerError(
                 "the job's store is gone, and with it the job: run the same command again on all hosts"
-            ) from waiting.error
-        if waiting.error is not None:
-            raise waiting.error
-        return found[0]
+            ) from error
 
 
 class Roster:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -18,6 +17,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from samestep.errors import ConfigError, LostWorkerError, one_line
 from samestep.workers.environment import rank, world_size
 from samestep.workers.process import open_listener
+from samestep.workers.waiter import in_thread
 
 __all__ = ["join_store", "open_store", "reach_store"]
 
@@ -29,31 +29,26 @@ _ANSWER_S = 1.0
 
 def open_store(listener: socket.socket) -> Store:
     """Open a store for the workers of this host, at the address of a socket that it takes over."""
-    host, port = listener.getsockname()[:2]
-    connect = partial(TCPStore, host, port, is_master=True, master_listen_fd=listener.detach())
-    return _connected(connect, (host, port), _OPEN_S)
+    return _connected(listener.getsockname()[:2], listener, _OPEN_S, _VARIABLES)
 
 
-def reach_store(timeout_s: float) -> tuple[Store, int, int]:
-    """Return the store at MASTER_ADDR and MASTER_PORT, rank and world size, as torch's `env://` does.
+def reach_store(timeout_s: float) -> Store:
+    """Return the store at MASTER_ADDR and MASTER_PORT, in which nobody waits longer than this.
 
-    Worker 0 opens it, unless the launcher has. Where that fails, torch prints dozens of lines, or waits for
-    ever if something else listens there.
+    Worker 0 opens it, unless the launcher has, as with torch's `env://`. Where that fails, torch prints
+    dozens of lines, or waits for ever if something else listens there.
 
     Raises:
         ConfigError: worker 0 cannot have the port.
         LostWorkerError: there is no store within the timeout.
     """
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    deadline_s = time.monotonic() + timeout_s
-    options: dict[str, Any] = {}
-    if rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        options = {"is_master": True, "master_listen_fd": _listen(address[1]).detach()}
-    else:
-        _wait_for_listener(address, deadline_s)
-    remaining_s = max(1.0, deadline_s - time.monotonic())
-    connect = partial(TCPStore, *address, world_size(), multi_tenant=True, **options)
-    return _connected(connect, address, remaining_s), rank(), world_size()
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    opens = rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    listener = _listen(port) if opens else None
+    options = {"world_size": world_size(), "multi_tenant": True}
+    store = _connected((host, port), listener, timeout_s, _VARIABLES, **options)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
 
 
 def join_store(host: str, port: int, timeout_s: float) -> tuple[Store, bool]:
@@ -62,18 +57,11 @@ def join_store(host: str, port: int, timeout_s: float) -> tuple[Store, bool]:
     Raises:
         LostWorkerError: there is none within the timeout.
     """
-    options: dict[str, Any] = {}
+    listener = None
     with suppress(OSError):  # another process of this host has opened it
         if _is_own(host):
-            options = {"is_master": True, "master_listen_fd": open_listener(port).detach()}
-    deadline_s = time.monotonic() + timeout_s
-    try:
-        if not options:
-            _wait_for_listener((host, port), deadline_s)
-        remaining_s = max(1.0, deadline_s - time.monotonic())
-        return _connected(partial(TCPStore, host, port, **options), (host, port), remaining_s), bool(options)
-    except LostWorkerError as error:
-        raise LostWorkerError(str(error).replace(_VARIABLES, "--rdzv-endpoint")) from error
+            listener = open_listener(port)
+    return _connected((host, port), listener, timeout_s, "--rdzv-endpoint"), listener is not None
 
 
 def _is_own(host: str) -> bool:
@@ -85,25 +73,29 @@ def _is_own(host: str) -> bool:
     return False
 
 
-def _connected(connect: partial[TCPStore], address: tuple[str, int], timeout_s: float) -> Store:
-    """Connect in a thread: torch has no deadline for the first answer of what it has connected to."""
-    found: list[Any] = []
+def _connected(
+    address: tuple[str, int], listener: socket.socket | None, timeout_s: float, named: str, **options: Any
+) -> Store:
+    """Open the store on a socket that listens there, or wait until somebody has; `named` says what names it.
 
-    def work() -> None:
-        try:
-            found.append(connect(wait_for_workers=False, timeout=timedelta(seconds=timeout_s)))
-        except dist.DistError as error:
-            found.append(error)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(timeout_s + _ANSWER_S)
-    if not found:
-        raise _unreachable(address, "what listens there does not answer")
-    if isinstance(found[0], BaseException):
-        raise _unreachable(address, str(found[0]).partition(". ")[0]) from found[0]
-    store: Store = found[0]
-    return store
+    All in a thread: torch has no deadline for the first answer of what it has connected to.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    try:
+        if listener is None:
+            _wait_for_listener(address, deadline_s)
+        else:
+            options |= {"is_master": True, "master_listen_fd": listener.detach()}
+        left_s = max(1.0, deadline_s - time.monotonic())
+        options |= {"wait_for_workers": False, "timeout": timedelta(seconds=left_s)}
+        return in_thread(partial(TCPStore, *address, **options), left_s + _ANSWER_S)
+    # a UnicodeError where the name can be no host's
+    except (LostWorkerError, OSError, UnicodeError, dist.DistError) as error:
+        is_silent, where = isinstance(error, LostWorkerError), one_line("{}:{}".format(*address))
+        why = "what listens there does not answer" if is_silent else one_line(str(error).partition(". ")[0])
+        raise LostWorkerError(
+            f"no store of this job at {named}, {where}, where its workers find each other ({why})"
+        ) from error
 
 
 def _listen(port: int) -> socket.socket:
@@ -121,14 +113,7 @@ def _wait_for_listener(address: tuple[str, int], deadline_s: float) -> None:
         try:
             socket.create_connection(address, timeout=max(_RETRY_S, deadline_s - time.monotonic())).close()
             return
-        except (OSError, UnicodeError) as error:  # the latter where the name can be no host's
+        except (OSError, UnicodeError):
             if time.monotonic() + _RETRY_S > deadline_s:
-                raise _unreachable(address, str(error)) from error
+                raise
         time.sleep(_RETRY_S)
-
-
-def _unreachable(address: tuple[str, int], why: str) -> LostWorkerError:
-    where = one_line("{}:{}".format(*address))
-    return LostWorkerError(
-        f"no store of this job at {_VARIABLES}, {where}, where its workers find each other ({one_line(why)})"
-    )

@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from samestep.errors import LostWorkerError
 from samestep.workers.peers import Peers
 
-__all__ = ["Call", "Patience", "Wait", "Waiter", "Waiting", "end_with_threads"]
+__all__ = ["Call", "Patience", "Wait", "Waiter", "Waiting", "end_with_threads", "in_thread"]
 
 _SLICE_S = 0.1
 _GRACE_S = 1.0
@@ -27,6 +27,7 @@ _NEWS_S = 0.02
 _left: list[threading.Thread] = []
 """Threads that were left in C++, where they may wait for ever."""
 
+T = TypeVar("T")
 Call = tuple[int | None, Callable[[], object]]
 """What blocks in C++, and the worker for which it waits."""
 
@@ -62,6 +63,15 @@ class Patience:
         before_s, self._asked_s = self._asked_s, time.monotonic()
         self._left_s -= min(self._asked_s - before_s, self._most_s)
         return self._left_s <= 0
+
+
+def in_thread(work: Callable[[], T], timeout_s: float) -> T:
+    """Call what blocks in C++ as `Waiter.call` does, in a thread for this alone."""
+    waiter = Waiter(timeout_s)
+    try:
+        return waiter.call(work)
+    finally:
+        waiter.close()
 
 
 def end_with_threads(status: int) -> None:
@@ -123,6 +133,15 @@ class Waiter:
                 raise self._give_up(
                     f"worker {wait.worker} did not answer for {patience.timeout_s:g} s (nothing came)"
                 )
+
+    def call(self, work: Callable[[], T]) -> T:
+        """Return what `work` returns, or raise what it raises; or a `LostWorkerError` after the timeout."""
+        found: list[T] = []
+        wait = self.start([(None, lambda: found.append(work()))])
+        self.finish(wait)
+        if wait.error is not None:
+            raise wait.error
+        return found[0]
 
     def first_loss(self, sentence: str) -> str:
         """Say who was lost first, of which this may be a consequence, and let the others know."""
