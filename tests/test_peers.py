@@ -8,6 +8,7 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -146,7 +147,8 @@ def meet_all(num_workers, card_of=lambda rank, card: card):
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(num_workers) as threads:
         patch.setattr(meeting, "gather_objects", gather)
-        return list(threads.map(lambda rank: meet(Silent(rank, num_workers)), range(num_workers)))
+        everyone = [Silent(rank, num_workers) for rank in range(num_workers)]
+        return [peers for peers, _ in threads.map(partial(meet, shares_memory=False), everyone)]
 
 
 @pytest.mark.parametrize("num_workers", WORKERS)
@@ -183,7 +185,7 @@ def test_strangers_are_let_go(monkeypatch):
 
 def test_workers_that_cannot_be_connected_are_named_and_the_job_goes_on(recwarn):
     def unreachable(rank, card):
-        return replace(card, host="nowhere.invalid", addresses=("127.0.0.1",), port=1) if rank == 0 else card
+        return replace(card, host="nowhere.invalid", seen_as=("127.0.0.1",), port=1) if rank == 0 else card
 
     everyone = meet_all(3, unreachable)
     texts = sorted(str(warning.message) for warning in recwarn)

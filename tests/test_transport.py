@@ -17,7 +17,6 @@ import torch.distributed as dist
 from samestep.errors import LostWorkerError
 from samestep.workers.collectives import gather_objects
 from samestep.workers.meeting import meet
-from samestep.workers.neighbours import neighbours
 from samestep.workers.peers import Peers
 from samestep.workers.shared_memory import SharedMemory
 from samestep.workers.transport import Alone, ProcessGroup, how_lost, is_lost_connection
@@ -281,9 +280,9 @@ def serve(rank, number, kind, folder, results):
         timeout=datetime.timedelta(seconds=timeout_s),
     )
     transport = ProcessGroup(torch.device("cpu"), timeout_s)
-    transport.waiter.peers = meet(transport)
+    transport.waiter.peers, channels = meet(transport, shares_memory=kind == "shared memory")
+    transport.shared = SharedMemory(rank, channels)
     if kind == "shared memory":
-        transport.shared = SharedMemory(rank, neighbours(transport))
         assert all(other in transport.shared for other in ranks if other != rank)
     assert (transport.rank, transport.world_size) == (rank, len(ranks))
     for check in checks_of(kind, checks):

@@ -1,19 +1,26 @@
-"""How the connections between every two workers come about that `Peers` looks at."""
+"""How workers come to be connected: every two of them, and those that share memory by a channel, too.
+
+At the connections of the first kind `Peers` looks; `SharedMemory` sends through channels.
+"""
 
 from __future__ import annotations
 
 import hmac
+import mmap
 import os
 import secrets
 import socket
 import warnings
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from samestep.workers.channel import Channel
 from samestep.workers.collectives import gather_objects
 from samestep.workers.peers import Peers
 from samestep.workers.process import open_listener
+from samestep.workers.segments import allocate
 from samestep.workers.transport import Transport
 
 __all__ = ["meet"]
@@ -25,34 +32,58 @@ _TOKEN_BYTES = 16
 _REPLY = b"\n"
 
 
-def meet(transport: Transport) -> Peers:
-    """Connect every two workers; all must call this. There is a warning where two cannot be connected."""
-    with open_listener() as listener:
-        cards = gather_objects(transport, _Card(listener.getsockname()[1]), _WHAT)
-        called = {worker: _call(cards[worker], transport.rank) for worker in range(transport.rank)}
-        callers = gather_objects(transport, {worker for worker, found in called.items() if found}, _WHAT)
-        expected = {worker for worker, them in enumerate(callers) if transport.rank in them}
-        connections = _accept(listener, expected, cards[transport.rank].token)
-    for worker, connection in called.items():
-        if connection is not None and _has_answered(connection):
-            connections[worker] = connection
-        else:
+def meet(transport: Transport, *, shares_memory: bool) -> tuple[Peers, dict[int, Channel]]:
+    """Connect every two workers, and those of one host by a channel if they can share memory.
+
+    All must call this. There is a warning where two cannot be connected, or do not share memory.
+    """
+    rank = transport.rank
+    with ExitStack() as stack:
+        listener, local, own = _listen(stack, shares_memory=shares_memory)
+        cards: list[_Card] = gather_objects(transport, own, _WHAT)
+        lower = list(enumerate(cards[:rank]))
+        near = [(w, card) for w, card in lower if own.shares_with(card)]
+        called = {w: found for w, card in lower if (found := _call(card, card.addresses(), rank))}
+        called_near = {w: found for w, card in near if (found := _call(card, [card.name], rank))}
+        reached = gather_objects(transport, (set(called), set(called_near)), _WHAT)
+        accepted = _accept(listener, {w for w, (all_, _) in enumerate(reached) if rank in all_}, own.token)
+        accepted_near = _accept(local, {w for w, (_, some) in enumerate(reached) if rank in some}, own.token)
+    connections = accepted | _confirmed(accepted, called)
+    channels = {w: Channel(connection) for w, connection in sorted((accepted_near | called_near).items())}
+    for worker, card in lower:
+        if worker not in connections:
             warnings.warn(
-                f"worker {transport.rank} found no way to {cards[worker].host}, where worker {worker} is: "
-                "that the one is gone, the other may see only after the timeout",
+                f"worker {rank} found no way to {card.host}, where worker {worker} is: that the one is gone, "
+                "the other may see only after the timeout",
                 stacklevel=2,
             )
-    return Peers(connections)
+    if rank == 0:
+        _say_who_shares_none(cards, [some for _, some in reached])
+    return Peers(connections), channels
 
 
 @dataclass(frozen=True)
 class _Card:
-    """Where a worker listens, and what to say there."""
+    """Where a worker listens, and what to say there.
+
+    Those of one place reach each other by name. It has none where it cannot share memory, for the reason
+    given, if there is something to say.
+    """
 
     port: int
+    name: bytes = b""
+    place: tuple[str, ...] | None = None
+    why: str = ""
     host: str = field(default_factory=socket.gethostname)
-    addresses: tuple[str, ...] = field(default_factory=lambda: tuple(_own_addresses()))
+    seen_as: tuple[str, ...] = field(default_factory=lambda: tuple(_own_addresses()))
     token: bytes = field(default_factory=lambda: secrets.token_bytes(_TOKEN_BYTES))
+
+    def shares_with(self, other: _Card) -> bool:
+        return self.place is not None and self.place == other.place
+
+    def addresses(self) -> list[tuple[str, int]]:
+        here = ["localhost"] if self.host == socket.gethostname() else []
+        return [(host, self.port) for host in (*here, *self.seen_as, self.host)]
 
 
 def _own_addresses() -> Iterator[str]:
@@ -65,23 +96,54 @@ def _own_addresses() -> Iterator[str]:
                 yield probe.getsockname()[0]
 
 
-def _call(card: _Card, rank: int) -> socket.socket | None:
-    """Connect to a worker; return None where none of its addresses leads to it."""
-    here = ["localhost"] if card.host == socket.gethostname() else []
-    for host in (*here, *card.addresses, card.host):
+def _listen(stack: ExitStack, *, shares_memory: bool) -> tuple[socket.socket, socket.socket | None, _Card]:
+    """Listen for all, and for those of this host if this worker can share memory."""
+    listener = stack.enter_context(open_listener())
+    listener.settimeout(_REPLY_S)
+    port = listener.getsockname()[1]
+    if not shares_memory:
+        return listener, None, _Card(port)
+    try:
+        local = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        local.bind(name := b"\0samestep-" + secrets.token_hex(_TOKEN_BYTES).encode())
+        local.listen(socket.SOMAXCONN)
+        local.settimeout(_REPLY_S)
+        os.close(allocate(mmap.PAGESIZE))
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return listener, local, _Card(port, name, (boot, *map(_namespace, ("net", "pid", "user"))))
+    except (AttributeError, OSError) as error:
+        why = str(error) if hasattr(os, "memfd_create") else ""  # which no other system than Linux has
+        return listener, None, _Card(port, why=why)
+
+
+def _namespace(kind: str) -> str:
+    return os.readlink(f"/proc/self/ns/{kind}")
+
+
+def _call(card: _Card, addresses: Iterable[tuple[str, int] | bytes], rank: int) -> socket.socket | None:
+    """Connect to a worker; return None where none of these addresses leads to it."""
+    for address in addresses:
         with suppress(OSError):
-            connection = socket.create_connection((host, card.port), timeout=_CONNECT_S)
+            connection = _connected(address)
             connection.sendall(card.token + rank.to_bytes(4))
             return connection
     return None
 
 
-def _accept(listener: socket.socket, expected: set[int], token: bytes) -> dict[int, socket.socket]:
+def _connected(address: tuple[str, int] | bytes) -> socket.socket:
+    if isinstance(address, tuple):
+        return socket.create_connection(address, timeout=_CONNECT_S)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.settimeout(_REPLY_S)
+    connection.connect(address)
+    return connection
+
+
+def _accept(listener: socket.socket | None, expected: set[int], token: bytes) -> dict[int, socket.socket]:
     """Accept the connections of the workers that have called; anybody else may call, too."""
     found: dict[int, socket.socket] = {}
-    listener.settimeout(_REPLY_S)
     with suppress(TimeoutError):
-        while found.keys() != expected:
+        while listener is not None and found.keys() != expected:
             connection, _ = listener.accept()
             caller = _caller(connection, token)
             if caller is None:
@@ -92,19 +154,40 @@ def _accept(listener: socket.socket, expected: set[int], token: bytes) -> dict[i
 
 
 def _caller(connection: socket.socket, token: bytes) -> int | None:
-    """Answer the worker that has called, and return its number; None if it is a stranger."""
+    """Return the number of the worker that has called; None if it is a stranger."""
     connection.settimeout(_CONNECT_S)
     with suppress(OSError):
         said = connection.recv(_TOKEN_BYTES + 4, socket.MSG_WAITALL)
         if hmac.compare_digest(said[:_TOKEN_BYTES], token):
-            connection.sendall(_REPLY)
             return int.from_bytes(said[_TOKEN_BYTES:])
     return None
 
 
-def _has_answered(connection: socket.socket) -> bool:
-    connection.settimeout(_REPLY_S)
-    try:
-        return connection.recv(1) == _REPLY
-    except OSError:
-        return False
+def _confirmed(
+    accepted: dict[int, socket.socket], called: dict[int, socket.socket]
+) -> dict[int, socket.socket]:
+    """Answer those who have called, and return those that do: an address may have led to somebody else."""
+    for connection in accepted.values():
+        with suppress(OSError):
+            connection.sendall(_REPLY)
+    answered = {}
+    for worker, connection in called.items():
+        connection.settimeout(_REPLY_S)
+        with suppress(OSError):
+            if connection.recv(1) == _REPLY:
+                answered[worker] = connection
+    return answered
+
+
+def _say_who_shares_none(cards: Sequence[_Card], reached: Sequence[set[int]]) -> None:
+    """Name the first worker that could share memory with another one and does not."""
+    for worker, card in enumerate(cards):
+        near = {w for w, other in enumerate(cards[:worker]) if card.shares_with(other)}
+        if card.why or near - reached[worker]:
+            why = card.why or "they do not reach each other"
+            warnings.warn(
+                f"worker {worker} shares no memory with others of its host ({why}): gradients go through "
+                "the network, which takes longer",
+                stacklevel=3,
+            )
+            return

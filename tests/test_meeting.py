@@ -7,23 +7,23 @@ from contextlib import ExitStack
 
 import pytest
 
-from samestep.workers import neighbours
+from samestep.workers import meeting
 
 from .simulation import values
 
 
 def found(monkeypatch, of_worker=lambda rank: None):
     """Let two workers look for each other, each after a call of its own; return whom each reaches."""
-    allocate = neighbours.allocate
+    allocate = meeting.allocate
     places = {0: "here", 1: "here"}
 
     def work(job):
-        monkeypatch.setattr(neighbours, "allocate", allocate)
-        monkeypatch.setattr(neighbours, "_namespace", lambda kind: places[job.rank] + kind)
+        monkeypatch.setattr(meeting, "allocate", allocate)
+        monkeypatch.setattr(meeting, "_namespace", lambda kind: places[job.rank] + kind)
         places[job.rank] = of_worker(job.rank) or "here"
-        channels = neighbours.neighbours(job.transport)
-        for channel in channels.values():
-            channel.close()
+        peers, channels = meeting.meet(job.transport, shares_memory=True)
+        for each in (peers, *channels.values()):
+            each.close()
         return set(channels)
 
     return values(work, 2)
@@ -48,7 +48,7 @@ def test_those_of_other_hosts_or_containers_do_not(monkeypatch):
 def test_without_shared_memory_the_network_does_it_and_worker_0_says_why(monkeypatch):
     def refused(rank):
         if rank == 1:
-            monkeypatch.setattr(neighbours, "allocate", refuse)
+            monkeypatch.setattr(meeting, "allocate", refuse)
 
     expected = (
         r"^worker 1 shares no memory with others of its host \(.*Operation not permitted\): gradients go"
@@ -68,28 +68,28 @@ def test_a_system_that_has_none_is_no_fault(monkeypatch, missing):
 
 
 def test_those_who_cannot_connect_say_so(monkeypatch):
-    monkeypatch.setattr(neighbours, "_call", lambda card: None)
+    connected = meeting._connected
+
+    def only_by_address(address):
+        if isinstance(address, bytes):
+            raise ConnectionRefusedError
+        return connected(address)
+
+    monkeypatch.setattr(meeting, "_connected", only_by_address)
     with pytest.warns(UserWarning, match=r"^worker 1 shares .* \(they do not reach each other\): "):
         assert found(monkeypatch) == [set(), set()]
 
 
-def test_a_stranger_is_sent_away(monkeypatch):
-    callers = iter([-1, 7])
-    monkeypatch.setattr(neighbours, "_process_of", lambda connection: next(callers))
+def test_a_stranger_is_sent_away():
     with ExitStack() as stack:
-        listener, card = neighbours._listen(stack)
-        ends = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
-        for end in ends:
-            end.connect(card.name)
-        connections = neighbours._accept(listener, {7: 3})
+        _, local, card = meeting._listen(stack, shares_memory=True)
+        ends = [meeting._connected(card.name) for _ in range(3)]
+        for end, token in zip(ends, [b"", b"\0" * 16, card.token], strict=True):
+            end.sendall(token + (3).to_bytes(4))
+        connections = meeting._accept(local, {3}, card.token)
         assert set(connections) == {3}
-        assert ends[0].recv(1) == b""
+        assert [end.recv(1) for end in ends[:2]] == [b"", b""]
+        connections[3].sendall(b"!")
+        assert ends[2].recv(1) == b"!"
         for connection in [*ends, *connections.values()]:
             connection.close()
-
-
-def test_whose_process_has_the_other_end():
-    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    assert neighbours._process_of(ends[0]) == os.getpid()
-    for end in ends:
-        end.close()
