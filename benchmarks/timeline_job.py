@@ -22,13 +22,13 @@ from torch import Tensor, nn  # noqa: E402
 
 import samestep  # noqa: E402
 from samestep.app import loop  # noqa: E402
+from samestep.app.roster import Roster  # noqa: E402
 from samestep.app.worker_process import WorkerProcess  # noqa: E402
 from samestep.towers.run import StepRun  # noqa: E402
 from samestep.towers.towers import Towers  # noqa: E402
 from samestep.workers.environment import NUMBER  # noqa: E402
 from samestep.workers.members import Members  # noqa: E402
 from samestep.workers.rendezvous import Generations  # noqa: E402
-from samestep.workers.roster import Roster  # noqa: E402
 
 NUM_WORKERS, NUM_TOWERS, ROWS = 3, 7, 140
 KILL_AT, STEPS_AFTER = 12, 4

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import DistError, HashStore
 
+from samestep.app.roster import Roster
 from samestep.errors import LostWorkerError
 from samestep.workers import members
 from samestep.workers.members import Members
-from samestep.workers.roster import Roster
 
 
 @pytest.fixture

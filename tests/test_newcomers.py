@@ -14,11 +14,11 @@ from samestep.app import hosts, replacement
 from samestep.app.failures import Failure
 from samestep.app.hosts import Hosts
 from samestep.app.replacement import Replacement
+from samestep.app.roster import Roster
 from samestep.app.worker_process import WorkerProcess
 from samestep.errors import LockedError, LostWorkerError
 from samestep.workers.environment import PER_HOST
 from samestep.workers.members import Members
-from samestep.workers.roster import Roster
 
 
 class Launcher:

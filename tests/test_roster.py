@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import DistError, HashStore, TCPStore
 
+from samestep.app import roster
+from samestep.app.roster import PromptStore, Roster
 from samestep.errors import LostWorkerError
-from samestep.workers import roster
 from samestep.workers.environment import PER_HOST
 from samestep.workers.members import Members, host_of
-from samestep.workers.roster import PromptStore, Roster
 
 HERE, THERE = [0, 1], [PER_HOST, PER_HOST + 1]
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from samestep.app.failures import Failure
 from samestep.app.hosts import CUT_S, Hosts
+from samestep.app.roster import Roster
 from samestep.app.worker_process import WorkerProcess
 from samestep.errors import LostWorkerError
 from samestep.workers.members import host_of
-from samestep.workers.roster import Roster
 from samestep.workers.waiter import Patience
 
 __all__ = ["Replacement"]

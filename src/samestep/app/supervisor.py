@@ -30,7 +30,7 @@ from samestep.workers.process import GRACE_S, loopback_listener
 if TYPE_CHECKING:
     from samestep.app.host_rendezvous import Rendezvous
     from samestep.app.hosts import Ending, Hosts
-    from samestep.workers.roster import Roster
+    from samestep.app.roster import Roster
 
 __all__ = ["Supervisor"]
 
@@ -152,7 +152,7 @@ class Supervisor:
 
         from samestep.app.hosts import Hosts
         from samestep.app.replacement import Replacement
-        from samestep.workers.roster import Roster
+        from samestep.app.roster import Roster
 
         place = meeting.place
         store = PrefixStore(place.job, meeting.open())
