@@ -10,7 +10,7 @@ from torch.distributed import DistError, HashStore
 from samestep.app.roster import Roster
 from samestep.errors import LostWorkerError
 from samestep.workers import members
-from samestep.workers.members import Members
+from samestep.workers.members import Key, Members
 
 
 @pytest.fixture
@@ -130,15 +130,15 @@ def test_the_launcher_learns_who_goes_on_is_ready_or_silent_or_could_not_connect
     roster = Roster(store, range(2))
     workers = [Members(store, number) for number in range(3)]
     advance(*workers[:2])
-    workers[0].can_go_on()
+    workers[0].say(Key.GOES_ON)
     assert [roster.go_on([0]), roster.go_on([0, 1]), roster.go_on([])] == [True, False, True]
-    workers[2].is_ready()
+    workers[2].say(Key.READY)
     assert roster.ready([2, 3]) == [2]
     workers[1].accuse(0)
     workers[1].accuse(-1)  # of a group that was not made
     assert roster.silent() == [0]
     assert not roster.is_asked_again()
-    workers[0].ask_again()
+    workers[0].say(Key.AGAIN, workers[0].current.number)
     assert roster.is_asked_again()
     roster.begin_again()
     assert not roster.is_asked_again()

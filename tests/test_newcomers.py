@@ -18,7 +18,7 @@ from samestep.app.roster import Roster
 from samestep.app.worker_process import WorkerProcess
 from samestep.errors import LockedError, LostWorkerError
 from samestep.workers.environment import PER_HOST
-from samestep.workers.members import Members
+from samestep.workers.members import Key, Members
 
 
 class Launcher:
@@ -40,7 +40,7 @@ class Launcher:
 
     def go_on(self, *numbers):
         for number in numbers:
-            Members(self.store, number).can_go_on()
+            Members(self.store, number).say(Key.GOES_ON)
 
     def end_with(self, number, status):
         """Let a worker end: by a signal, −n, or as if with an exit status."""
@@ -87,7 +87,7 @@ def test_one_that_is_killed_is_left_behind_and_another_takes_its_seat(launch):
     job.look()
     assert (job.roster.members, job.left_behind()) == ((1, 2), [0])
     assert [(worker.number, worker.seat) for worker in job.workers[3:]] == [(3, 0)]
-    Members(job.store, 3).is_ready()
+    Members(job.store, 3).say(Key.READY)
     job.look()
     assert job.roster.members == (1, 2, 3)
     job.go_on(3)
@@ -211,7 +211,7 @@ def test_those_who_could_not_connect_get_another_list(launch):
     job.go_on(0, 1)
     worker = Members(job.store, 0)
     worker.current = worker.newest()
-    worker.ask_again()
+    worker.say(Key.AGAIN, worker.current.number)
     job.look()
     assert (worker.newest().number, worker.newest().members) == (1, (0, 1))
     job.look()
@@ -223,11 +223,11 @@ def test_a_newcomer_that_cannot_begin_where_the_others_are_is_ended_and_another_
     job.go_on(0, 1)
     job.end_with(0, -signal.SIGKILL)
     job.look()
-    Members(job.store, 2).is_ready()
+    Members(job.store, 2).say(Key.READY)
     job.look()
     worker = Members(job.store, 1)
     worker.current = worker.newest()
-    worker.send_away(1)
+    worker.say(Key.AWAY, worker.current.members[1])
     job.look(until=lambda: len(job.workers) == 4)
     assert (job.roster.members, job.left_behind(), job.workers[3].seat) == ((1,), [0, 2], 0)
     assert not job.roster.is_over()
@@ -239,7 +239,7 @@ def test_once_one_has_done_its_part_nobody_comes_and_nobody_waits_for_it(launch)
     job.end_with(3, -signal.SIGKILL)
     job.look()
     newcomer = job.workers[4]
-    Members(job.store, 4).is_ready()
+    Members(job.store, 4).say(Key.READY)
     job.look()
     job.end_with(0, -signal.SIGKILL)
     job.end_with(1, 0)
@@ -263,7 +263,7 @@ def test_nobody_is_let_in_or_replaced_once_one_has_finished(launch):
     job.go_on(0, 1, 2)
     job.end_with(0, -signal.SIGKILL)
     job.look()
-    Members(job.store, 3).is_ready()
+    Members(job.store, 3).say(Key.READY)
     Members(job.store, 1).finish()
     job.look()
     assert (job.roster.members, job.workers[3].told) == ((1, 2), signal.SIGKILL)
@@ -320,7 +320,7 @@ def test_a_host_on_which_all_workers_are_killed_fills_their_seats_again(pair):
     there.end_with(1, -signal.SIGKILL)
     assert members_of(here, there) == (0, 1)
     assert [worker.number for worker in there.workers[2:]] == [PER_HOST + 2, PER_HOST + 3]
-    Members(there.store, PER_HOST + 3).is_ready()
+    Members(there.store, PER_HOST + 3).say(Key.READY)
     assert members_of(here, there) == (0, 1, PER_HOST + 3)
     assert len(here.workers) == 2
 
@@ -387,7 +387,7 @@ def test_newcomers_alone_do_not_go_on(launch):
     another = launch(1, store=store, host=2)
     trains.go_on(0)
     for number in (PER_HOST, 2 * PER_HOST):
-        Members(store, number).is_ready()
+        Members(store, number).say(Key.READY)
     assert members_of(joins, another) == (0, PER_HOST, 2 * PER_HOST)
     joins.hosts.lost.add(0)
     with pytest.raises(LostWorkerError, match="was lost before all could go on"):
@@ -398,7 +398,7 @@ def test_a_newcomer_elsewhere_that_does_not_train_yet_keeps_nobody_from_being_re
     store = HashStore()
     trains, joins = launch(2, store=store, members=[0, 1]), launch(1, store=store, host=1)
     trains.go_on(0, 1)
-    Members(store, PER_HOST).is_ready()
+    Members(store, PER_HOST).say(Key.READY)
     assert members_of(joins) == (0, 1, PER_HOST)
     trains.end_with(0, -signal.SIGKILL)
     assert members_of(trains) == (1, PER_HOST)
@@ -410,7 +410,7 @@ def test_a_host_joins_with_as_many_workers_as_there_is_work_for(launch):
     joins = launch(2, store=store, host=1, most=3)
     trains.go_on(0, 1)
     for number in THERE:
-        Members(store, number).is_ready()
+        Members(store, number).say(Key.READY)
     assert members_of(joins, trains) == (0, 1, THERE[0])
     joins.go_on(THERE[0])
     trains.end_with(0, -signal.SIGKILL)

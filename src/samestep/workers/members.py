@@ -37,18 +37,18 @@ def host_of(number: int) -> int:
 class Key(StrEnum):
     """What the store's keys begin with; the numbers of a generation and of a worker, or host, follow."""
 
-    LIST = "list"
-    FIRST = "first"
-    HERE = "here"
-    READY = "ready"
-    GOES_ON = "goes on"
-    SILENT = "silent"
-    CUT = "cut"
-    WAITED = "waited"
-    AGAIN = "again"
-    AWAY = "away"
-    DONE = "done"
-    OVER = "over"
+    LIST = "list"  # the newest
+    FIRST = "first"  # the first, for newcomers to tell who came before them
+    HERE = "here"  # a member has come to a generation
+    READY = "ready"  # a newcomer has all that it can have by itself
+    AWAY = "away"  # a newcomer cannot begin where the others are
+    GOES_ON = "goes on"  # a worker can go on when another one is lost
+    SILENT = "silent"  # a member has not answered within the timeout
+    WAITED = "waited"  # a member says so of another one
+    CUT = "cut"  # connections to a host have ended without a word: perhaps with it
+    AGAIN = "again"  # a generation could not connect
+    DONE = "done"  # a worker has done what others may take over
+    OVER = "over"  # any worker has
 
 
 @dataclass(frozen=True)
@@ -113,44 +113,28 @@ class Members:
                 self._seen = self.newest()
         return self._seen
 
-    def can_go_on(self) -> None:
-        """Let the launchers know that this worker goes on when another one is lost."""
-        self._store.set(f"{Key.GOES_ON}/{self.own}", "")
+    def say(self, key: Key, *about: int) -> None:
+        """Let the launchers know: of this worker, or of what these numbers name."""
+        self._store.set("/".join(map(str, (key, *(about or (self.own,))))), "")
 
     def finish(self) -> None:
         """Let the launchers know that what others may take over is done."""
-        self._store.set(f"{Key.DONE}/{self.own}", "")
+        self.say(Key.DONE)
         self._store.set(Key.OVER, "")
-
-    def is_ready(self) -> None:
-        """Let the launchers know that this worker, a newcomer, has all that it can have by itself."""
-        self._store.set(f"{Key.READY}/{self.own}", "")
-
-    def send_away(self, rank: int) -> None:
-        """Let the launchers end a newcomer, which cannot begin where the others are."""
-        self._store.set(f"{Key.AWAY}/{self.current.members[rank]}", "")
-
-    def part(self) -> None:
-        """Belong to no generation."""
-        self.current = Generation(-1, ())
 
     def accuse(self, rank: int) -> None:
         """Let the launchers know that a worker has been silent for longer than the timeout."""
         if 0 <= rank < len(self.current.members):
             self._accuse(self.current, rank)
 
-    def report_cut(self, ranks: Iterable[int]) -> None:
-        """Let the launchers know whose connections ended without a word: perhaps with their whole host."""
-        for host in {host_of(self.current.members[rank]) for rank in ranks}:
-            self._store.set(f"{Key.CUT}/{self.current.number}/{host}", "")
-
     def _accuse(self, generation: Generation, rank: int) -> None:
-        self._store.set(f"{Key.WAITED}/{generation.number}/{self.own}", "")
-        self._store.set(f"{Key.SILENT}/{generation.number}/{generation.members[rank]}", "")
+        self.say(Key.WAITED, generation.number, self.own)
+        self.say(Key.SILENT, generation.number, generation.members[rank])
 
-    def ask_again(self) -> None:
-        """Ask the launchers for another generation: this one could not connect."""
-        self._store.set(f"{Key.AGAIN}/{self.current.number}", "")
+    def report_cut(self, ranks: Iterable[int]) -> None:
+        """Let the launchers know whose connections ended without a word."""
+        for host in {host_of(self.current.members[rank]) for rank in ranks}:
+            self.say(Key.CUT, self.current.number, host)
 
     def advance(self, timeout_s: float) -> Store:
         """Wait for the next generation, and until all of it have come; return a store for them alone.
@@ -169,7 +153,7 @@ class Members:
                 raise LostWorkerError("the job ends")
             if newest.number > found.number and self.own in newest.members:
                 found, patience, may_accuse = newest, Patience(timeout_s), trains
-                self._store.set(f"{Key.HERE}/{found.number}/{self.own}", "")
+                self.say(Key.HERE, found.number, self.own)
             missing = [] if found is self.current else self._missing(found)
             if found is not self.current and not missing:
                 self.current = found
@@ -181,7 +165,7 @@ class Members:
                 for rank in missing:
                     self._accuse(found, rank)
                 if not missing:
-                    self.ask_again()
+                    self.say(Key.AGAIN, self.current.number)
                 patience, may_accuse = Patience(timeout_s), False
             time.sleep(_POLL_S)
 

@@ -23,7 +23,7 @@ from samestep.workers import environment
 from samestep.workers.device import gpu_of
 from samestep.workers.environment import JOB, NUMBER
 from samestep.workers.meeting import meet
-from samestep.workers.members import Members
+from samestep.workers.members import Generation, Key, Members
 from samestep.workers.peers import Peers
 from samestep.workers.shared_memory import SharedMemory
 from samestep.workers.store import reach_store
@@ -143,7 +143,7 @@ class Generations:
 
     def can_go_on(self) -> None:
         """Let others be lost from now on."""
-        self._members.can_go_on()
+        self._members.say(Key.GOES_ON)
 
     def finish(self) -> None:
         """Say that this worker has done its part."""
@@ -156,18 +156,18 @@ class Generations:
 
     def send_away(self, ranks: Sequence[int]) -> None:
         """Let newcomers end; see `Renewable`."""
-        is_own = self.rank in ranks
+        members = self._members.current.members
         for rank in ranks:
-            self._members.send_away(rank)
-        if is_own:
+            self._members.say(Key.AWAY, members[rank])
+        if self.rank in ranks:
             self._leave()
-            self._members.part()
+            self._members.current = Generation(-1, ())
 
     def regroup(self) -> None:
         """Meet again; see `Renewable`."""
         where = "the workers meet again"
         if self.is_outside():
-            self._members.is_ready()
+            self._members.say(Key.READY)
         self._leave()
         make_s = _MAKE_AGAIN_S
         while True:
@@ -176,7 +176,7 @@ class Generations:
                 return self._meet(store, where, make_s)
             except LostWorkerError:  # another one, meanwhile; or they were too slow
                 self._leave()
-                self._members.ask_again()
+                self._members.say(Key.AGAIN, self._members.current.number)
                 make_s = min(2 * make_s, _MAKE_S)
 
     def _next_store(self, where: str) -> Store:
