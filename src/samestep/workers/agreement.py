@@ -91,15 +91,12 @@ def from_first_worker(job: Job, work: Callable[[], T], what: str = "what worker 
         error = raised
     finally:
         with unbroken(job.transport, what):
-            error, result = _share((error, result), job, what)
+            error, result = _sent(
+                (error, result), job, 0, what, lambda values: broadcast(job.transport, values, what)
+            )
     if error is not None:
         raise error
     return result  # type: ignore[no-any-return]
-
-
-def _share(nest: Any, job: Job, what: str) -> Any:
-    """Send worker 0's nest to all."""
-    return _sent(nest, job, 0, what, lambda values: broadcast(job.transport, values, what))
 
 
 def hand_over(nest: Any, job: Job, source: int, targets: Sequence[int], what: str) -> Any:

@@ -13,6 +13,7 @@ import warnings
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from torch import Tensor
@@ -238,6 +239,7 @@ class _Incoming:
         self._filled = max(self._filled, position + len(content))
 
 
+@dataclass
 class Delivery:
     """Messages on their way to and from workers of this host.
 
@@ -246,40 +248,35 @@ class Delivery:
         error: that it is gone, or has sent something else.
     """
 
-    def __init__(
-        self,
-        shared: SharedMemory,
-        channels: Mapping[int, Channel],
-        received: Mapping[int, _Incoming],
-        sent: Mapping[int, int],
-        what: str,
-    ) -> None:
-        self.worker: int | None = None
-        self.error: Exception | None = None
-        self._shared, self._channels = shared, channels
-        self._received, self._sent, self._what = received, sent, what
+    shared: SharedMemory
+    channels: Mapping[int, Channel]
+    received: Mapping[int, _Incoming]
+    sent: Mapping[int, int]  # the number of each message's last packet
+    what: str
+    worker: int | None = None
+    error: Exception | None = None
 
     def is_done(self, timeout_s: float) -> bool:
         """Wait until all is done, or a worker is gone, but not much longer than this."""
-        self._shared.advance()
+        self.shared.advance()
         if not self._look():
-            self._shared.wait_for(timeout_s)
-            self._shared.advance()
+            self.shared.wait_for(timeout_s)
+            self.shared.advance()
         return self._look()
 
     def _look(self) -> bool:
-        for worker, incoming in self._received.items():
+        for worker, incoming in self.received.items():
             if incoming.is_instead is not None:
                 self.error = DisagreementError(
-                    f"{self._what}: worker {worker} is at {incoming.is_instead!r} instead: expected all "
+                    f"{self.what}: worker {worker} is at {incoming.is_instead!r} instead: expected all "
                     "workers to make the same calls in the same order"
                 )
                 return True
             if not incoming.is_complete:
-                return self._is_lost(worker, is_lost=self._channels[worker].is_closed)
-        for worker, number in self._sent.items():
-            if self._channels[worker].num_sent < number:
-                return self._is_lost(worker, is_lost=self._channels[worker].is_deaf)
+                return self._is_lost(worker, is_lost=self.channels[worker].is_closed)
+        for worker, number in self.sent.items():
+            if self.channels[worker].num_sent < number:
+                return self._is_lost(worker, is_lost=self.channels[worker].is_deaf)
         return True
 
     def _is_lost(self, worker: int, *, is_lost: bool) -> bool:
