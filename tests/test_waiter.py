@@ -240,7 +240,8 @@ def test_a_process_ends_past_a_thread_that_was_left_in_a_call(blocked, monkeypat
     monkeypatch.setattr(module.os, "_exit", ended.append)
     monkeypatch.setattr(module, "_GRACE_S", 0.01)
     module.end_with_threads(3)
-    waiter = Waiter(LONG_S, Known(gone=[1]))
+    waiter = Waiter(LONG_S)
+    waiter.peers = Known(gone=[1])
     with pytest.raises(LostWorkerError):
         waiter.finish(waiter.start([(1, blocked)]))
     module.end_with_threads(4)

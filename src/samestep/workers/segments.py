@@ -127,9 +127,9 @@ class Segments:
         """Return the segment that a tensor lies in."""
         return self._by_address.get(tensor.untyped_storage().data_ptr())
 
-    def let_go(self, kept: int = _KEPT) -> list[Segment]:
+    def let_go(self) -> list[Segment]:
         """Let go of what nobody reads, and what has not been lent for so many loans; return it."""
-        oldest = self._num_loans - kept
+        oldest = self._num_loans - _KEPT
         old = {
             address: segment
             for address, segment in self._by_address.items()

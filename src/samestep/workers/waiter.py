@@ -90,14 +90,14 @@ class Waiter:
 
     Args:
         timeout_s: how long to wait for a worker.
-        peers: says who is gone.
 
     Attributes:
+        peers: says who is gone.
         silent: the worker that did not answer within the timeout.
     """
 
-    def __init__(self, timeout_s: float, peers: Peers | None = None) -> None:
-        self.peers = Peers({}) if peers is None else peers
+    def __init__(self, timeout_s: float) -> None:
+        self.peers = Peers({})
         self.silent: int | None = None
         self._timeout_s = timeout_s
         self._waits: SimpleQueue[Wait | None] | None = None
