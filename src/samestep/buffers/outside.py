@@ -101,7 +101,7 @@ class OutsideNets:
 
     def start_step(self) -> None:
         """Note the buffers of all nets that are known."""
-        for module in list(self._seen):
+        for module in list(self._seen) if self._seen else ():
             self._seen[module] = _buffers_of(module)
 
     def start_looking(self) -> None:

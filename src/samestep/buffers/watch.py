@@ -27,9 +27,9 @@ _version = operator.attrgetter("_version")
 class Watch:
     """Compares the model before and after passes: tensors, version counters, data pointers, and hashes.
 
-    Version counters show ordinary writes; after each tower in the steps that look more closely, otherwise
-    after the last one. What goes through `.data`, and what batch norm's kernels write, shows in a hash of the
-    bytes at the end of the passes: that of a slice of the model.
+    Version counters show ordinary writes, and pointers new memory; after each tower in the steps that look
+    more closely, otherwise after the last one. What is written through `.data`, and by batch norm's kernels,
+    shows in a hash of the bytes at the end of the passes: that of a slice of the model.
 
     Attributes:
         pointers: where parameters, and buffers that no pass may change, lay when `note` was called.
@@ -88,7 +88,7 @@ class Watch:
     def check(self, who: str) -> None:
         """Raise if `who` wrote to one of them or replaced it since `start_step`."""
         now = self._current()
-        written = self._differing(_version, self._versions)
+        written = self._differing(_version, self._versions) | self._differing(Tensor.data_ptr, self.pointers)
         if written or any(map(operator.is_not, now, self._tensors)):
             pairs = zip(now, self._tensors, strict=True)
             self._fail(who, [new is not old or id(old) in written for new, old in pairs])
@@ -101,11 +101,8 @@ class Watch:
         return {id(t) for t, new, old in zip(self._present, now, before, strict=True) if new != old}
 
     def end_step(self, who: str) -> None:
-        """Check once more, after the last backward, and by pointers, entries and hashes, too."""
+        """Check once more, after the last backward, and by entries and hashes, too."""
         self.check(who)
-        moved = self._differing(Tensor.data_ptr, self.pointers)
-        if moved:
-            self._fail(who, [id(tensor) in moved for tensor in self._tensors])
         if sum(map(len, self._registries)) != self.num_entries:
             raise self._explain_entries(who)
         before, after = self._before, self._hash.of(self._step, fixed_only=True)

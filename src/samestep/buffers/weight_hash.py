@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from samestep.identity import checksum_of
-from samestep.summation.placement import even_ranges
 
 __all__ = ["Hashes", "Place", "WeightHash"]
 
@@ -93,27 +92,20 @@ class Hashes:
 
 
 def _cut(places: Sequence[tuple[Place, bool]]) -> list[list[_Piece]]:
-    """Cut tensors, end to end, into slices of about the same number of bytes."""
-    total = sum(_num_bytes(place) for place, _ in places)
-    num_slices = min(NUM_SLICES, max(1, -(-total // _SLICE_BYTES)))
-    slices: list[list[_Piece]] = [[] for _ in range(num_slices)]
-    ends = [each.stop for each in even_ranges(total, num_slices)]
-    offset, index = 0, 0
-    for place, is_fixed in places:
-        size, start = _num_bytes(place), 0
-        while start < size:
+    """Cut tensors, end to end, into slices of the same number of bytes; a tensor begins with a whole line."""
+    lines = [-(-_num_bytes(place) // _ALIGNMENT_BYTES) for place, _ in places]
+    size = max(_SLICE_BYTES, -(-sum(lines) // NUM_SLICES) * _ALIGNMENT_BYTES)
+    slices: list[list[_Piece]] = [[] for _ in range(0, sum(lines) * _ALIGNMENT_BYTES, size)]
+    end = 0
+    for (place, is_fixed), num_lines in zip(places, lines, strict=True):
+        begin, end = end, end + num_lines * _ALIGNMENT_BYTES
+        for index in range(begin // size, -(-end // size) if num_lines else 0):
             tensor = place.get()
             assert tensor is not None
-            stop = min(size, max(ends[index] - offset, start))
-            stop = min(size, stop + -stop % _ALIGNMENT_BYTES)
-            if stop > start:
-                elements = slice(start // tensor.element_size(), stop // tensor.element_size())
-                slices[index].append(_Piece(place, elements, is_fixed))
-            start = stop
-            if offset + start >= ends[index] and index + 1 < num_slices:
-                index += 1
-        offset += size
-    return slices
+            start, stop = max(begin, index * size) - begin, min(end, (index + 1) * size) - begin
+            elements = slice(start // tensor.element_size(), stop // tensor.element_size())
+            slices[index].append(_Piece(place, elements, is_fixed))
+    return slices or [[]]
 
 
 def _num_bytes(place: Place) -> int:
