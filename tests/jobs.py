@@ -1,5 +1,6 @@
 """Jobs of several workers of which nobody sends anything."""
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -26,3 +27,10 @@ class Silent:
 
 def job_of(rank: int, world_size: int) -> Job:
     return Job(torch.device("cpu"), transport=Silent(rank, world_size))
+
+
+def until(condition, timeout_s=10):
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)

@@ -1,31 +1,15 @@
 """Connections between every two workers, and what is known of those at the other end."""
 
 import multiprocessing
-import pickle
 import socket
-import threading
 import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from functools import partial
 
 import pytest
 
-from samestep.workers import meeting
-from samestep.workers.meeting import meet
 from samestep.workers.peers import Peers
 
-from .jobs import Silent
-
-WORKERS = range(1, 6)
-
-
-def until(condition, timeout_s=10):
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
+from .jobs import until
 
 
 @pytest.fixture
@@ -126,91 +110,3 @@ def test_a_forked_process_keeps_nobody_alive(pair):
     finally:
         child.kill()
         child.join()
-
-
-# ---- how they meet -----------------------------------------------------------------------------------
-
-
-def meet_all(num_workers, card_of=lambda rank, card: card):
-    """Let workers in threads meet; `card_of` may change what a worker tells of itself."""
-    barrier, said = threading.Barrier(num_workers), {}
-
-    def gather(transport, value, what):
-        barrier.wait()
-        said[transport.rank] = pickle.dumps(value)
-        barrier.wait()
-        values = [pickle.loads(said[rank]) for rank in range(num_workers)]
-        own = values[transport.rank]
-        return [
-            card_of(n, v) if isinstance(v, meeting._Card) and v != own else v for n, v in enumerate(values)
-        ]
-
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(num_workers) as threads:
-        patch.setattr(meeting, "gather_objects", gather)
-        everyone = [Silent(rank, num_workers) for rank in range(num_workers)]
-        return [peers for peers, _ in threads.map(partial(meet, shares_memory=False), everyone)]
-
-
-@pytest.mark.parametrize("num_workers", WORKERS)
-def test_every_two_are_connected(num_workers):
-    everyone = meet_all(num_workers)
-    for lost in range(num_workers):
-        others = [peers for rank, peers in enumerate(everyone) if rank > lost]
-        everyone[lost].close()
-        for peers in others:
-            until(lambda peers=peers, lost=lost: peers.look() or peers.loss(lost))
-            assert all(peers.loss(rank) is None for rank in range(lost + 1, num_workers))
-
-
-def test_strangers_are_let_go(monkeypatch):
-    listeners = []
-    listen = meeting.open_listener
-
-    def listener():
-        made = listen()
-        listeners.append(made)
-        port = made.getsockname()[1]
-        for said in (b"", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", b"\0" * 16 + (1).to_bytes(4)):
-            stranger = socket.create_connection(("localhost", port))
-            stranger.sendall(said)
-            stranger.close()
-        return made
-
-    monkeypatch.setattr(meeting, "open_listener", listener)
-    first, second = meet_all(2)
-    assert all(each.fileno() == -1 for each in listeners)
-    second.close()
-    until(lambda: first.look() or first.loss(1))
-
-
-def test_workers_that_cannot_be_connected_are_named_and_the_job_goes_on(recwarn):
-    def unreachable(rank, card):
-        return replace(card, host="nowhere.invalid", seen_as=("127.0.0.1",), port=1) if rank == 0 else card
-
-    everyone = meet_all(3, unreachable)
-    texts = sorted(str(warning.message) for warning in recwarn)
-    assert [text.partition(":")[0] for text in texts] == [
-        f"worker {rank} found no way to nowhere.invalid, where worker 0 is" for rank in (1, 2)
-    ]
-    everyone[0].close()
-    everyone[2].close()
-    until(lambda: everyone[1].look() or everyone[1].loss(2))
-    assert everyone[1].loss(0) is None
-
-
-def test_a_host_tells_how_it_reaches_the_store(monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    assert set(meeting._own_addresses()) <= {"127.0.0.1", "::1"}
-    assert list(meeting._own_addresses())
-    for elsewhere in ("", "nowhere.invalid"):
-        monkeypatch.setenv("MASTER_ADDR", elsewhere)
-        assert not [address for address in meeting._own_addresses() if address not in ("127.0.0.1", "::1")]
-    monkeypatch.delenv("MASTER_ADDR")
-    list(meeting._own_addresses())
-
-
-def test_hosts_without_ipv6_listen_too(monkeypatch):
-    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
-    with meeting.open_listener() as listener:
-        assert listener.family == socket.AF_INET
-        socket.create_connection(("127.0.0.1", listener.getsockname()[1])).close()

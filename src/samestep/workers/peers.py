@@ -23,14 +23,14 @@ class Peers:
 
     Args:
         connections: to them; of those without one it knows nothing by itself.
+
+    Attributes:
         ask: asks others who was lost: the launchers, as a host that is cut off closes no connection.
     """
 
-    def __init__(
-        self, connections: dict[int, socket.socket], ask: Callable[[], str | None] | None = None
-    ) -> None:
+    def __init__(self, connections: dict[int, socket.socket]) -> None:
         self._connections = connections
-        self.ask = ask
+        self.ask: Callable[[], str | None] | None = None
         self._heard: str | None = None  # from those
         self._gone: set[int] = set()
         self._talked: set[int] = set()

@@ -24,7 +24,6 @@ from samestep.workers.device import gpu_of
 from samestep.workers.environment import JOB, NUMBER
 from samestep.workers.meeting import meet
 from samestep.workers.members import Generation, Key, Members
-from samestep.workers.peers import Peers
 from samestep.workers.shared_memory import SharedMemory
 from samestep.workers.store import reach_store
 from samestep.workers.transport import (
@@ -207,10 +206,10 @@ class Generations:
 
 
 def _connect(transport: ProcessGroup, ask: Callable[[], str | None] | None = None) -> None:
-    transport.waiter.peers = Peers({}, ask)
-    peers, channels = meet(transport, shares_memory=transport.is_on_cpu)
-    peers.ask = ask
-    transport.waiter.peers, transport.shared = peers, SharedMemory(transport.rank, channels)
+    transport.waiter.peers.ask = ask
+    transport.waiter.peers, channels = meet(transport, shares_memory=transport.is_on_cpu)
+    transport.waiter.peers.ask = ask
+    transport.shared = SharedMemory(transport.rank, channels)
 
 
 def _in_thread(work: Callable[[], T], where: str) -> T:
