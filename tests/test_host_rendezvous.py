@@ -11,7 +11,7 @@ from samestep.app import host_rendezvous
 from samestep.app.host_rendezvous import Rendezvous
 from samestep.app.nodes import Nodes
 from samestep.errors import ConfigError, LostWorkerError
-from samestep.workers.environment import PER_HOST, environment
+from samestep.workers.environment import PER_HOST
 
 
 @pytest.fixture
@@ -20,8 +20,8 @@ def nodes(monkeypatch):
     monkeypatch.setattr(host_rendezvous, "_LAST_CALL_S", 1)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with environment({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}):
-        yield replace(Nodes.of("2:3", f"127.0.0.1:{port}"), timeout_s=20)
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    return replace(Nodes.of("2:3", f"127.0.0.1:{port}"), timeout_s=20)
 
 
 def test_hosts_meet_and_nobody_comes_once_the_job_is_over(nodes):

@@ -3,9 +3,8 @@ import os
 import pytest
 import torch
 
-from samestep.app.num_workers import resolve_workers
+from samestep.app.num_workers import num_cores, resolve_workers
 from samestep.errors import ConfigError
-from samestep.workers.process import num_cores
 
 
 @pytest.fixture(autouse=True)

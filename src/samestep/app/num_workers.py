@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from typing import Literal
 
 from samestep.errors import ConfigError
 from samestep.summation.placement import Placement
 from samestep.workers.environment import launched_by_samestep, under_launcher, world_size
-from samestep.workers.process import check_threads, num_cores
+from samestep.workers.process import check_threads
 
-__all__ = ["resolve_workers"]
+__all__ = ["num_cores", "resolve_workers"]
 
 _WORKERS_PER_CORE = 32
 
@@ -49,6 +50,13 @@ def resolve_workers(
         return _placed(towers, workers)
     most = _num_gpus(device) or num_cores() // threads
     return max(1, most if towers is None else min(towers, most))
+
+
+def num_cores() -> int:
+    """Return how many CPU cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # macOS has no affinity
 
 
 def _placed(towers: int | None, workers: int) -> int:

@@ -7,9 +7,10 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from samestep.checking.recorder import Subject, Trial, record
 from samestep.checking.recording import Recording
 from samestep.errors import LostWorkerError, UsageError
 from samestep.streams import seed_globals, stream_seed
-from samestep.workers.environment import environment, seat_environment, worker_environment
+from samestep.workers.environment import seat_environment, worker_environment
 from samestep.workers.interrupts import end_at_once_when_interrupted, interrupts_held
 from samestep.workers.job import init
 from samestep.workers.process import end_with_parent, loopback_listener
@@ -41,13 +42,13 @@ class Workers:
         self._threads = threads
         context = multiprocessing.get_context("spawn")
         # What it removes for a program that was interrupted or killed is nothing to tell its user.
-        with environment(_without_warnings_of("multiprocessing.resource_tracker")):
+        with _environment(_without_warnings_of("multiprocessing.resource_tracker")):
             self._pool = ProcessPoolExecutor(most, mp_context=context, initializer=_start)
 
     def record(self, subject: Subject, trial: Trial, num_workers: int) -> list[Any]:
         """Run one job, and return what each worker recorded or raised; `subject` must be picklable."""
         work = partial(_work, pickle.dumps(subject), trial, self._device, self._threads)
-        with loopback_listener() as listener, environment(worker_environment(self._threads)):
+        with loopback_listener() as listener, _environment(worker_environment(self._threads)):
             host, port = listener.getsockname()[:2]
             store = open_store(listener)  # a job's own, so that no key is stale
             seats = [seat_environment(rank, num_workers, host, port) for rank in range(num_workers)]
@@ -117,7 +118,7 @@ def _work(pickled: bytes, trial: Trial, device: str, threads: int, own: dict[str
     # it, by way of torch.compile; a group that is still referred to there is never closed.
     import torch.distributed.nn  # noqa: F401
 
-    with environment(own):
+    with _environment(own):
         job = init(device, threads=threads)
         try:
             # What importing the user's code draws may differ between workers.
@@ -129,3 +130,18 @@ def _work(pickled: bytes, trial: Trial, device: str, threads: int, own: dict[str
             return recording
         finally:
             job.transport.close()  # also where it failed: the others notice, and stop waiting
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for a while."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

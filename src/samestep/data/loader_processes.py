@@ -16,7 +16,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from samestep.errors import LoaderError, one_line
-from samestep.workers.process import join_own_group
+from samestep.workers.process import end_with_parent
 from samestep.workers.waiter import Patience
 
 __all__ = ["read_through", "start_loader_process", "timeout_option"]
@@ -26,8 +26,13 @@ _NEWS_S = 1.0
 
 
 def start_loader_process(_: int) -> None:
-    """Do what a loader process does first: see that it ends with its worker, and without a word."""
-    join_own_group()
+    """Do what a loader process does first: see that it ends with its worker, and without a word.
+
+    It leaves the process group. Launchers and terminals signal a whole group, and a process that ends before
+    its worker would make the worker fail in the step that it is to finish.
+    """
+    os.setpgid(0, 0)
+    end_with_parent(signal.SIGKILL)
     sys.excepthook = partial(_say_unless_orphaned, sys.excepthook)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 
 from samestep.errors import ConfigError, shown
@@ -15,7 +13,6 @@ __all__ = [
     "NUMBER",
     "PER_HOST",
     "check_environment",
-    "environment",
     "error_file",
     "is_first",
     "launched_by_samestep",
@@ -141,18 +138,3 @@ def worker_environment(threads: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads),  # for libraries that size their pools at start
         "MKL_NUM_THREADS": str(threads),
     }
-
-
-@contextmanager
-def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for a while."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

@@ -24,10 +24,8 @@ __all__ = [
     "check_threads",
     "end_with_launcher",
     "end_with_parent",
-    "join_own_group",
     "keep_freed_memory",
     "loopback_listener",
-    "num_cores",
     "open_listener",
 ]
 
@@ -105,16 +103,6 @@ def end_with_parent(number: signal.Signals) -> None:
         os.kill(os.getpid(), number)
 
 
-def join_own_group() -> None:
-    """Leave the process group, and end with the parent.
-
-    Launchers and terminals signal a whole group, and a helper that ends before its worker would make the
-    worker fail in the step that it is to finish.
-    """
-    os.setpgid(0, 0)
-    end_with_parent(signal.SIGKILL)
-
-
 def keep_freed_memory() -> None:
     """Let glibc keep freed gradients for the next pass.
 
@@ -125,13 +113,6 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_MAX, 0)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-
-
-def num_cores() -> int:
-    """Return how many CPU cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1  # macOS has no affinity
 
 
 def check_threads(threads: int) -> None:

@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 
 from samestep.app.memory import total_bytes
+from samestep.app.num_workers import num_cores
 from samestep.checkpoint.file_lock import hold, let_go
 from samestep.errors import ConfigError, one_line
 from samestep.identity import fingerprint
-from samestep.workers.process import loopback_listener, num_cores
+from samestep.workers.process import loopback_listener
 
 __all__ = ["Finding", "find", "in_gb"]
 
