@@ -74,6 +74,7 @@ def digest(model: nn.Module | Mapping[str, Tensor]) -> str:
 _Memory = ctypes.c_char * sys.maxsize  # made once: a type for each size costs more than a checksum
 _LANES = 1024
 _BLOCK_BYTES = 8 * _LANES
+_FEW_BLOCKS = 16  # of which a CRC takes less time than what adds up more of them needs to get going
 
 
 def checksum(content: Any) -> int:
@@ -83,7 +84,7 @@ def checksum(content: Any) -> int:
     taken: one value that is changed, or two that are swapped, change one of them.
     """
     num_blocks = memoryview(content).nbytes // _BLOCK_BYTES
-    if num_blocks < 4:
+    if num_blocks < _FEW_BLOCKS:
         return zlib.crc32(content)
     blocks = np.frombuffer(content, np.int64, num_blocks * _LANES).reshape(num_blocks, _LANES)
     crc = zlib.crc32(np.frombuffer(content, np.uint8)[num_blocks * _BLOCK_BYTES :].data)
