@@ -73,11 +73,17 @@ def test_strangers_are_let_go(monkeypatch):
     until(lambda: first.look() or first.loss(1))
 
 
-def test_workers_that_cannot_be_connected_are_named_and_the_job_goes_on(recwarn):
-    def unreachable(rank, card):
-        return replace(card, host="nowhere.invalid", seen_as=("127.0.0.1",), port=1) if rank == 0 else card
+@pytest.mark.parametrize("whose", ["nobody's", "somebody else's"])
+def test_workers_that_cannot_be_connected_are_named_and_the_job_goes_on(whose, recwarn, monkeypatch):
+    monkeypatch.setattr(meeting, "_ACCEPT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = 1 if whose == "nobody's" else other.getsockname()[1]
 
-    everyone = meet_all(3, unreachable)
+        def unreachable(rank, card):
+            lost = replace(card, host="nowhere.invalid", seen_as=("127.0.0.1",), port=port)
+            return lost if rank == 0 else card
+
+        everyone = meet_all(3, unreachable)
     texts = sorted(str(warning.message) for warning in recwarn)
     assert [text.partition(":")[0] for text in texts] == [
         f"worker {rank} found no way to nowhere.invalid, where worker 0 is" for rank in (1, 2)

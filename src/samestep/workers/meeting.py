@@ -27,9 +27,8 @@ __all__ = ["meet"]
 
 _WHAT = "start"
 _CONNECT_S = 2.0
-_REPLY_S = 10.0
+_ACCEPT_S = 10.0
 _TOKEN_BYTES = 16
-_REPLY = b"\n"
 
 
 def meet(transport: Transport, *, shares_memory: bool) -> tuple[Peers, dict[int, Channel]]:
@@ -46,10 +45,12 @@ def meet(transport: Transport, *, shares_memory: bool) -> tuple[Peers, dict[int,
         called = {w: found for w, card in lower if (found := _call(card, card.addresses(), rank))}
         called_near = {w: found for w, card in near if (found := _call(card, [card.name], rank))}
         reached = gather_objects(transport, (set(called), set(called_near)), _WHAT)
-        accepted = _accept(listener, {w for w, (all_, _) in enumerate(reached) if rank in all_}, own.token)
-        accepted_near = _accept(local, {w for w, (_, some) in enumerate(reached) if rank in some}, own.token)
-    connections = accepted | _confirmed(accepted, called)
-    channels = {w: Channel(connection) for w, connection in sorted((accepted_near | called_near).items())}
+        accepted = _accept(listener, {w for w, (them, _) in enumerate(reached) if rank in them}, own.token)
+        accepted_near = _accept(local, {w for w, (_, them) in enumerate(reached) if rank in them}, own.token)
+        heard = gather_objects(transport, (set(accepted), set(accepted_near)), _WHAT)
+    connections = accepted | _heard(called, {w for w, (them, _) in enumerate(heard) if rank in them})
+    local_ones = accepted_near | _heard(called_near, {w for w, (_, them) in enumerate(heard) if rank in them})
+    channels = {w: Channel(connection) for w, connection in sorted(local_ones.items())}
     for worker, card in lower:
         if worker not in connections:
             warnings.warn(
@@ -58,7 +59,7 @@ def meet(transport: Transport, *, shares_memory: bool) -> tuple[Peers, dict[int,
                 stacklevel=2,
             )
     if rank == 0:
-        _say_who_shares_none(cards, [some for _, some in reached])
+        _say_who_shares_none(cards, [them for _, them in reached])
     return Peers(connections), channels
 
 
@@ -99,7 +100,7 @@ def _own_addresses() -> Iterator[str]:
 def _listen(stack: ExitStack, *, shares_memory: bool) -> tuple[socket.socket, socket.socket | None, _Card]:
     """Listen for all, and for those of this host if this worker can share memory."""
     listener = stack.enter_context(open_listener())
-    listener.settimeout(_REPLY_S)
+    listener.settimeout(_ACCEPT_S)
     port = listener.getsockname()[1]
     if not shares_memory:
         return listener, None, _Card(port)
@@ -107,7 +108,7 @@ def _listen(stack: ExitStack, *, shares_memory: bool) -> tuple[socket.socket, so
         local = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         local.bind(name := b"\0samestep-" + secrets.token_hex(_TOKEN_BYTES).encode())
         local.listen(socket.SOMAXCONN)
-        local.settimeout(_REPLY_S)
+        local.settimeout(_ACCEPT_S)
         os.close(allocate(mmap.PAGESIZE))
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         return listener, local, _Card(port, name, (boot, *map(_namespace, ("net", "pid", "user"))))
@@ -134,7 +135,7 @@ def _connected(address: tuple[str, int] | bytes) -> socket.socket:
     if isinstance(address, tuple):
         return socket.create_connection(address, timeout=_CONNECT_S)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.settimeout(_REPLY_S)
+    connection.settimeout(_ACCEPT_S)
     connection.connect(address)
     return connection
 
@@ -163,20 +164,11 @@ def _caller(connection: socket.socket, token: bytes) -> int | None:
     return None
 
 
-def _confirmed(
-    accepted: dict[int, socket.socket], called: dict[int, socket.socket]
-) -> dict[int, socket.socket]:
-    """Answer those who have called, and return those that do: an address may have led to somebody else."""
-    for connection in accepted.values():
-        with suppress(OSError):
-            connection.sendall(_REPLY)
-    answered = {}
-    for worker, connection in called.items():
-        connection.settimeout(_REPLY_S)
-        with suppress(OSError):
-            if connection.recv(1) == _REPLY:
-                answered[worker] = connection
-    return answered
+def _heard(called: dict[int, socket.socket], by: set[int]) -> dict[int, socket.socket]:
+    """Return what has led to its worker, and close the rest: an address may be somebody else's."""
+    for worker in called.keys() - by:
+        called[worker].close()
+    return {worker: called[worker] for worker in called.keys() & by}
 
 
 def _say_who_shares_none(cards: Sequence[_Card], reached: Sequence[set[int]]) -> None:
