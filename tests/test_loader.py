@@ -1,5 +1,6 @@
 import random
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -420,15 +421,15 @@ def test_slices_are_read_when_they_are_asked_for():
     batch = next(batches := iter(loader))
     assert dataset.asked == []
     batch.slices[0]
-    assert dataset.asked == [0, 1]
+    assert dataset.asked == [0, 1, 0]  # one of the first batch is read again, and compared
     batch.slices[1]
-    assert dataset.asked == [0, 1, 2, 3]
+    assert dataset.asked == [0, 1, 0, 2, 3]
     assert list(batch.slices) == [0, 1, 2, 3, 4]
     assert len(batch.slices) == 5
     assert 5 not in batch.slices
     batch = next(batches)  # what nobody asked for is not read
     batch.slices[0]
-    assert dataset.asked == [0, 1, 2, 3, 7, 8]
+    assert dataset.asked == [0, 1, 0, 2, 3, 7, 8]
 
 
 def test_small_slices_are_read_together():
@@ -530,11 +531,49 @@ def train(job, kind="mean"):
 @pytest.mark.parametrize("kind", ["mean", "counts", "whole"])
 def test_any_number_of_workers_takes_the_same_steps_and_reads_each_example_once(kind):
     (expected, asked), *_ = values(lambda job: train(job, kind), 1)
-    assert sorted(asked) == list(range(NUM_EXAMPLES))
+    first = TowerLoader(Rows(), BATCH_SIZE, Towers(torch.nn.Linear(2, 1), NUM_TOWERS), seed=3)._order(0)[0]
+    once = sorted([*range(NUM_EXAMPLES), first])  # and the first one again, to be compared
+    assert sorted(asked) == once
     for num_workers in (2, 3):
         found = values(lambda job: train(job, kind), num_workers)
         assert {bits for bits, _ in found} == {expected}
-        assert sorted(e for _, asked in found for e in asked) == list(range(NUM_EXAMPLES))
+        assert sorted(e for _, asked in found for e in asked) == once
+
+
+class OwnState(Rows):
+    """Rows that depend on more than their index."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.draws = {
+            "numpy": np.random.default_rng(0).random,
+            "python": random.Random(0).random,
+            "torch": partial(torch.rand, (), generator=torch.Generator()),
+            "counter": partial(len, self.asked),
+        }[kind]
+
+    def __getitem__(self, example):
+        return super().__getitem__(example) + float(self.draws())
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("numpy", {}), ("numpy", {"num_workers": 1}), ("python", {}), ("torch", {}), ("counter", {})],
+)
+def test_a_dataset_with_a_generator_of_its_own_is_refused(kind, options):
+    loader = make_loader(OwnState(kind), **options)
+    with pytest.raises(UsageError, match=r"OwnState: example \d+ is another one when it is read again"):
+        next(iter(loader)).slices[0]
+
+
+def test_what_a_pass_writes_to_its_rows_stays_out_of_the_dataset():
+    held = [{"boxes": torch.ones(2, 4), "sizes": np.ones(2)} for _ in range(NUM_EXAMPLES)]
+    for batch in make_loader(held, collate_fn=list, shuffle=False):
+        for rows in batch.slices.values():
+            for row in rows:
+                row["boxes"].zero_()
+                row["sizes"][:] = 0
+    assert all(entry["boxes"].all() and entry["sizes"].all() for entry in held)
 
 
 @READERS

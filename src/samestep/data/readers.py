@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from samestep.errors import BatchError
+from samestep.errors import BatchError, UsageError
 from samestep.streams import GlobalStreams, seed_globals, stream_seed
 from samestep.towers.batch import GlobalBatch
+from samestep.towers.batch_fingerprint import fingerprint
+from samestep.towers.columns import Whole
 from samestep.towers.copier import Copier, copied
 from samestep.towers.nest import mapped
 
@@ -31,6 +33,7 @@ __all__ = [
 ]
 
 _CPU = torch.device("cpu")
+_READ_AGAIN_EVERY = 32  # batches
 _ALIGNMENT_BYTES = 64
 
 
@@ -94,12 +97,27 @@ class Reader(Dataset[dict[int, Any]]):
     def __getitem__(self, request: Request) -> dict[int, Any]:
         with as_in_a_loader_process():
             slices = {tower: self._read(request, tower) for tower in request.examples}
-        return {tower: mapped(aligned, batch) for tower, batch in slices.items()}
+        # What a collate_fn returns may be the dataset's own memory, and a pass may write to it.
+        own = aligned if self.collate_fn is None else copied
+        return {tower: mapped(own, batch) for tower, batch in slices.items()}
 
     def _read(self, request: Request, tower: int) -> Any:
-        rows = [self._example(request.epoch, int(example)) for example in request.examples[tower]]
+        numbers = request.examples[tower].tolist()
+        rows = [self._example(request.epoch, number) for number in numbers]
+        if tower == 0 and request.position % _READ_AGAIN_EVERY == 0:
+            self._check_again(request.epoch, numbers[0], rows[0])
         seed_globals(stream_seed(self.seed, "collate", request.position, tower), _CPU)
         return (self.collate_fn or default_collate)(rows)
+
+    def _check_again(self, epoch: int, number: int, row: Any) -> None:
+        """Check that an example is the same when it is read again."""
+        found = fingerprint(Whole(row))
+        if fingerprint(Whole(self._example(epoch, number))) != found:
+            raise UsageError(
+                f"{type(self.dataset).__name__}: example {number % len(self.dataset)} is another one when it "
+                "is read again: expected one that depends on its index, and on torch's, Python's and NumPy's "
+                "global generators, which are seeded for it, not on a generator or a counter of the dataset"
+            )
 
     def _example(self, epoch: int, number: int) -> Any:
         example = number % len(self.dataset)
