@@ -15,9 +15,9 @@ from torch import Tensor
 from samestep.errors import BatchError, shown
 from samestep.summation.placement import Placement, even_ranges
 from samestep.towers.batch_fingerprint import fingerprint
-from samestep.towers.columns import Branch, Column, Node, Whole, columns, parse, resolved, version_of
+from samestep.towers.columns import Branch, Column, Node, Whole, columns, parse, resolved, version_of, wholes
 from samestep.towers.copier import Copier, copied
-from samestep.towers.nest import rebuilt, tensors
+from samestep.towers.nest import mapped, rebuilt, tensors
 from samestep.workers.job import Job
 
 __all__ = ["GlobalBatch", "LocalBatch", "Slices", "cut"]
@@ -101,10 +101,12 @@ class GlobalBatch:
     Attributes:
         root: what is in it.
         rows: how many, the same in all columns.
+        versions: the tensors that are given whole, and their versions when the batch was opened.
     """
 
     root: Node
     rows: int
+    versions: Sequence[tuple[Tensor, int]]  # of the tensors that are given whole
 
     @classmethod
     def open(cls, batch: Any) -> GlobalBatch:
@@ -125,7 +127,8 @@ class GlobalBatch:
             )
         root = resolved(root, rows)
         _check_rows(list(columns(root)))
-        return cls(root, rows)
+        given = [each for value in wholes(root) for each in tensors(value) if isinstance(each, Tensor)]
+        return cls(root, rows, [(each, version_of(each)) for each in given])
 
     def take(self, rows: range, copier: Copier) -> Any:
         """Copy some rows of each column, tensors to the copier's device, nested as before.
@@ -136,6 +139,11 @@ class GlobalBatch:
         Raises:
             BatchError: a tensor was written to since the batch was opened.
         """
+        if any(version_of(tensor) != version for tensor, version in self.versions):
+            raise BatchError(
+                "a tensor in samestep.Whole was written to after the step began, so that towers would see "
+                "other values: expected one that stays as it is until average(); write to a clone of it"
+            )
         return _taken(self.root, slice(rows.start, rows.stop), copier)
 
     def fingerprint(self) -> int:
@@ -247,7 +255,7 @@ def _taken(node: Node, rows: slice, copier: Copier) -> Any:
     part = node.value[rows]
     if isinstance(part, Tensor):
         return copier.copied(part)
-    return part if node.is_sequence else copied(part)
+    return mapped(copied, part) if node.is_sequence else copied(part)
 
 
 def _whole(value: Any, copier: Copier) -> Any:

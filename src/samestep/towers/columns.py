@@ -14,7 +14,18 @@ from torch import Tensor
 from samestep.errors import BatchError
 from samestep.towers.nest import NUMBERS, PLAIN, entries, is_sequence, tensors
 
-__all__ = ["Branch", "Column", "Node", "Undecided", "Whole", "columns", "parse", "resolved", "version_of"]
+__all__ = [
+    "Branch",
+    "Column",
+    "Node",
+    "Undecided",
+    "Whole",
+    "columns",
+    "parse",
+    "resolved",
+    "version_of",
+    "wholes",
+]
 
 _FLAT = frozenset((str, int, float, bool, bytes, type(None)))  # what long lists are mostly made of
 
@@ -142,6 +153,15 @@ def columns(node: Node) -> Iterator[Column]:
     elif isinstance(node, Branch):
         for child in node.children.values():
             yield from columns(child)
+
+
+def wholes(node: Node) -> Iterator[Any]:
+    """Iterate over the values that are given whole."""
+    if isinstance(node, Whole):
+        yield node.value
+    elif isinstance(node, Branch):
+        for child in node.children.values():
+            yield from wholes(child)
 
 
 def version_of(value: Any) -> int:
