@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_pre_hooks
 from torch.optim.optimizer import (
@@ -30,12 +31,24 @@ averaged_parameters: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValu
 """The parameters that some `Towers` of this process averages the gradients of, by id."""
 
 _outside_gradients: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-"""What passes have left on parameters that no `Towers` knows, by the parameter's id."""
+"""What passes have left on parameters, or other tensors, that no `Towers` knows, by their ids."""
 
 
-def graph_of(loss: Tensor) -> Iterator[Any]:
-    """Yield the nodes of a loss's graph; those of leaves have a `variable`."""
-    nodes: list[Any] = [loss.grad_fn]
+open_steps: weakref.WeakKeyDictionary[object, Sequence[Tensor]] = weakref.WeakKeyDictionary()
+"""The parameters of each step of this process whose passes have begun, and that has no average yet."""
+
+
+def num_messages() -> int:
+    """Return how many messages and collectives torch's default process group has begun so far."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0
+    group: Any = dist.distributed_c10d._get_default_group()
+    return int(group._get_sequence_number_for_group())
+
+
+def graph_of(losses: Iterable[Tensor]) -> Iterator[Any]:
+    """Yield the nodes of the losses' graph; those of leaves have a `variable`."""
+    nodes: list[Any] = [loss.grad_fn for loss in losses]
     seen: set[Any] = {None}
     while nodes:
         node = nodes.pop()
@@ -46,13 +59,15 @@ def graph_of(loss: Tensor) -> Iterator[Any]:
 
 
 def note_outside_gradients(leaves: Iterable[Tensor]) -> None:
-    """After a backward, note the gradients of parameters that no `Towers` averages."""
+    """After a backward, note the gradients of leaves that no `Towers` averages."""
     for leaf in leaves:
-        if leaf.grad is not None and isinstance(leaf, nn.Parameter) and id(leaf) not in averaged_parameters:
+        if leaf.grad is not None and id(leaf) not in averaged_parameters:
             _outside_gradients[id(leaf)] = leaf.grad
 
 
-def _refuse_outside_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _refuse_wrong_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if open_steps:
+        _refuse_no_average(optimizer)
     if not _outside_gradients:
         return
     for group in optimizer.param_groups:
@@ -61,11 +76,24 @@ def _refuse_outside_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> N
                 raise UsageError(
                     f"{type(optimizer).__name__}.step() would update a parameter of shape "
                     f"{list(parameter.shape)} with the gradient of this worker's towers alone, because it is "
-                    "not part of the model: pass it, or its module, as Towers(model, ..., also=...)"
+                    "not part of the model: pass it, as an nn.Parameter, or its module, as Towers(model, "
+                    "..., also=...)"
                 )
 
 
-register_optimizer_step_pre_hook(_refuse_outside_gradients)
+def _refuse_no_average(optimizer: Optimizer) -> None:
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameters in list(open_steps.values()):
+        known = set(map(id, parameters))
+        waiting = [parameter for parameter in held if id(parameter) in known]
+        if waiting and all(parameter.grad is None for parameter in waiting):
+            raise UsageError(
+                f"{type(optimizer).__name__}.step() has no gradients yet, as the step is open: call "
+                "average() after the loop over towers, then clip, step and the like"
+            )
+
+
+register_optimizer_step_pre_hook(_refuse_wrong_gradients)
 
 
 def step_hooks(optimizer: Optimizer) -> list[object]:
@@ -73,7 +101,7 @@ def step_hooks(optimizer: Optimizer) -> list[object]:
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     registries = *own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks
     hooks = [hook for registry in registries for hook in registry.values()]
-    return [hook for hook in hooks if hook is not _refuse_outside_gradients]
+    return [hook for hook in hooks if hook is not _refuse_wrong_gradients]
 
 
 class _Seen(NamedTuple):

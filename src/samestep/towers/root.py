@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,15 +11,33 @@ from torch import Tensor, nn
 
 from samestep.errors import ConfigError
 
-__all__ = ["Also", "check_optimizer", "check_wrappers", "settings_of", "together"]
+__all__ = [
+    "Also",
+    "check_can_step",
+    "check_module",
+    "check_optimizer",
+    "check_wrappers",
+    "settings_of",
+    "together",
+]
 
 Also = nn.Module | nn.Parameter | Iterable[nn.Module | nn.Parameter] | Mapping[str, nn.Module | nn.Parameter]
 
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
+
+
+def check_module(model: object) -> None:
+    """Refuse what is no module, such as several in a list."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model is a {type(model).__name__}: expected an nn.Module; put several into an nn.ModuleList"
+        )
 
 
 def together(model: nn.Module, also: Also | None) -> nn.Module:
     """Return a module of the model, whose tensors keep their names, and of what is beside it."""
+    check_module(model)
     if also is None:
         return model
     root = nn.Module()
@@ -37,7 +56,7 @@ def together(model: nn.Module, also: Also | None) -> nn.Module:
 
 
 def _named(also: Any) -> list[tuple[str, Any]]:
-    if not isinstance(also, Iterable):
+    if not isinstance(also, Iterable) or isinstance(also, Tensor):
         raise ConfigError(
             f"also is a {type(also).__name__}: expected a module, an nn.Parameter, or several of them"
         )
@@ -73,6 +92,18 @@ def check_optimizer(optimizer: torch.optim.Optimizer, averaged: Iterable[nn.Para
                     "part of the model, so nobody averages its gradient: pass it as Towers(model, ..., "
                     "also=...), or create the optimizer again if a layer was replaced"
                 )
+
+
+def check_can_step(name: str, value: object) -> None:
+    """Refuse an optimizer or a scheduler whose `step()` must be given something, such as a closure."""
+    # The class's, because schedulers wrap that of an optimizer.
+    parameters = [*inspect.signature(type(value).step).parameters.values()][1:]  # type: ignore[attr-defined]
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind in _POSITIONAL]
+    if needed:
+        raise ConfigError(
+            f"{name} is a {type(value).__name__}, whose step() needs {', '.join(needed)}, which a Step does "
+            "not have: call it in a loop of your own, after the step"
+        )
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import InitVar, dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from samestep.buffers.outside import graph_of, note_outside_gradients
+from samestep.buffers.outside import graph_of, note_outside_gradients, num_messages, open_steps
 from samestep.errors import BatchError, UsageError
 from samestep.streams import keep_globals, seed_globals, tower_seed
 from samestep.summation.buckets import Average
@@ -38,6 +40,8 @@ from samestep.workers.collectives import gather_rows
 
 __all__ = ["StepRun"]
 
+_of_thread = threading.local()
+
 
 @dataclass(eq=False, repr=False)
 class StepRun:
@@ -55,6 +59,7 @@ class StepRun:
         self.watch = replica.watch
         self._replica = replica
         self._is_dropped = False
+        self.is_interrupted = False  # by the passes of another step in this thread
         self.parameters = replica.parameters
         self.plan = self.exchange.plan
         self.own_towers = self.plan.placement.towers(self.job.rank)
@@ -98,6 +103,7 @@ class StepRun:
         """Yield the towers that have rows, in order, each under its own streams, from the shared buffers."""
         rows = self.local.ranges(self.plan.placement.num_towers)
         with self._passes:
+            self._begin_passes()
             # `finish` closes this too: whoever calls `next` on the generator may never reach its end.
             self._passes.enter_context(keep_globals(self.job.device))
             self._passes.callback(self.watch.outside.stop_looking)
@@ -113,6 +119,7 @@ class StepRun:
                 if self.watch.looks:
                     self.watch.outside.start_looking()
                 self._turn = tower = Tower(index, batch, len(rows[index]), self)
+                self._num_messages = num_messages()
                 del batch
                 yield tower
                 self.exchange.stopwatch.stop()
@@ -123,9 +130,21 @@ class StepRun:
                     self._check_done(tower)
                 del tower  # its rows, before those of the next one are read
 
+    def _begin_passes(self) -> None:
+        """End the passes of another step that are open in this thread, whose streams this one would keep."""
+        opened: list[StepRun] = _of_thread.__dict__.setdefault("opened", [])
+        for other in opened[:]:
+            other.is_interrupted = True
+            other.put_back()
+        opened.append(self)
+        self._passes.callback(opened.remove, self)
+        if self._gradients is not None:
+            open_steps[self] = self.parameters
+
     def drop(self) -> None:
         """Leave the step: streams and buffers are as before it, gradients are None."""
         self._is_dropped = True
+        open_steps.pop(self, None)
         self.put_back()
         if self._gradients is not None:
             self._gradients.clear()
@@ -195,6 +214,11 @@ class StepRun:
                 raise UsageError(f"{tower!r}: count has shape {tuple(count.shape)}, expected one number")
             if not isinstance(count, (int, float, Tensor)):
                 raise UsageError(f"{tower!r}: count is {count!r}, expected a number or 0-dim tensor")
+            if isinstance(count, Tensor) and count.requires_grad:
+                raise UsageError(
+                    f"{tower!r}: count requires grad: expected what the sum is divided by, such as a number "
+                    "of tokens; where a loss has several terms, hand in their sum"
+                )
             found = loss_sum(f"{tower!r}: total", total, 1 / self._unit, count / self._unit)
         self._take(tower, found)
 
@@ -212,6 +236,11 @@ class StepRun:
     def _check_turn(self, tower: Tower) -> None:
         if self._gradients is not None and self.exchange.is_over:
             raise UsageError(f"{tower!r}: step {self.step} is over, because a worker met an error in it")
+        if self.is_interrupted:
+            raise UsageError(
+                f"{tower!r}: in its turn, a loop over other Towers began: let the loops follow each other, "
+                "or make one Towers of both models, in an nn.ModuleList"
+            )
         if tower.index in self._done or tower is not self._turn:
             why = "has run backward already" if tower.index in self._done else "is not the current tower"
             raise UsageError(
@@ -224,11 +253,38 @@ class StepRun:
             )
 
     def _take(self, tower: Tower, loss: LossSum) -> None:
+        self._check_messages(tower)
         scaled = loss.total if self.scaler is None else self.scaler.scale(loss.total)
-        self.add(tower, loss, scaled.backward if loss.total.requires_grad else None)
+        backward = partial(self._backward, scaled) if loss.total.requires_grad else None
+        self.add(tower, loss, backward, self.look_at_graph([loss.total]))
 
-    def add(self, tower: Tower, loss: LossSum, backward: Callable[[], None] | None) -> None:
-        """Note a tower's scalars, run its `backward`, if there is one, and take the gradients it leaves."""
+    def _check_messages(self, tower: Tower) -> None:
+        if num_messages() != self._num_messages:
+            with self._telling_others():
+                raise UsageError(
+                    f"{tower!r}: its pass called torch.distributed, but workers differ in how many passes "
+                    "they run, and in their rows: do it after average(), whose report is of all towers"
+                )
+
+    def _backward(self, loss: Tensor) -> None:
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            if "backward through the graph a second time" not in str(error):
+                raise
+            with self._telling_others():
+                raise UsageError(
+                    f"{self._turn!r}: its loss shares a part of its graph with the tower before: compute all "
+                    "that has a gradient within the loop over towers, or detach it"
+                ) from error
+
+    def add(
+        self, tower: Tower, loss: LossSum, backward: Callable[[], None] | None, leaves: Iterable[Tensor]
+    ) -> None:
+        """Note a tower's scalars, run its `backward`, if there is one, and take the gradients it leaves.
+
+        `leaves` are those of the graph that backward goes through.
+        """
         self._done.add(tower.index)
         self.watch.outside.stop_looking()
         if self._gradients is None:
@@ -243,15 +299,19 @@ class StepRun:
         is_last = tower.index == max(self.local.slices)
         if is_last:
             self._start_exchange()
-        leaves = self._look_at_graph(loss.total) if self.watch.looks else []
         at_once = not self._replica.has_reentrant
         self._gradients.backward(tower.index, backward, is_last=is_last, at_once=at_once)
         note_outside_gradients(leaves)
         self.is_complete = is_last
 
-    def _look_at_graph(self, loss: Tensor) -> list[Tensor]:
-        """Return the leaves of a loss's graph; note whether backward may come to a parameter twice."""
-        nodes = list(graph_of(loss))
+    def look_at_graph(self, losses: Iterable[Tensor]) -> list[Tensor]:
+        """Return the leaves of the losses' graph, in a step that looks.
+
+        Note whether backward may come to a parameter twice.
+        """
+        if not self.watch.looks or self._gradients is None:
+            return []
+        nodes = list(graph_of(losses))
         if any(node.name() == "CheckpointFunctionBackward" for node in nodes):  # reentrant
             self._replica.has_reentrant = True
         return [node.variable for node in nodes if hasattr(node, "variable")]
@@ -279,6 +339,7 @@ class StepRun:
         """Return the averages that this worker gets."""
         assert self._gradients is not None
         self.exchange.stopwatch.stop()
+        open_steps.pop(self, None)
         try:
             self._passes.close()
             if not self.local.slices:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from samestep.buffers.outside import note_outside_gradients
 from samestep.errors import UsageError
 from samestep.streams import keep_globals, seed_globals, stream_seed, tower_seed
 from samestep.towers.batch import GlobalBatch, LocalBatch
@@ -55,7 +56,7 @@ def run_whole_batch(run: StepRun, model: nn.Module, batch: Any, forward: Forward
         # The loss counts once, as tower 0's. Nothing here may hold on to a tower's outputs.
         count = float(tower.index == 0)
         total = LossSum(value, (value * count).reshape(1), count)
-        run.add(tower, total, _run_again(run, tower, own.pop(tower.index), forward))
+        run.add(tower, total, *_run_again(run, tower, own.pop(tower.index), forward))
 
 
 @dataclass
@@ -120,8 +121,13 @@ def _differentiate(run: StepRun, own: dict[int, _Pass], batch: Any, loss: WholeL
         result = loss(pytree.tree_unflatten(columns, spec), whole)
         value = loss_sum("the loss of the whole batch", result, 1.0, 1.0).total
         scaled = value if run.scaler is None else run.scaler.scale(value)
+        known = {id(tensor) for tensor in (*wanted, *run.parameters)}
+        beside = [leaf for leaf in run.look_at_graph([scaled]) if id(leaf) not in known]
         with torch.autocast(run.job.device.type, enabled=False):
-            found = torch.autograd.grad(scaled, [*wanted, *run.parameters], allow_unused=True)
+            found = torch.autograd.grad(scaled, [*wanted, *run.parameters, *beside], allow_unused=True)
+    for leaf, gradient in zip(beside, found[len(found) - len(beside) :], strict=True):
+        leaf.grad = gradient
+    note_outside_gradients(beside)
     of_outputs = {id(tensor): gradient for tensor, gradient in zip(wanted, found, strict=False)}
     for each in own.values():
         # Copies, so that the gradient of all towers' outputs can go.
@@ -129,20 +135,22 @@ def _differentiate(run: StepRun, own: dict[int, _Pass], batch: Any, loss: WholeL
         each.gradients = [None if gradient is None else _contiguous_copy(gradient) for gradient in slices]
         each.outputs = []
     if 0 in own:
-        of_parameters = zip(run.parameters, found[len(wanted) :], strict=True)
+        of_parameters = zip(run.parameters, found[len(wanted) :], strict=False)
         own[0].of_parameters = [(p, _as_grad(p, g)) for p, g in of_parameters if g is not None]
     return value.detach().reshape(()).to(run.job.device)
 
 
-def _run_again(run: StepRun, tower: Tower, ahead: _Pass, forward: Forward) -> Callable[[], None]:
-    """Run a tower's forward as before, and return what pushes the gradient of its outputs through."""
+def _run_again(
+    run: StepRun, tower: Tower, ahead: _Pass, forward: Forward
+) -> tuple[Callable[[], None], list[Tensor]]:
+    """Run a tower's forward as before; return what pushes the gradient of its outputs through to leaves."""
     outputs, outline = take_apart(forward(tower.batch))
     if outline.kinds != ahead.outline.kinds or outline.spec != ahead.outline.spec:
         raise UsageError(
             f"step {run.step}, tower {tower.index}: forward returned {ahead.outline.sizes} in the first pass "
             f"and {outline.sizes} in the second: both passes must compute the same"
         )
-    return partial(ahead.push, outputs, run.job.device.type)
+    return partial(ahead.push, outputs, run.job.device.type), run.look_at_graph(outputs)
 
 
 def _contiguous_copy(tensor: Tensor) -> Tensor:
