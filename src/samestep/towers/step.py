@@ -17,7 +17,7 @@ from samestep.errors import ConfigError, Error, NonFiniteError, UsageError
 from samestep.towers.counts import Count, check_counts
 from samestep.towers.diagnosis import explain, first_nonfinite
 from samestep.towers.report import Report
-from samestep.towers.root import check_optimizer, settings_of
+from samestep.towers.root import check_can_step, check_optimizer, settings_of
 from samestep.towers.sharded_optimizer import ShardedOptimizer
 from samestep.towers.tower import Tower
 from samestep.towers.towers import StepOptions, Towers
@@ -61,8 +61,9 @@ class Step:
         scaler: the `torch.amp.GradScaler`, or None.
 
     Raises:
-        ConfigError: an `autocast` or `on_nonfinite` that does not exist, `clip_norm` not above 0, or
-            `counts` that are no mapping of functions; when it is called, an optimizer of parameters that
+        ConfigError: an `autocast` or `on_nonfinite` that does not exist, `clip_norm` not above 0, an
+            optimizer or a scheduler whose `step` needs an argument, or `counts` that are no mapping of
+            functions; when it is called, an optimizer of parameters that
             `towers` does not average the gradients of.
 
     Example:
@@ -92,6 +93,9 @@ class Step:
             raise ConfigError(f"autocast = {self.autocast}: expected torch.bfloat16, torch.float16 or None")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"clip_norm = {self.clip_norm}: expected a number above 0, or None")
+        check_can_step("optimizer", self.optimizer)
+        if self.scheduler is not None:
+            check_can_step("scheduler", self.scheduler)
         if self.on_nonfinite not in ("raise", "skip"):
             raise ConfigError(f"on_nonfinite = {self.on_nonfinite!r}: expected 'raise' or 'skip'")
         device = self.towers.job.device.type
