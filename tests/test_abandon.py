@@ -151,6 +151,20 @@ def test_the_next_batch_abandons_a_step_that_was_left_open():
     assert len({value for num in (1, 2, 3) for value in values(work, num)}) == 1
 
 
+def test_a_loop_that_an_error_keeps_open_is_in_nobodys_way():
+    first, second = (Towers(Net(), 4, buffers={"seen": "mean"}) for _ in range(2))
+    torch.manual_seed(0)
+    expected = torch.rand(())
+    torch.manual_seed(0)
+    loop = first(words_of(0))  # as a notebook keeps the frames of an error
+    next(loop)
+    for tower in second(words_of(0)):
+        tower.backward(loss_of(second.model, tower.batch))
+    second.average()
+    assert torch.rand(()) == expected
+    first.abandon()
+
+
 def test_abandoning_without_a_step_or_after_the_average_does_nothing():
     model = Net()
     towers = Towers(model, 3, buffers={"seen": "mean"})

@@ -239,6 +239,38 @@ def two_towers_on_one_model(job):
 
 
 @program
+def loops_that_follow_each_other_before_their_averages(job):
+    torch.manual_seed(0)
+    models = [norm_net(), norm_net()]
+    both = [Towers(model, num_towers, job=job) for model, num_towers in zip(models, (5, 4), strict=True)]
+    drawn = []
+    for step in range(2):
+        for towers in both:
+            run_passes(towers, batch_of(step))
+        for towers in both:
+            towers.average()
+            sgd(towers.model).step()
+        drawn.append(torch.rand(()).item())
+    return samestep.digest(models[0]) + samestep.digest(models[1]) + str(drawn)
+
+
+@program
+def targets_written_to_in_passes(job):
+    model = net()
+    towers = Towers(model, 5, job=job)
+    targets = [{"weight": torch.ones(1)} for _ in range(21)]
+    for step in range(3):
+        for tower in towers({**batch_of(step), "targets": targets}):
+            weights = torch.cat([target["weight"].mul_(0.5) for target in tower.batch["targets"]])
+            losses = F.cross_entropy(model(tower.batch["x"]), tower.batch["y"], reduction="none")
+            tower.backward((losses * weights).mean())
+        towers.average()
+        sgd(model).step()
+    assert all(target["weight"] == 1 for target in targets)
+    return samestep.digest(model)
+
+
+@program
 def a_perceptual_loss_that_nobody_trains(job):
     model, judge = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 4), nn.ReLU())
     torch.manual_seed(0)

@@ -8,7 +8,7 @@ from torch import nn
 
 import samestep
 from samestep import Error, Step, Towers
-from samestep.errors import BufferPolicyError, ConfigError, DisagreementError, UsageError
+from samestep.errors import BatchError, BufferPolicyError, ConfigError, DisagreementError, UsageError
 
 from .nets import batch_of, loss_of, net
 from .simulation import simulate
@@ -284,6 +284,52 @@ def a_loss_head_with_an_optimizer_of_its_own(job):
     )
 
 
+def train_beside(job, leaf, loss):
+    model = net()
+    optimizers = torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD([leaf], 0.1)
+    towers = Towers(model, 5, job=job)
+    for step in range(2):
+        for tower in towers(batch_of(step)):
+            tower.backward(loss(model, tower.batch))
+        towers.average()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@refused(UsageError, "also=", "nn.Parameter", "[1, 6]")
+def a_prompt_that_is_no_parameter(job):
+    prompt = torch.zeros(1, 6, requires_grad=True)
+    train_beside(job, prompt, lambda m, b: F.cross_entropy(m(b["x"] + prompt), b["y"]))
+
+
+def train_whole_batches_beside(job, leaf, forward, loss):
+    model = net()
+    optimizer = torch.optim.SGD([*model.parameters(), leaf], 0.1)
+    towers = Towers(model, 5, job=job)
+    towers.whole_batch(batch_of(0), lambda b: forward(model(b["x"])), loss)
+    towers.average()
+    optimizer.step()
+
+
+@refused(UsageError, "also=", "[3]")
+def a_head_in_the_forward_of_a_whole_batch(job):
+    head = nn.Parameter(torch.ones(3))
+    train_whole_batches_beside(job, head, lambda out: out * head, lambda out, _: -torch.pdist(out).mean())
+
+
+@refused(UsageError, "also=", "[]")
+def a_temperature_in_the_loss_of_a_whole_batch(job):
+    temperature = nn.Parameter(torch.ones(()))
+    train_whole_batches_beside(
+        job, temperature, lambda out: out, lambda out, _: (out @ out.T * temperature).logsumexp(1).mean()
+    )
+
+
+@refused(ConfigError, "also is a Tensor", "nn.Parameter")
+def a_tensor_beside_the_model(job):
+    Towers(net(), 5, job=job, also=torch.zeros((), requires_grad=True))
+
+
 @refused(ConfigError, "buffer graph", "sparse_coo", "values")
 def a_sparse_buffer(job):
     model = net()
@@ -546,6 +592,79 @@ def test_all_workers_are_told(name, num_workers):
         assert all(word in outcome.text for word in words), outcome.text
 
 
+# ---- loops and losses of other shapes ----------------------------------------------------------------
+
+
+@refused(UsageError, "Tower(index=", "other Towers began", "nn.ModuleList")
+def two_loops_in_turns(job):
+    first, second = Towers(net(), 5, job=job), Towers(net(), 5, job=job)
+    for one, other in zip(first(batch_of(0)), second(batch_of(1)), strict=True):
+        one.backward(loss_of(first.model, one.batch))
+        other.backward(loss_of(second.model, other.batch))
+
+
+@refused(UsageError, "SGD.step()", "average()")
+def clipping_and_a_step_in_the_loop(job):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    towers = Towers(model, 5, job=job)
+    for tower in towers(batch_of(0)):
+        optimizer.zero_grad()
+        tower.backward(loss_of(model, tower.batch))
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    towers.average()
+
+
+@refused(UsageError, "shares a part of its graph", "within the loop")
+def a_prompt_encoded_before_the_loop(job):
+    model, encoder = net(), nn.Sequential(nn.Linear(2, 6), nn.Tanh())
+    towers = Towers(model, 7, job=job, also=encoder)
+    prompt = encoder(torch.ones(1, 2))
+    for tower in towers(batch_of(0)):
+        tower.backward(F.cross_entropy(model(tower.batch["x"] * prompt), tower.batch["y"]))
+    towers.average()
+
+
+@refused(UsageError, "count requires grad", "hand in their sum")
+def two_losses_for_a_sum_and_its_count(job):
+    model = net()
+
+    def losses(model, batch):
+        return loss_of(model, batch), penalty(model)
+
+    Step(Towers(model, 5, job=job), losses, torch.optim.SGD(model.parameters(), 0.1))(batch_of(0))
+
+
+@refused(BatchError, "samestep.Whole", "written to")
+def a_mask_that_decays_in_each_pass(job):
+    model = net()
+    towers = Towers(model, 7, job=job)
+    for tower in towers({**batch_of(0), "mask": samestep.Whole(torch.ones(6))}):
+        mask = tower.batch["mask"].mul_(0.9)
+        tower.backward(F.cross_entropy(model(tower.batch["x"] * mask), tower.batch["y"]))
+    towers.average()
+
+
+@refused(ConfigError, "ReduceLROnPlateau", "metrics", "after the step")
+def a_scheduler_that_needs_a_metric(job):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    Step(Towers(model, 5, job=job), loss_of, optimizer, scheduler=scheduler)
+
+
+@refused(ConfigError, "LBFGS", "closure")
+def an_optimizer_that_needs_a_closure(job):
+    model = net()
+    Step(Towers(model, 5, job=job), loss_of, torch.optim.LBFGS(model.parameters()))
+
+
+@refused(ConfigError, "model is a list", "nn.ModuleList")
+def two_models_in_a_list(job):
+    Towers([net(), net()], 5, job=job)
+
+
 # ---- models that somebody else averages --------------------------------------------------------------
 
 
@@ -557,6 +676,23 @@ def test_a_model_in_distributed_data_parallel_is_refused():
             Towers(model, 4)
         with pytest.raises(ConfigError, match=r"0 is a DistributedDataParallel"):
             Towers(nn.Sequential(model), 4)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_collective_in_a_pass_is_refused():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = net()
+        towers = Towers(model, 4, job=samestep.Job(torch.device("cpu")))
+        tower = next(towers(batch_of(0)))
+        loss = loss_of(model, tower.batch)
+        dist.all_reduce(loss.detach())
+        with pytest.raises(UsageError, match=r"Tower\(index=0.*torch\.distributed.*after average"):
+            tower.backward(loss)
+        for tower in towers(batch_of(0)):
+            tower.backward(loss_of(model, tower.batch))
+        dist.all_reduce(torch.tensor(towers.average().loss))
     finally:
         dist.destroy_process_group()
 
