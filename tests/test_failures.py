@@ -51,7 +51,9 @@ def test_what_memory_has_no_room_for_is_one_line(allocate, reason):
     described = Failure.of(raised.value)
     assert described.text.startswith("samestep: error: out of memory: ")
     assert reason in described.text
-    assert described.text.endswith("; lower --batch-size, or raise --towers, so that each has fewer rows\n")
+    assert described.text.endswith(
+        "; lower the batch size, or raise the number of towers, so that each has fewer rows\n"
+    )
     assert (described.text.count("\n"), described.exit_status) == (1, 1)
     assert not described.is_error  # one worker has met it: it is told whichever that is
 

@@ -48,7 +48,7 @@ class Failure:
             return cls(f"samestep: error: {line}\n", error.exit_status, is_error=True, is_echo=is_echo)
         if _is_out_of_memory(error):
             line = one_line(str(error) or type(error).__name__)
-            remedy = "lower --batch-size, or raise --towers, so that each has fewer rows"
+            remedy = "lower the batch size, or raise the number of towers, so that each has fewer rows"
             return cls(f"samestep: error: out of memory: {line}; {remedy}\n", 1)
         if isinstance(error, KeyboardInterrupt):
             return cls.of_status(INTERRUPTED)
