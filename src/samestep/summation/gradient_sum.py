@@ -67,6 +67,7 @@ class GradientSum:
         self._live = range(self._towers.start, self._towers.start)  # towers whose sum is on the parameters
         self._missing: list[set[int]] = []  # of each bucket, what the last backward has not produced yet
         self._num_sent = 0
+        self._ready: set[int] | None = None  # what a tower's backward that runs has produced
         self._last: Sequence[Node] | None = None  # the last bucket's, which commits the worker to the step
 
     def start(self, exchange: Exchange, *, measures: bool) -> None:
@@ -90,8 +91,12 @@ class GradientSum:
             self._put_sibling_back()
         if is_last and at_once:
             self._missing = [set(bucket.parameters) for bucket in self.plan.buckets]
-        if backward is not None:
-            backward()
+        self._ready = set()
+        try:
+            if backward is not None:
+                backward()
+        finally:
+            self._ready = None
         if self.plan.sparse:
             self._sparse.push(range(tower, tower + 1), self._take(self.plan.sparse))
         if is_last:
@@ -136,16 +141,20 @@ class GradientSum:
 
     def _gradient_is_ready(self, index: int, _: Tensor) -> None:
         """Note that backward has finished a parameter's gradient; send the buckets that are whole."""
-        if not self._missing:
+        if self._ready is None:
             return
-        missing = self._missing[self._bucket_of[index]]
-        if index not in missing and self._bucket_of[index] < self._num_sent:
+        is_again = index in self._ready
+        self._ready.add(index)
+        # Autograd has added its first part to a sibling's sum, or it is sent.
+        if is_again and (len(self._live) > 1 or self._bucket_of[index] < self._num_sent):
             name = self.plan.parameters[index].name
             self._fail(
                 f"parameter {name} got a gradient twice in one backward (reentrant activation checkpointing "
                 "does that); use torch.utils.checkpoint with use_reentrant=False"
             )
-        missing.discard(index)
+        if not self._missing:
+            return
+        self._missing[self._bucket_of[index]].discard(index)
         while self._num_sent < len(self._missing) - 1 and not self._missing[self._num_sent]:
             self._send_next()
 
