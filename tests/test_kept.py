@@ -358,6 +358,52 @@ def checkpointed_activations_of_both_kinds(job):
     return samestep.digest(model)
 
 
+class Recomputed(torch.autograd.Function):
+    """What runs a block again in its backward, and backward through it, as reversible nets do."""
+
+    @staticmethod
+    def forward(context, x, block):
+        context.block = block
+        context.save_for_backward(x)
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    def backward(context, gradient):
+        with torch.enable_grad():
+            x = context.saved_tensors[0].detach().requires_grad_()
+            context.block(x).backward(gradient)
+        return x.grad, None
+
+
+def a_shared_block(job, bucket_bytes):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Linear(6, 3))
+
+    def loss(model, batch):
+        hidden = model[0](batch["x"])
+        for _ in range(3):
+            hidden = Recomputed.apply(hidden, model[1])
+        return F.cross_entropy(model[2](hidden), batch["y"])
+
+    towers = Towers(model, 7, job=job, bucket_bytes=bucket_bytes)
+    for step in range(3):
+        take_step(towers, batch_of(step), loss)
+        check_gradients(model, batch_of(step), loss)
+        sgd(model).step()
+    return samestep.digest(model)
+
+
+@program
+def a_shared_block_that_is_recomputed(job):
+    return a_shared_block(job, 2**20)
+
+
+@program
+def a_shared_block_that_is_recomputed_in_small_buckets(job):
+    return a_shared_block(job, 64)
+
+
 @program
 def frozen_norms_and_stochastic_depth(job):
     model = norm_net()

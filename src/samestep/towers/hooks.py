@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from samestep.errors import UsageError
 
-__all__ = ["HookCheck"]
+__all__ = ["HookCheck", "noting_twice"]
 
 _MOST_NAMES = 4
 _hooks = attrgetter("_post_accumulate_grad_hooks", "_backward_hooks")
@@ -23,14 +24,15 @@ class HookCheck:
     def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
         self._names = names
         self._parameters = parameters
-        self._sizes: object = [(None, None)] * len(parameters)
+        self._none = [(None, None)] * len(parameters)
+        self._sizes = [(0, 0)] * len(parameters)
 
     def __call__(self, *, warn: bool) -> None:
         """Refuse post-accumulate hooks of users; say once, if `warn`, what hooks on gradients see."""
         held = list(map(_hooks, self._parameters))
-        if held == self._sizes:  # no hooks at all
+        if held == self._none:  # no hooks at all
             return
-        sizes = [(after and len(after), before and len(before)) for after, before in held]
+        sizes = [(len(after or ()), len(before or ())) for after, before in held]
         if sizes == self._sizes:
             return
         foreign = [name for name, (after, _) in zip(self._names, held, strict=True) if _is_users(after)]
@@ -49,6 +51,22 @@ class HookCheck:
                 "exact, thresholds are not; use those after average()",
                 stacklevel=6,
             )
+
+
+@contextmanager
+def noting_twice(parameters: Sequence[nn.Parameter]) -> Iterator[set[int]]:
+    """Note the ids of parameters that get a gradient twice in one backward."""
+    once, twice = set[int](), set[int]()
+
+    def note(parameter: nn.Parameter) -> None:
+        (twice if id(parameter) in once else once).add(id(parameter))
+
+    hooks = [parameter.register_post_accumulate_grad_hook(note) for parameter in parameters]
+    try:
+        yield twice
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _is_users(hooks: Mapping[int, Any] | None) -> bool:

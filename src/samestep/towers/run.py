@@ -32,6 +32,7 @@ from samestep.towers.counts import (
     loss_sum,
     wrong_counts,
 )
+from samestep.towers.hooks import noting_twice
 from samestep.towers.noise import GradientNorms
 from samestep.towers.replica import Replica
 from samestep.towers.report import Report
@@ -299,8 +300,12 @@ class StepRun:
         is_last = tower.index == max(self.local.slices)
         if is_last:
             self._start_exchange()
-        at_once = not self._replica.has_reentrant
-        self._gradients.backward(tower.index, backward, is_last=is_last, at_once=at_once)
+        # The first tower has no sibling whose sum would hide that a gradient comes in two parts.
+        is_look = self.watch.looks and tower.index == min(self.local.slices)
+        at_once = not (self._replica.has_reentrant or is_look)
+        with noting_twice(self.parameters if is_look else ()) as twice:
+            self._gradients.backward(tower.index, backward, is_last=is_last, at_once=at_once)
+        self._replica.has_reentrant |= bool(twice)
         note_outside_gradients(leaves)
         self.is_complete = is_last
 
