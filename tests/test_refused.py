@@ -72,7 +72,10 @@ def a_write_to_a_large_model(job):
 
 @refused(UsageError, "0.bias", "step 0")
 def new_memory_in_a_large_model(job):
+    kept = []  # or the new memory may be where the old was
+
     def loss(m, b):
+        kept.append(m[0].bias.data)
         m[0].bias.data = m[0].bias.data + 1
         return loss_of(m, b)
 
@@ -89,11 +92,13 @@ class Momentum(nn.Module):
         self.query, self.key = nn.Linear(6, 3), nn.Linear(6, 3)
         self.key.requires_grad_(False)
         self.through_data = through_data
+        self.kept = []  # or new memory may be where the old was
 
     @torch.no_grad()
     def follow(self):
         for q, k in zip(self.query.parameters(), self.key.parameters(), strict=True):
             if self.through_data:
+                self.kept.append(k.data)
                 k.data = k.data * 0.9 + q.data * 0.1
             else:
                 k.mul_(0.9).add_(q, alpha=0.1)
