@@ -306,7 +306,6 @@ def with_norm():
         ),
     ],
 )
-@pytest.mark.filterwarnings("ignore:a pass wrote to weight, bias of a Linear:UserWarning")
 def test_state_that_towers_leave_to_each_other(build, cause):
     assert finding_of(build).cause.startswith(cause)
 

@@ -1,5 +1,8 @@
 """Programs that leave the guarantee's ground hear so by name, on every worker, at any number of them."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +13,7 @@ import samestep
 from samestep import Error, Step, Towers
 from samestep.errors import BatchError, BufferPolicyError, ConfigError, DisagreementError, UsageError
 
-from .nets import batch_of, loss_of, net
+from .nets import batch_of, loss_of, net, run_passes
 from .simulation import simulate
 
 PROGRAMS = {}
@@ -683,6 +686,31 @@ def test_a_model_in_distributed_data_parallel_is_refused():
             Towers(nn.Sequential(model), 4)
     finally:
         dist.destroy_process_group()
+
+
+class Noise(nn.Module):
+    def __init__(self, generator):
+        super().__init__()
+        self.own = generator
+
+    def forward(self, x):
+        if isinstance(self.own, torch.Generator):
+            return x + torch.randn(x.shape, generator=self.own)
+        return x * float(self.own.random())
+
+
+@pytest.mark.parametrize(
+    "generator",
+    [torch.Generator(), random.Random(0), np.random.default_rng(0), np.random.RandomState(0)],
+    ids=lambda generator: type(generator).__name__,
+)
+def test_a_module_that_draws_from_a_generator_of_its_own_is_told_of(generator):
+    model = nn.Sequential(Noise(generator), net())
+    towers = Towers(model, 5)
+    with pytest.warns(UserWarning, match=r"a pass drew from own of 0.*global generators") as warned:
+        run_passes(towers, batch_of(0))
+    towers.average()
+    assert len(warned) == 1
 
 
 def teacher_in_the_loop(towers, teacher, follow):

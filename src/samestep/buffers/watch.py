@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from samestep.buffers.named_buffers import NamedBuffer, NamedParameter, find_named_parameters
 from samestep.buffers.outside import OutsideNets
+from samestep.buffers.own_generators import OwnGenerators
 from samestep.buffers.policies import Policy
 from samestep.buffers.statistics import is_statistic
 from samestep.buffers.weight_hash import Hashes, WeightHash
@@ -50,6 +51,7 @@ class Watch:
         self._before = self._late = Hashes()
         self._late_after: Hashes | None = None
         self.outside = OutsideNets(model)
+        self._generators = OwnGenerators(model)
         self._num_steps = 0
         self.note()
 
@@ -78,10 +80,17 @@ class Watch:
         """Hashes that must be the same on all workers: on a GPU those of the step before."""
         return (self._before if self._before.is_ready else self._late).by_name()
 
+    def start_pass(self) -> None:
+        """Note what a tower's forward may change, in a step that looks."""
+        if self.looks:
+            self.outside.start_looking()
+            self._generators.note()
+
     def check_pass(self, who: str) -> None:
         """Check after a tower's forward, in a step that looks."""
         if self.looks:
             self.check(who)
+            self._generators.check()
         else:
             self.outside.check(who)
 

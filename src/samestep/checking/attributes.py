@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from samestep.buffers.own_generators import state_of
 from samestep.checking.surroundings import PLAIN, Place, Surroundings, items_of
 from samestep.identity import digest
 
@@ -70,22 +70,10 @@ def _describe(value: Any, own: frozenset[int], depth: int = 0) -> Held | None:
         return Held("tensor", fingerprint(value)) if is_state else None
     if isinstance(value, np.ndarray):
         return None if value.dtype.hasobject else Held("tensor", _hash_array(value))
-    state = _stream_state(value)
+    state = state_of(value)
     if state is not None:
         return Held("random stream", _hash([state]))
     return _describe_nest(value, own, depth)
-
-
-def _stream_state(value: Any) -> str | None:
-    if isinstance(value, torch.Generator):
-        return value.get_state().numpy().tobytes().hex()
-    if isinstance(value, random.Random):
-        return repr(value.getstate())
-    if isinstance(value, np.random.Generator):
-        return repr(value.bit_generator.state)
-    if isinstance(value, np.random.RandomState):
-        return repr(value.get_state(legacy=False))
-    return None
 
 
 def _describe_nest(value: Any, own: frozenset[int], depth: int) -> Held | None:

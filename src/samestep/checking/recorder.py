@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -125,7 +126,9 @@ class _Recorder:
         """Take a step, and say whether that was possible."""
         number = self._towers.step
         try:
-            self._step(batch)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "a pass (drew from|wrote to) ")  # this finds out more
+                self._step(batch)
         except Error as error:
             self._recording.error = error
             self._open(When(number, "error"))  # shows what the last pass has changed

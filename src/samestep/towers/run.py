@@ -117,8 +117,7 @@ class StepRun:
                     batch = self.local.slices[index]
                 self._buffers.start_tower()
                 seed_globals(tower_seed(self.seed, self.step, index), self.job.device)
-                if self.watch.looks:
-                    self.watch.outside.start_looking()
+                self.watch.start_pass()
                 self._turn = tower = Tower(index, batch, len(rows[index]), self)
                 self._num_messages = num_messages()
                 del batch
