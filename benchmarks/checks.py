@@ -32,7 +32,7 @@ CHECKS: list[tuple[type, str]] = [
     (Watch, "start_step"),
     (Watch, "check_pass"),
     (Watch, "end_step"),
-    (StepRun, "_look_at_graph"),
+    (StepRun, "look_at_graph"),
     (GlobalBatch, "fingerprint"),
 ]
 

@@ -22,7 +22,15 @@ from torch.optim.optimizer import (
 from samestep.errors import BufferPolicyError, UsageError
 from samestep.identity import checksum_of, uncompiled
 
-__all__ = ["OutsideNets", "averaged_parameters", "graph_of", "note_outside_gradients", "step_hooks"]
+__all__ = [
+    "OutsideNets",
+    "averaged_parameters",
+    "graph_of",
+    "note_outside_gradients",
+    "num_messages",
+    "open_steps",
+    "step_hooks",
+]
 
 _keys = itertools.count(-1, -1)  # torch's own are not below 0
 _SMALL_BYTES = 2**16
