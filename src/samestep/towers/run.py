@@ -343,12 +343,12 @@ class StepRun:
         """Return the averages that this worker gets."""
         assert self._gradients is not None
         self.exchange.stopwatch.stop()
-        open_steps.pop(self, None)
         try:
             self._passes.close()
             if not self.local.slices:
                 next(self.turns(), None)  # there may have been no loop
                 self._start_exchange()
+            open_steps.pop(self, None)
             with self._telling_others():
                 self.watch.end_step(f"step {self.step}: a pass")
             return self._gradients.finish()
