@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from samestep.errors import LoaderError, one_line
+from samestep.errors import Error, LoaderError, one_line
 from samestep.workers.process import end_with_parent
 from samestep.workers.waiter import Patience
 
@@ -78,6 +78,8 @@ def _named(call: Callable[[], Any], loader: DataLoader[Any], rank: int, timeout_
     while True:
         try:
             return call()
+        except Error as error:
+            raise type(error)(_own_words(error)) from None
         except RuntimeError as error:  # DataLoader has no types of its own
             if isinstance(error.__cause__, LoaderError):
                 raise error.__cause__ from None
@@ -97,6 +99,14 @@ def _named(call: Callable[[], Any], loader: DataLoader[Any], rank: int, timeout_
                 f"worker {rank}: its loader processes have handed in nothing for {timeout_s:g} s: one is "
                 "stopped or waits for a file; if reading takes that long, raise the timeout"
             )
+
+
+def _own_words(error: Error) -> str:
+    """Return what an error says, without the traceback that DataLoader puts before it."""
+    kind = type(error)
+    text = str(error)
+    is_caught = text.startswith("Caught ")
+    return text.rpartition(f"{kind.__module__}.{kind.__qualname__}: ")[2].strip() if is_caught else text
 
 
 def _wake_stopped() -> None:
