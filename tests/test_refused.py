@@ -713,6 +713,24 @@ def test_a_module_that_draws_from_a_generator_of_its_own_is_told_of(generator):
     assert len(warned) == 1
 
 
+@pytest.mark.parametrize("generator", [torch.default_generator, random._inst, np.random.mtrand._rand])
+def test_a_module_that_keeps_a_global_generator_is_not_told_of(generator):
+    model = nn.Sequential(Noise(generator), net())
+    towers = Towers(model, 5)
+    run_passes(towers, batch_of(0))
+    towers.average()
+
+
+def test_a_lazy_net_beside_the_model_is_looked_at_once_it_is_there():
+    lazy = nn.LazyLinear(3)
+    towers = Towers(net(), 5)
+    for tower in towers(batch_of(0)):
+        with torch.no_grad():
+            target = lazy(tower.batch["x"])
+        tower.backward(F.mse_loss(towers.model(tower.batch["x"]), target))
+    towers.average()
+
+
 def teacher_in_the_loop(towers, teacher, follow):
     for tower in towers(batch_of(0)):
         tower.backward(F.mse_loss(towers.model(tower.batch["x"]), teacher(tower.batch["x"])))

@@ -178,7 +178,8 @@ class OutsideNets:
         """Warn where a pass begins with other values than one before it, in the same step."""
         before = self._weights.get(module)
         if before is None:
-            held = [(n, p) for n, p in module._parameters.items() if isinstance(p, nn.Parameter)]
+            # Not those of other classes, which may have no memory of their own, or none yet.
+            held = [(n, p) for n, p in module._parameters.items() if type(p) is nn.Parameter]
             own = [(name, p, _checksum(p)) for name, p in held if _is_in_memory(p)]
             self._weights[module] = _Weights(own, self._num_passes)
         elif before.noted_in < self._num_passes and before.tensors:

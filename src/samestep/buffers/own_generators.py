@@ -12,6 +12,9 @@ from torch import nn
 
 __all__ = ["OwnGenerators", "state_of"]
 
+_methods: tuple[Any, ...] = (random.random, np.random.rand)
+_GLOBAL = {id(torch.default_generator), *(id(method.__self__) for method in _methods)}
+
 
 def state_of(value: Any) -> str | None:
     """Return the state of a random generator, None of anything else."""
@@ -35,7 +38,9 @@ class OwnGenerators:
             for name, module in model.named_modules()
             for attribute, value in vars(module).items()
         ]
-        self._held = [(name, value) for name, value in found if state_of(value) is not None]
+        self._held = [
+            (name, value) for name, value in found if id(value) not in _GLOBAL and state_of(value) is not None
+        ]
         self._before: list[str | None] = []
 
     def note(self) -> None:
