@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from samestep.buffers.counters import Counters, is_counter
-from samestep.buffers.named_buffers import NamedBuffer, find_named_buffers
+from samestep.buffers.named_buffers import NamedBuffer, find_named_buffers, reader
 from samestep.buffers.policies import Policy, assign_policies
 from samestep.buffers.shared import AveragedBuffers, FirstBuffers, SharedBuffers
 from samestep.buffers.statistics import Mode, PooledNorm, find_statistics, is_statistic
@@ -43,8 +43,7 @@ class ModelBuffers:
         buffers = find_named_buffers(model)
         assigned = assign_policies(buffers, policies)
         self._handed_in = [buffer for buffer in buffers if assigned.get(buffer.name) != "ignore"]
-        self._registries = [buffer.registry for buffer in self._handed_in]
-        self._attributes = [buffer.attribute for buffer in self._handed_in]
+        self._current = reader(self._handed_in)
         self._kinds, self._memory = self._current_kinds(), self._current_memory()
         self._collectors: list[AveragedBuffers | PooledNorm | FirstBuffers] = [*find_statistics(model, mode)]
         if mean := [buffer for buffer in buffers if assigned.get(buffer.name) == "mean"]:
@@ -76,12 +75,11 @@ class ModelBuffers:
 
     def _current_memory(self) -> list[tuple[int, int] | None]:
         """Return what changes where a buffer's kind does, quickly: where it lies, and its size."""
-        tensors = map(dict.get, self._registries, self._attributes)
-        return [None if tensor is None else (tensor.data_ptr(), tensor.numel()) for tensor in tensors]
+        found = self._current()
+        return [None if tensor is None else (tensor.data_ptr(), tensor.numel()) for tensor in found]
 
     def _current_kinds(self) -> list[tuple[object, object] | None]:
-        tensors = map(dict.get, self._registries, self._attributes)
-        return [None if tensor is None else _KIND(tensor) for tensor in tensors]
+        return [None if tensor is None else _KIND(tensor) for tensor in self._current()]
 
     def start_step(self) -> None:
         """Note the shared values, before the first pass."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-__all__ = ["NamedBuffer", "NamedParameter", "find_named_buffers", "find_named_parameters"]
+__all__ = ["NamedBuffer", "NamedParameter", "find_named_buffers", "find_named_parameters", "reader"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,12 @@ class NamedParameter(NamedBuffer):
     def registry(self) -> dict[str, Tensor | None]:
         """The module's own mapping, by attribute."""
         return self.module._parameters  # type: ignore[return-value]
+
+
+def reader(places: Sequence[NamedBuffer]) -> Callable[[], list[Tensor | None]]:
+    """Return a function that reads all places at once, which takes less time than one after the other."""
+    registries, attributes = [place.registry for place in places], [place.attribute for place in places]
+    return lambda: list(map(dict.get, registries, attributes))
 
 
 def find_named_parameters(model: nn.Module) -> list[NamedParameter]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from samestep.buffers.named_buffers import NamedBuffer
+from samestep.buffers.named_buffers import NamedBuffer, reader
 from samestep.errors import BufferPolicyError
 from samestep.workers.collectives import broadcast
 from samestep.workers.job import Job
@@ -27,7 +27,8 @@ class SharedBuffers:
 
     def __init__(self, buffers: Sequence[NamedBuffer]) -> None:
         self._buffers = buffers
-        self._homes = [tensor for buffer in buffers if (tensor := buffer.get()) is not None]
+        self._current = reader(buffers)
+        self._homes = [tensor for tensor in self._current() if tensor is not None]
         assert len(self._homes) == len(buffers)
         self.shared = [home.detach().clone() for home in self._homes]
         self._fresh = True
@@ -85,9 +86,6 @@ class SharedBuffers:
                 buffer.module._buffers[buffer.attribute] = home
         if self._homes:
             torch._foreach_copy_(self._homes, list(values))
-
-    def _current(self) -> list[Tensor | None]:
-        return [buffer.get() for buffer in self._buffers]
 
 
 class AveragedBuffers(SharedBuffers):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from samestep.buffers.named_buffers import NamedBuffer, NamedParameter, find_named_parameters
+from samestep.buffers.named_buffers import NamedBuffer, NamedParameter, find_named_parameters, reader
 from samestep.buffers.outside import OutsideNets
 from samestep.buffers.own_generators import OwnGenerators
 from samestep.buffers.policies import Policy
@@ -42,8 +42,7 @@ class Watch:
 
     def __init__(self, model: nn.Module, fixed: Sequence[NamedBuffer], shared: Sequence[NamedBuffer]) -> None:
         self._places = [*find_named_parameters(model), *fixed]
-        self._keepers = [place.registry for place in self._places]
-        self._attributes = [place.attribute for place in self._places]
+        self._current = reader(self._places)
         self._registries = [r for m in model.modules() for r in (m._parameters, m._buffers, m._modules)]
         self._entries = list(map(set, self._registries))
         self._tensors: list[Tensor | None] = []
@@ -121,9 +120,6 @@ class Watch:
         changed = {name for name, value in after.by_name().items() if old.get(name, value) != value}
         if changed:
             self._fail(who, [place.name in changed for place in self._places])
-
-    def _current(self) -> list[Tensor | None]:
-        return list(map(dict.get, self._keepers, self._attributes))
 
     def _fail(self, who: str, has_changed: Sequence[bool]) -> None:
         changed = [place for place, has in zip(self._places, has_changed, strict=True) if has]
