@@ -35,7 +35,7 @@ def norms_of(gradient: Tensor) -> Norms:
 
 
 def _norms_of_all(gradients: Sequence[Tensor]) -> list[Norms]:
-    blocks = [[*map(_wide, _flat(gradient).split(NORM_BLOCK))] for gradient in gradients]
+    blocks = [[*map(_wide, _blocks_of(_flat(gradient)))] for gradient in gradients]
     together = [*chain.from_iterable(blocks)]
     norms = iter(torch._foreach_norm(together) if together else ())
     return [list(islice(norms, len(own))) for own in blocks]
@@ -48,6 +48,10 @@ def _flat(gradient: Tensor) -> Tensor:
     if values.stride() == torch.empty_like(values, device="meta").stride():
         return values.as_strided((values.numel(),), (1,))
     return values.reshape(-1)
+
+
+def _blocks_of(flat: Tensor) -> Sequence[Tensor]:
+    return [flat] if len(flat) <= NORM_BLOCK else flat.split(NORM_BLOCK)  # a split takes longer than a norm
 
 
 def _wide(block: Tensor) -> Tensor:
