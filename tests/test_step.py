@@ -1,5 +1,6 @@
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -148,3 +149,13 @@ def test_autocast_computes_in_half_precision_near_the_full_one(dtype):
 def test_settings_that_do_not_exist(settings, message):
     with pytest.raises(ConfigError, match=message):
         make(perceptron(), **settings)
+
+
+def test_anything_with_a_step_may_be_a_scheduler():
+    model, steps = nn.Linear(2, 1), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = SimpleNamespace(step=lambda: steps.append(1))
+    Step(Towers(model, 2), lambda model, x: model(x).mean(), optimizer, scheduler=own)(torch.randn(4, 2))
+    assert steps == [1]
+    with pytest.raises(ConfigError, match=r"^scheduler is a object: expected one with step\(\)$"):
+        Step(Towers(model, 2), lambda model, x: model(x).mean(), optimizer, scheduler=object())

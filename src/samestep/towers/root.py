@@ -96,8 +96,14 @@ def check_optimizer(optimizer: torch.optim.Optimizer, averaged: Iterable[nn.Para
 
 def check_can_step(name: str, value: object) -> None:
     """Refuse an optimizer or a scheduler whose `step()` must be given something, such as a closure."""
-    # The class's, because schedulers wrap that of an optimizer.
-    parameters = [*inspect.signature(type(value).step).parameters.values()][1:]  # type: ignore[attr-defined]
+    step = getattr(value, "step", None)
+    if step is None:
+        raise ConfigError(f"{name} is a {type(value).__name__}: expected one with step()")
+    of_class = getattr(type(value), "step", None)  # if there is one: schedulers wrap that of an optimizer
+    try:
+        parameters = [*inspect.signature(of_class or step).parameters.values()][of_class is not None :]
+    except ValueError:  # one that Python knows no signature of
+        return
     needed = [p.name for p in parameters if p.default is p.empty and p.kind in _POSITIONAL]
     if needed:
         raise ConfigError(
