@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from samestep.summation.gradients import Gradients
-from samestep.summation.layout import Layout
+from samestep.summation.layout import Layout, in_order
 from samestep.summation.placement import even_ranges
 
 __all__ = [
@@ -49,9 +49,7 @@ class Average(NamedTuple):
 
     parameter: int  # by index
     start: int  # its first element, in the order of the gradient's memory
-    gradient: (
-        Tensor | None
-    )  # in the parameter's shape, or flat where it is a part; None where no tower used it
+    gradient: Tensor | None  # in the parameter's shape, a part flat; None where no tower used the parameter
 
 
 @dataclass(frozen=True)
@@ -72,12 +70,7 @@ class Piece:
         """Return these elements of a gradient."""
         if self.is_whole:
             return gradient
-        if gradient.stride() != self.layout.strides:
-            gradient = torch.empty_strided(
-                self.layout.shape, self.layout.strides, dtype=gradient.dtype, device=gradient.device
-            ).copy_(gradient)
-        flat = gradient.as_strided((gradient.numel(),), (1,))
-        return flat[self.elements.start : self.elements.stop]
+        return in_order(gradient, self.layout.strides)[self.elements.start : self.elements.stop]
 
     def place_in(self, flat: Tensor) -> Tensor:
         """Return where they lie in a section, in the parameter's shape and memory format, or flat."""
@@ -113,7 +106,11 @@ class Bucket:
     num_elements: int
     dtype: torch.dtype
     shards: tuple[range, ...]  # which elements each worker averages; all of them, where the bucket is small
-    is_shared_out: bool = False  # whether each worker keeps the averages of its shard to itself
+
+    @property
+    def is_shared_out(self) -> bool:
+        """Whether each worker keeps the averages of its shard to itself."""
+        return len(self.sections) > 1
 
     @property
     def is_whole(self) -> bool:
@@ -173,7 +170,7 @@ def lay_out_shares(bucket: Bucket, shares: Shares) -> Bucket:
         start = sections[-1].extent.stop if sections else 0
         sections.append(_section(start, found, bucket.dtype, 1))
     shards = tuple(section.extent for section in sections)
-    return Bucket(bucket.parameters, tuple(sections), shards[-1].stop, bucket.dtype, shards, True)
+    return Bucket(bucket.parameters, tuple(sections), shards[-1].stop, bucket.dtype, shards)
 
 
 def _section(

@@ -1,4 +1,4 @@
-"""How a gradient lies in memory."""
+"""How gradients, and what goes with them, lie in memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Layout"]
+__all__ = ["Layout", "in_order", "is_dense"]
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Layout:
         Autograd gives it the strides of the parameter where those are dense, and row-major ones elsewhere. A
         complex one that is summed in a real dtype has its two parts as a last dimension.
         """
-        strides = torch.empty_like(parameter, device="meta").stride()
-        if strides != parameter.stride():
+        strides = parameter.stride()
+        if not is_dense(parameter):
             strides = torch.empty(parameter.shape, device="meta").stride()
         if parameter.is_complex() and not dtype.is_complex:
             return cls((*parameter.shape, 2), (*(2 * stride for stride in strides), 1), dtype)
@@ -36,3 +36,16 @@ class Layout:
     def num_elements(self) -> int:
         """How many numbers it holds."""
         return torch.Size(self.shape).numel()
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor fills its memory, each element once, in whatever order."""
+    return tensor.stride() == torch.empty_like(tensor, device="meta").stride()
+
+
+def in_order(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Return a tensor's elements, flat, in the order of these dense strides: a view if they are its own."""
+    if tensor.stride() != strides:
+        own = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+        tensor = own.copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))

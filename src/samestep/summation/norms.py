@@ -10,6 +10,7 @@ from torch import Tensor
 
 from samestep.summation import sparse
 from samestep.summation.buckets import Average, Piece
+from samestep.summation.layout import in_order, is_dense
 from samestep.summation.plan import Plan
 from samestep.workers.collectives import gather_rows
 from samestep.workers.job import Job
@@ -43,10 +44,8 @@ def _norms_of_all(gradients: Sequence[Tensor]) -> list[Norms]:
 
 def _flat(gradient: Tensor) -> Tensor:
     values = sparse.stored(sparse.coalesced(gradient))
-    if values.is_contiguous():
-        return values.view(-1)
-    if values.stride() == torch.empty_like(values, device="meta").stride():
-        return values.as_strided((values.numel(),), (1,))
+    if values.is_contiguous() or is_dense(values):
+        return in_order(values, values.stride())
     return values.reshape(-1)
 
 

@@ -86,6 +86,11 @@ class Plan:
         return replace(self, buckets=tuple(lay_out_shares(bucket, shares) for bucket in self.buckets))
 
     @property
+    def is_whole(self) -> bool:
+        """Whether every worker averages everything, as it is little."""
+        return all(bucket.is_whole for bucket in self.buckets)
+
+    @property
     def is_shared_out(self) -> bool:
         """Whether each worker gets the averages of its share only, but for sparse ones."""
         return self.buckets[0].is_shared_out

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from samestep.errors import ConfigError
 from samestep.summation.buckets import Shares
+from samestep.summation.layout import is_dense
 from samestep.summation.norms import NORM_BLOCK
 from samestep.summation.plan import Plan
-from samestep.towers.shares import Share, is_dense
+from samestep.towers.shares import Share
 
 if TYPE_CHECKING:
     from samestep.towers.towers import Towers
@@ -41,7 +42,7 @@ class Division:
         So they do where all buckets are so small that this saves a round, where somebody else needs an
         average, too, and where a norm's block is cut.
         """
-        if all(bucket.is_whole for bucket in plan.buckets):
+        if plan.is_whole:
             return None
         found = {}
         for index, parameter in enumerate(parameters):
@@ -74,7 +75,7 @@ def divide(
     whole = [p for p in parameters if id(p) not in pieces]
     found = dict(zip(map(id, whole), deal(whole, loads), strict=True))
     # Where buckets go whole to all, nobody takes the norms of a share.
-    alignment = _ALIGNMENT if all(bucket.is_whole for bucket in plan.buckets) else NORM_BLOCK
+    alignment = _ALIGNMENT if plan.is_whole else NORM_BLOCK
     # Bucket by bucket, so that each worker has its part of every one to average.
     bucket_of = {plan.parameters[i].name: n for n, each in enumerate(plan.buckets) for i in each.parameters}
     buckets: dict[int | None, list[Tensor]] = {}

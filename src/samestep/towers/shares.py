@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from samestep.errors import UsageError
+from samestep.summation.layout import in_order
 from samestep.workers.agreement import hand_over
 from samestep.workers.job import Job
 
-__all__ = ["Share", "gather", "is_dense"]
+__all__ = ["Share", "gather"]
 
 Entry = Mapping[str, Any]
 """What an optimizer keeps for a parameter, by name."""
@@ -62,7 +63,9 @@ class Share:
         self.memory = self._view.view(torch.uint8)
 
     def _of(self, tensor: Tensor) -> Tensor:
-        return _flat(tensor)[self.elements.start : self.elements.stop]
+        """Return these elements of a tensor that has the parameter's shape."""
+        whole = in_order(tensor.detach(), self.parameter.stride())
+        return whole[self.elements.start : self.elements.stop]
 
     def begin(self) -> None:
         """Let the optimizer see the elements, and their gradient, of the parameter as it is now."""
@@ -71,8 +74,6 @@ class Share:
         self.tensor.data = self._view
         gradient = self.parameter.grad
         if gradient is not None:
-            if gradient.stride() != self.parameter.stride():
-                gradient = torch.empty_like(self.parameter, dtype=gradient.dtype).copy_(gradient)
             self.tensor.grad = self._of(gradient)
 
     def end(self) -> None:
@@ -90,8 +91,6 @@ class Share:
         if value.shape != self.parameter.shape:
             shapes = f"{list(value.shape)}, the parameter {list(self.parameter.shape)}"
             raise ValueError(f"its {name} has shape {shapes}")
-        if value.stride() != self.parameter.stride():
-            value = torch.empty_like(self.parameter, dtype=value.dtype, device=value.device).copy_(value)
         return self._of(value).clone()  # a view would keep the others' parts
 
 
@@ -141,15 +140,5 @@ def _join(parameter: Tensor, values: Mapping[int, Any]) -> Any:
         return first
     whole = torch.empty_like(parameter, dtype=first.dtype, device=first.device, requires_grad=False)
     for start, value in values.items():
-        _flat(whole)[start : start + len(value)] = value
+        in_order(whole, whole.stride())[start : start + len(value)] = value
     return whole
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor fills its memory, each element once, in whatever order."""
-    return tensor.stride() == torch.empty_like(tensor, device="meta").stride()
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """Return the elements of a dense tensor in the order of its memory, as a view."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
