@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_pre_hooks
 from torch.optim.optimizer import (
@@ -27,7 +26,6 @@ __all__ = [
     "averaged_parameters",
     "graph_of",
     "note_outside_gradients",
-    "num_messages",
     "open_steps",
     "step_hooks",
 ]
@@ -45,17 +43,6 @@ _outside_gradients: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValue
 
 open_steps: weakref.WeakKeyDictionary[object, Sequence[Tensor]] = weakref.WeakKeyDictionary()
 """The parameters of each step of this process whose passes have begun, and that has no average yet."""
-
-
-def num_messages() -> int:
-    """Return how many messages and collectives torch's default process group has begun so far."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return 0
-    group: Any = dist.distributed_c10d._get_default_group()
-    try:
-        return int(group._get_sequence_number_for_group())
-    except RuntimeError:  # a backend that does not count them
-        return 0
 
 
 def graph_of(losses: Iterable[Tensor]) -> Iterator[Any]:

@@ -23,6 +23,8 @@ __all__ = ["read_through", "start_loader_process", "timeout_option"]
 
 _SLICE_S = 0.2
 _NEWS_S = 1.0
+_CAUGHT = "Caught "
+"""How DataLoader begins the words of what a loader process has met."""
 
 
 def start_loader_process(_: int) -> None:
@@ -79,7 +81,7 @@ def _named(call: Callable[[], Any], loader: DataLoader[Any], rank: int, timeout_
         try:
             return call()
         except Error as error:
-            raise type(error)(_own_words(error)) from None
+            raise _in_own_words(error) from None
         except RuntimeError as error:  # DataLoader has no types of its own
             if isinstance(error.__cause__, LoaderError):
                 raise error.__cause__ from None
@@ -88,7 +90,7 @@ def _named(call: Callable[[], Any], loader: DataLoader[Any], rank: int, timeout_
             if not str(error).startswith("DataLoader timed out"):
                 raise
         except (ConnectionError, EOFError) as error:
-            if str(error).startswith("Caught"):  # in a loader process, which is there
+            if str(error).startswith(_CAUGHT):  # in a loader process, which is there
                 raise
             time.sleep(_NEWS_S)  # a loader process has just ended: SIGCHLD says more
             what = one_line(f"{type(error).__name__}: {error}")
@@ -101,12 +103,12 @@ def _named(call: Callable[[], Any], loader: DataLoader[Any], rank: int, timeout_
             )
 
 
-def _own_words(error: Error) -> str:
-    """Return what an error says, without the traceback that DataLoader puts before it."""
+def _in_own_words(error: Error) -> Error:
+    """Return an error of a loader process without the traceback that DataLoader puts before its words."""
+    if not str(error).startswith(_CAUGHT):
+        return error
     kind = type(error)
-    text = str(error)
-    is_caught = text.startswith("Caught ")
-    return text.rpartition(f"{kind.__module__}.{kind.__qualname__}: ")[2].strip() if is_caught else text
+    return kind(str(error).rpartition(f"{kind.__module__}.{kind.__qualname__}: ")[2].strip())
 
 
 def _wake_stopped() -> None:

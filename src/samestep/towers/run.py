@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.buffers.outside import graph_of, note_outside_gradients, num_messages, open_steps
+from samestep.buffers.outside import graph_of, note_outside_gradients, open_steps
 from samestep.errors import BatchError, UsageError
 from samestep.streams import keep_globals, seed_globals, tower_seed
 from samestep.summation.buckets import Average
@@ -38,10 +38,17 @@ from samestep.towers.replica import Replica
 from samestep.towers.report import Report
 from samestep.towers.tower import Tower
 from samestep.workers.collectives import gather_rows
+from samestep.workers.rendezvous import num_messages
 
 __all__ = ["StepRun"]
 
-_of_thread = threading.local()
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.opened: list[StepRun] = []  # whose passes have begun, and have not ended
+
+
+_of_thread = _OfThread()
 
 
 @dataclass(eq=False, repr=False)
@@ -132,7 +139,7 @@ class StepRun:
 
     def _begin_passes(self) -> None:
         """End the passes of another step that are open in this thread, whose streams this one would keep."""
-        opened: list[StepRun] = _of_thread.__dict__.setdefault("opened", [])
+        opened = _of_thread.opened
         for other in opened[:]:
             other.is_interrupted = True
             other.put_back()

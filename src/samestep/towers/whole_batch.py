@@ -126,8 +126,9 @@ def _differentiate(run: StepRun, own: dict[int, _Pass], batch: Any, loss: WholeL
         with torch.autocast(run.job.device.type, enabled=False):
             found = torch.autograd.grad(scaled, [*wanted, *run.parameters, *beside], allow_unused=True)
     for leaf, gradient in zip(beside, found[len(found) - len(beside) :], strict=True):
-        leaf.grad = gradient
-    note_outside_gradients(beside)
+        if leaf.grad is None:  # else it is the program's own
+            leaf.grad = gradient
+            note_outside_gradients([leaf])
     of_outputs = {id(tensor): gradient for tensor, gradient in zip(wanted, found, strict=False)}
     for each in own.values():
         # Copies, so that the gradient of all towers' outputs can go.

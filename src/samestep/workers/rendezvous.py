@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ from samestep.workers.transport import (
 )
 from samestep.workers.waiter import Patience, in_thread
 
-__all__ = ["Generations", "has_group", "join"]
+__all__ = ["Generations", "has_group", "join", "num_messages"]
 
 _POLL_S = 0.01
 _MAKE_S = 30.0
@@ -52,6 +52,17 @@ T = TypeVar("T")
 def has_group() -> bool:
     """Whether this process is one of several workers."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def num_messages() -> int:
+    """Return how many messages and collectives torch's default process group has begun so far."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0
+    group: Any = dist.distributed_c10d._get_default_group()
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:  # a backend that does not count them
+        return 0
 
 
 def join(device: torch.device, timeout_s: float) -> Transport:
