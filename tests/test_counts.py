@@ -10,7 +10,7 @@ from torch import nn
 import samestep
 from samestep import Step, Towers
 from samestep.errors import BatchError, ConfigError, UsageError
-from samestep.towers.counts import NamedCounts
+from samestep.towers.losses import NamedCounts
 
 PADDING = -100
 WORDS = 11

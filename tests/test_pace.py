@@ -169,7 +169,7 @@ def train(job, clock, slowness, placement="auto", steps=30, each_step=lambda ste
         each_step(step, model, job)
         batch = torch.randn((14, 9, 5)[step % 5 % 3], 5, generator=generator)
         kind = step % 4
-        seen.append((towers.placement.cuts, towers._pass_ns))
+        seen.append((towers.placement.cuts, towers._placing.pass_ns))
 
         def loss_of(output, step=step):
             clock.ns += MS * slowness(job.rank, step)

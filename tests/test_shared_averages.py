@@ -266,7 +266,7 @@ def test_gradients_of_one_s_own_after_a_step_are_compared():
     def work(job, *, is_apart):
         step = step_of(job, AdamW, {"lr": 0.01}, sharded=True)
         step(batch_of(0))
-        for parameter in step.towers._last.parameters:
+        for parameter in step.towers._last.run.parameters:
             parameter.grad = torch.full_like(parameter, 1.0 + (is_apart and job.rank == 1))
         step.optimizer.step()
         return samestep.digest(step.towers.model)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from samestep.errors import UsageError
 from samestep.summation import sparse
@@ -39,6 +41,9 @@ class GradientSum:
 
     A step that measures keeps each tower's gradients apart until their norms are taken, and folds them
     then: the same additions, so the same bits, for one more gradient in memory.
+
+    Attributes:
+        comes_twice: whether some backward came to a parameter twice.
     """
 
     def __init__(self, plan: Plan, parameters: Sequence[Tensor], towers: range) -> None:
@@ -51,13 +56,17 @@ class GradientSum:
         self._are_alike = all(each.gradient.dtype == grad_dtype(p).to_real() for p, each in layouts)
         self._bucket_of = {i: n for n, bucket in enumerate(plan.buckets) for i in bucket.parameters}
         self._exchange: Exchange | None = None
+        self.comes_twice = False
         self._clear()
-        self._hooks = []
-        if plan.placement.num_workers > 1:
-            for index in self._bucket_of:
-                # Weak, as Python's garbage collector does not see what such hooks refer to.
-                hook = partial(_tell, WeakMethod(self._gradient_is_ready), index)
-                self._hooks.append(parameters[index].register_post_accumulate_grad_hook(hook))
+        self._hooks = self._hook() if plan.placement.num_workers > 1 else []
+
+    def _hook(self) -> list[RemovableHandle]:
+        # Weak, as Python's garbage collector does not see what such hooks refer to.
+        tell = partial(_tell, WeakMethod(self._gradient_is_ready))
+        return [
+            self._parameters[index].register_post_accumulate_grad_hook(partial(tell, index))
+            for index in self._bucket_of
+        ]
 
     def _clear(self) -> None:
         num_towers = self.plan.placement.num_towers
@@ -91,18 +100,26 @@ class GradientSum:
             self._put_sibling_back()
         if is_last and at_once:
             self._missing = [set(bucket.parameters) for bucket in self.plan.buckets]
-        self._ready = set()
-        try:
-            if backward is not None:
+        if backward is not None:
+            with self._noting_what_is_ready(needs_hooks=not (at_once or self._hooks)):
                 backward()
-        finally:
-            self._ready = None
         if self.plan.sparse:
             self._sparse.push(range(tower, tower + 1), self._take(self.plan.sparse))
         if is_last:
             self._send_rest()
         else:
             self._dense.push(self._live, self._take(range(len(self._parameters))))
+
+    @contextmanager
+    def _noting_what_is_ready(self, *, needs_hooks: bool) -> Iterator[None]:
+        self._ready = set()
+        hooks = self._hook() if needs_hooks else []
+        try:
+            yield
+        finally:
+            self._ready = None
+            for hook in hooks:
+                hook.remove()
 
     def finish(self) -> list[Average]:
         """Send what is not sent yet, and return the averages that this worker gets."""
@@ -143,20 +160,24 @@ class GradientSum:
         """Note that backward has finished a parameter's gradient; send the buckets that are whole."""
         if self._ready is None:
             return
-        is_again = index in self._ready
+        if index in self._ready:
+            self._check_again(index)
         self._ready.add(index)
-        # Autograd has added its first part to a sibling's sum, or it is sent.
-        if is_again and (len(self._live) > 1 or self._bucket_of[index] < self._num_sent):
-            name = self.plan.parameters[index].name
-            self._fail(
-                f"parameter {name} got a gradient twice in one backward (reentrant activation checkpointing "
-                "does that); use torch.utils.checkpoint with use_reentrant=False"
-            )
         if not self._missing:
             return
         self._missing[self._bucket_of[index]].discard(index)
         while self._num_sent < len(self._missing) - 1 and not self._missing[self._num_sent]:
             self._send_next()
+
+    def _check_again(self, index: int) -> None:
+        """Refuse a gradient whose first part has been added to a sibling's sum by autograd, or is sent."""
+        self.comes_twice = True
+        if len(self._live) > 1 or self._bucket_of[index] < self._num_sent:
+            self._fail(
+                f"parameter {self.plan.parameters[index].name} got a gradient twice in one backward "
+                "(reentrant activation checkpointing does that); use torch.utils.checkpoint with "
+                "use_reentrant=False"
+            )
 
     def _check_clean(self) -> None:
         for parameter, layout in zip(self._parameters, self.plan.parameters, strict=True):

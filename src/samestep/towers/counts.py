@@ -1,58 +1,21 @@
-"""What a tower's loss is a sum of, and what the sums of all towers are divided by."""
+"""What the sums of a loss count in each tower: what the sums of all towers are divided by."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from samestep.errors import BatchError, ConfigError, UsageError
+from samestep.errors import BatchError, ConfigError
 
-__all__ = [
-    "Count",
-    "LossSum",
-    "NamedCounts",
-    "check_counts",
-    "count_slices",
-    "is_known_to_count",
-    "loss_sum",
-    "wrong_counts",
-]
+__all__ = ["Count", "check_counts", "count_slices", "wrong_counts"]
 
 Count = Callable[[Any], "float | Tensor"]
 """count(tower_batch) -> what a tower's sum is divided by, such as its valid tokens: a number or 0-dim tensor,
 at least 0."""
-
-
-@dataclass(frozen=True)
-class LossSum:
-    """What a tower hands in, in units of a power of two (see `StepRun`)."""
-
-    total: Tensor  # 0-dim, float32 or float64: what backward starts from
-    sums: Tensor  # [K], without graph: one for each name, or one where there are no names
-    count: float | Tensor
-
-
-def loss_sum(what: str, loss: Tensor, factor: float, count: float | Tensor) -> LossSum:
-    """Return `loss * factor` and what it counts."""
-    if not isinstance(loss, Tensor) and isinstance(loss, (int, float)) and float(count) == 0:
-        loss = torch.tensor(float(loss), dtype=torch.float32)
-    _check_scalar(what, loss)
-    # A sum over nothing may be a constant; then there is nothing to run backward through.
-    if not loss.requires_grad and float(count) != 0:
-        raise UsageError(f"{what} does not require grad, so it has no gradient")
-    total = _at_least_float32(loss) * factor
-    return LossSum(total, total.detach().reshape(1), count)
-
-
-def is_known_to_count(count: float | Tensor) -> bool:
-    """Whether a count is above 0; False where only a GPU knows."""
-    return (not isinstance(count, Tensor) or count.device.type == "cpu") and float(count) > 0
 
 
 def wrong_counts(step: int, names: Sequence[str], counts: Tensor, has_count: bool) -> BatchError | None:
@@ -76,55 +39,6 @@ def wrong_counts(step: int, names: Sequence[str], counts: Tensor, has_count: boo
         f"step {step}: {what} add up to 0, so there is nothing to average, and nothing was updated; leave "
         "such batches out, or use Towers(..., on_zero_count='skip')"
     )
-
-
-@dataclass(frozen=True)
-class NamedCounts:
-    r"""What each of several sums of a loss counts, in every tower, known before the first pass.
-
-    With :math:`S_{kt}` and :math:`N_{kt}` the sum and the count of name k in tower t, the loss is
-
-    .. math:: L = \sum_k \frac{\sum_t S_{kt}}{\sum_t N_{kt}}
-
-    over the names that count something. A tower hands in :math:`R \sum_k S_{kt} / N_k` and counts its rows,
-    of which there are R in all.
-    """
-
-    names: tuple[str, ...]
-    counts: Tensor  # float64 [T, K], on the CPU
-    rows: int  # R
-
-    @cached_property
-    def totals(self) -> list[float]:
-        """Each name's count over all towers."""
-        totals: list[float] = self.counts.sum(0).tolist()
-        return totals
-
-    def loss_sum(self, who: str, losses: Any, tower: int, share: float, unit: int) -> LossSum:
-        """Return what a tower hands in that has `share` of `unit` rows."""
-        sums = self._in_order(who, losses)
-        # In this order on every worker, so that the bits are the same.
-        means = [s * (self.rows / (n * unit)) for s, n in zip(sums, self.totals, strict=True) if n > 0]
-        total = reduce(torch.add, means)
-        if not total.requires_grad and bool(self.counts[tower].any()):
-            raise UsageError(f"{who}: no sum requires grad, so it has no gradient")
-        return LossSum(total, torch.stack([s.detach().double() for s in sums]) / unit, share)
-
-    def _in_order(self, who: str, losses: Any) -> list[Tensor]:
-        expected = ", ".join(self.names)
-        if not isinstance(losses, Mapping):
-            raise UsageError(
-                f"{who}: loss is a {type(losses).__name__}, expected a mapping with a sum for each name in "
-                f"counts: {expected}"
-            )
-        if set(losses) != set(self.names):
-            raise UsageError(
-                f"{who}: loss has sums for {', '.join(map(str, losses)) or 'nothing'}, expected one for "
-                f"each name in counts: {expected}"
-            )
-        for name in self.names:
-            _check_scalar(f"{who}: loss[{name!r}]", losses[name])
-        return [_at_least_float32(losses[name]).reshape(()) for name in self.names]
 
 
 def check_counts(counts: Mapping[str, Count] | None) -> tuple[str, ...]:
@@ -168,19 +82,3 @@ def _first_wrong(counts: Tensor) -> list[int] | None:
         return None
     wrong: list[list[int]] = (~(counts >= 0) | counts.isinf()).nonzero().tolist()
     return wrong[0]
-
-
-def _check_scalar(what: str, value: Tensor) -> None:
-    if not isinstance(value, Tensor):
-        hint = "; for a sum and what it counts, call tower.backward_sum(total, count)"
-        raise UsageError(
-            f"{what} is a {type(value).__name__}, expected a scalar tensor{hint * isinstance(value, tuple)}"
-        )
-    if value.is_complex():
-        raise UsageError(f"{what} is complex, expected a real number")
-    if value.numel() != 1:
-        raise UsageError(f"{what} has shape {tuple(value.shape)}, expected a scalar")
-
-
-def _at_least_float32(loss: Tensor) -> Tensor:
-    return loss if loss.dtype in (torch.float32, torch.float64) else loss.float()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import nn
 
 from samestep.errors import UsageError
 
-__all__ = ["HookCheck", "noting_twice"]
+__all__ = ["HookCheck"]
 
 _MOST_NAMES = 4
 _hooks = attrgetter("_post_accumulate_grad_hooks", "_backward_hooks")
@@ -51,22 +50,6 @@ class HookCheck:
                 "exact, thresholds are not; use those after average()",
                 stacklevel=6,
             )
-
-
-@contextmanager
-def noting_twice(parameters: Sequence[nn.Parameter]) -> Iterator[set[int]]:
-    """Note the ids of parameters that get a gradient twice in one backward."""
-    once, twice = set[int](), set[int]()
-
-    def note(parameter: nn.Parameter) -> None:
-        (twice if id(parameter) in once else once).add(id(parameter))
-
-    hooks = [parameter.register_post_accumulate_grad_hook(note) for parameter in parameters]
-    try:
-        yield twice
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _is_users(hooks: Mapping[int, Any] | None) -> bool:

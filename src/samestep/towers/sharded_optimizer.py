@@ -29,8 +29,8 @@ from torch.optim import (
 from samestep.buffers.outside import step_hooks
 from samestep.errors import ConfigError, DisagreementError, UsageError, shown
 from samestep.towers.division import Division, divide
+from samestep.towers.result import StepResult
 from samestep.towers.root import settings_of
-from samestep.towers.run import StepRun
 from samestep.towers.separable import check_separable
 from samestep.towers.shares import Share, gather
 from samestep.towers.towers import Towers
@@ -207,17 +207,17 @@ class ShardedOptimizer(Optimizer):
         if error is not None or any(not torch.equal(each, header) for each in headers):
             agree(job, words, where=where, error=error)
             raise DisagreementError(f"{where}: workers differ, and none of them can say in what")
-        run = self._shared_out()
-        updated = [p for p in update.parameters if p.grad is not None] if run is None else run.averaged
+        shared = self._shared_out()
+        updated = [p for p in update.parameters if p.grad is not None] if shared is None else shared.averaged
         increment_version(updated)  # their memory has changed
-        if run is not None:
-            run.own_averages = None
+        if shared is not None:
+            shared.own_averages = None
         return loss
 
-    def _shared_out(self) -> StepRun | None:
+    def _shared_out(self) -> StepResult | None:
         """Return the step of which each worker has the averages of its share, for the update that is next."""
-        run = getattr(self._towers, "_last", None)
-        return None if run is None or run.own_averages is None else run
+        last = getattr(self._towers, "_last", None)
+        return None if last is None or last.own_averages is None else last
 
     def _division_now(self) -> Division | None:
         """Return who needs the averages of what in `step`; None where a hook may look at `p.grad`."""
@@ -228,12 +228,13 @@ class ShardedOptimizer(Optimizer):
 
         None where all workers have all averages.
         """
-        run, own = self._shared_out(), [*chain.from_iterable(self._own)]
-        if run is None:
+        shared, own = self._shared_out(), [*chain.from_iterable(self._own)]
+        if shared is None:
             return None
-        if run.own_averages:
-            averages, run.own_averages = run.own_averages, []
-            found = {(id(run.parameters[index]), start): gradient for index, start, gradient in averages}
+        if shared.own_averages:
+            averages, shared.own_averages = shared.own_averages, []
+            parameters = shared.run.parameters
+            found = {(id(parameters[index]), start): gradient for index, start, gradient in averages}
             for share in own:
                 share.tensor.grad = found.get((id(share.parameter), share.elements.start))
         return [share.tensor for share in own if share.tensor.grad is not None]
@@ -243,13 +244,13 @@ class ShardedOptimizer(Optimizer):
         for shares in self._shares:
             for share in shares:
                 share.tensor.grad = share.parameter.grad = None
-        if (run := self._shared_out()) is not None:
-            run.own_averages = None
+        if (shared := self._shared_out()) is not None:
+            shared.own_averages = None
 
     def _current_update(self) -> Update:
         """Return what is to be exchanged for the parameters that were averaged last."""
         towers = self._towers
-        averaged = towers._last.parameters if hasattr(towers, "_last") else ()
+        averaged = towers._last.run.parameters if hasattr(towers, "_last") else ()
         if self._update is None or self._update.averaged is not averaged:
             self._update = Update(averaged, self._shares, towers._root, towers.job.world_size)
         return self._update

@@ -193,7 +193,7 @@ class Step:
             return False
         if self.clip_norm is not None:
             shares = None if self._sharded is None else self._sharded._take_averages()
-            found = self.towers._last.parameters if shares is None else shares
+            found = self.towers._last.run.parameters if shares is None else shares
             torch.nn.utils.clip_grads_with_norm_(found, self.clip_norm, report.norm)
         return True
 
@@ -209,12 +209,12 @@ class Step:
             self.averaged_model.update_parameters(self.towers.model)
 
     def _leave_out(self, report: Report) -> Report:
-        self.towers._last.put_back()
+        self.towers._last.run.put_back()
         if self.scaler is not None:
             self.scaler.step(self.optimizer)  # does nothing but note that it was asked
             self.scaler.update()
         elif self.on_nonfinite == "raise":
             parameters = None if self.forward is not None else first_nonfinite(self.towers, self._run)
-            ranges = self.towers._last.local.ranges(self.towers.placement.num_towers)
+            ranges = self.towers._last.run.ranges
             raise NonFiniteError(explain(report, parameters, ranges))
         return replace(report, skipped=True)

@@ -19,27 +19,27 @@ import warnings
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
 
 from samestep.buffers.policies import Policy
 from samestep.buffers.statistics import Mode
-from samestep.errors import AbandonedError, ConfigError, DisagreementError, Error, UsageError, one_line, shown
+from samestep.errors import AbandonedError, DisagreementError, Error, UsageError, one_line, shown
 from samestep.identity import check_same, compare, fingerprint
 from samestep.summation.buckets import DEFAULT_BUCKET_BYTES
 from samestep.summation.exchange import Exchange
-from samestep.summation.norms import Norms
 from samestep.summation.placement import Placement
 from samestep.towers.batch import LocalBatch, cut
 from samestep.towers.counts import Count, check_counts
 from samestep.towers.division import Division
 from samestep.towers.must_match import MustMatch
 from samestep.towers.noise import NoiseScale
-from samestep.towers.pace import Pace
+from samestep.towers.placing import Placed, Placing
 from samestep.towers.replica import Kind, Replica, Settings, job_alone
 from samestep.towers.report import Report
+from samestep.towers.result import StepResult
 from samestep.towers.root import Also, together
 from samestep.towers.run import StepRun
 from samestep.towers.slices import NumRows, in_steps
@@ -50,12 +50,7 @@ from samestep.workers.collectives import gather_objects
 from samestep.workers.job import Job
 from samestep.workers.process import keep_freed_memory
 
-__all__ = ["Placed", "StepOptions", "Towers"]
-
-Placed: TypeAlias = Placement | Literal["auto", "even"]
-"""Which towers each worker runs, or how that is found."""
-
-_BYTES_PER_NS = 4  # what a fast network sends; a slower one is worth more whole subtrees
+__all__ = ["StepOptions", "Towers"]
 
 
 @dataclass(frozen=True)
@@ -116,7 +111,7 @@ class Towers:
         (10.0, torch.Size([1, 2]))
     """
 
-    _last: StepRun  # that has been averaged
+    _last: StepResult  # of the step that was averaged last
 
     def __init__(  # noqa: PLR0913 - the settings of the arithmetic, each with a default
         self,
@@ -147,8 +142,7 @@ class Towers:
         self._step = 0
         self._run: StepRun | None = None
         self._opening: Exchange | None = None  # the last one that had to be over before a step could begin
-        self._pace: Pace | None = None  # where the placement follows the workers' speed
-        self._pass_ns = 0  # how long this worker's passes took in the last step
+        self._placing = Placing(self.job)
         self._asked = shown(placement)
         self._may_change_workers = False  # between a batch's making and its step
 
@@ -167,9 +161,9 @@ class Towers:
         must_match: dict[str, Any] = {"towers": num_towers, **self._settings.must_match}
         error: Exception | None = None
         try:
-            self._placement = Placement.even(num_towers, self.job.world_size)
+            self._placing.begin(num_towers)
             prepare()
-            self._plan = self._replica.plan(Kind(self._placement))
+            self._plan = self._replica.plan(Kind(self.placement))
             must_match |= self._plan.description | {"placement": self._asked}
         except Exception as found:
             error = found
@@ -196,11 +190,8 @@ class Towers:
 
     def _agree_again(self) -> None:
         """Agree with the workers that the job has now, all of which are at the same step."""
-        if self._pace is not None:
-            self._pace.clear()
-        self._pass_ns = 0
         versions = gather_objects(self.job.transport, self._replica.version, "towers")
-        self._agree(self._placement.num_towers, lambda: self._replica.forget_plans(max(versions)))
+        self._agree(self.placement.num_towers, lambda: self._replica.forget_plans(max(versions)))
 
     @property
     def step(self) -> int:
@@ -214,32 +205,16 @@ class Towers:
         Between two steps others may be set, on all workers alike: a `Placement`, which then stays; "even"; or
         "auto", which goes on from the present one, and lets it follow the workers' speed.
         """
-        return self._placement
+        return self._placing.current
 
     @placement.setter
     def placement(self, placement: Placed) -> None:
         self._check_no_step("set placement")
-        expected = (self._placement.num_towers, self.job.world_size)
-        if placement == "auto":
-            self._pace = Pace()
-            return
-        if placement == "even":
-            placement = Placement.even(*expected)
-        if not isinstance(placement, Placement):
-            raise ConfigError(
-                f"placement = {shown(placement)}: expected 'even', 'auto', or a samestep.Placement, such as "
-                "Placement.even(8, 2) or Placement((0, 3, 8))"
-            )
-        if (placement.num_towers, placement.num_workers) != expected:
-            raise ConfigError(
-                f"placement has {placement.num_towers} towers on {placement.num_workers} workers: expected "
-                f"{expected[0]} on {expected[1]}"
-            )
-        self._placement, self._pace = placement, None
+        self._placing.set(placement)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a run needs to go on: T, the seed, the steps taken and the noise scale."""
-        own = {"towers": self._placement.num_towers, "seed": self.seed, "step": self._step}
+        own = {"towers": self.placement.num_towers, "seed": self.seed, "step": self._step}
         return {**own, "noise": self.noise.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -249,7 +224,7 @@ class Towers:
             ConfigError: it is of another number of towers, or of another seed.
         """
         self._check_no_step("load a state")
-        check_same(state, {"towers": self._placement.num_towers, "seed": self.seed}, "towers")
+        check_same(state, {"towers": self.placement.num_towers, "seed": self.seed}, "towers")
         self._step = int(state["step"])
         self.noise.load_state_dict(state["noise"])
 
@@ -409,22 +384,23 @@ class Towers:
         with self._ending_on_error(run):
             run.check_complete()
             averages = run.finish()
-        self._last, error = run, run.wrong_counts()
+        self._last = result = StepResult(run)
+        error = run.wrong_counts()
         if error is not None:
             self._run = None
             run.put_back()
             if self._settings.on_zero_count == "raise" or (run.exchange.scalars.counts != 0).any():
                 raise error
-            return self._report(run, [], skipped=True)
-        averages = run.take(averages)
+            return self._report(result, skipped=True)
         with self._ending_on_error(run):
-            norms = run.norms(averages)
-            measured = run.noise(norms)
+            result.take(averages)
+            del averages
+            measured = result.noise()
             run.update_buffers()
         if measured is not None:
             self.noise.measure(measured)
         self._run = None
-        return self._report(run, norms, tower_grad_norms=None if measured is None else measured.of_towers)
+        return self._report(result, tower_grad_norms=None if measured is None else measured.of_towers)
 
     def abandon(self) -> None:
         """Leave the step that has begun, as if it had not: instead of `average`, after an exception, Ctrl-C.
@@ -476,14 +452,10 @@ class Towers:
                 self.abandon()
             raise
 
-    def _report(self, run: StepRun, norms: Sequence[Norms], **more: Any) -> Report:
+    def _report(self, result: StepResult, **more: Any) -> Report:
         self._step += 1
-        self._pass_ns = run.exchange.stopwatch.read_ns()
-        if self._pace is not None and self.job.world_size > 1:
-            subtree_ns = run.plan.num_bytes // _BYTES_PER_NS
-            rows, pass_ns = run.rows_of_workers(), run.exchange.pass_ns
-            self._placement = self._pace.follow(self._placement, rows, pass_ns, subtree_ns)
-        return run.report(norms, noise_scale=self.noise.value, **more)
+        self._placing.follow(result.run)
+        return result.report(noise_scale=self.noise.value, **more)
 
     def _begin(
         self, batch: Any, options: StepOptions, *, sums: tuple[str, ...] = (), is_whole_batch: bool = False
@@ -496,17 +468,17 @@ class Towers:
                 stacklevel=3,
             )
         self.abandon()
-        if self._placement.num_workers != self.job.world_size:
+        if self.placement.num_workers != self.job.world_size:
             raise UsageError(
-                f"step {self._step}: these Towers are for {self._placement.num_workers} workers, and the job "
+                f"step {self._step}: these Towers are for {self.placement.num_workers} workers, and the job "
                 f"has {self.job.world_size} now: pass them to samestep.Elastic, too"
             )
         local, plan, error = LocalBatch(0, {}), self._plan, None
         try:
-            kind = Kind(self._placement, sums, is_whole_batch, options.division)
+            kind = Kind(self.placement, sums, is_whole_batch, options.division)
             plan = self._replica.plan(kind)
             is_read_twice = bool(sums) or is_whole_batch
-            local = cut(batch, self._placement, self.job, is_read_twice=is_read_twice)
+            local = cut(batch, self.placement, self.job, is_read_twice=is_read_twice)
         except Exception as found:
             error = found
         numbers = {"step": self._step, "rows": local.rows, "batch fingerprint": local.fingerprint}
@@ -518,13 +490,17 @@ class Towers:
                 opening.change_to(plan)
                 self._replica.start_from_first_worker()
         self._plan = plan
-        watch = self._replica.watch
+        exchange = self._exchange(numbers, options)
+        return StepRun(self._step, self.seed, local, self._replica, exchange, options.scaler)
+
+    def _exchange(self, numbers: Mapping[str, int], options: StepOptions) -> Exchange:
+        """Return the exchange of a step, which compares the weights as they are now, and settings."""
+        watch, pass_ns = self._replica.watch, self._placing.pass_ns
         watch.start_step(self._step)
         threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
         settings = {"CPU threads": threads, "default dtype": dtype, **(options.must_match or {})}
         rest = MustMatch(settings, watch)
-        exchange = Exchange(self.job, plan, numbers, rest=rest, flags=options.flags, pass_ns=self._pass_ns)
-        return StepRun(self._step, self.seed, local, self._replica, exchange, options.scaler)
+        return Exchange(self.job, self._plan, numbers, rest=rest, flags=options.flags, pass_ns=pass_ns)
 
     def _check_no_step(self, what: str) -> None:
         if self._run is not None and self._run.exchange.is_over:  # all workers have raised, and none stepped
@@ -536,6 +512,6 @@ class Towers:
         """Run this worker's towers of the last step once more; see `StepRun.replay`."""
         self._step -= 1  # what the loss may ask for
         try:
-            yield from self._last.replay()
+            yield from self._last.run.replay()
         finally:
             self._step += 1

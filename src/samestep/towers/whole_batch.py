@@ -32,7 +32,7 @@ from samestep.errors import UsageError
 from samestep.streams import keep_globals, seed_globals, stream_seed, tower_seed
 from samestep.towers.batch import GlobalBatch, LocalBatch
 from samestep.towers.copier import Copier, copied
-from samestep.towers.counts import LossSum, loss_sum
+from samestep.towers.losses import LossSum, loss_sum
 from samestep.towers.nest import mapped
 from samestep.towers.outputs import Outline, gather, take_apart
 from samestep.towers.run import StepRun
@@ -122,7 +122,7 @@ def _differentiate(run: StepRun, own: dict[int, _Pass], batch: Any, loss: WholeL
         value = loss_sum("the loss of the whole batch", result, 1.0, 1.0).total
         scaled = value if run.scaler is None else run.scaler.scale(value)
         known = {id(tensor) for tensor in (*wanted, *run.parameters)}
-        beside = [leaf for leaf in run.look_at_graph([scaled]) if id(leaf) not in known]
+        beside = [leaf for leaf in run.leaves([scaled]) if id(leaf) not in known]
         with torch.autocast(run.job.device.type, enabled=False):
             found = torch.autograd.grad(scaled, [*wanted, *run.parameters, *beside], allow_unused=True)
     for leaf, gradient in zip(beside, found[len(found) - len(beside) :], strict=True):
@@ -151,7 +151,7 @@ def _run_again(
             f"step {run.step}, tower {tower.index}: forward returned {ahead.outline.sizes} in the first pass "
             f"and {outline.sizes} in the second: both passes must compute the same"
         )
-    return partial(ahead.push, outputs, run.job.device.type), run.look_at_graph(outputs)
+    return partial(ahead.push, outputs, run.job.device.type), run.leaves(outputs)
 
 
 def _contiguous_copy(tensor: Tensor) -> Tensor:

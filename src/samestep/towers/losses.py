@@ -1,0 +1,171 @@
+"""A tower's loss: a mean over its rows, a sum and what it counts, or several sums with names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from samestep.errors import UsageError
+from samestep.summation.scalars import Scalars
+
+if TYPE_CHECKING:
+    from samestep.towers.tower import Tower
+
+__all__ = ["LossSum", "Losses", "NamedCounts", "loss_sum"]
+
+
+@dataclass(frozen=True)
+class LossSum:
+    """What a tower hands in, in units of a power of two (see `StepRun`)."""
+
+    total: Tensor  # 0-dim, float32 or float64: what backward starts from
+    sums: Tensor  # [K], without graph: one for each name, or one where there are no names
+    count: float | Tensor
+
+
+class Losses:
+    """Makes sums of what the towers of a step hand in.
+
+    Sums and counts are in units of the largest power of two that is at most the batch's rows. Scaling by it
+    is exact. It keeps sums of gradients at the size of means, which float16 needs, and makes the division at
+    the root one by 1 where the batch is a power of two. A loss of the whole batch is no sum over rows; its
+    unit is 1.
+
+    Attributes:
+        unit: see above.
+        named: what sums with names count, in a step that has some.
+        has_count: whether some tower of this worker is known to count something; only a GPU may know.
+    """
+
+    def __init__(self, rows: int, *, is_whole_batch: bool) -> None:
+        self.unit = 1 if is_whole_batch else 1 << (rows.bit_length() - 1)
+        self.named: NamedCounts | None = None
+        self.has_count = False
+
+    def from_mean(self, tower: Tower, loss: Tensor | Mapping[str, Tensor]) -> LossSum:
+        """Return what a tower's mean, or its sums by name, come to; see `Tower.backward`."""
+        share = tower.rows / self.unit
+        if self.named is not None:
+            return self.named.loss_sum(repr(tower), loss, tower.index, share, self.unit)
+        if isinstance(loss, Mapping):
+            raise UsageError(
+                f"{tower!r}: loss is a mapping, but the step was started without counts: start it with "
+                "towers(batch, counts={name: count, ...}), or Step(..., counts=...)"
+            )
+        return loss_sum(f"{tower!r}: loss", loss, share, share)
+
+    def from_sum(self, tower: Tower, total: Tensor, count: float | Tensor) -> LossSum:
+        """Return what a tower's sum comes to; see `Tower.backward_sum`."""
+        if self.named is not None:
+            raise UsageError(
+                f"{tower!r}: backward_sum cannot be used in a step that was started with counts; call "
+                "tower.backward({name: sum})"
+            )
+        if isinstance(count, Tensor) and count.numel() != 1:
+            raise UsageError(f"{tower!r}: count has shape {tuple(count.shape)}, expected one number")
+        if not isinstance(count, (int, float, Tensor)):
+            raise UsageError(f"{tower!r}: count is {count!r}, expected a number or 0-dim tensor")
+        if isinstance(count, Tensor) and count.requires_grad:
+            raise UsageError(
+                f"{tower!r}: count requires grad: expected what the sum is divided by, such as a number "
+                "of tokens; where a loss has several terms, hand in their sum"
+            )
+        return loss_sum(f"{tower!r}: total", total, 1 / self.unit, count / self.unit)
+
+    def note(self, loss: LossSum) -> None:
+        """Note what a tower has handed in."""
+        self.has_count |= _is_known_to_count(loss.count)
+
+    def of_all(self, scalars: Scalars) -> tuple[Tensor, Tensor]:
+        """Return the sums of all towers and what they count, each [T, K]; see `Report`."""
+        counts = scalars.counts[:, None] * self.unit
+        if self.named is not None:
+            counts = self.named.counts.to(counts.device)
+        return scalars.loss_sums * self.unit, counts
+
+
+def loss_sum(what: str, loss: Tensor, factor: float, count: float | Tensor) -> LossSum:
+    """Return `loss * factor` and what it counts."""
+    if not isinstance(loss, Tensor) and isinstance(loss, (int, float)) and float(count) == 0:
+        loss = torch.tensor(float(loss), dtype=torch.float32)
+    _check_scalar(what, loss)
+    # A sum over nothing may be a constant; then there is nothing to run backward through.
+    if not loss.requires_grad and float(count) != 0:
+        raise UsageError(f"{what} does not require grad, so it has no gradient")
+    total = _at_least_float32(loss) * factor
+    return LossSum(total, total.detach().reshape(1), count)
+
+
+def _is_known_to_count(count: float | Tensor) -> bool:
+    """Whether a count is above 0; False where only a GPU knows."""
+    return (not isinstance(count, Tensor) or count.device.type == "cpu") and float(count) > 0
+
+
+@dataclass(frozen=True)
+class NamedCounts:
+    r"""What each of several sums of a loss counts, in every tower, known before the first pass.
+
+    With :math:`S_{kt}` and :math:`N_{kt}` the sum and the count of name k in tower t, the loss is
+
+    .. math:: L = \sum_k \frac{\sum_t S_{kt}}{\sum_t N_{kt}}
+
+    over the names that count something. A tower hands in :math:`R \sum_k S_{kt} / N_k` and counts its rows,
+    of which there are R in all.
+    """
+
+    names: tuple[str, ...]
+    counts: Tensor  # float64 [T, K], on the CPU
+    rows: int  # R
+
+    @cached_property
+    def totals(self) -> list[float]:
+        """Each name's count over all towers."""
+        totals: list[float] = self.counts.sum(0).tolist()
+        return totals
+
+    def loss_sum(self, who: str, losses: Any, tower: int, share: float, unit: int) -> LossSum:
+        """Return what a tower hands in that has `share` of `unit` rows."""
+        sums = self._in_order(who, losses)
+        # In this order on every worker, so that the bits are the same.
+        means = [s * (self.rows / (n * unit)) for s, n in zip(sums, self.totals, strict=True) if n > 0]
+        total = reduce(torch.add, means)
+        if not total.requires_grad and bool(self.counts[tower].any()):
+            raise UsageError(f"{who}: no sum requires grad, so it has no gradient")
+        return LossSum(total, torch.stack([s.detach().double() for s in sums]) / unit, share)
+
+    def _in_order(self, who: str, losses: Any) -> list[Tensor]:
+        expected = ", ".join(self.names)
+        if not isinstance(losses, Mapping):
+            raise UsageError(
+                f"{who}: loss is a {type(losses).__name__}, expected a mapping with a sum for each name in "
+                f"counts: {expected}"
+            )
+        if set(losses) != set(self.names):
+            raise UsageError(
+                f"{who}: loss has sums for {', '.join(map(str, losses)) or 'nothing'}, expected one for "
+                f"each name in counts: {expected}"
+            )
+        for name in self.names:
+            _check_scalar(f"{who}: loss[{name!r}]", losses[name])
+        return [_at_least_float32(losses[name]).reshape(()) for name in self.names]
+
+
+def _check_scalar(what: str, value: Tensor) -> None:
+    if not isinstance(value, Tensor):
+        hint = "; for a sum and what it counts, call tower.backward_sum(total, count)"
+        raise UsageError(
+            f"{what} is a {type(value).__name__}, expected a scalar tensor{hint * isinstance(value, tuple)}"
+        )
+    if value.is_complex():
+        raise UsageError(f"{what} is complex, expected a real number")
+    if value.numel() != 1:
+        raise UsageError(f"{what} has shape {tuple(value.shape)}, expected a scalar")
+
+
+def _at_least_float32(loss: Tensor) -> Tensor:
+    return loss if loss.dtype in (torch.float32, torch.float64) else loss.float()

@@ -1,0 +1,70 @@
+"""What a pass must not do beside writing to the model, which the watch finds: its gradients, its messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from samestep.buffers.outside import graph_of
+from samestep.errors import UsageError
+from samestep.workers.rendezvous import num_messages
+
+if TYPE_CHECKING:
+    from samestep.towers.replica import Replica
+    from samestep.towers.tower import Tower
+
+__all__ = ["PassCheck"]
+
+
+class PassCheck:
+    """Looks at the passes of one step, in one tower's turn after the other."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._parameters = replica.parameters
+        self._num_messages = 0
+
+    def start(self) -> None:
+        """Begin a tower's turn."""
+        self._num_messages = num_messages()
+
+    def check_forward(self, tower: Tower) -> None:
+        """Check what a tower's forward has left, before samestep's own backward."""
+        if self._has_gradients():
+            raise UsageError(
+                f"{tower!r}: parameters have gradients already; call tower.backward(loss) instead of "
+                "loss.backward(), whose gradients are not averaged"
+            )
+        if num_messages() != self._num_messages:
+            raise UsageError(
+                f"{tower!r}: its pass called torch.distributed, but workers differ in how many passes "
+                "they run, and in their rows: do it after average(), whose report is of all towers"
+            )
+
+    def not_handed_in(self, tower: Tower) -> UsageError:
+        """Return what is wrong where the loop went on without a tower's loss."""
+        called = "the loop went on before backward was called"
+        if self._has_gradients():
+            called = "loss.backward() was called instead of tower.backward(loss)"
+        return UsageError(f"{tower!r}: {called}; call tower.backward(loss) once for every tower")
+
+    def _has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self._parameters)
+
+    def explain(self, tower: Tower, error: RuntimeError) -> UsageError | None:
+        """Return what is wrong where a backward came to a part of another tower's graph."""
+        if "backward through the graph a second time" not in str(error):
+            return None
+        return UsageError(
+            f"{tower!r}: its loss shares a part of its graph with the tower before: compute all "
+            "that has a gradient within the loop over towers, or detach it"
+        )
+
+    def leaves(self, losses: Iterable[Tensor]) -> list[Tensor]:
+        """Return the leaves of the losses' graph; note whether backward may come to a parameter twice."""
+        nodes = list(graph_of(losses))
+        if any(node.name() == "CheckpointFunctionBackward" for node in nodes):  # reentrant
+            self._replica.has_reentrant = True
+        return [node.variable for node in nodes if hasattr(node, "variable")]

@@ -1,0 +1,69 @@
+"""Where the towers of the next step run: as they were placed, or where workers are fast."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from samestep.errors import ConfigError, shown
+from samestep.summation.placement import Placement
+from samestep.towers.pace import Pace
+from samestep.workers.job import Job
+
+if TYPE_CHECKING:
+    from samestep.towers.run import StepRun
+
+__all__ = ["Placed", "Placing"]
+
+Placed: TypeAlias = Placement | Literal["auto", "even"]
+"""Which towers each worker runs, or how that is found."""
+
+_BYTES_PER_NS = 4  # what a fast network sends; a slower one is worth more whole subtrees
+
+
+class Placing:
+    """Places the towers of a job; see `Towers.placement`.
+
+    Attributes:
+        current: the placement of the next step.
+        pass_ns: how long this worker's passes took in the last step.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._pace: Pace | None = None  # where the placement follows the workers' speed
+        self.pass_ns = 0
+
+    def begin(self, num_towers: int) -> None:
+        """Place the towers evenly, on the workers that the job has now."""
+        self.current = Placement.even(num_towers, self._job.world_size)
+        self.pass_ns = 0
+        if self._pace is not None:
+            self._pace.clear()
+
+    def set(self, placement: Placed) -> None:
+        """Place them as asked."""
+        num_towers, num_workers = self.current.num_towers, self._job.world_size
+        if placement == "auto":
+            self._pace = Pace()
+            return
+        if placement == "even":
+            placement = Placement.even(num_towers, num_workers)
+        if not isinstance(placement, Placement):
+            raise ConfigError(
+                f"placement = {shown(placement)}: expected 'even', 'auto', or a samestep.Placement, such as "
+                "Placement.even(8, 2) or Placement((0, 3, 8))"
+            )
+        if (placement.num_towers, placement.num_workers) != (num_towers, num_workers):
+            raise ConfigError(
+                f"placement has {placement.num_towers} towers on {placement.num_workers} workers: expected "
+                f"{num_towers} on {num_workers}"
+            )
+        self.current, self._pace = placement, None
+
+    def follow(self, run: StepRun) -> None:
+        """Follow the workers' speed, at the end of a step."""
+        self.pass_ns = run.exchange.stopwatch.read_ns()
+        if self._pace is not None and self._job.world_size > 1:
+            rows = [sum(len(run.ranges[tower]) for tower in own) for own in run.plan.placement.ranges]
+            subtree_ns = run.plan.num_bytes // _BYTES_PER_NS
+            self.current = self._pace.follow(self.current, rows, run.exchange.pass_ns, subtree_ns)
