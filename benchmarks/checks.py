@@ -23,6 +23,7 @@ from torch import nn
 import samestep
 from samestep.buffers.watch import Watch
 from samestep.towers.batch import GlobalBatch
+from samestep.towers.pass_check import PassCheck
 from samestep.towers.replica import Replica
 from samestep.towers.run import StepRun
 from step import SUBJECTS, Subject, loss_of, pictures, sgd
@@ -32,7 +33,9 @@ CHECKS: list[tuple[type, str]] = [
     (Watch, "start_step"),
     (Watch, "check_pass"),
     (Watch, "end_step"),
-    (StepRun, "look_at_graph"),
+    (PassCheck, "start"),
+    (PassCheck, "check_forward"),
+    (StepRun, "leaves"),
     (GlobalBatch, "fingerprint"),
 ]
 

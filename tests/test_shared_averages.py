@@ -90,6 +90,29 @@ def test_in_each_precision(dtype):
     check(AdamW, {"lr": 0.01}, (3,), dtype=dtype)
 
 
+def test_a_net_of_which_little_was_trained_when_it_was_shared_out(monkeypatch):
+    monkeypatch.setattr(buckets, "_SMALL_BYTES", 40_000)
+
+    def train(job, *, sharded):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(20, 300), nn.ReLU(), nn.Linear(300, 30), nn.ReLU(), nn.Linear(30, 3))
+        body = model[:4].requires_grad_(False)
+        towers = Towers(model, 7, job=job)
+        optimizer = make(towers, AdamW, sharded=sharded, params=model.parameters(), lr=0.01)
+        step = Step(towers, lambda model, x: model(x).square().mean(), optimizer, clip_norm=0.5)
+        is_shared_out = []
+        for number in range(4):
+            body.requires_grad_(number >= 2)
+            step(torch.randn(9, 20))
+            is_shared_out.append(towers._plan.is_shared_out)
+        return samestep.digest(model), is_shared_out
+
+    expected, _ = train(ALONE, sharded=False)
+    for num_workers in (2, 3):
+        found = values(lambda job: train(job, sharded=True), num_workers)
+        assert found == [(expected, [False, False, True, True])] * num_workers
+
+
 class Plain(SGD):
     """Of a class that nobody knows to be elementwise, so whole parameters are shared out."""
 
@@ -248,12 +271,14 @@ def test_a_net_that_was_small_when_it_was_shared_out(monkeypatch):
         model = Net().requires_grad_(False)
         model.second.requires_grad_(True)
         towers = Towers(model, 7, job=job)
-        optimizer = make(towers, AdamW, sharded=sharded, params=model.parameters(), lr=0.01)
+        optimizer = make(towers, AdamW, sharded=sharded, params=model.second.parameters(), lr=0.01)
         step = Step(towers, loss_of, optimizer, clip_norm=0.1)
         norms = []
         for number in range(4):
-            model.requires_grad_(number > 1)
-            model.second.requires_grad_(True)
+            if number == 2:
+                frozen = [p for p in model.parameters() if not p.requires_grad]
+                optimizer.add_param_group({"params": frozen, "lr": 0.1})
+                model.requires_grad_(True)
             norms.append(step(batch_of(number)).grad_norm)
         assert not towers._plan.is_shared_out
         return samestep.digest(model), norms

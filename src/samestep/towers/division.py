@@ -68,14 +68,15 @@ def divide(
         ConfigError: a parameter is there twice, or is not dense.
     """
     _check(parameters)
-    job, plan = towers.job, towers._plan
+    job, plan, replica = towers.job, towers._plan, towers._replica
     is_cut = is_elementwise and (job.device.type != "cpu" or torch.get_num_threads() == 1)
-    sparse = towers._replica.sparse_parameters()
+    sparse = replica.sparse_parameters()
     pieces = {id(p): p for p in parameters if is_cut and id(p) not in sparse}
     whole = [p for p in parameters if id(p) not in pieces]
     found = dict(zip(map(id, whole), deal(whole, loads), strict=True))
-    # Where buckets go whole to all, nobody takes the norms of a share.
-    alignment = _ALIGNMENT if plan.is_whole else NORM_BLOCK
+    # Where buckets go whole to all, also once all layers are thawed, nobody takes the norms of a share.
+    is_small = plan.is_whole and replica.plan_of([*pieces.values()], plan.placement).is_whole
+    alignment = _ALIGNMENT if is_small else NORM_BLOCK
     # Bucket by bucket, so that each worker has its part of every one to average.
     bucket_of = {plan.parameters[i].name: n for n, each in enumerate(plan.buckets) for i in each.parameters}
     buckets: dict[int | None, list[Tensor]] = {}

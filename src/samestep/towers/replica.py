@@ -130,6 +130,11 @@ class Replica:
             )
         return self._plans[kind]
 
+    def plan_of(self, parameters: Sequence[Tensor], placement: Placement) -> Plan:
+        """Return the plan of a step that trained these parameters, all with dense gradients."""
+        layouts = tuple(self._lay_out("", parameter, is_sparse=False) for parameter in parameters)
+        return Plan.of(placement, layouts, bucket_bytes=self.settings.bucket_bytes)
+
     def forget_plans(self, version: int) -> None:
         """Make new plans: this worker's rank may be another one, and others may have seen more changes."""
         self.version = version
