@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from samestep.app.failures import Failure
@@ -26,6 +27,40 @@ _STOPPED_S = 1.0
 
 _LONGEST_PAUSE_S = 60
 _LOOK_S = 0.2
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """How this host's workers stand at one time, and those of the others."""
+
+    newcomers: set[int]  # who do not train yet, on any host
+    trained: Sequence[WorkerProcess]  # of this host
+    running: Sequence[WorkerProcess]  # of these
+    replaceable: Sequence[WorkerProcess]  # of this host, who have not done all that there is to do
+    gone: Sequence[int]  # members on lost hosts
+    elsewhere: Sequence[int]  # members on other hosts that are there
+    is_over: bool  # whether somebody has come to the end
+
+    @property
+    def has_left(self) -> bool:
+        """Whether somebody is there who can go on."""
+        return bool(self.running or set(self.elsewhere) - self.newcomers or self.is_over)
+
+    @property
+    def who_trained(self) -> list[int]:
+        """All who have trained, on any host, lost ones included."""
+        others = {*self.gone, *self.elsewhere} - self.newcomers
+        return [*others, *(worker.number for worker in self.trained)]
+
+    @property
+    def is_all_stopped(self) -> bool:
+        """Whether the whole job stands still, as after Ctrl-Z, and not some of its workers."""
+        return not (self.is_over or self.elsewhere) and all(map(_is_stopped, self.running))
+
+    def lost(self) -> list[WorkerProcess]:
+        """Return whom the others can go on without: those that were killed, and newcomers that failed."""
+        failed = [worker for worker in self.replaceable if worker.status is not None]
+        return [worker for worker in failed if worker.number in self.newcomers or (worker.status or 0) < 0]
 
 
 class Replacement:
@@ -77,30 +112,30 @@ class Replacement:
         self._look_around()
         if self._hosts.ending is not None:
             return
-        newcomers = self._roster.newcomers({*self._roster.members, *(worker.number for worker in present)})
-        trained = [worker for worker in present if worker.number not in newcomers]
-        finished = {worker.number for worker in trained if self._roster.is_done(worker.number)}
-        is_over = self._roster.is_over() or any(worker.status == 0 for worker in trained)
-        if is_over:  # a newcomer lacks what the others have done
+        seen = self._see(present)
+        if seen.is_over:  # a newcomer lacks what the others have done
             self._send_away()
-        gone, elsewhere = self._elsewhere()
-        trained_elsewhere = {*gone, *elsewhere} - newcomers
-        running = [worker for worker in trained if worker.status is None]
-        has_left = bool(running or trained_elsewhere.difference(gone) or is_over)
-        if not (has_left and self._roster.go_on([*trained_elsewhere, *(w.number for w in trained)])):
-            self._check_there(gone)
+        if not (seen.has_left and self._roster.go_on(seen.who_trained)):
+            self._check_there(seen.gone)
             return
-        self._check_belongs([] if is_over else running)
-        replaceable = [worker for worker in present if worker.number not in finished]
-        if is_over or elsewhere or not all(map(_is_stopped, running)):  # else the whole job is
-            self._kill_silent(replaceable)
-        self._end(self._roster.sent_away(newcomers))
-        failed = [worker for worker in replaceable if worker.status is not None]
-        lost = [worker for worker in failed if worker.number in newcomers or (worker.status or 0) < 0]
-        self._leave_behind(lost, gone, is_over=is_over)
-        if not is_over:
+        self._check_belongs([] if seen.is_over else seen.running)
+        if not seen.is_all_stopped:
+            self._kill_silent(seen.replaceable)
+        self._end(self._roster.sent_away(seen.newcomers))
+        self._leave_behind(seen.lost(), seen.gone, is_over=seen.is_over)
+        if not seen.is_over:
             self._fill_seats()
             self._let_in()
+
+    def _see(self, present: Sequence[WorkerProcess]) -> _Seen:
+        newcomers = self._roster.newcomers({*self._roster.members, *(worker.number for worker in present)})
+        trained = [worker for worker in present if worker.number not in newcomers]
+        is_over = self._roster.is_over() or any(worker.status == 0 for worker in trained)
+        running = [worker for worker in trained if worker.status is None]
+        finished = {worker.number for worker in trained if self._roster.is_done(worker.number)}
+        replaceable = [worker for worker in present if worker.number not in finished]
+        gone, elsewhere = self._elsewhere()
+        return _Seen(newcomers, trained, running, replaceable, gone, elsewhere, is_over)
 
     def end(self) -> None:
         """Let nobody come any more, and those who have been told to stop do so with those who are left."""
