@@ -189,7 +189,9 @@ def test_a_stranger_is_sent_away():
         ends = [meeting._connected(card.name) for _ in range(3)]
         for end, token in zip(ends, [b"", b"\0" * 16, card.token], strict=True):
             end.sendall(token + (3).to_bytes(4))
-        connections = meeting._accept(local, {3}, card.token)
+        way = meeting._Way(local, {})
+        way.accept({3}, card.token)
+        connections = way.connections(set())
         assert set(connections) == {3}
         assert [end.recv(1) for end in ends[:2]] == [b"", b""]
         connections[3].sendall(b"!")

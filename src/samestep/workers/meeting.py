@@ -42,14 +42,16 @@ def meet(transport: Transport, *, shares_memory: bool) -> tuple[Peers, dict[int,
         cards: list[_Card] = gather_objects(transport, own, _WHAT)
         lower = list(enumerate(cards[:rank]))
         near = [(w, card) for w, card in lower if own.shares_with(card)]
-        called = {w: found for w, card in lower if (found := _call(card, card.addresses(), rank))}
-        called_near = {w: found for w, card in near if (found := _call(card, [card.name], rank))}
-        reached = gather_objects(transport, (set(called), set(called_near)), _WHAT)
-        accepted = _accept(listener, {w for w, (them, _) in enumerate(reached) if rank in them}, own.token)
-        accepted_near = _accept(local, {w for w, (_, them) in enumerate(reached) if rank in them}, own.token)
-        heard = gather_objects(transport, (set(accepted), set(accepted_near)), _WHAT)
-    connections = accepted | _heard(called, {w for w, (them, _) in enumerate(heard) if rank in them})
-    local_ones = accepted_near | _heard(called_near, {w for w, (_, them) in enumerate(heard) if rank in them})
+        ways = (
+            _Way(listener, {w: found for w, card in lower if (found := _call(card, card.addresses(), rank))}),
+            _Way(local, {w: found for w, card in near if (found := _call(card, [card.name], rank))}),
+        )
+        reached = gather_objects(transport, [set(way.called) for way in ways], _WHAT)
+        for way, whom in zip(ways, zip(*reached, strict=True), strict=True):
+            way.accept(_who_names(rank, whom), own.token)
+        heard = gather_objects(transport, [set(way.accepted) for way in ways], _WHAT)
+    of_ways = zip(ways, zip(*heard, strict=True), strict=True)
+    connections, local_ones = (way.connections(_who_names(rank, whom)) for way, whom in of_ways)
     channels = {w: Channel(connection) for w, connection in sorted(local_ones.items())}
     for worker, card in lower:
         if worker not in connections:
@@ -61,6 +63,36 @@ def meet(transport: Transport, *, shares_memory: bool) -> tuple[Peers, dict[int,
     if rank == 0:
         _say_who_shares_none(cards, [them for _, them in reached])
     return Peers(connections), channels
+
+
+@dataclass
+class _Way:
+    """A way on which workers call those before them: from any host, or from their own."""
+
+    listener: socket.socket | None
+    called: dict[int, socket.socket]
+    accepted: dict[int, socket.socket] = field(default_factory=dict)
+
+    def accept(self, expected: set[int], token: bytes) -> None:
+        """Accept the connections of the workers that have called; anybody else may call, too."""
+        with suppress(TimeoutError):
+            while self.listener is not None and self.accepted.keys() != expected:
+                connection, _ = self.listener.accept()
+                caller = _caller(connection, token)
+                if caller is None:
+                    connection.close()
+                else:
+                    self.accepted[caller] = connection
+
+    def connections(self, heard_by: set[int]) -> dict[int, socket.socket]:
+        """Return what has led to its worker, and close the rest: an address may be somebody else's."""
+        for worker in self.called.keys() - heard_by:
+            self.called.pop(worker).close()
+        return self.accepted | self.called
+
+
+def _who_names(rank: int, named: Sequence[set[int]]) -> set[int]:
+    return {worker for worker, them in enumerate(named) if rank in them}
 
 
 @dataclass(frozen=True)
@@ -140,20 +172,6 @@ def _connected(address: tuple[str, int] | bytes) -> socket.socket:
     return connection
 
 
-def _accept(listener: socket.socket | None, expected: set[int], token: bytes) -> dict[int, socket.socket]:
-    """Accept the connections of the workers that have called; anybody else may call, too."""
-    found: dict[int, socket.socket] = {}
-    with suppress(TimeoutError):
-        while listener is not None and found.keys() != expected:
-            connection, _ = listener.accept()
-            caller = _caller(connection, token)
-            if caller is None:
-                connection.close()
-            else:
-                found[caller] = connection
-    return found
-
-
 def _caller(connection: socket.socket, token: bytes) -> int | None:
     """Return the number of the worker that has called; None if it is a stranger."""
     connection.settimeout(_CONNECT_S)
@@ -162,13 +180,6 @@ def _caller(connection: socket.socket, token: bytes) -> int | None:
         if hmac.compare_digest(said[:_TOKEN_BYTES], token):
             return int.from_bytes(said[_TOKEN_BYTES:])
     return None
-
-
-def _heard(called: dict[int, socket.socket], by: set[int]) -> dict[int, socket.socket]:
-    """Return what has led to its worker, and close the rest: an address may be somebody else's."""
-    for worker in called.keys() - by:
-        called[worker].close()
-    return {worker: called[worker] for worker in called.keys() & by}
 
 
 def _say_who_shares_none(cards: Sequence[_Card], reached: Sequence[set[int]]) -> None:

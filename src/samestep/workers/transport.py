@@ -178,22 +178,35 @@ class ProcessGroup:
         for distance in range(1, self.world_size):
             source = (self.rank - distance) % self.world_size
             target = (self.rank + distance) % self.world_size
-            for tensors in () if source in self.shared else _messages(incoming.get(source, ())):
-                message = tensors[0]
-                if self._is_packed(tensors):
-                    size = sum(tensor.nbytes for tensor in tensors)
-                    message = torch.empty(size, dtype=torch.uint8, device=self._device(tensors))
-                    posted.packed.append((message, tensors))
-                operations.append(dist.P2POp(dist.irecv, message, source))
-            for tensors in () if target in self.shared else _messages(outgoing.get(target, ())):
-                message = tensors[0]
-                if self._is_packed(tensors):
-                    message = torch.cat([_bytes(tensor) for tensor in tensors]).to(self._device(tensors))
-                operations.append(dist.P2POp(dist.isend, message, target))
+            if source not in self.shared:
+                to_fill = self._to_fill(incoming.get(source, ()), posted)
+                operations += [dist.P2POp(dist.irecv, message, source) for message in to_fill]
+            if target not in self.shared:
+                to_send = self._to_send(outgoing.get(target, ()))
+                operations += [dist.P2POp(dist.isend, message, target) for message in to_send]
         posted.delivery = self.shared.post(outgoing, incoming, what)
         posted.start([operation for operation in operations if operation.tensor.device.type == "cpu"])
         posted.start_batch([operation for operation in operations if operation.tensor.device.type == "cuda"])
         return posted
+
+    def _to_fill(self, tensors: Sequence[Tensor], posted: _Posted) -> Iterator[Tensor]:
+        """Yield the messages that bring these tensors; those with several are unpacked later."""
+        for together in _messages(tensors):
+            if not self._is_packed(together):
+                yield together[0]
+                continue
+            size = sum(tensor.nbytes for tensor in together)
+            message = torch.empty(size, dtype=torch.uint8, device=self._device(together))
+            posted.packed.append((message, together))
+            yield message
+
+    def _to_send(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Yield the messages that bring these tensors to another worker."""
+        for together in _messages(tensors):
+            if self._is_packed(together):
+                yield torch.cat([_bytes(tensor) for tensor in together]).to(self._device(together))
+            else:
+                yield together[0]
 
     def give_up(self, what: str) -> None:
         """Let all others know that this worker was interrupted, and refuse to post."""
