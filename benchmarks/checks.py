@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 import samestep
+from samestep.batches.batch import GlobalBatch
 from samestep.buffers.watch import Watch
-from samestep.towers.batch import GlobalBatch
 from samestep.towers.pass_check import PassCheck
 from samestep.towers.replica import Replica
 from samestep.towers.run import StepRun

@@ -9,10 +9,10 @@ from hypothesis import given, settings, strategies as st
 
 import samestep
 from samestep import LocalBatch, Towers
+from samestep.batches.batch import GlobalBatch, Slices
+from samestep.batches.copier import Copier
 from samestep.errors import BatchError
 from samestep.summation.placement import even_ranges
-from samestep.towers.batch import GlobalBatch, Slices
-from samestep.towers.copier import Copier
 
 from .simulation import simulate
 

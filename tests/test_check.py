@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import samestep
+from samestep.batches.batch import LocalBatch
 from samestep.checking.examination import Examination, Plan
 from samestep.checking.result import CheckResult
 from samestep.errors import BatchError, ConfigError
-from samestep.towers.batch import LocalBatch
 
 from . import planted
 from .planted import with_fault

@@ -10,12 +10,12 @@ from hypothesis import given, settings, strategies as st
 from torch.utils.data import IterableDataset
 
 from samestep import Step, Towers, digest
+from samestep.batches.batch import LocalBatch
 from samestep.data.loader import TowerLoader
 from samestep.data.readers import BatchedDataset
 from samestep.errors import BatchError, ConfigError, NonFiniteError, UsageError
 from samestep.streams import generator, seed_globals, stream_seed, uniforms
 from samestep.summation.placement import Placement, even_ranges
-from samestep.towers.batch import LocalBatch
 
 from .jobs import job_of
 from .simulation import values

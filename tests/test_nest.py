@@ -15,9 +15,9 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 
 from samestep import BatchError, LocalBatch, Towers, Whole
+from samestep.batches.batch import GlobalBatch
+from samestep.batches.copier import Copier
 from samestep.summation.placement import even_ranges
-from samestep.towers.batch import GlobalBatch
-from samestep.towers.copier import Copier
 
 CPU = Copier(torch.device("cpu"))
 

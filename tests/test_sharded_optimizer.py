@@ -24,7 +24,7 @@ from samestep import (
     Towers,
     UsageError,
 )
-from samestep.towers.division import cut
+from samestep.sharding.cuts import cut
 
 from .simulation import Faults, simulate, values
 

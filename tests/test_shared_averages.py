@@ -10,6 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import samestep
 from samestep import LostWorkerError, ShardedOptimizer, Step, Towers
+from samestep.sharding import cuts
 from samestep.summation import buckets, norms
 from samestep.towers import division
 
@@ -30,7 +31,7 @@ from .test_trainer import examples
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Let small nets do what large ones do."""
-    for module in (norms, division):
+    for module in (norms, division, cuts):
         monkeypatch.setattr(module, "NORM_BLOCK", 128)
     monkeypatch.setattr(buckets, "_SMALL_BYTES", 0)
 

@@ -18,12 +18,12 @@ from samestep.app.lock import RunLock
 from samestep.app.run_folder import all_checkpoints
 from samestep.app.settings import Settings
 from samestep.app.tensorboard import TensorBoard, write_metrics
+from samestep.batches.batch import LocalBatch
 from samestep.checkpoint.saving import load
 from samestep.data.loader import TowerLoader
 from samestep.identity import digest
 from samestep.recipes.digits.data import Digits
 from samestep.recipes.digits.recipe import accuracy
-from samestep.towers.batch import LocalBatch
 from samestep.towers.step import Step
 from samestep.towers.towers import Towers
 from samestep.workers.job import Job

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from samestep.app.tensorboard import TensorBoard as TensorBoard
     from samestep.app.trainer import Trainer as Trainer, TrainingResult as TrainingResult
     from samestep.app.wandb import WandB as WandB
+    from samestep.batches.batch import LocalBatch as LocalBatch
+    from samestep.batches.columns import Whole as Whole
     from samestep.checking.result import CheckResult as CheckResult, check as check
     from samestep.checkpoint.manifest import Manifest as Manifest
     from samestep.checkpoint.saving import load as load, save as save
@@ -38,12 +40,10 @@ if TYPE_CHECKING:
         UsageError as UsageError,
     )
     from samestep.identity import digest as digest
+    from samestep.sharding.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
     from samestep.summation.gradients import average_gradients as average_gradients
     from samestep.summation.placement import Placement as Placement
-    from samestep.towers.batch import LocalBatch as LocalBatch
-    from samestep.towers.columns import Whole as Whole
     from samestep.towers.report import Report as Report
-    from samestep.towers.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
     from samestep.towers.step import Step as Step
     from samestep.towers.tower import Tower as Tower
     from samestep.towers.towers import Towers as Towers
@@ -58,6 +58,8 @@ _HOMES = {
     "app.tensorboard": ("TensorBoard",),
     "app.trainer": ("Trainer", "TrainingResult"),
     "app.wandb": ("WandB",),
+    "batches.batch": ("LocalBatch",),
+    "batches.columns": ("Whole",),
     "checking.result": ("CheckResult", "check"),
     "checkpoint.manifest": ("Manifest",),
     "checkpoint.saving": ("load", "save"),
@@ -82,12 +84,10 @@ _HOMES = {
         "UsageError",
     ),
     "identity": ("digest",),
+    "sharding.sharded_optimizer": ("ShardedOptimizer",),
     "summation.gradients": ("average_gradients",),
     "summation.placement": ("Placement",),
-    "towers.batch": ("LocalBatch",),
-    "towers.columns": ("Whole",),
     "towers.report": ("Report",),
-    "towers.sharded_optimizer": ("ShardedOptimizer",),
     "towers.tower": ("Tower",),
     "towers.step": ("Step",),
     "towers.towers": ("Towers",),

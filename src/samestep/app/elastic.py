@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep.app.regroup import meet_again, renewable_of, tell
+from samestep.batches.batch import LocalBatch
 from samestep.checkpoint.handover import Trained, send_state, set_trained, take_state, trained
 from samestep.checkpoint.objects import TrainingObjects
 from samestep.data.stream_loader import StreamLoader
 from samestep.errors import ConfigError, LostWorkerError, UsageError, one_line
 from samestep.streams import GlobalStreams
-from samestep.towers.batch import LocalBatch
 from samestep.towers.towers import Towers
 from samestep.workers.collectives import gather_objects
 

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from samestep.batches.batch import GlobalBatch
+from samestep.batches.copier import Copier
 from samestep.data.readers import BatchedReader, Reader, Request, is_batched
 from samestep.errors import ConfigError, UsageError, shown
 from samestep.streams import keep_globals, seed_globals, stream_seed
-from samestep.towers.batch import GlobalBatch
-from samestep.towers.copier import Copier
 from samestep.workers.agreement import agree
 from samestep.workers.job import Job
 

@@ -21,8 +21,8 @@ from samestep.app.evaluation import evaluation_mode
 from samestep.app.event_file import EventFile
 from samestep.app.extras import extra
 from samestep.app.histogram import Histogram
-from samestep.towers.batch import GlobalBatch, LocalBatch
-from samestep.towers.copier import Copier
+from samestep.batches.batch import GlobalBatch, LocalBatch
+from samestep.batches.copier import Copier
 from samestep.towers.report import Report
 
 if TYPE_CHECKING:

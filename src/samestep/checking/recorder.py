@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from samestep.batches.nest import tensors
 from samestep.buffers.named_buffers import find_named_buffers
 from samestep.buffers.policies import assign_policies
 from samestep.checking.attributes import fingerprint, held_by
@@ -26,7 +27,6 @@ from samestep.checking.surroundings import Surroundings
 from samestep.errors import ConfigError, Error
 from samestep.identity import digest, plain_names
 from samestep.streams import GlobalStreams, seed_globals, stream_seed
-from samestep.towers.nest import tensors
 from samestep.towers.report import Report
 from samestep.towers.step import Step
 from samestep.towers.tower import Tower

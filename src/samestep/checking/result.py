@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from samestep.batches.batch import LocalBatch
+from samestep.batches.copier import Copier
+from samestep.batches.nest import entries
 from samestep.checking.examination import Examination, Plan
 from samestep.checking.findings import Finding
 from samestep.checking.recorder import Subject
 from samestep.errors import ConfigError, UsageError
 from samestep.summation.placement import Placement
-from samestep.towers.batch import LocalBatch
-from samestep.towers.copier import Copier
-from samestep.towers.nest import entries
 from samestep.towers.root import Also, together
 from samestep.towers.step import LossFunction, Step
 from samestep.towers.towers import Towers

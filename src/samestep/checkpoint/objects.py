@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from samestep.identity import plain_names, uncompiled
+from samestep.sharding.sharded_optimizer import ShardedOptimizer
 from samestep.streams import GlobalStreams
-from samestep.towers.sharded_optimizer import ShardedOptimizer
 from samestep.towers.towers import Towers
 
 __all__ = [

@@ -19,7 +19,7 @@ from samestep.checkpoint.objects import AVERAGES, WEIGHTS, TrainingObjects, kind
 from samestep.checkpoint.state_tree import from_outline, to_outline
 from samestep.errors import ConfigError, DataError, Error, one_line, shown
 from samestep.identity import Fingerprint, fingerprint
-from samestep.towers.sharded_optimizer import ShardedOptimizer
+from samestep.sharding.sharded_optimizer import ShardedOptimizer
 from samestep.workers.agreement import agree
 from samestep.workers.job import Job
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.utils.data import DataLoader
 
+from samestep.batches.batch import LocalBatch, Slices
 from samestep.data.dataloader import check_options, reading
 from samestep.data.from_dataloader import options_of
 from samestep.data.order import CustomOrder, Order, numbered
@@ -30,7 +31,6 @@ from samestep.errors import ConfigError, UsageError
 from samestep.identity import check_same
 from samestep.streams import generator
 from samestep.summation.placement import Placement
-from samestep.towers.batch import LocalBatch, Slices
 from samestep.workers.job import Job
 
 __all__ = ["PlacedTowers", "TowerLoader"]

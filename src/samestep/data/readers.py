@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
+from samestep.batches.batch import GlobalBatch
+from samestep.batches.columns import Whole
+from samestep.batches.copier import Copier, copied
+from samestep.batches.fingerprint import fingerprint
+from samestep.batches.nest import mapped
 from samestep.errors import BatchError, UsageError
 from samestep.streams import GlobalStreams, seed_globals, stream_seed
-from samestep.towers.batch import GlobalBatch
-from samestep.towers.batch_fingerprint import fingerprint
-from samestep.towers.columns import Whole
-from samestep.towers.copier import Copier, copied
-from samestep.towers.nest import mapped
 
 __all__ = [
     "BatchedDataset",

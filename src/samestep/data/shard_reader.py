@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
+from samestep.batches.nest import mapped
 from samestep.data.readers import aligned, as_in_a_loader_process
 from samestep.data.shards import Shard, Source, open_shard, seen_as
 from samestep.streams import seed_globals, stream_seed
-from samestep.towers.nest import mapped
 
 __all__ = ["Ended", "ShardReader"]
 

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from samestep.batches.nest import PLAIN, entries
 from samestep.data.readers import BatchedReader, Reader, Request
-from samestep.towers.nest import PLAIN, entries
 
 __all__ = ["RequestSampler", "Stream", "read_ahead"]
 

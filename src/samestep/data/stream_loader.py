@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
+from samestep.batches.batch import GlobalBatch, LocalBatch
 from samestep.data.dataloader import check_options, reading
 from samestep.data.shard_reader import Ended, ShardReader
 from samestep.data.shards import Source, check_source
 from samestep.errors import BatchError, ConfigError, UsageError
 from samestep.identity import check_same
 from samestep.summation.placement import Placement, even_ranges
-from samestep.towers.batch import GlobalBatch, LocalBatch
 from samestep.towers.towers import Towers
 from samestep.workers.agreement import agree
 from samestep.workers.collectives import gather_rows

@@ -1,40 +1,25 @@
-"""Which worker updates which elements of which parameter.
-
-Parameters are cut in the order of their memory, at multiples of 64 elements from where each begins: there,
-vectors of any width begin, too, and an elementwise kernel computes each number as in the whole tensor. Where
-workers take the norms of their shares, none of the blocks of a norm is cut.
-"""
+"""Who needs which averages, where each worker updates a share of the parameters."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
-from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from samestep.errors import ConfigError
 from samestep.summation.buckets import Shares
-from samestep.summation.layout import is_dense
 from samestep.summation.norms import NORM_BLOCK
 from samestep.summation.plan import Plan
-from samestep.towers.shares import Share
 
-if TYPE_CHECKING:
-    from samestep.towers.towers import Towers
-
-__all__ = ["Division", "cut", "deal", "divide"]
-
-_ALIGNMENT = 64
+__all__ = ["Division", "UpdatesShares"]
 
 
 @dataclass(frozen=True, eq=False)
 class Division:
-    """Who updates which elements: the shares of each parameter, by its id."""
+    """Who updates which elements: the workers of each parameter and the elements of each, by its id."""
 
-    of: Mapping[int, Sequence[Share]]
+    of: Mapping[int, Sequence[tuple[int, range]]]
 
     def shares_in(self, plan: Plan, parameters: Sequence[Tensor]) -> Shares | None:
         """Return of what each worker needs the averages, or None where all workers get all.
@@ -47,97 +32,27 @@ class Division:
         found = {}
         for index, parameter in enumerate(parameters):
             shares = self.of.get(id(parameter), ())
-            if not shares or parameter.is_complex() or any(s.elements.start % NORM_BLOCK for s in shares):
+            is_cut = any(elements.start % NORM_BLOCK for _, elements in shares)
+            if not shares or parameter.is_complex() or is_cut:
                 return None
-            found[index] = [(share.worker, share.elements) for share in shares]
+            found[index] = shares
         return found
 
 
-def divide(
-    parameters: Sequence[Tensor], towers: Towers, loads: list[int], *, is_elementwise: bool
-) -> dict[int, list[Share]]:
-    """Return the shares of each parameter, by its id.
+class UpdatesShares(ABC):
+    """An optimizer of which each worker updates a share, and needs the averages of no more in a `Step`."""
 
-    Args:
-        parameters: of an optimizer.
-        towers: that average their gradients.
-        loads: how many elements each worker has already; grows by these.
-        is_elementwise: whether the optimizer may update parts of parameters.
+    @abstractmethod
+    def _division_now(self) -> Division | None:
+        """Return who needs the averages of what in `step`; None where all workers need all."""
 
-    Raises:
-        ConfigError: a parameter is there twice, or is not dense.
-    """
-    _check(parameters)
-    job, plan, replica = towers.job, towers._plan, towers._replica
-    is_cut = is_elementwise and (job.device.type != "cpu" or torch.get_num_threads() == 1)
-    sparse = replica.sparse_parameters()
-    pieces = {id(p): p for p in parameters if is_cut and id(p) not in sparse}
-    whole = [p for p in parameters if id(p) not in pieces]
-    found = dict(zip(map(id, whole), deal(whole, loads), strict=True))
-    # Where buckets go whole to all, also once all layers are thawed, nobody takes the norms of a share.
-    is_small = plan.is_whole and replica.plan_of([*pieces.values()], plan.placement).is_whole
-    alignment = _ALIGNMENT if is_small else NORM_BLOCK
-    # Bucket by bucket, so that each worker has its part of every one to average.
-    bucket_of = {plan.parameters[i].name: n for n, each in enumerate(plan.buckets) for i in each.parameters}
-    buckets: dict[int | None, list[Tensor]] = {}
-    for name, parameter in towers._root.named_parameters():
-        if id(parameter) in pieces and parameter.requires_grad:
-            buckets.setdefault(bucket_of.get(name), []).append(pieces.pop(id(parameter)))
-    for bucket in buckets.values():
-        found |= zip(map(id, bucket), cut(bucket, loads, alignment), strict=True)
-    # Those that are frozen each by itself, as nobody knows which will be trained.
-    loads_of_frozen = [0] * job.world_size
-    for single in pieces.values():
-        (found[id(single)],) = cut([single], loads_of_frozen, alignment)
-    return found
+    @abstractmethod
+    def _take_averages(self) -> list[Tensor] | None:
+        """Let this worker's shares have the averages that it got of them; return those that have one.
 
+        None where all workers have all averages.
+        """
 
-def cut(parameters: Sequence[Tensor], loads: list[int], alignment: int = _ALIGNMENT) -> list[list[Share]]:
-    """Cut parameters, end to end, so that the workers' loads become alike; return each one's shares.
-
-    Each worker gets one run of elements, who has least first, and its load grows by that. Parameters are cut
-    at multiples of `alignment` from where each begins.
-    """
-    fair = (sum(loads) + sum(p.numel() for p in parameters)) / len(loads)
-    workers = sorted(range(len(loads)), key=loads.__getitem__)
-    ends = list(accumulate(max(0.0, fair - loads[worker]) for worker in workers))[:-1]
-    shares, offset = [], 0
-    for parameter in parameters:
-        size = parameter.numel()
-        cuts = [0, *(_nearest(end - offset, size, alignment) for end in ends), size]
-        parts = [(worker, range(*part)) for worker, part in zip(workers, pairwise(cuts), strict=True)]
-        parts = [part for part in parts if part[1]] or parts[:1]
-        shares.append([Share(parameter, elements, worker) for worker, elements in parts])
-        offset += size
-    for share in chain.from_iterable(shares):
-        loads[share.worker] += len(share.elements)
-    return shares
-
-
-def _nearest(element: float, size: int, alignment: int) -> int:
-    """Return the nearest place of a tensor at which it may be cut."""
-    element = min(size, max(0, element))
-    before = int(element) // alignment * alignment
-    after = min(size, before + alignment)
-    return before if element - before <= after - element else after
-
-
-def deal(parameters: Sequence[Tensor], loads: list[int]) -> list[list[Share]]:
-    """Give each parameter whole to one worker, the largest first, and add its size to the worker's load."""
-    shares: dict[int, Share] = {}
-    for parameter in sorted(parameters, key=lambda p: (not p.requires_grad, -p.numel())):
-        worker = loads.index(min(loads))
-        loads[worker] += parameter.numel()
-        shares[id(parameter)] = Share(parameter, range(parameter.numel()), worker)
-    return [[shares[id(parameter)]] for parameter in parameters]
-
-
-def _check(parameters: Sequence[Tensor]) -> None:
-    for parameter in parameters:
-        if not is_dense(parameter):
-            raise ConfigError(
-                f"a parameter of shape {list(parameter.shape)}, strides {parameter.stride()}, does not fill "
-                "its memory: make it of a contiguous tensor"
-            )
-    if len(set(map(id, parameters))) < len(parameters):
-        raise ConfigError("a parameter is there twice: list each of them once")
+    @abstractmethod
+    def _let_go(self) -> None:
+        """Let go of all gradients."""

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from samestep.batches.batch import LocalBatch
 from samestep.buffers.outside import note_outside_gradients, open_steps
 from samestep.errors import BatchError, UsageError
 from samestep.streams import keep_globals, seed_globals, tower_seed
@@ -18,7 +19,6 @@ from samestep.summation.buckets import Average
 from samestep.summation.exchange import Exchange
 from samestep.summation.gradient_sum import GradientSum
 from samestep.summation.scalars import TowerScalars
-from samestep.towers.batch import LocalBatch
 from samestep.towers.counts import Count, count_slices, wrong_counts
 from samestep.towers.losses import Losses, LossSum, NamedCounts
 from samestep.towers.pass_check import PassCheck

@@ -9,10 +9,10 @@ from functools import partial
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from samestep.batches.batch import GlobalBatch, LocalBatch
+from samestep.batches.copier import copied
+from samestep.batches.nest import mapped
 from samestep.errors import BatchError, ConfigError, shown
-from samestep.towers.batch import GlobalBatch, LocalBatch
-from samestep.towers.copier import copied
-from samestep.towers.nest import mapped
 
 if TYPE_CHECKING:
     from samestep.towers.towers import Towers

@@ -16,9 +16,9 @@ from torch.optim.swa_utils import AveragedModel
 from samestep.errors import ConfigError, Error, NonFiniteError, UsageError
 from samestep.towers.counts import Count, check_counts
 from samestep.towers.diagnosis import explain, first_nonfinite
+from samestep.towers.division import UpdatesShares
 from samestep.towers.report import Report
 from samestep.towers.root import check_can_step, check_optimizer, settings_of
-from samestep.towers.sharded_optimizer import ShardedOptimizer
 from samestep.towers.tower import Tower
 from samestep.towers.towers import StepOptions, Towers
 
@@ -141,8 +141,8 @@ class Step:
                 sharded._let_go()
 
     @property
-    def _sharded(self) -> ShardedOptimizer | None:
-        return self.optimizer if isinstance(self.optimizer, ShardedOptimizer) else None
+    def _sharded(self) -> UpdatesShares | None:
+        return self.optimizer if isinstance(self.optimizer, UpdatesShares) else None
 
     def _average(self, batch: Any, options: StepOptions) -> Report:
         towers = self.towers

@@ -24,6 +24,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import nn
 
+from samestep.batches.batch import LocalBatch, cut
 from samestep.buffers.policies import Policy
 from samestep.buffers.statistics import Mode
 from samestep.errors import AbandonedError, DisagreementError, Error, UsageError, one_line, shown
@@ -31,7 +32,6 @@ from samestep.identity import check_same, compare, fingerprint
 from samestep.summation.buckets import DEFAULT_BUCKET_BYTES
 from samestep.summation.exchange import Exchange
 from samestep.summation.placement import Placement
-from samestep.towers.batch import LocalBatch, cut
 from samestep.towers.counts import Count, check_counts
 from samestep.towers.division import Division
 from samestep.towers.must_match import MustMatch

@@ -27,13 +27,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from samestep.batches.batch import GlobalBatch, LocalBatch
+from samestep.batches.copier import Copier, copied
+from samestep.batches.nest import mapped
 from samestep.buffers.outside import note_outside_gradients
 from samestep.errors import UsageError
 from samestep.streams import keep_globals, seed_globals, stream_seed, tower_seed
-from samestep.towers.batch import GlobalBatch, LocalBatch
-from samestep.towers.copier import Copier, copied
 from samestep.towers.losses import LossSum, loss_sum
-from samestep.towers.nest import mapped
 from samestep.towers.outputs import Outline, gather, take_apart
 from samestep.towers.run import StepRun
 from samestep.towers.tower import Tower

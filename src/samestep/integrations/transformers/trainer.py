@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput
 
+from samestep.batches.batch import LocalBatch
 from samestep.data.loader import TowerLoader
 from samestep.errors import DamagedError, Error, MissingFileError, NonFiniteError
 from samestep.integrations.transformers.alone import join, work_alone
@@ -28,7 +29,6 @@ from samestep.integrations.transformers.evaluation import Prediction, Rounds
 from samestep.integrations.transformers.labels import count_labels, ignores_first
 from samestep.integrations.transformers.refused import check_arguments, check_overrides
 from samestep.summation.placement import Placement
-from samestep.towers.batch import LocalBatch
 from samestep.towers.diagnosis import explain, first_nonfinite
 from samestep.towers.report import Report
 from samestep.towers.root import check_optimizer

@@ -29,8 +29,8 @@ from samestep.recipes.lm.library import BORDER, read_library
 from samestep.recipes.lm.model import GPT, Sizes
 from samestep.recipes.lm.sample import Sample
 from samestep.recipes.lm.settings import LmSettings
+from samestep.sharding.sharded_optimizer import ShardedOptimizer
 from samestep.streams import stream_seed
-from samestep.towers.sharded_optimizer import ShardedOptimizer
 from samestep.towers.step import Step
 from samestep.towers.towers import Towers
 from samestep.workers.agreement import agree

@@ -28,13 +28,14 @@ from torch.optim import (
 
 from samestep.buffers.outside import step_hooks
 from samestep.errors import ConfigError, DisagreementError, UsageError, shown
-from samestep.towers.division import Division, divide
+from samestep.sharding.cuts import divide
+from samestep.sharding.separable import check_separable
+from samestep.sharding.shares import Share, gather
+from samestep.sharding.update import Update
+from samestep.towers.division import Division, UpdatesShares
 from samestep.towers.result import StepResult
 from samestep.towers.root import settings_of
-from samestep.towers.separable import check_separable
-from samestep.towers.shares import Share, gather
 from samestep.towers.towers import Towers
-from samestep.towers.update import Update
 from samestep.workers.agreement import agree
 from samestep.workers.collectives import post_to_all, unbroken
 
@@ -47,7 +48,7 @@ _SCALING = ("grad_scale", "found_inf")
 """What a `GradScaler` sets for one step, where an optimizer unscales gradients itself."""
 
 
-class ShardedOptimizer(Optimizer):
+class ShardedOptimizer(Optimizer, UpdatesShares):
     """An optimizer whose state is shared out among the workers: each keeps about a W-th, and updates that.
 
     Weights and checkpoints have the bits of the plain optimizer, on any number of workers. All workers must
@@ -152,7 +153,8 @@ class ShardedOptimizer(Optimizer):
         is_elementwise = self.optimizer_class in _ELEMENTWISE
         found = divide(parameters, self._towers, self._loads, is_elementwise=is_elementwise)
         self._shares += [found[id(p)] for p in parameters]
-        self._division = Division({id(shares[0].parameter): shares for shares in self._shares})
+        each = ((s[0].parameter, [(share.worker, share.elements) for share in s]) for s in self._shares)
+        self._division = Division({id(parameter): shares for parameter, shares in each})
         self._update: Update | None = None
         own = [[s for p in group["params"] for s in found[id(p)] if s.worker == rank] for group in groups]
         self._own += own
@@ -220,14 +222,10 @@ class ShardedOptimizer(Optimizer):
         return None if last is None or last.own_averages is None else last
 
     def _division_now(self) -> Division | None:
-        """Return who needs the averages of what in `step`; None where a hook may look at `p.grad`."""
+        # A hook may look at `p.grad`.
         return None if step_hooks(self) else self._division
 
     def _take_averages(self) -> list[Tensor] | None:
-        """Let this worker's shares have the averages that it got of them; return those that have one.
-
-        None where all workers have all averages.
-        """
         shared, own = self._shared_out(), [*chain.from_iterable(self._own)]
         if shared is None:
             return None
@@ -240,7 +238,6 @@ class ShardedOptimizer(Optimizer):
         return [share.tensor for share in own if share.tensor.grad is not None]
 
     def _let_go(self) -> None:
-        """Let go of all gradients."""
         for shares in self._shares:
             for share in shares:
                 share.tensor.grad = share.parameter.grad = None

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from samestep.towers.nest import mapped
+from samestep.batches.nest import mapped
 
 __all__ = ["Copier", "copied"]
 

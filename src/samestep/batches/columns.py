@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from samestep.batches.nest import NUMBERS, PLAIN, entries, is_sequence, tensors
 from samestep.errors import BatchError
-from samestep.towers.nest import NUMBERS, PLAIN, entries, is_sequence, tensors
 
 __all__ = [
     "Branch",

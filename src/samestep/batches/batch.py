@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samestep.batches.columns import Branch, Column, Node, Whole, columns, parse, resolved, version_of, wholes
+from samestep.batches.copier import Copier, copied
+from samestep.batches.fingerprint import fingerprint
+from samestep.batches.nest import mapped, rebuilt, tensors
 from samestep.errors import BatchError, shown
 from samestep.summation.placement import Placement, even_ranges
-from samestep.towers.batch_fingerprint import fingerprint
-from samestep.towers.columns import Branch, Column, Node, Whole, columns, parse, resolved, version_of, wholes
-from samestep.towers.copier import Copier, copied
-from samestep.towers.nest import mapped, rebuilt, tensors
 from samestep.workers.job import Job
 
 __all__ = ["GlobalBatch", "LocalBatch", "Slices", "cut"]
@@ -147,7 +147,7 @@ class GlobalBatch:
         return _taken(self.root, slice(rows.start, rows.stop), copier)
 
     def fingerprint(self) -> int:
-        """Return a 32-bit number that tells batches apart; see `batch_fingerprint`."""
+        """Return a 32-bit number that tells batches apart; see `samestep.batches.fingerprint`."""
         return fingerprint(self.root)
 
 

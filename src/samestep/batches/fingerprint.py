@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from samestep.batches.columns import Branch, Column, Node, Whole
+from samestep.batches.nest import entries
 from samestep.identity import checksum, checksum_of
-from samestep.towers.columns import Branch, Column, Node, Whole
-from samestep.towers.nest import entries
 
 __all__ = ["fingerprint"]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from samestep.buffers.weight_hash import Hashes, WeightHash
 from samestep.errors import UsageError
-from samestep.towers.shares import Share
+from samestep.sharding.shares import Share
 from samestep.workers.transport import Transport
 
 __all__ = ["Update"]

@@ -1,0 +1,1 @@
+"""A global batch: taken apart, told from others, and cut into rows."""

@@ -1,0 +1,1 @@
+"""Optimizers whose state and work are shared out among the workers."""
