@@ -1,6 +1,7 @@
 """What a launcher sets, and what is said of an environment that none would make."""
 
 import pytest
+from torch import nn
 
 import samestep
 from samestep import cli
@@ -87,6 +88,32 @@ def test_a_wrong_command_line_is_one_line_whatever_the_environment(put, name, ca
     put(**{name: "abc"})
     assert cli.main(["train", "digits", "--steps", "x"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "rank"),
+    [
+        ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+        ("PMI_SIZE", "PMI_RANK"),
+    ],
+)
+def test_processes_that_were_started_together_without_ranks_are_told(put, monkeypatch, size, rank):
+    """Each of them would train all towers, and none would miss the others."""
+    monkeypatch.setenv(size, "4")
+    monkeypatch.setenv(rank, "1")
+    samestep.init("cpu")  # one of them says it
+    monkeypatch.setenv(rank, "0")
+    told = rf"4 processes were started together \({size}=4\), without RANK .* with torchrun"
+    with pytest.warns(UserWarning, match=told):
+        assert samestep.init("cpu").world_size == 1
+    with pytest.warns(UserWarning, match=told):
+        samestep.Towers(nn.Linear(1, 1), 2)
+    put(RANK="0", WORLD_SIZE="1")
+    assert samestep.init("cpu").world_size == 1
+    put(RANK=None, WORLD_SIZE=None)
+    monkeypatch.setenv(size, "1")
+    assert samestep.init("cpu").world_size == 1
 
 
 def test_restarts_are_a_number(monkeypatch):

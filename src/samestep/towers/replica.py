@@ -27,7 +27,7 @@ from samestep.towers.division import Division
 from samestep.towers.hooks import HookCheck
 from samestep.towers.root import check_module, check_wrappers
 from samestep.workers.collectives import broadcast
-from samestep.workers.environment import under_launcher, world_size
+from samestep.workers.environment import under_launcher, warn_if_unranked, world_size
 from samestep.workers.job import Job
 from samestep.workers.rendezvous import has_group
 
@@ -80,6 +80,7 @@ def job_alone(model: nn.Module) -> Job:
     """Return the job of this process alone, on the model's device."""
     if has_group() or (under_launcher() and world_size() > 1):
         raise ConfigError("job is missing: there are several workers, so pass job=samestep.init()")
+    warn_if_unranked()
     check_module(model)
     parameter = next(model.parameters(), None)
     return Job(torch.device("cpu") if parameter is None else parameter.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 
 from samestep.errors import ConfigError, shown
@@ -21,6 +22,7 @@ __all__ = [
     "rank",
     "seat_environment",
     "under_launcher",
+    "warn_if_unranked",
     "worker_environment",
     "world_size",
 ]
@@ -37,6 +39,13 @@ PER_HOST = 1_000_000
 
 JOB = "SAMESTEP_JOB"
 """The variable that holds the name of a job whose launcher does so."""
+
+_STARTED_TOGETHER = {
+    "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
+    "PMI_SIZE": "PMI_RANK",
+}
+"""What srun, Open MPI and MPICH tell each process that they start: how many there are, and which it is."""
 
 _MAX_WORKERS = 65_536
 
@@ -90,6 +99,22 @@ def check_environment() -> None:
         raise ConfigError(f"RANK={rank()}: expected 0 <= RANK < WORLD_SIZE = {world_size()}")
     if world_size() > 1:
         _check_address()
+
+
+def warn_if_unranked() -> None:
+    """Warn where this process was started with others, as by srun, and nobody gave them ranks."""
+    if under_launcher():
+        return
+    for how_many, which in _STARTED_TOGETHER.items():
+        number = os.environ.get(how_many, "")
+        if number.isdigit() and int(number) > 1 and os.environ.get(which) == "0":
+            warnings.warn(
+                f"{number} processes were started together ({how_many}={number}), without RANK and "
+                "WORLD_SIZE: each trains all towers by itself; for workers of one job, start them with "
+                "torchrun",
+                stacklevel=3,
+            )
+            return
 
 
 def _check_address() -> None:

@@ -13,7 +13,12 @@ import torch.distributed as dist
 from samestep.errors import LostWorkerError
 from samestep.workers.collectives import gather_rows
 from samestep.workers.device import device_named, has_tf32, make_cuda_deterministic
-from samestep.workers.environment import check_environment, local_rank, under_launcher
+from samestep.workers.environment import (
+    check_environment,
+    local_rank,
+    under_launcher,
+    warn_if_unranked,
+)
 from samestep.workers.process import DEFAULT_TIMEOUT_S, check_threads, end_with_parent, keep_freed_memory
 from samestep.workers.rendezvous import join
 from samestep.workers.transport import Alone, Renewable, Transport
@@ -119,6 +124,7 @@ def init(
         keep_freed_memory()
     else:
         make_cuda_deterministic(chosen, tf32=tf32)
+    warn_if_unranked()
     if not under_launcher():
         return Job(chosen, threads, timeout_s=timeout_s)
     if dist.is_torchelastic_launched():
