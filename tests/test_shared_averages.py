@@ -63,7 +63,7 @@ def work(job, kind, settings, **options):
     reports = train(step, options.get("dtype", torch.float32))
     if isinstance(step.optimizer, ShardedOptimizer):
         assert all(parameter.grad is None for parameter in step.towers.model.parameters())
-        assert step.towers._plan.is_shared_out == (job.world_size > 1)
+        assert step.towers._opening.plan.is_shared_out == (job.world_size > 1)
     numbers = [(r.grad_norm, r.noise_scale, r.tower_grad_norms) for r in reports]
     return samestep.digest(step.towers.model), step.optimizer.state_dict(), repr(numbers)
 
@@ -105,7 +105,7 @@ def test_a_net_of_which_little_was_trained_when_it_was_shared_out(monkeypatch):
         for number in range(4):
             body.requires_grad_(number >= 2)
             step(torch.randn(9, 20))
-            is_shared_out.append(towers._plan.is_shared_out)
+            is_shared_out.append(towers._opening.plan.is_shared_out)
         return samestep.digest(model), is_shared_out
 
     expected, _ = train(ALONE, sharded=False)
@@ -150,7 +150,7 @@ def test_with_a_loss_of_the_whole_batch():
         step = step_of(job, AdamW, {"lr": 0.01}, sharded=sharded, forward=forward)
         step.loss_fn = spread
         train(step)
-        assert step.towers._plan.is_shared_out == (sharded and job.world_size > 1)
+        assert step.towers._opening.plan.is_shared_out == (sharded and job.world_size > 1)
         return samestep.digest(step.towers.model)
 
     expected = ends(ALONE, sharded=False)
@@ -177,7 +177,7 @@ def test_sparse_gradients(kind):
         optimizer = make(towers, kind, sharded=sharded, params=model.parameters(), lr=0.1)
         step = Step(towers, lambda model, words: model(words).square().mean(), optimizer, clip_norm=0.05)
         norms = [step(torch.arange(number, number + 12) % 40).grad_norm for number in range(3)]
-        return samestep.digest(model), norms, towers._plan.is_shared_out
+        return samestep.digest(model), norms, towers._opening.plan.is_shared_out
 
     expected = ends(ALONE, sharded=False)
     for num_workers in (2, 3):
@@ -281,7 +281,7 @@ def test_a_net_that_was_small_when_it_was_shared_out(monkeypatch):
                 optimizer.add_param_group({"params": frozen, "lr": 0.1})
                 model.requires_grad_(True)
             norms.append(step(batch_of(number)).grad_norm)
-        assert not towers._plan.is_shared_out
+        assert not towers._opening.plan.is_shared_out
         return samestep.digest(model), norms
 
     expected = ends(ALONE, sharded=False)
@@ -334,7 +334,7 @@ def test_layers_may_be_added_and_placements_change():
             if number == 3 and job.world_size == 3:
                 step.towers.placement = samestep.Placement((0, 1, 6, 7))
             step(batch_of(number))
-        return samestep.digest(model), step.optimizer.state_dict(), step.towers._plan.is_shared_out
+        return samestep.digest(model), step.optimizer.state_dict(), step.towers._opening.plan.is_shared_out
 
     expected = ends(ALONE, sharded=False)
     for num_workers in (2, 3):

@@ -279,7 +279,7 @@ def test_the_bits_are_the_same_with_and_without_summaries(tmp_path):
 
 def test_other_workers_write_nothing(tmp_path):
     experiment = Tiny(run_dir=tmp_path).build(JOB)
-    experiment.step.towers.job = job_of(1, 2)
+    experiment.step.towers._job = job_of(1, 2)
     with Hooks(experiment, RunLock(tmp_path, JOB)) as hooks:
         hooks.before_step(None)
         assert hooks_of(experiment.model) == []

@@ -448,3 +448,9 @@ def test_counters_count_once_a_step():
 def test_counters_that_depend_on_the_rows_are_an_error():
     with pytest.raises(BufferPolicyError, match="buffer memory is 2 after tower 1, 3 after tower 0"):
         take_step(Towers(Remembers(torch.zeros((), dtype=torch.int64)), 2), batch_of(5))
+
+
+@pytest.mark.parametrize("name", ["model", "job", "seed", "step"])
+def test_what_a_step_would_not_follow_is_read_only(name):
+    with pytest.raises(AttributeError, match=f"'{name}'"):
+        setattr(Towers(nn.Linear(1, 1), 2), name, None)

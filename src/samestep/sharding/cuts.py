@@ -39,7 +39,7 @@ def divide(
         ConfigError: a parameter is there twice, or is not dense.
     """
     _check(parameters)
-    job, plan, replica = towers.job, towers._plan, towers._replica
+    job, plan, replica = towers.job, towers._opening.plan, towers._replica
     is_cut = is_elementwise and (job.device.type != "cpu" or torch.get_num_threads() == 1)
     sparse = replica.sparse_parameters()
     pieces = {id(p): p for p in parameters if is_cut and id(p) not in sparse}

@@ -17,10 +17,11 @@ from samestep.errors import ConfigError, Error, NonFiniteError, UsageError
 from samestep.towers.counts import Count, check_counts
 from samestep.towers.diagnosis import explain, first_nonfinite
 from samestep.towers.division import UpdatesShares
+from samestep.towers.opening import StepOptions
 from samestep.towers.report import Report
 from samestep.towers.root import check_can_step, check_optimizer, settings_of
 from samestep.towers.tower import Tower
-from samestep.towers.towers import StepOptions, Towers
+from samestep.towers.towers import Towers
 
 __all__ = ["LossFunction", "Schedule", "Step"]
 

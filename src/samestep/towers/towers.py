@@ -16,26 +16,22 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
 
-from samestep.batches.batch import LocalBatch, cut
+from samestep.batches.batch import LocalBatch
 from samestep.buffers.policies import Policy
 from samestep.buffers.statistics import Mode
 from samestep.errors import AbandonedError, DisagreementError, Error, UsageError, one_line, shown
 from samestep.identity import check_same, compare, fingerprint
 from samestep.summation.buckets import DEFAULT_BUCKET_BYTES
-from samestep.summation.exchange import Exchange
 from samestep.summation.placement import Placement
 from samestep.towers.counts import Count, check_counts
-from samestep.towers.division import Division
-from samestep.towers.must_match import MustMatch
 from samestep.towers.noise import NoiseScale
+from samestep.towers.opening import Opening, StepOptions
 from samestep.towers.placing import Placed, Placing
 from samestep.towers.replica import Kind, Replica, Settings, job_alone
 from samestep.towers.report import Report
@@ -50,17 +46,7 @@ from samestep.workers.collectives import gather_objects
 from samestep.workers.job import Job
 from samestep.workers.process import keep_freed_memory
 
-__all__ = ["StepOptions", "Towers"]
-
-
-@dataclass(frozen=True)
-class StepOptions:
-    """What a step may have beside its batch; see `Towers.__call__`."""
-
-    scaler: torch.amp.GradScaler | None = None
-    flags: Callable[[], int] = int
-    must_match: Mapping[str, Any] | None = None
-    division: Division | None = None  # who gets which averages; without one, all workers get all, as `p.grad`
+__all__ = ["Towers"]
 
 
 class Towers:
@@ -93,7 +79,6 @@ class Towers:
             temperature, one or several. Their gradients are averaged, too, and their buffers shared.
 
     Attributes:
-        model, job, seed: see above.
         noise: the smoothed gradient noise scale.
 
     Raises:
@@ -133,15 +118,13 @@ class Towers:
         self._settings = Settings(
             seed, statistics, dict(buffers or {}), bucket_bytes, accumulate_dtype, on_zero_count, noise_every
         )
-        self.model = model
-        self.job = job if job is not None else job_alone(model)
-        self.seed = seed
+        self._model = model
+        self._job = job if job is not None else job_alone(model)
         self.noise = NoiseScale()
         if self.job.device.type == "cpu":
             keep_freed_memory()
         self._step = 0
         self._run: StepRun | None = None
-        self._opening: Exchange | None = None  # the last one that had to be over before a step could begin
         self._placing = Placing(self.job)
         self._asked = shown(placement)
         self._may_change_workers = False  # between a batch's making and its step
@@ -163,8 +146,8 @@ class Towers:
         try:
             self._placing.begin(num_towers)
             prepare()
-            self._plan = self._replica.plan(Kind(self.placement))
-            must_match |= self._plan.description | {"placement": self._asked}
+            self._opening = Opening(self._replica, self._replica.plan(Kind(self.placement)))
+            must_match |= self._opening.plan.description | {"placement": self._asked}
         except Exception as found:
             error = found
         mine = fingerprint(self.job.device)
@@ -176,22 +159,35 @@ class Towers:
 
     def _leave_behind(self) -> None:
         """Leave the step that has begun, of which others hear by themselves: a worker was lost in it."""
-        run, self._run, self._opening = self._run, None, None
+        run, self._run, self._opening.exchange = self._run, None, None
         if run is not None:
             run.drop()
 
     def _come_to(self, what: str) -> None:
         """Check that all workers have come to the same, no step; one that takes a step hears of it."""
-        numbers = {"step": self._step, "rows": 0, "batch fingerprint": zlib.crc32(what.encode())}
-        try:
-            Exchange(self.job, self._plan, numbers).change_to(self._plan)
-        except DisagreementError as error:
-            raise DisagreementError(f"{error}; worker {self.job.rank} has come to {what}") from None
+        self._opening.come_to(what, self._step)
 
     def _agree_again(self) -> None:
         """Agree with the workers that the job has now, all of which are at the same step."""
         versions = gather_objects(self.job.transport, self._replica.version, "towers")
         self._agree(self.placement.num_towers, lambda: self._replica.forget_plans(max(versions)))
+
+    # Read only, as what a step computes would not follow another model, job or seed.
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, as it was given."""
+        return self._model
+
+    @property
+    def job(self) -> Job:
+        """The job whose workers run the towers."""
+        return self._job
+
+    @property
+    def seed(self) -> int:
+        """Of all towers' random streams."""
+        return self._settings.seed
 
     @property
     def step(self) -> int:
@@ -414,14 +410,14 @@ class Towers:
                 step, or may wait for.
         """
         run = self._run
-        exchange = self._opening if run is None else run.exchange
+        exchange = self._opening.exchange if run is None else run.exchange
         if exchange is not None and exchange.is_committed:
             self.job.transport.give_up(exchange.where)
             raise UsageError(
                 f"step {self._step} was interrupted in an exchange, when other workers may have taken it: "
                 "end this process, and go on from a checkpoint"
             )
-        self._opening = None
+        self._opening.exchange = None
         if run is None:
             return
         cause = sys.exception()
@@ -460,7 +456,7 @@ class Towers:
     def _begin(
         self, batch: Any, options: StepOptions, *, sums: tuple[str, ...] = (), is_whole_batch: bool = False
     ) -> StepRun:
-        """Cut the batch, and agree with the other workers on a new plan, if there is one."""
+        """Begin a step, after the last one has ended."""
         if self._run is not None and self._run.is_complete and self.job.is_first:
             warnings.warn(
                 f"step {self._step} is abandoned, though all its towers have run: call average() after every "
@@ -473,34 +469,8 @@ class Towers:
                 f"step {self._step}: these Towers are for {self.placement.num_workers} workers, and the job "
                 f"has {self.job.world_size} now: pass them to samestep.Elastic, too"
             )
-        local, plan, error = LocalBatch(0, {}), self._plan, None
-        try:
-            kind = Kind(self.placement, sums, is_whole_batch, options.division)
-            plan = self._replica.plan(kind)
-            is_read_twice = bool(sums) or is_whole_batch
-            local = cut(batch, self.placement, self.job, is_read_twice=is_read_twice)
-        except Exception as found:
-            error = found
-        numbers = {"step": self._step, "rows": local.rows, "batch fingerprint": local.fingerprint}
-        if error is not None or plan.fingerprint != self._plan.fingerprint:
-            self._opening = opening = Exchange(self.job, self._plan, numbers)
-            with opening.unbroken():
-                if error is not None:
-                    opening.fail(error)
-                opening.change_to(plan)
-                self._replica.start_from_first_worker()
-        self._plan = plan
-        exchange = self._exchange(numbers, options)
-        return StepRun(self._step, self.seed, local, self._replica, exchange, options.scaler)
-
-    def _exchange(self, numbers: Mapping[str, int], options: StepOptions) -> Exchange:
-        """Return the exchange of a step, which compares the weights as they are now, and settings."""
-        watch, pass_ns = self._replica.watch, self._placing.pass_ns
-        watch.start_step(self._step)
-        threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
-        settings = {"CPU threads": threads, "default dtype": dtype, **(options.must_match or {})}
-        rest = MustMatch(settings, watch)
-        return Exchange(self.job, self._plan, numbers, rest=rest, flags=options.flags, pass_ns=pass_ns)
+        kind = Kind(self.placement, sums, is_whole_batch, options.division)
+        return self._opening.open(self._step, batch, kind, options, self._placing.pass_ns)
 
     def _check_no_step(self, what: str) -> None:
         if self._run is not None and self._run.exchange.is_over:  # all workers have raised, and none stepped

@@ -1,0 +1,86 @@
+"""How a step begins: the batch is cut, and all workers agree on the plan."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from samestep.batches.batch import LocalBatch, cut
+from samestep.errors import DisagreementError
+from samestep.summation.exchange import Exchange
+from samestep.summation.plan import Plan
+from samestep.towers.division import Division
+from samestep.towers.must_match import MustMatch
+from samestep.towers.replica import Kind, Replica
+from samestep.towers.run import StepRun
+
+__all__ = ["Opening", "StepOptions"]
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What a step may have beside its batch; see `Towers.__call__`."""
+
+    scaler: torch.amp.GradScaler | None = None
+    flags: Callable[[], int] = int
+    must_match: Mapping[str, Any] | None = None
+    division: Division | None = None  # who gets which averages; without one, all workers get all, as `p.grad`
+
+
+class Opening:
+    """Opens one step after the other.
+
+    Attributes:
+        plan: on which all workers agreed last.
+        exchange: the last one that had to be over before a step could begin.
+    """
+
+    def __init__(self, replica: Replica, plan: Plan) -> None:
+        self._replica = replica
+        self._job = replica.job
+        self.plan = plan
+        self.exchange: Exchange | None = None
+
+    def open(self, step: int, batch: Any, kind: Kind, options: StepOptions, pass_ns: int) -> StepRun:
+        """Cut the batch, and agree with the other workers on a new plan, if there is one.
+
+        `pass_ns` is how long this worker's passes of the step before took.
+        """
+        local, plan, error = LocalBatch(0, {}), self.plan, None
+        try:
+            plan = self._replica.plan(kind)
+            is_read_twice = bool(kind.sums) or kind.is_whole_batch
+            local = cut(batch, kind.placement, self._job, is_read_twice=is_read_twice)
+        except Exception as found:
+            error = found
+        numbers = {"step": step, "rows": local.rows, "batch fingerprint": local.fingerprint}
+        if error is not None or plan.fingerprint != self.plan.fingerprint:
+            self.exchange = Exchange(self._job, self.plan, numbers)
+            self._agree_on(plan, self.exchange, error)
+        self.plan = plan
+        watch = self._replica.watch
+        watch.start_step(step)
+        threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+        settings = {"CPU threads": threads, "default dtype": dtype, **(options.must_match or {})}
+        rest = MustMatch(settings, watch)
+        exchange = Exchange(self._job, plan, numbers, rest=rest, flags=options.flags, pass_ns=pass_ns)
+        return StepRun(step, self._replica.settings.seed, local, self._replica, exchange, options.scaler)
+
+    def _agree_on(self, plan: Plan, exchange: Exchange, error: Exception | None) -> None:
+        with exchange.unbroken():
+            if error is not None:
+                exchange.fail(error)
+            exchange.change_to(plan)
+            self._replica.start_from_first_worker()
+
+    def come_to(self, what: str, step: int) -> None:
+        """Check that all workers have come to the same, no step; one that takes a step hears of it."""
+        numbers = {"step": step, "rows": 0, "batch fingerprint": zlib.crc32(what.encode())}
+        try:
+            Exchange(self._job, self.plan, numbers).change_to(self.plan)
+        except DisagreementError as error:
+            raise DisagreementError(f"{error}; worker {self._job.rank} has come to {what}") from None
