@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from samestep.app.json_lines import FILE, read_lines
+from samestep.app.loggers.json_lines import FILE, read_lines
 from samestep.app.run_folder import all_checkpoints
 
 WAYS = ("takeover", "restart", "torchrun")

@@ -22,8 +22,8 @@ from torch import Tensor, nn  # noqa: E402
 
 import samestep  # noqa: E402
 from samestep.app import loop  # noqa: E402
-from samestep.app.roster import Roster  # noqa: E402
-from samestep.app.worker_process import WorkerProcess  # noqa: E402
+from samestep.app.launching.roster import Roster  # noqa: E402
+from samestep.app.launching.worker_process import WorkerProcess  # noqa: E402
 from samestep.towers.run import StepRun  # noqa: E402
 from samestep.towers.towers import Towers  # noqa: E402
 from samestep.workers.environment import NUMBER  # noqa: E402

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from samestep.app.json_lines import FILE, read_lines
+from samestep.app.loggers.json_lines import FILE, read_lines
 from samestep.errors import LostWorkerError
 
 from .renewed_programs import PROGRAMS, STEPS, TOWERS

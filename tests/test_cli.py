@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 
 from samestep import cli, recipes
-from samestep.app import launch
+from samestep.app.launching import launch
 from samestep.errors import ConfigError
 from samestep.recipes.digits.recipe import DigitsSettings
 

@@ -27,7 +27,8 @@ from PIL import Image
 from torch import nn
 
 from samestep import cli
-from samestep.app import command_line, launch
+from samestep.app import command_line
+from samestep.app.launching import launch
 from samestep.errors import MissingFileError
 from samestep.recipes.cifar10 import data as records, recipe as cifar10
 from samestep.recipes.digits import recipe as digits
@@ -393,7 +394,7 @@ def stubs():
         patch.setattr(command_line, "_options", cache(command_line._options))
         patch.setattr(torch, "compile", lambda model, **_: model)
         patch.setattr("samestep.app.lock.WAIT_S", 0.0)
-        patch.setattr("samestep.app.charts._svg", lambda *_: "")
+        patch.setattr("samestep.app.reporting.charts._svg", lambda *_: "")
         patch.setattr("samestep.app.evaluate_run._POLL_S", 0.0)
         patch.setattr(records, "_open", lambda path, num_records, real=records._open: real(path, 2))
         yield

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from samestep.app import event_file
 from samestep.app.evaluate_run import evaluate_run
-from samestep.app.event_file import EventFile
-from samestep.app.tensorboard import TensorBoard, _scalar, write_metrics
+from samestep.app.loggers import event_file
+from samestep.app.loggers.event_file import EventFile
+from samestep.app.loggers.tensorboard import TensorBoard, _scalar, write_metrics
 
 from .runs import train
 from .test_summaries import JOB, Tiny, hooks_of, scalars, take_steps
@@ -58,17 +58,17 @@ def read_only(folder, monkeypatch):
 
 
 def a_bad_layer(folder, monkeypatch):
-    monkeypatch.setattr("samestep.app.tensorboard.layers_of", lambda model: 1 // 0)
+    monkeypatch.setattr("samestep.app.loggers.tensorboard.layers_of", lambda model: 1 // 0)
     return "ZeroDivisionError: integer division or modulo by zero"
 
 
 def a_bad_picture(folder, monkeypatch):
-    monkeypatch.setattr("samestep.app.tensorboard._pictures", lambda batch: 1 // 0)
+    monkeypatch.setattr("samestep.app.loggers.tensorboard._pictures", lambda batch: 1 // 0)
     return "ZeroDivisionError: integer division or modulo by zero"
 
 
 def a_bad_output(folder, monkeypatch):
-    monkeypatch.setattr("samestep.app.activations.Output.of", lambda values: 1 // 0)
+    monkeypatch.setattr("samestep.app.loggers.activations.Output.of", lambda values: 1 // 0)
     return "ZeroDivisionError: integer division or modulo by zero"
 
 

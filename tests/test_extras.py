@@ -11,7 +11,7 @@ import torch
 import samestep
 from samestep import Job
 from samestep.app.extras import extra
-from samestep.app.tensorboard import write_metrics
+from samestep.app.loggers.tensorboard import write_metrics
 from samestep.errors import ConfigError
 from samestep.recipes.cifar10.download import Archive, fetch
 from samestep.recipes.digits.settings import DigitsSettings

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from samestep.app.failures import Failure, root_cause
+from samestep.app.launching.failures import Failure, root_cause
 from samestep.errors import ConfigError, DataError, LostWorkerError, NonFiniteError
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from samestep.app.histogram import Histogram
+from samestep.app.loggers.histogram import Histogram
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

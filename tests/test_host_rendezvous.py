@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from samestep.app import host_rendezvous
-from samestep.app.host_rendezvous import Rendezvous
-from samestep.app.nodes import Nodes
+from samestep.app.launching import host_rendezvous
+from samestep.app.launching.host_rendezvous import Rendezvous
+from samestep.app.launching.nodes import Nodes
 from samestep.errors import ConfigError, LostWorkerError
 from samestep.workers.environment import PER_HOST
 

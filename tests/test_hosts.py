@@ -5,8 +5,8 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from samestep.app import hosts
-from samestep.app.hosts import Ending, Hosts
+from samestep.app.launching import hosts
+from samestep.app.launching.hosts import Ending, Hosts
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import samestep
-from samestep.app.json_lines import JsonLines, read_lines
 from samestep.app.lock import RunLock
+from samestep.app.loggers.json_lines import JsonLines, read_lines
 from samestep.summation.placement import Placement
 
 from .test_trainer import run, trainer_of

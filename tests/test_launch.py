@@ -1,7 +1,7 @@
 import pytest
 
-from samestep.app.failures import Failure
-from samestep.app.launch import run_worker
+from samestep.app.launching.failures import Failure
+from samestep.app.launching.launch import run_worker
 from samestep.errors import ConfigError, LostWorkerError
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "SAMESTEP_LAUNCHED", "TORCHELASTIC_ERROR_FILE")

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import DistError, HashStore
 
-from samestep.app.roster import Roster
+from samestep.app.launching.roster import Roster
 from samestep.errors import LostWorkerError
 from samestep.workers import members
 from samestep.workers.members import Key, Members

@@ -10,12 +10,12 @@ from dataclasses import asdict
 import pytest
 from torch.distributed import HashStore
 
-from samestep.app import hosts, replacement
-from samestep.app.failures import Failure
-from samestep.app.hosts import Hosts
-from samestep.app.replacement import Replacement
-from samestep.app.roster import Roster
-from samestep.app.worker_process import WorkerProcess
+from samestep.app.launching import hosts, replacement
+from samestep.app.launching.failures import Failure
+from samestep.app.launching.hosts import Hosts
+from samestep.app.launching.replacement import Replacement
+from samestep.app.launching.roster import Roster
+from samestep.app.launching.worker_process import WorkerProcess
 from samestep.errors import LockedError, LostWorkerError
 from samestep.workers.environment import PER_HOST
 from samestep.workers.members import Key, Members

@@ -2,7 +2,7 @@
 
 import pytest
 
-from samestep.app.nodes import Nodes
+from samestep.app.launching.nodes import Nodes
 from samestep.errors import ConfigError
 
 BAD_NUMBERS = ("0", "", "3:2", "0:2", "1:", ":2", "a", "1:2:3", "-1", "1.5", "10001", "\u0663")

@@ -3,7 +3,7 @@ import os
 import pytest
 import torch
 
-from samestep.app.num_workers import num_cores, resolve_workers
+from samestep.app.launching.num_workers import num_cores, resolve_workers
 from samestep.errors import ConfigError
 
 
@@ -14,7 +14,7 @@ def no_launcher(monkeypatch):
 
 
 def test_auto_is_a_worker_per_core_and_at_most_one_per_tower(monkeypatch):
-    monkeypatch.setattr("samestep.app.num_workers.num_cores", lambda: 6)
+    monkeypatch.setattr("samestep.app.launching.num_workers.num_cores", lambda: 6)
     assert resolve_workers("auto", 8, "cpu") == 6
     assert resolve_workers("auto", 4, "cpu") == 4
     assert resolve_workers("auto", 8, "cpu", threads=4) == 1
@@ -42,7 +42,7 @@ def test_more_workers_than_towers_are_refused():
 
 
 def test_more_workers_than_a_machine_can_start_are_refused(monkeypatch):
-    monkeypatch.setattr("samestep.app.num_workers.num_cores", lambda: 2)
+    monkeypatch.setattr("samestep.app.launching.num_workers.num_cores", lambda: 2)
     assert resolve_workers(64, 100_000) == 64
     with pytest.raises(ConfigError, match="workers = 100000: expected at most 64, 32 for each core"):
         resolve_workers(100_000, 100_000)

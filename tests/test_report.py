@@ -9,10 +9,11 @@ from html.parser import HTMLParser
 import pytest
 
 from samestep import cli
-from samestep.app import json_lines, report
-from samestep.app.charts import Line, draw_band, draw_curves, draw_timeline, draw_towers
-from samestep.app.history import Curve, History, Mark
-from samestep.app.report import write_report
+from samestep.app.loggers import json_lines
+from samestep.app.reporting import report
+from samestep.app.reporting.charts import Line, draw_band, draw_curves, draw_timeline, draw_towers
+from samestep.app.reporting.history import Curve, History, Mark
+from samestep.app.reporting.report import write_report
 
 from .test_trainer import run
 
@@ -207,7 +208,7 @@ ODD = (None, True, 2**62, -1, 1e308, -1e308, 5e-324, 10**400, [], {"a": []}, "x"
 @pytest.fixture
 def undrawn(monkeypatch):
     """Leave out the drawing, which is most of the time."""
-    monkeypatch.setattr("samestep.app.charts._svg", lambda *_: "<svg></svg>")
+    monkeypatch.setattr("samestep.app.reporting.charts._svg", lambda *_: "<svg></svg>")
 
 
 @pytest.mark.parametrize("odd", ODD, ids=lambda value: repr(value)[:20])

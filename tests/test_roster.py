@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import DistError, HashStore, TCPStore
 
-from samestep.app import roster
-from samestep.app.roster import PromptStore, Roster
+from samestep.app.launching import roster
+from samestep.app.launching.roster import PromptStore, Roster
 from samestep.errors import LostWorkerError
 from samestep.workers.environment import PER_HOST
 from samestep.workers.members import Members, host_of

@@ -15,9 +15,9 @@ from samestep import cli, recipes
 from samestep.app.evaluation import Evaluation
 from samestep.app.hooks import Hooks
 from samestep.app.lock import RunLock
+from samestep.app.loggers.tensorboard import TensorBoard, write_metrics
 from samestep.app.run_folder import all_checkpoints
 from samestep.app.settings import Settings
-from samestep.app.tensorboard import TensorBoard, write_metrics
 from samestep.batches.batch import LocalBatch
 from samestep.checkpoint.saving import load
 from samestep.data.loader import TowerLoader
@@ -354,7 +354,7 @@ def test_sums_with_names_are_shown(tmp_path):
 
 
 def test_pictures_are_stretched_to_the_whole_range(tmp_path):
-    from samestep.app.tensorboard import _pictures
+    from samestep.app.loggers.tensorboard import _pictures
 
     pictures = torch.randn(2, 3, 5, 6) * 7
     found = _pictures(LocalBatch(6, {2: (pictures, 0), 3: (pictures.mul(255).byte(), 0), 4: (pictures, 0)}))

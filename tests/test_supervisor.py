@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from samestep.app import supervisor
-from samestep.app.supervisor import Supervisor
+from samestep.app.launching import supervisor
+from samestep.app.launching.supervisor import Supervisor
 from samestep.errors import LostWorkerError
 
 

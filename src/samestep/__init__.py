@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     from samestep.app.callbacks import Callback as Callback, Logger as Logger
     from samestep.app.elastic import Elastic as Elastic
     from samestep.app.evaluation import Evaluation as Evaluation
-    from samestep.app.script import launch as launch
+    from samestep.app.launching.script import launch as launch
+    from samestep.app.loggers.tensorboard import TensorBoard as TensorBoard
+    from samestep.app.loggers.wandb import WandB as WandB
     from samestep.app.settings import Settings as Settings
-    from samestep.app.tensorboard import TensorBoard as TensorBoard
     from samestep.app.trainer import Trainer as Trainer, TrainingResult as TrainingResult
-    from samestep.app.wandb import WandB as WandB
     from samestep.batches.batch import LocalBatch as LocalBatch
     from samestep.batches.columns import Whole as Whole
     from samestep.checking.result import CheckResult as CheckResult, check as check
@@ -53,11 +53,11 @@ _HOMES = {
     "app.callbacks": ("Callback", "Logger"),
     "app.elastic": ("Elastic",),
     "app.evaluation": ("Evaluation",),
-    "app.script": ("launch",),
+    "app.launching.script": ("launch",),
     "app.settings": ("Settings",),
-    "app.tensorboard": ("TensorBoard",),
+    "app.loggers.tensorboard": ("TensorBoard",),
     "app.trainer": ("Trainer", "TrainingResult"),
-    "app.wandb": ("WandB",),
+    "app.loggers.wandb": ("WandB",),
     "batches.batch": ("LocalBatch",),
     "batches.columns": ("Whole",),
     "checking.result": ("CheckResult", "check"),

@@ -17,13 +17,13 @@ import samestep
 from samestep import recipes
 from samestep.app.bounds import NumWorkers, Threads
 from samestep.app.command_line import Command, parse
-from samestep.app.failures import Failure
+from samestep.app.launching.failures import Failure
 from samestep.app.output import is_stdout_lost, lasting_output
 from samestep.app.recipe_file import Recipes, read_recipe
 from samestep.errors import Error
 
 if TYPE_CHECKING:
-    from samestep.app.nodes import Nodes
+    from samestep.app.launching.nodes import Nodes
     from samestep.app.settings import Settings
     from samestep.workers.job import Job
 
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except Error as error:
         return _refuse(error)
-    from samestep.app.launch import run_worker
+    from samestep.app.launching.launch import run_worker
 
     return run_worker(lambda: _run(command, words))
 
@@ -136,7 +136,7 @@ def _commands() -> Command:
 def _refuse(error: Error) -> int:
     """Say in one line what is wrong with the command line, and return the exit status."""
     if "RANK" in os.environ:  # a launcher shows one message for all of its workers
-        from samestep.app.launch import run_worker
+        from samestep.app.launching.launch import run_worker
         from samestep.app.start import refuse
 
         return run_worker(lambda: refuse(error))
@@ -211,7 +211,7 @@ def _digest(command: Digest) -> int:
 
 
 def _report(command: Report) -> int:
-    from samestep.app.report import write_report
+    from samestep.app.reporting.report import write_report
 
     print(write_report(command.run_dir, command.output), flush=True)
     return 0
@@ -238,8 +238,8 @@ def _on_workers(
     settings: Settings, words: list[str], work: Callable[[Job], object], **options: object
 ) -> int:
     """Do the work on the workers that the settings and options ask for: start them, or be one of them."""
-    from samestep.app.launch import run_command
-    from samestep.app.num_workers import resolve_workers
+    from samestep.app.launching.launch import run_command
+    from samestep.app.launching.num_workers import resolve_workers
     from samestep.workers.environment import check_environment, under_launcher
 
     check_environment()
@@ -251,7 +251,7 @@ def _on_workers(
         if workers > 1 or nodes is not None:
             command = [sys.executable, "-m", "samestep", *words]
             return run_command(command, workers, threads=settings.threads, nodes=nodes)
-    from samestep.app.script import join
+    from samestep.app.launching.script import join
     from samestep.app.start import refusing, start
 
     with refusing():
@@ -263,7 +263,7 @@ def _on_workers(
 
 def _nodes(settings: Settings, words: list[str], options: Mapping[str, object]) -> Nodes | None:
     """Return the hosts that the settings name, with what all of them must have."""
-    from samestep.app.nodes import Nodes
+    from samestep.app.launching.nodes import Nodes
 
     nodes = Nodes.of(settings.nnodes, settings.rdzv_endpoint, settings.rdzv_id)
     if nodes is None:

@@ -142,7 +142,7 @@ def run_python(command: Sequence[str]) -> None:
 
 def run_program(request: dict[str, Any], number: int) -> None:
     """Be what a user starts. A launcher among them forks its workers, too, ours and torchrun."""
-    samestep.app.supervisor.subprocess = Forks
+    samestep.app.launching.supervisor.subprocess = Forks
     subprocess_handler.Popen = Fork
     # In each fork, libuv closes the pipe that it had before, whatever has its numbers since `as_after_exec`.
     samestep.workers.store.TCPStore = functools.partial(dist.TCPStore, use_libuv=False)

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from samestep.app.json_lines import read_lines
+from samestep.app.loggers.json_lines import read_lines
 
 from .nursery import SAMESTEP, Nursery, Processes, digests_of
 

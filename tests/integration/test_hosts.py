@@ -9,7 +9,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from samestep.app.hosts import LOST_S
+from samestep.app.launching.hosts import LOST_S
 
 from . import hanging
 from .machines import Machines, has_namespaces

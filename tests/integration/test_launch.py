@@ -8,12 +8,12 @@ import time
 import pytest
 
 from samestep.app.interruption import ECHO_S
-from samestep.app.launch import GRACE_S
+from samestep.app.launching.launch import GRACE_S
 
 JOB = """
 import os, signal, sys, time
 from samestep.errors import ConfigError
-from samestep.app.launch import run_command, run_worker
+from samestep.app.launching.launch import run_command, run_worker
 
 WORKER = int(os.environ.get("RANK", "-1"))
 

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from samestep.app.report import write_report
+from samestep.app.reporting.report import write_report
 
 from ..test_report import HOSTILE, start, trained, written
 from ..test_trainer import run

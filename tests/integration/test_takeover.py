@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from samestep.app.json_lines import read_lines
+from samestep.app.loggers.json_lines import read_lines
 
 from . import sent_away
 from .takeover import Soak

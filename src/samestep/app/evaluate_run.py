@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 from samestep.app.evaluation import line_of
+from samestep.app.loggers.tensorboard import write_metrics
 from samestep.app.run_folder import all_checkpoints, find_newest, print_damaged, search
 from samestep.app.settings import Settings, trainer_of
-from samestep.app.tensorboard import write_metrics
 from samestep.checkpoint.durable import storage
 from samestep.checkpoint.files import Found
 from samestep.checkpoint.folder import Folder

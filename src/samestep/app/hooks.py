@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from samestep.app.callbacks import Logger
 from samestep.app.display import Display
-from samestep.app.json_lines import JsonLines
 from samestep.app.lock import RunLock
+from samestep.app.loggers.json_lines import JsonLines
 from samestep.app.resume import objects_of
 from samestep.app.scalars import Before, Scalars
 from samestep.errors import Error, one_line

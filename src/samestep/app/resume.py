@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from samestep.app.json_lines import FILE as METRICS
 from samestep.app.lock import RunLock
+from samestep.app.loggers.json_lines import FILE as METRICS
+from samestep.app.loggers.tensorboard import FOLDER
+from samestep.app.loggers.wandb import ID_FILE
 from samestep.app.run_folder import Search, clear, newest_whole, set_aside, tidy
 from samestep.app.settings import Settings, is_plain
-from samestep.app.tensorboard import FOLDER
-from samestep.app.wandb import ID_FILE
 from samestep.app.writer import CheckpointWriter
 from samestep.checkpoint.objects import TrainingObjects, kind_of
 from samestep.checkpoint.snapshot import restore, take_snapshot

@@ -22,7 +22,7 @@ from samestep.app.bounds import (
     from_json,
     kinds_of,
 )
-from samestep.app.nodes import DEFAULT_ID, Nodes
+from samestep.app.launching.nodes import DEFAULT_ID, Nodes
 from samestep.checkpoint.durable import parse_json, storage, write_whole
 from samestep.errors import ConfigError, DataError, MissingFileError, one_line, shown
 from samestep.workers.process import DEFAULT_TIMEOUT_S
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from samestep.app.callbacks import Callback, Logger
     from samestep.app.evaluation import Evaluation
+    from samestep.app.loggers.tensorboard import Panels
     from samestep.app.scalars import Terms
-    from samestep.app.tensorboard import Panels
     from samestep.app.trainer import Batches, Trainer
     from samestep.towers.step import Step
     from samestep.workers.job import Job
@@ -198,7 +198,7 @@ class Settings(abc.ABC):
         )
 
     def _summaries(self, panels: Panels | None, job: Job) -> list[Logger]:
-        from samestep.app.tensorboard import TensorBoard
+        from samestep.app.loggers.tensorboard import TensorBoard
 
         try:
             return [TensorBoard(self.summary_every, panels=panels)]

@@ -56,7 +56,7 @@ def under_launcher() -> bool:
 
 
 def launched_by_samestep() -> bool:
-    """Whether `samestep.app.launch` started this process, and so shows the errors of all workers itself."""
+    """Whether `samestep.app.launching` started this process, and so shows all errors of workers itself."""
     return "SAMESTEP_LAUNCHED" in os.environ
 
 

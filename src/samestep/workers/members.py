@@ -1,8 +1,8 @@
 """Which processes the job consists of, in the launchers' store: a list for each generation of workers.
 
-The launchers, which see at once who has died, write the lists (`samestep.app.roster`); workers that have
-lost one, or are to let one in, leave their process group and meet again as the next list says. A process has
-a number, which it keeps; its rank is its place in the list.
+The launchers, which see at once who has died, write the lists (`samestep.app.launching.roster`); workers that
+have lost one, or are to let one in, leave their process group and meet again as the next list says. A process
+has a number, which it keeps; its rank is its place in the list.
 """
 
 from __future__ import annotations

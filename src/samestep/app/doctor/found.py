@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from samestep.app.launching.num_workers import num_cores
 from samestep.app.memory import total_bytes
-from samestep.app.num_workers import num_cores
 from samestep.checkpoint.file_lock import hold, let_go
 from samestep.errors import ConfigError, one_line
 from samestep.identity import fingerprint

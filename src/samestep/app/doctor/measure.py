@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from samestep.app.launching.script import launch
 from samestep.app.memory import peak_bytes
-from samestep.app.script import launch
 from samestep.summation.placement import Placement
 from samestep.towers.towers import Towers
 from samestep.workers.job import Job

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from samestep.app.interruption import handling
-from samestep.app.launch import temporary_folder
+from samestep.app.launching.launch import temporary_folder
 from samestep.errors import one_line
 from samestep.workers.environment import LIFELINE
 

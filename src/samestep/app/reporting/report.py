@@ -10,11 +10,20 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from samestep.app.charts import COLORS, FAINT, MARKS, Line, draw_band, draw_curves, draw_timeline, draw_towers
 from samestep.app.extras import extra
-from samestep.app.history import Curve, History, Mark, Stretch
-from samestep.app.json_lines import FILE, read_lines
-from samestep.app.page import Html, figure, page, section, table, tiles
+from samestep.app.loggers.json_lines import FILE, read_lines
+from samestep.app.reporting.charts import (
+    COLORS,
+    FAINT,
+    MARKS,
+    Line,
+    draw_band,
+    draw_curves,
+    draw_timeline,
+    draw_towers,
+)
+from samestep.app.reporting.history import Curve, History, Mark, Stretch
+from samestep.app.reporting.page import Html, figure, page, section, table, tiles
 from samestep.app.run_folder import search
 from samestep.app.settings import read_values
 from samestep.checkpoint.durable import storage, write_whole

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from samestep.app.activations import Output, layers_of, outputs_of
 from samestep.app.callbacks import Logger
 from samestep.app.evaluation import evaluation_mode
-from samestep.app.event_file import EventFile
 from samestep.app.extras import extra
-from samestep.app.histogram import Histogram
+from samestep.app.loggers.activations import Output, layers_of, outputs_of
+from samestep.app.loggers.event_file import EventFile
+from samestep.app.loggers.histogram import Histogram
 from samestep.batches.batch import GlobalBatch, LocalBatch
 from samestep.batches.copier import Copier
 from samestep.towers.report import Report

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from samestep.app.histogram import Histogram
+from samestep.app.loggers.histogram import Histogram
 
 __all__ = ["Output", "layers_of", "outputs_of"]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from samestep.app.history import Curve, Mark, Stretch
+from samestep.app.reporting.history import Curve, Mark, Stretch
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,10 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from samestep.app.failures import Failure
-from samestep.app.hosts import CUT_S, Hosts
-from samestep.app.roster import Roster
-from samestep.app.worker_process import WorkerProcess
+from samestep.app.launching.failures import Failure
+from samestep.app.launching.hosts import CUT_S, Hosts
+from samestep.app.launching.roster import Roster
+from samestep.app.launching.worker_process import WorkerProcess
 from samestep.errors import LostWorkerError
 from samestep.workers.members import host_of
 from samestep.workers.waiter import Patience

@@ -19,18 +19,18 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from samestep.app.interruption import ECHO_S, handling
-from samestep.app.nodes import Nodes
-from samestep.app.place import OneHost
-from samestep.app.worker_process import WorkerProcess
+from samestep.app.launching.nodes import Nodes
+from samestep.app.launching.place import OneHost
+from samestep.app.launching.worker_process import WorkerProcess
 from samestep.errors import LostWorkerError
 from samestep.workers.environment import LIFELINE, NUMBER, PER_HOST, worker_environment
 from samestep.workers.interrupts import interrupts_held
 from samestep.workers.process import GRACE_S, loopback_listener
 
 if TYPE_CHECKING:
-    from samestep.app.host_rendezvous import Rendezvous
-    from samestep.app.hosts import Ending, Hosts
-    from samestep.app.roster import Roster
+    from samestep.app.launching.host_rendezvous import Rendezvous
+    from samestep.app.launching.hosts import Ending, Hosts
+    from samestep.app.launching.roster import Roster
 
 __all__ = ["Supervisor"]
 
@@ -109,7 +109,7 @@ class Supervisor:
         """Find this host's place; None where a signal came before."""
         if self._nodes is None:
             return OneHost(stack.enter_context(loopback_listener()), self._num_workers)
-        from samestep.app.host_rendezvous import Rendezvous
+        from samestep.app.launching.host_rendezvous import Rendezvous
         from samestep.workers.waiter import Waiter
 
         found: list[Rendezvous] = []
@@ -150,9 +150,9 @@ class Supervisor:
         """Wait for all to end, and decide what becomes of the others when one has."""
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        from samestep.app.hosts import Hosts
-        from samestep.app.replacement import Replacement
-        from samestep.app.roster import Roster
+        from samestep.app.launching.hosts import Hosts
+        from samestep.app.launching.replacement import Replacement
+        from samestep.app.launching.roster import Roster
 
         place = meeting.place
         store = PrefixStore(place.job, meeting.open())

@@ -27,8 +27,8 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-from samestep.app.nodes import Nodes
-from samestep.app.place import Place
+from samestep.app.launching.nodes import Nodes
+from samestep.app.launching.place import Place
 from samestep.errors import ConfigError, LostWorkerError, one_line
 from samestep.workers.environment import PER_HOST
 from samestep.workers.store import join_store

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from samestep.app.roster import PromptStore
+from samestep.app.launching.roster import PromptStore
 from samestep.workers.waiter import Patience
 
 __all__ = ["CUT_S", "LOST_S", "Ending", "Hosts"]

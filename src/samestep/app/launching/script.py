@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
-from samestep.app.launch import run_command, run_worker
-from samestep.app.nodes import DEFAULT_ID, Nodes
-from samestep.app.num_workers import resolve_workers
+from samestep.app.launching.launch import run_command, run_worker
+from samestep.app.launching.nodes import DEFAULT_ID, Nodes
+from samestep.app.launching.num_workers import resolve_workers
 from samestep.app.output import lasting_output
 from samestep.errors import ConfigError
 from samestep.workers.environment import check_environment, under_launcher

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from samestep.app.failures import Failure, root_cause
-from samestep.app.nodes import Nodes
-from samestep.app.supervisor import Supervisor
-from samestep.app.worker_process import WorkerProcess
+from samestep.app.launching.failures import Failure, root_cause
+from samestep.app.launching.nodes import Nodes
+from samestep.app.launching.supervisor import Supervisor
+from samestep.app.launching.worker_process import WorkerProcess
 from samestep.errors import StorageError
 from samestep.workers.environment import error_file, is_first, launched_by_samestep
 from samestep.workers.interrupts import release_interrupts
@@ -22,7 +22,7 @@ from samestep.workers.process import GRACE_S, end_with_launcher
 from samestep.workers.waiter import end_with_threads
 
 if TYPE_CHECKING:
-    from samestep.app.hosts import Ending
+    from samestep.app.launching.hosts import Ending
 
 __all__ = ["GRACE_S", "run_command", "run_worker", "temporary_folder"]
 

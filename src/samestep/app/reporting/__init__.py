@@ -1,0 +1,1 @@
+"""`samestep report`: a run folder as one HTML page."""
