@@ -46,12 +46,12 @@ def loss_of(model, tokens):
     targets = tokens[:, 1:]
     logits = model(tokens)
     total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PADDING, reduction="sum")
-    return total, (targets != PADDING).sum()
+    return samestep.LossSum(total, (targets != PADDING).sum())
 
 
 def bits(model, tokens):
-    total, count = loss_of(model, tokens)
-    return {"bits per byte": (total / math.log(2), count)}
+    loss = loss_of(model, tokens)
+    return {"bits per byte": (loss.total / math.log(2), loss.count)}
 
 
 def main(job):

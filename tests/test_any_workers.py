@@ -56,7 +56,7 @@ def mean_loss(model, batch):
 
 def summed_loss(model, batch):
     losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
-    return (losses * batch["valid"]).sum(), batch["valid"].sum()
+    return samestep.LossSum((losses * batch["valid"]).sum(), batch["valid"].sum())
 
 
 def named_losses(model, batch):

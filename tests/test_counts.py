@@ -185,10 +185,10 @@ def make(named, **settings):
     towers = Towers(model, 3, **settings)
 
     def as_sum(model, part):
-        return sums_of(model, part)["tokens"], num_tokens(part)
+        return samestep.LossSum(sums_of(model, part)["tokens"], num_tokens(part))
 
     weights = {"tokens": num_tokens, "more tokens": num_tokens} if named else None
-    loss_fn = as_sum if not named else lambda m, part: dict.fromkeys(weights, as_sum(m, part)[0])
+    loss_fn = as_sum if not named else lambda m, part: dict.fromkeys(weights, as_sum(m, part).total)
     return Step(
         towers,
         loss_fn,

@@ -60,7 +60,8 @@ def test_the_gradient_is_that_of_the_mean_over_the_tokens_that_count(num_towers)
     expected = torch.autograd.grad(mean, tuple(model.parameters()))
     towers = samestep.Towers(model, num_towers, job=JOB)
     for tower in towers(batch):
-        tower.backward_sum(*loss_of(model, tower.batch))
+        loss = loss_of(model, tower.batch)
+        tower.backward_sum(loss.total, loss.count)
     report = towers.average()
     assert (report.count, report.loss) == (34, pytest.approx(float(mean.detach())))
     for parameter, wanted in zip(model.parameters(), expected, strict=True):

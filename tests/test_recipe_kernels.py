@@ -66,13 +66,13 @@ RECIPES = {
     ),
     "segmentation": (
         segmentation.SegmentationNet,
-        lambda model, batch: segmentation.loss_of(model, batch, **CHOSEN, weight_decay=0.1)[0],
+        lambda model, batch: segmentation.loss_of(model, batch, **CHOSEN, weight_decay=0.1).total,
         lambda model, batch: segmentation.count_pixels(model, batch, **CHOSEN),
         batch_of(3, 17, 16, num_classes=4, label_shape=(17, 16)),
     ),
     "lm": (
         lambda: lm.GPT(Sizes(9, width=8, depth=1, heads=2, context=5, ngram_slots=7)),
-        lambda model, batch: lm.loss_of(model, batch)[0],
+        lambda model, batch: lm.loss_of(model, batch).total,
         lm.nats_of,
         (torch.ones(ROWS, 5).long(), torch.ones(ROWS, 5).long(), torch.arange(5).expand(ROWS, 5)),
     ),

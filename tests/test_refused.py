@@ -470,7 +470,7 @@ def test_what_is_no_loss_is_refused(hand_in, words):
         break
 
 
-@pytest.mark.parametrize("result", [None, 3.0, (), (1, 2, 3), "loss"], ids=repr)
+@pytest.mark.parametrize("result", [None, 3.0, (), (1, 2), (1, 2, 3), "loss"], ids=repr)
 def test_what_a_loss_function_must_not_return_is_refused(result):
     model = net()
     step = Step(Towers(model, 5), lambda m, b: result, torch.optim.SGD(model.parameters(), 0.1))
@@ -639,9 +639,20 @@ def two_losses_for_a_sum_and_its_count(job):
     model = net()
 
     def losses(model, batch):
-        return loss_of(model, batch), penalty(model)
+        return samestep.LossSum(loss_of(model, batch), penalty(model))
 
     Step(Towers(model, 5, job=job), losses, torch.optim.SGD(model.parameters(), 0.1))(batch_of(0))
+
+
+@refused(UsageError, "tuple of 2", "without metrics", "samestep.LossSum(total, count)")
+def a_loss_and_its_accuracy(job):
+    model = net()
+
+    def loss_and_accuracy(model, batch):
+        found = model(batch["x"])
+        return F.cross_entropy(found, batch["y"]), (found.argmax(1) == batch["y"]).sum()
+
+    Step(Towers(model, 7, job=job), loss_and_accuracy, torch.optim.SGD(model.parameters(), 0.1))(batch_of(0))
 
 
 @refused(BatchError, "samestep.Whole", "written to")

@@ -85,8 +85,8 @@ def test_convolutions_before_norms_have_no_bias_and_he_s_start():
 def gradients_of_towers(model, batch, num_towers):
     towers = samestep.Towers(model, num_towers, job=JOB)
     for tower in towers(batch):
-        loss, weight = loss_of(model, tower.batch, **LOSS)
-        tower.backward_sum(loss, weight)
+        loss = loss_of(model, tower.batch, **LOSS)
+        tower.backward_sum(loss.total, loss.count)
     return towers.average(), [parameter.grad for parameter in model.parameters()]
 
 
@@ -133,8 +133,8 @@ def test_an_update_follows_the_gradient_of_the_whole_loss():
         torch.optim.Adam(models[1].parameters(), lr=0.1),
     ]
     for model, optimizer in zip(models, optimizers, strict=True):
-        total, num_valid = loss_of(model, batch, **LOSS)
-        mean = total / num_valid
+        loss = loss_of(model, batch, **LOSS)
+        mean = loss.total / loss.count
         if model is models[1]:
             mean = mean + terms_of(model, weight_decay=0.01)["weight decay"]
         mean.backward()

@@ -53,7 +53,7 @@ def test_a_loss_may_be_a_sum_and_a_weight():
     other = copy.deepcopy(model)
 
     def as_sum(model, batch):
-        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
+        return samestep.LossSum(F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1]))
 
     first, second = make(model)(batch_of()), make(other, loss_fn=as_sum)(batch_of())
     assert first.loss == pytest.approx(second.loss, rel=1e-6)

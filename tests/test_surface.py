@@ -10,7 +10,7 @@ import samestep
 from samestep import errors
 
 PUBLIC = {
-    "BatchedDataset", "CheckResult", "Job", "LocalBatch", "Manifest", "Placement", "Report",
+    "BatchedDataset", "CheckResult", "Job", "LocalBatch", "LossSum", "Manifest", "Placement", "Report",
     "ShardedOptimizer", "Step", "StreamLoader", "Tower", "TowerLoader", "Towers", "Whole",
     "Callback", "Elastic", "Evaluation", "Logger", "Settings", "TensorBoard", "Trainer", "TrainingResult",
     "WandB", "launch",

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from samestep.sharding.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
     from samestep.summation.gradients import average_gradients as average_gradients
     from samestep.summation.placement import Placement as Placement
+    from samestep.towers.losses import LossSum as LossSum
     from samestep.towers.report import Report as Report
     from samestep.towers.step import Step as Step
     from samestep.towers.tower import Tower as Tower
@@ -87,6 +88,7 @@ _HOMES = {
     "sharding.sharded_optimizer": ("ShardedOptimizer",),
     "summation.gradients": ("average_gradients",),
     "summation.placement": ("Placement",),
+    "towers.losses": ("LossSum",),
     "towers.report": ("Report",),
     "towers.tower": ("Tower",),
     "towers.step": ("Step",),

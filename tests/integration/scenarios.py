@@ -374,13 +374,13 @@ def several_sums_with_counts_of_their_own(job: samestep.Job) -> str:
     return f"{samestep.digest(model)} {reported}"
 
 
-def kept_sum(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def kept_sum(model: nn.Module, batch: dict[str, Tensor]) -> samestep.LossSum:
     losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
-    return (losses * (batch["y"] != 0)).sum(), keep(batch)
+    return samestep.LossSum((losses * (batch["y"] != 0)).sum(), keep(batch))
 
 
 def two_sums(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    total, _ = kept_sum(model, batch)
+    total = kept_sum(model, batch).total
     return {"kept": total, "some": total.square()}
 
 
@@ -588,10 +588,10 @@ def sparse_steps_clipped_and_summed_in_float64(job: samestep.Job) -> str:
     model = Words().to(job.device)
     towers = samestep.Towers(model, 5, job=job, accumulate_dtype=torch.float64)
 
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> samestep.LossSum:
         keep = batch["y"] != 0
         losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
-        return (losses * keep).sum(), keep.sum()
+        return samestep.LossSum((losses * keep).sum(), keep.sum())
 
     with torch.sparse.check_sparse_tensor_invariants(enable=True):
         step = samestep.Step(towers, loss, torch.optim.Adagrad(model.parameters(), lr=0.05), clip_norm=0.3)

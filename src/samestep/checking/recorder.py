@@ -27,6 +27,7 @@ from samestep.checking.surroundings import Surroundings
 from samestep.errors import ConfigError, Error
 from samestep.identity import digest, plain_names
 from samestep.streams import GlobalStreams, seed_globals, stream_seed
+from samestep.towers.losses import LossSum
 from samestep.towers.report import Report
 from samestep.towers.step import Step
 from samestep.towers.tower import Tower
@@ -215,7 +216,8 @@ class _Recorder:
         """Stand in for the step's loss function."""
         with self._during("forward"):
             result = self._loss_fn(model, *batch)
-        for leaf in pytree.tree_leaves(result):  # the loss, or losses by name, and what it counts
+        handed_in = [result.total, result.count] if isinstance(result, LossSum) else result
+        for leaf in pytree.tree_leaves(handed_in):  # the loss, or losses by name, and what it counts
             if isinstance(leaf, Tensor):
                 self._write_tensor("loss", "loss", leaf)
             else:

@@ -16,11 +16,34 @@ from samestep.summation.scalars import Scalars
 if TYPE_CHECKING:
     from samestep.towers.tower import Tower
 
-__all__ = ["LossSum", "Losses", "NamedCounts", "loss_sum"]
+__all__ = ["Contribution", "LossSum", "Losses", "NamedCounts", "loss_sum"]
 
 
 @dataclass(frozen=True)
 class LossSum:
+    """A loss that is a sum over something other than rows, which the loss function of a `Step` may return.
+
+    The step's loss is the sum of all towers' totals, divided once by the sum of all their counts.
+
+    Attributes:
+        total: the sum, a scalar that requires grad; where the count is 0 it need not require grad.
+        count: how many things it is a sum over, such as tokens or pixels: a number or 0-dim tensor.
+
+    Example:
+        >>> from samestep import Step, Towers
+        >>> model, words = torch.nn.Embedding(9, 1), torch.tensor([[3, 1, 0], [4, 0, 0]])  # 0 is padding
+        >>> def loss_fn(model, words):
+        ...     return LossSum(model(words).squeeze(-1)[words > 0].square().sum(), (words > 0).sum())
+        >>> Step(Towers(model, 2), loss_fn, torch.optim.SGD(model.parameters(), lr=0.1))(words).count
+        3.0
+    """
+
+    total: Tensor
+    count: float | Tensor
+
+
+@dataclass(frozen=True)
+class Contribution:
     """What a tower hands in, in units of a power of two (see `StepRun`)."""
 
     total: Tensor  # 0-dim, float32 or float64: what backward starts from
@@ -47,7 +70,7 @@ class Losses:
         self.named: NamedCounts | None = None
         self.has_count = False
 
-    def from_mean(self, tower: Tower, loss: Tensor | Mapping[str, Tensor]) -> LossSum:
+    def from_mean(self, tower: Tower, loss: Tensor | Mapping[str, Tensor]) -> Contribution:
         """Return what a tower's mean, or its sums by name, come to; see `Tower.backward`."""
         share = tower.rows / self.unit
         if self.named is not None:
@@ -59,7 +82,7 @@ class Losses:
             )
         return loss_sum(f"{tower!r}: loss", loss, share, share)
 
-    def from_sum(self, tower: Tower, total: Tensor, count: float | Tensor) -> LossSum:
+    def from_sum(self, tower: Tower, total: Tensor, count: float | Tensor) -> Contribution:
         """Return what a tower's sum comes to; see `Tower.backward_sum`."""
         if self.named is not None:
             raise UsageError(
@@ -77,7 +100,7 @@ class Losses:
             )
         return loss_sum(f"{tower!r}: total", total, 1 / self.unit, count / self.unit)
 
-    def note(self, loss: LossSum) -> None:
+    def note(self, loss: Contribution) -> None:
         """Note what a tower has handed in."""
         self.has_count |= _is_known_to_count(loss.count)
 
@@ -89,7 +112,7 @@ class Losses:
         return scalars.loss_sums * self.unit, counts
 
 
-def loss_sum(what: str, loss: Tensor, factor: float, count: float | Tensor) -> LossSum:
+def loss_sum(what: str, loss: Tensor, factor: float, count: float | Tensor) -> Contribution:
     """Return `loss * factor` and what it counts."""
     if not isinstance(loss, Tensor) and isinstance(loss, (int, float)) and float(count) == 0:
         loss = torch.tensor(float(loss), dtype=torch.float32)
@@ -98,7 +121,7 @@ def loss_sum(what: str, loss: Tensor, factor: float, count: float | Tensor) -> L
     if not loss.requires_grad and float(count) != 0:
         raise UsageError(f"{what} does not require grad, so it has no gradient")
     total = _at_least_float32(loss) * factor
-    return LossSum(total, total.detach().reshape(1), count)
+    return Contribution(total, total.detach().reshape(1), count)
 
 
 def _is_known_to_count(count: float | Tensor) -> bool:
@@ -128,7 +151,7 @@ class NamedCounts:
         totals: list[float] = self.counts.sum(0).tolist()
         return totals
 
-    def loss_sum(self, who: str, losses: Any, tower: int, share: float, unit: int) -> LossSum:
+    def loss_sum(self, who: str, losses: Any, tower: int, share: float, unit: int) -> Contribution:
         """Return what a tower hands in that has `share` of `unit` rows."""
         sums = self._in_order(who, losses)
         # In this order on every worker, so that the bits are the same.
@@ -136,7 +159,7 @@ class NamedCounts:
         total = reduce(torch.add, means)
         if not total.requires_grad and bool(self.counts[tower].any()):
             raise UsageError(f"{who}: no sum requires grad, so it has no gradient")
-        return LossSum(total, torch.stack([s.detach().double() for s in sums]) / unit, share)
+        return Contribution(total, torch.stack([s.detach().double() for s in sums]) / unit, share)
 
     def _in_order(self, who: str, losses: Any) -> list[Tensor]:
         expected = ", ".join(self.names)

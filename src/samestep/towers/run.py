@@ -20,7 +20,7 @@ from samestep.summation.exchange import Exchange
 from samestep.summation.gradient_sum import GradientSum
 from samestep.summation.scalars import TowerScalars
 from samestep.towers.counts import Count, count_slices, wrong_counts
-from samestep.towers.losses import Losses, LossSum, NamedCounts
+from samestep.towers.losses import Contribution, Losses, NamedCounts
 from samestep.towers.pass_check import PassCheck
 from samestep.towers.replica import Replica
 from samestep.towers.tower import Tower
@@ -205,7 +205,7 @@ class StepRun:
             )
         self._check.check_forward(tower)
 
-    def _take(self, tower: Tower, loss: LossSum) -> None:
+    def _take(self, tower: Tower, loss: Contribution) -> None:
         scaled = loss.total if self.scaler is None else self.scaler.scale(loss.total)
         backward = partial(self._backward, tower, scaled) if loss.total.requires_grad else None
         self.add(tower, loss, backward, self.leaves([loss.total]))
@@ -221,7 +221,7 @@ class StepRun:
                 raise found from error
 
     def add(
-        self, tower: Tower, loss: LossSum, backward: Callable[[], None] | None, leaves: Iterable[Tensor]
+        self, tower: Tower, loss: Contribution, backward: Callable[[], None] | None, leaves: Iterable[Tensor]
     ) -> None:
         """Note a tower's scalars, run its `backward`, if there is one, and take the gradients it leaves.
 

@@ -17,6 +17,7 @@ from samestep.errors import ConfigError, Error, NonFiniteError, UsageError
 from samestep.towers.counts import Count, check_counts
 from samestep.towers.diagnosis import explain, first_nonfinite
 from samestep.towers.division import UpdatesShares
+from samestep.towers.losses import LossSum
 from samestep.towers.opening import StepOptions
 from samestep.towers.report import Report
 from samestep.towers.root import check_can_step, check_optimizer, settings_of
@@ -26,8 +27,8 @@ from samestep.towers.towers import Towers
 __all__ = ["LossFunction", "Schedule", "Step"]
 
 LossFunction = Callable[..., Any]
-"""loss_fn(model, tower_batch) -> the mean over the rows, or (a sum, what it counts), or, with
-`counts`, a mapping that has a sum for each of their names.
+"""loss_fn(model, tower_batch) -> the mean over the rows, or a `samestep.LossSum`, or, with `counts`, a
+mapping that has a sum for each of their names.
 
 With `forward`: loss_fn(model, all_outputs, batch) -> the loss of the whole batch, a scalar.
 """
@@ -171,15 +172,16 @@ class Step:
     def _run(self, tower: Tower) -> None:
         with self._precision():
             result = self.loss_fn(self.towers.model, tower.batch)
-        if not isinstance(result, tuple):
-            tower.backward(result)
-        elif len(result) == 2:
-            tower.backward_sum(*result)
-        else:
+        if isinstance(result, LossSum):
+            tower.backward_sum(result.total, result.count)
+        elif isinstance(result, tuple):
             raise UsageError(
-                f"{tower!r}: loss_fn returned a tuple of {len(result)}, expected the mean loss, or a sum and "
-                "what it counts"
+                f"{tower!r}: loss_fn returned a tuple of {len(result)}: expected the mean loss over the "
+                "tower's rows alone, without metrics, or samestep.LossSum(total, count) for a sum over "
+                "tokens or pixels and what it counts"
             )
+        else:
+            tower.backward(result)
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         if self.autocast is None:

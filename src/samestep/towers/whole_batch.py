@@ -33,7 +33,7 @@ from samestep.batches.nest import mapped
 from samestep.buffers.outside import note_outside_gradients
 from samestep.errors import UsageError
 from samestep.streams import keep_globals, seed_globals, stream_seed, tower_seed
-from samestep.towers.losses import LossSum, loss_sum
+from samestep.towers.losses import Contribution, loss_sum
 from samestep.towers.outputs import Outline, gather, take_apart
 from samestep.towers.run import StepRun
 from samestep.towers.tower import Tower
@@ -55,7 +55,7 @@ def run_whole_batch(run: StepRun, model: nn.Module, batch: Any, forward: Forward
     for tower in run.turns():
         # The loss counts once, as tower 0's. Nothing here may hold on to a tower's outputs.
         count = float(tower.index == 0)
-        total = LossSum(value, (value * count).reshape(1), count)
+        total = Contribution(value, (value * count).reshape(1), count)
         run.add(tower, total, *_run_again(run, tower, own.pop(tower.index), forward))
 
 

@@ -31,6 +31,7 @@ from samestep.recipes.lm.sample import Sample
 from samestep.recipes.lm.settings import LmSettings
 from samestep.sharding.sharded_optimizer import ShardedOptimizer
 from samestep.streams import stream_seed
+from samestep.towers.losses import LossSum
 from samestep.towers.step import Step
 from samestep.towers.towers import Towers
 from samestep.workers.agreement import agree
@@ -127,12 +128,12 @@ def cosine(step: int, *, warmup: int, steps: int) -> float:
     return (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, steps - warmup)))) / 2
 
 
-def loss_of(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+def loss_of(model: nn.Module, batch: Any) -> LossSum:
     """Return the cross-entropy summed over the tokens that count, and how many they are."""
     inputs, targets, starts = batch
     logits = model(inputs, starts).flatten(0, 1)
     total = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
-    return total, (targets != IGNORED).sum()
+    return LossSum(total, (targets != IGNORED).sum())
 
 
 def nats_of(model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:

@@ -26,6 +26,7 @@ from samestep.recipes.segmentation.panels import label_panels
 from samestep.recipes.segmentation.settings import SegmentationSettings
 from samestep.recipes.segmentation.shapes import Shapes
 from samestep.streams import stream_seed
+from samestep.towers.losses import LossSum
 from samestep.towers.step import Step
 from samestep.towers.towers import Towers
 from samestep.workers.job import Job
@@ -140,7 +141,7 @@ def _make_step(settings: SegmentationSettings, job: Job) -> Step:
     )
 
 
-def loss_of(model: nn.Module, batch: Any, *, ignore_label: int, weight_decay: float) -> tuple[Tensor, Tensor]:
+def loss_of(model: nn.Module, batch: Any, *, ignore_label: int, weight_decay: float) -> LossSum:
     """Return the loss summed over the valid pixels, and how many they are.
 
     It is cross-entropy plus the weight decay, without the latter's gradient, which the optimizer adds.
@@ -151,7 +152,8 @@ def loss_of(model: nn.Module, batch: Any, *, ignore_label: int, weight_decay: fl
     labels = labels.flatten().long()
     num_valid = (labels != ignore_label).sum()
     total = F.cross_entropy(logits, labels, ignore_index=ignore_label, reduction="sum")
-    return total + num_valid * terms_of(model, weight_decay=weight_decay)["weight decay"].detach(), num_valid
+    decay = terms_of(model, weight_decay=weight_decay)["weight decay"].detach()
+    return LossSum(total + num_valid * decay, num_valid)
 
 
 def terms_of(model: nn.Module, *, weight_decay: float) -> Mapping[str, Tensor]:
