@@ -66,6 +66,11 @@ def test_leaving_on_purpose_says_nothing(error, status):
     assert (described.text, described.exit_status) == ("", status)
 
 
+def test_leaving_with_a_sentence_is_that_sentence():
+    described = Failure.of(SystemExit("no more data"))
+    assert (described.text, described.exit_status, described.is_echo) == ("no more data\n", 1, False)
+
+
 def test_what_a_worker_writes_is_read_back(tmp_path):
     written = Failure.of(DataError("über.bin: 3 bytes"))
     written.write(tmp_path / "error.json")
@@ -97,6 +102,11 @@ def test_a_consequence_is_not_the_cause_even_when_it_comes_first(echo):
 
 def test_a_lost_worker_is_the_cause_where_there_is_no_other():
     assert root_cause([(2, Failure.of(LostWorkerError("worker 0 is gone")))])[0] == 2
+
+
+def test_an_interrupted_worker_is_the_one_that_the_others_lost():
+    lost, interrupted = Failure.of(LostWorkerError("worker 1 is gone")), Failure.of(KeyboardInterrupt())
+    assert root_cause([(0, lost), (1, interrupted)])[0] == 1
 
 
 def test_an_exception_comes_before_a_death_without_a_word():

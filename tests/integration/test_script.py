@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 import torch
 
 import samestep
@@ -66,3 +67,46 @@ def test_a_script_may_ask_for_its_job_again_and_start_others(nursery, tmp_path):
     script.write_text(ANEW)
     done = nursery.run([script], tmp_path / "output")
     assert (done.wait(), done.stdout(), done.stderr()) == ([0], "(True, 2, False)\n" * 2, "")
+
+
+LEAVING = """
+import os
+import signal
+import sys
+
+import torch.distributed as dist
+
+import samestep
+from tests.nets import batch_of, net, take_step
+
+
+def main(job):
+    towers = samestep.Towers(net(), 7, job=job)
+    take_step(towers, batch_of(0))
+    if "destroy" in sys.argv:
+        dist.destroy_process_group()
+        return
+    if job.rank == 1:
+        if "exit" in sys.argv:
+            sys.exit("no more data")
+        os.kill(os.getpid(), signal.SIGINT)
+    take_step(towers, batch_of(1))
+
+
+samestep.launch(main, 2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "line"),
+    [
+        ("interrupt", 130, "samestep: worker 1 of 2 was interrupted by SIGINT; the job was stopped\n"),
+        ("exit", 1, "no more data\nsamestep: worker 1 of 2 failed; the job was stopped\n"),
+        ("destroy", 0, ""),
+    ],
+)
+def test_how_one_worker_left_is_told_in_a_line(nursery, tmp_path, how, status, line):
+    script = tmp_path / "leaving.py"
+    script.write_text(LEAVING)
+    done = nursery.run([script, how], tmp_path / "output")
+    assert (done.wait(), done.stdout(), done.stderr()) == ([status], "", line)

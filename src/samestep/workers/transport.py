@@ -222,7 +222,8 @@ class ProcessGroup:
         self.waiter.close()
         self.waiter.peers.close()
         self.shared.close()
-        dist.destroy_process_group()
+        if dist.is_initialized():  # scripts written for torch's launcher end with this very call
+            dist.destroy_process_group()
 
     def _is_packed(self, tensors: Sequence[Tensor]) -> bool:
         return len(tensors) > 1 or (self._through_host and tensors[0].device.type != "cpu")

@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from samestep.errors import Error, LostWorkerError, one_line
@@ -29,6 +29,7 @@ class Failure:
         is_error: whether `text` is the line of a `samestep.Error`, which needs no explanation.
         is_echo: whether the worker ended because *another* one is gone, or because of a signal.
         is_recorded: whether the worker itself wrote this down.
+        was_interrupted: whether SIGINT ended it, as Python's own handler lets it.
         time_ns: when, in nanoseconds since the epoch.
     """
 
@@ -37,6 +38,7 @@ class Failure:
     is_error: bool = False
     is_echo: bool = False
     is_recorded: bool = True
+    was_interrupted: bool = False
     time_ns: int = field(default_factory=time.time_ns)
 
     @classmethod
@@ -51,9 +53,10 @@ class Failure:
             remedy = "lower the batch size, or raise the number of towers, so that each has fewer rows"
             return cls(f"samestep: error: out of memory: {line}; {remedy}\n", 1)
         if isinstance(error, KeyboardInterrupt):
-            return cls.of_status(INTERRUPTED)
-        if isinstance(error, SystemExit) and isinstance(error.code, int | None):
-            return cls.of_status(error.code or 0)
+            return replace(cls.of_status(INTERRUPTED), was_interrupted=True)
+        if isinstance(error, SystemExit):
+            code = error.code or 0
+            return cls.of_status(code) if isinstance(code, int) else cls(f"{code}\n", 1)
         return cls("".join(traceback.format_exception(error)), 1, is_echo=_is_lost_connection(error))
 
     @classmethod
@@ -100,6 +103,11 @@ def root_cause(failures: Iterable[tuple[int, Failure]]) -> tuple[int, Failure]:
 
     The first by time, except that a lost connection is never the cause where there is another, and that
     a worker that died without a record is dated when that was noticed, which is after any exception that
-    may have caused it.
+    may have caused it. Among those who only lost another worker, one that was interrupted is that one.
     """
-    return min(failures, key=lambda item: (item[1].is_echo, not item[1].is_recorded, item[1].time_ns))
+    return min(failures, key=lambda item: (item[1].is_echo, *_order(item[1])))
+
+
+def _order(failure: Failure) -> tuple[bool, bool, int]:
+    is_bystander = failure.is_echo and not failure.was_interrupted
+    return is_bystander, not failure.is_recorded, failure.time_ns

@@ -125,6 +125,10 @@ def _explain(found: Sequence[tuple[WorkerProcess, Failure]], num_workers: int) -
     sys.stderr.write(cause.text)
     if not cause.is_recorded:  # the workers that missed it know the step
         sys.stderr.write(next((failure.text for _, failure in described if failure.is_error), ""))
+    if cause.was_interrupted:
+        sys.stderr.write(
+            f"samestep: worker {rank} of {num_workers} was interrupted by SIGINT; the job was stopped\n"
+        )
     if cause.is_recorded and cause.text and not cause.is_error:
         sys.stderr.write(f"samestep: worker {rank} of {num_workers} failed; the job was stopped\n")
     return cause.exit_status

@@ -18,6 +18,8 @@ from samestep.workers.process import DEFAULT_TIMEOUT_S
 
 __all__ = ["join", "launch"]
 
+_OF_SIGNALS = range(129, 256)
+
 
 def launch(  # noqa: PLR0913 - what `init` takes
     main: Callable[[Job], object],
@@ -81,8 +83,9 @@ def join(job: Job, main: Callable[[Job], object]) -> None:
     """Do a worker's part, and leave the job once all do, also where a signal stopped them all."""
     try:
         main(job)
-    except SystemExit:
-        job.close()
+    except SystemExit as stop:
+        if not stop.code or stop.code in _OF_SIGNALS:  # else the others need not wait to hear what went wrong
+            job.close()
         raise
     job.close()
 
