@@ -64,6 +64,9 @@ class Rate:
     def hash(self) -> int:
         return hash(self.rate)
 
+    def hash_of_passes(self) -> int:
+        return 0
+
     def in_words(self) -> dict[str, object]:
         return {"rate": self.rate}
 

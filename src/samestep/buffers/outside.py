@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from samestep.buffers.modes import Modes
 from samestep.errors import BufferPolicyError, UsageError
 from samestep.identity import checksum_of, uncompiled
 
@@ -121,9 +122,13 @@ class OutsideNets:
     """Finds nets that a pass runs and that change their buffers, though they are not part of the model.
 
     They are found by a global hook, in the forwards of some steps, and looked at in every step from then on.
+
+    Attributes:
+        modes: of the nets that are part of the model, in the step's passes.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self.modes = Modes(model)  # of the nets inside
         modules = list(model.modules())
         self._inside = weakref.WeakSet(modules)
         # A compiled module would run without its parts' hooks, and warn of this one.
@@ -140,10 +145,12 @@ class OutsideNets:
         for module in list(self._seen) if self._seen else ():
             self._seen[module] = _buffers_of(module)
         self._weights.clear()
+        self.modes.start_step()
 
     def start_looking(self) -> None:
-        """Note every other net that runs, until `stop_looking`."""
+        """Note every net that runs, until `stop_looking`."""
         self._num_passes += 1
+        self.modes.start_pass()
         if not self._is_compiled:
             _global_forward_pre_hooks[self._key] = self._note
 
@@ -155,6 +162,7 @@ class OutsideNets:
         if torch.compiler.is_compiling():  # no part of what is compiled
             return
         if module in self._inside:
+            self.modes.note(module)
             return
         if module._buffers and module not in self._seen:
             self._seen[module] = _buffers_of(module)

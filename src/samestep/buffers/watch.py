@@ -86,7 +86,8 @@ class Watch:
             self._generators.note()
 
     def check_pass(self, who: str) -> None:
-        """Check after a tower's forward, in a step that looks."""
+        """Check after a tower's forward; more closely in a step that looks."""
+        self.outside.modes.check(who)
         if self.looks:
             self.check(who)
             self._generators.check()

@@ -43,9 +43,14 @@ _FINE, _FAILED, _CHANGED = range(3)
 
 
 class MustMatch(Protocol):
-    """Anything with a hash that must be the same on all workers, and the words to say in what they differ."""
+    """Anything with hashes that must be the same on all workers, and the words to say in what they differ.
+
+    `hash` is asked for when the exchange is made, `hash_of_passes` when a message begins that compares it.
+    """
 
     def hash(self) -> int: ...
+
+    def hash_of_passes(self) -> int: ...
 
     def in_words(self) -> dict[str, object]: ...
 
@@ -258,7 +263,9 @@ class Exchange:
 
     @property
     def _header(self) -> list[int]:
-        return [self._status, self.plan.fingerprint, *self._must_match.values(), self._hash_of_rest]
+        of_passes = 0 if self._rest is None else self._rest.hash_of_passes()
+        must_match = [*self._must_match.values(), self._hash_of_rest, of_passes]
+        return [self._status, self.plan.fingerprint, *must_match]
 
     def _for_all(self, own: Sequence[int]) -> list[Tensor]:
         """Return this worker's numbers, int64 [n], and memory for those of each other worker."""

@@ -14,6 +14,7 @@ from samestep.buffers.watch import Watch
 __all__ = ["MustMatch"]
 
 _DRAWN = "torch's global generator differs, too: one worker alone drew from it, as in an evaluation"
+_MODES = "call train(), or eval(), on all workers alike, also after an evaluation on one of them"
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,18 @@ class MustMatch:
         """Return a 32-bit number that tells apart what workers have."""
         return zlib.crc32(repr([*self.settings.items(), self.watch.hashes]).encode())
 
+    def hash_of_passes(self) -> int:
+        """Return a 32-bit number of what the passes so far have seen: the modes of the model's layers."""
+        return self.watch.outside.modes.hash()
+
     def in_words(self) -> dict[str, object]:
-        """Return it by name, with a hint where batches differ."""
+        """Return it by name, with a hint where batches or modes differ."""
+        modes = self.watch.outside.modes.in_words()
         generator = zlib.crc32(bytes(torch.get_rng_state().tolist()))
         return {
             **{name: repr(value) for name, value in self.settings.items()},
             **{f"hash of the weights in {name}": value for name, value in self.watch.hashes.items()},
+            "modes": modes,
+            f"?modes: {_MODES}": modes,
             f"?batch fingerprint: {_DRAWN}": generator,
         }

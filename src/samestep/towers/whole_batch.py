@@ -89,11 +89,14 @@ def _run_ahead(run: StepRun, model: nn.Module, forward: Forward) -> dict[int, _P
             seed_globals(tower_seed(run.seed, run.step, tower), run.job.device)
             # A copy, because a forward may write to its batch, and is to see the same again.
             own_batch = mapped(copied, batch)
+            run.watch.start_pass()
             try:
                 tensors, outline = take_apart(forward(own_batch))
                 own[tower] = _Pass(outline, [_contiguous_copy(tensor.detach()) for tensor in tensors])
+                run.watch.outside.modes.check(f"step {run.step}, tower {tower}")
                 run.watch.check(f"step {run.step}, tower {tower}")
             finally:
+                run.watch.outside.stop_looking()
                 kept.restore()
                 run.watch.note()  # that is a write, too
     # Casts of the weights made without grad would serve the second pass and cut it off from them:

@@ -1,0 +1,125 @@
+"""What programs do around a step, such as to validate and log, works on any number of workers or is refused."""
+
+import pytest
+import torch
+from torch import nn
+
+import samestep
+from samestep import Error, Towers
+from samestep.errors import DisagreementError, UsageError
+
+from .nets import batch_of, loss_of, run_passes
+from .simulation import simulate, values
+
+KEPT, REFUSED = {}, {}
+
+
+def kept(function):
+    """A program that must end with the same on 1, 2 and 3 workers."""
+    KEPT[function.__name__] = function
+    return function
+
+
+def refused(error, *words, alone=True):
+    """A program that must end on every worker with this error, whose text has these words.
+
+    Without `alone`, it is in order on one worker.
+    """
+
+    def register(function):
+        REFUSED[function.__name__] = (function, error, words, alone)
+        return function
+
+    return register
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("name", REFUSED)
+def test_all_workers_are_told(name, num_workers):
+    work, error, words, alone = REFUSED[name]
+    if num_workers == 1 and not alone:
+        values(work, 1)
+        return
+    for outcome in simulate(work, num_workers, num_workers):
+        assert isinstance(outcome.error, Error), outcome
+        assert isinstance(outcome.error, (error, DisagreementError)), outcome.text
+        assert all(word in outcome.text for word in words), outcome.text
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_any_number_of_workers_takes_the_same_steps(name):
+    assert len({value for num in (1, 2, 3) for value in map(str, values(KEPT[name], num, num))}) == 1
+
+
+def dropout_net():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))
+
+
+def train(model, job, steps=3, after=None, loss=loss_of, num_towers=7):
+    towers = Towers(model, num_towers, job=job)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(steps):
+        run_passes(towers, batch_of(step), loss)
+        towers.average()
+        optimizer.step()
+        if after is not None:
+            after()
+    return samestep.digest(model)
+
+
+# ---- the modes of layers -----------------------------------------------------------------------------
+
+
+@refused(DisagreementError, "in eval mode", "in training mode", "call train()", alone=False)
+def a_validation_on_the_first_worker_that_leaves_its_mode(job):
+    model = dropout_net()
+
+    def validate():
+        if job.is_first:
+            model.eval()(batch_of(9)["x"])
+
+    train(model, job, after=validate)
+
+
+@refused(UsageError, "tower", "in eval mode", "model.train()")
+def a_validation_in_each_pass_that_leaves_its_mode(job):
+    model = dropout_net()
+
+    def loss(model, batch):
+        found = loss_of(model, batch)
+        model.eval()(batch["x"])
+        return found
+
+    train(model, job, loss=loss)
+
+
+@refused(UsageError, "tower", "in eval mode")
+def a_mode_that_the_forward_of_a_whole_batch_leaves(job):
+    model = dropout_net()
+
+    def forward(batch):
+        found = model(batch["x"])
+        model.eval()
+        return found
+
+    Towers(model, 7, job=job).whole_batch(batch_of(0), forward, lambda found, batch: found.std())
+
+
+@kept
+def modes_that_each_pass_sets_and_puts_back(job):
+    model = dropout_net().eval()
+
+    def loss(model, batch):
+        with torch.no_grad():
+            target = model.eval()(batch["x"])
+        return loss_of(model.train(), batch) + (model(batch["x"]) - target).square().mean()
+
+    return train(model, job, after=model.eval, loss=loss)
+
+
+@kept
+def a_layer_in_eval_mode_while_the_others_train(job):
+    model = dropout_net()
+    model[2].eval()
+    return train(model, job)
