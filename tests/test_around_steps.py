@@ -1,14 +1,16 @@
-"""What programs do around a step, such as to validate and log, works on any number of workers or is refused."""
+"""What programs do around a step, such as validate and log: works on any number of workers, or is refused."""
+
+import copy
 
 import pytest
 import torch
 from torch import nn
 
 import samestep
-from samestep import Error, Towers
+from samestep import Error, TowerLoader, Towers
 from samestep.errors import DisagreementError, UsageError
 
-from .nets import batch_of, loss_of, run_passes
+from .nets import batch_of, loss_of, run_passes, take_step
 from .simulation import simulate, values
 
 KEPT, REFUSED = {}, {}
@@ -123,3 +125,50 @@ def a_layer_in_eval_mode_while_the_others_train(job):
     model = dropout_net()
     model[2].eval()
     return train(model, job)
+
+
+# ---- Towers, batches and reports as objects ----------------------------------------------------------
+
+
+@refused(UsageError, "was left in its turn", "average()")
+def a_loop_within_a_loop(job):
+    towers = Towers(dropout_net(), 7, job=job)
+    for tower in towers(batch_of(0)):
+        run_passes(towers, batch_of(1))
+        tower.backward(loss_of(towers.model, tower.batch))
+
+
+@refused(DisagreementError, "loss scale = 256.0", alone=False)
+def another_loss_scale_on_one_worker(job):
+    model = dropout_net()
+    towers = Towers(model, 7, job=job)
+    for tower in towers(batch_of(0), scaler=torch.amp.GradScaler("cpu", init_scale=256.0 * (1 + job.rank))):
+        tower.backward(loss_of(model, tower.batch))
+    towers.average()
+
+
+@refused(UsageError, "cannot be copied or pickled", "state_dict()")
+def a_copy_of_towers(job):
+    copy.deepcopy(Towers(dropout_net(), 7, job=job))
+
+
+@refused(UsageError, "loop over towers(batch)", "tower.batch")
+def a_loop_that_takes_a_loaders_batch_apart(job):
+    data = torch.utils.data.TensorDataset(torch.randn(9, 6), torch.arange(9))
+    for _inputs, _labels in TowerLoader(data, 9, Towers(dropout_net(), 7, job=job)):
+        pass
+
+
+@kept
+def reports_compared_and_counted(job):
+    towers = Towers(dropout_net(), 7, job=job)
+    first = take_step(towers, batch_of(0))
+    towers.load_state_dict({**towers.state_dict(), "step": 0})
+    again, later = take_step(towers, batch_of(0)), take_step(towers, batch_of(1))
+    assert towers.num_towers == 7
+    return (
+        first == copy.deepcopy(first),
+        first == again,
+        first == later,
+        len({first, copy.deepcopy(first), later}),
+    )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from samestep.batches.columns import Branch, Column, Node, Whole, columns, parse
 from samestep.batches.copier import Copier, copied
 from samestep.batches.fingerprint import fingerprint
 from samestep.batches.nest import mapped, rebuilt, tensors
-from samestep.errors import BatchError, shown
+from samestep.errors import BatchError, UsageError, shown
 from samestep.summation.placement import Placement, even_ranges
 from samestep.workers.job import Job
 
@@ -53,6 +53,13 @@ class LocalBatch:
     fingerprint: int = 0
     tower_rows: Sequence[int] | None = None
     again: Callable[[], LocalBatch] | None = field(default=None, repr=False, compare=False)
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        """Say what holds the rows, where a loop written for a DataLoader asks this for its parts."""
+        raise UsageError(
+            "a loader's batch has no parts, only this worker's towers, each by itself: loop over "
+            "towers(batch), and take the parts of tower.batch"
+        )
 
     def ranges(self, num_towers: int) -> list[range]:
         """Return the rows of the global batch that each tower has."""

@@ -64,11 +64,17 @@ class Opening:
         self.plan = plan
         watch = self._replica.watch
         watch.start_step(step)
-        threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
-        settings = {"CPU threads": threads, "default dtype": dtype, **(options.must_match or {})}
-        rest = MustMatch(settings, watch)
+        rest = MustMatch(self._settings(options), watch)
         exchange = Exchange(self._job, plan, numbers, rest=rest, flags=options.flags, pass_ns=pass_ns)
         return StepRun(step, self._replica.settings.seed, local, self._replica, exchange, options.scaler)
+
+    def _settings(self, options: StepOptions) -> dict[str, Any]:
+        """Return what must be the same on all workers, by name."""
+        settings = {"CPU threads": torch.get_num_threads(), "default dtype": torch.get_default_dtype()}
+        settings |= options.must_match or {}
+        if options.scaler is not None and self._job.device.type == "cpu":  # a GPU would have to be waited for
+            settings["loss scale"] = options.scaler.get_scale()
+        return settings
 
     def _agree_on(self, plan: Plan, exchange: Exchange, error: Exception | None) -> None:
         with exchange.unbroken():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 __all__ = ["Report", "mean_losses", "total_loss"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Report:
     """What a step returns, alike on all workers. Losses and count are computed when they are read.
 
@@ -52,6 +52,17 @@ class Report:
     tower_grad_norms: list[float] | None = None
     noise_scale: float | None = None
     flags: int = 0
+
+    def __eq__(self, other: object) -> bool:
+        return self._values == other._values if isinstance(other, Report) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((self.step, self.rows))
+
+    @property
+    def _values(self) -> list[object]:
+        found = [getattr(self, each.name) for each in fields(self)]
+        return [value.tolist() if isinstance(value, Tensor) else value for value in found]
 
     @cached_property
     def loss(self) -> float:

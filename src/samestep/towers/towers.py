@@ -190,9 +190,19 @@ class Towers:
         return self._settings.seed
 
     @property
+    def num_towers(self) -> int:
+        """T."""
+        return self.placement.num_towers
+
+    @property
     def step(self) -> int:
         """Steps taken so far."""
         return self._step
+
+    def __getstate__(self) -> NoReturn:
+        raise UsageError(
+            "Towers cannot be copied or pickled: save their state_dict(), and make others of the copied model"
+        )
 
     @property
     def placement(self) -> Placement:
