@@ -1,16 +1,17 @@
 """What programs do around a step, such as validate and log: works on any number of workers, or is refused."""
 
 import copy
+import random
 
 import pytest
 import torch
 from torch import nn
 
 import samestep
-from samestep import Error, TowerLoader, Towers
+from samestep import Error, Step, TowerLoader, Towers
 from samestep.errors import DisagreementError, UsageError
 
-from .nets import batch_of, loss_of, run_passes, take_step
+from .nets import batch_of, loss_of, net, run_passes, take_step
 from .simulation import simulate, values
 
 KEPT, REFUSED = {}, {}
@@ -172,3 +173,75 @@ def reports_compared_and_counted(job):
         first == later,
         len({first, copy.deepcopy(first), later}),
     )
+
+
+# ---- data --------------------------------------------------------------------------------------------
+
+
+def examples():
+    return list(torch.randn(20, 6, generator=torch.Generator().manual_seed(3)))
+
+
+def train_on(job, data, **options):
+    model = net()
+    towers = Towers(model, 7, job=job)
+    step = Step(towers, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), 0.1))
+    for _ in range(2):
+        for batch in TowerLoader(data, 8, towers, **options):
+            step(batch)
+    return samestep.digest(model)
+
+
+OTHER_DATA = (DisagreementError, "worker", "first example", "sort what a folder lists")
+
+
+@refused(*OTHER_DATA, alone=False)
+def a_dataset_in_another_order_on_each_worker(job):
+    train_on(job, random.Random(job.rank).sample(examples(), 20))
+
+
+@refused(*OTHER_DATA, alone=False)
+def a_dataset_of_which_each_worker_has_a_part(job):
+    train_on(job, examples()[job.rank :: job.world_size][:6])
+
+
+@refused(*OTHER_DATA, alone=False)
+def a_batched_dataset_that_differs(job):
+    rows = torch.stack(examples()) + job.rank
+
+    class Batched:
+        def __len__(self):
+            return 20
+
+        def batch(self, examples, seeds):
+            return rows[torch.from_numpy(examples)]
+
+    train_on(job, Batched())
+
+
+@refused(UsageError, "collate_fn", "called again", "a generator or a counter")
+def a_collate_fn_with_a_generator_of_its_own(job):
+    own = torch.Generator().manual_seed(0)
+    train_on(job, examples(), collate_fn=lambda rows: torch.stack(rows) * torch.rand(6, generator=own))
+
+
+@kept
+def a_collate_fn_that_draws_and_takes_its_examples_apart(job):
+    def collate(rows):
+        rows = [row.pop("x") for row in rows]
+        return torch.stack(rows) * torch.rand(6)
+
+    return train_on(job, Popped(), collate_fn=collate)
+
+
+class Popped:
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return {"x": examples()[index] + torch.randn(6)}
+
+
+@kept
+def batches_smaller_than_the_number_of_workers(job):
+    return train_on(job, examples()[:9])  # the last batch has one row

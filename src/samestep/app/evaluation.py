@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from samestep.batches.batch import GlobalBatch
 from samestep.batches.copier import Copier
-from samestep.data.readers import BatchedReader, Reader, Request, is_batched
+from samestep.data.readers import BatchedReader, Reader, Request, compared_at, is_batched
 from samestep.errors import ConfigError, UsageError, shown
 from samestep.streams import keep_globals, seed_globals, stream_seed
 from samestep.workers.agreement import agree
@@ -103,7 +103,7 @@ class Evaluation:
         copier = Copier(job.device)
         for number in range(job.rank, -(-len(dataset) // self.rows), job.world_size):
             examples = np.arange(number * self.rows, min((number + 1) * self.rows, len(dataset)))
-            read = reader[Request(0, number, {0: examples})][0]
+            read = reader[Request(0, number, {0: examples}, compared_at(number, examples))][0]
             seed_globals(stream_seed(0, "evaluation", number), job.device)
             batch = GlobalBatch.open(read).take(range(len(examples)), copier)
             yield number, _checked(self.measure(model, batch))

@@ -39,6 +39,8 @@ class LocalBatch:
             longer ones first.
         again: makes the same batch for the towers that this worker runs now, where they are others than when
             it was made; None where it cannot be made again.
+        compared: reads something of the batch that all workers can read, and returns a 32-bit number of it,
+            which they compare; None where they compare nothing more.
 
     Example:
         >>> from samestep import TowerLoader, Towers
@@ -53,6 +55,7 @@ class LocalBatch:
     fingerprint: int = 0
     tower_rows: Sequence[int] | None = None
     again: Callable[[], LocalBatch] | None = field(default=None, repr=False, compare=False)
+    compared: Callable[[], int] | None = field(default=None, repr=False, compare=False)
 
     def __getitem__(self, key: Any) -> NoReturn:
         """Say what holds the rows, where a loop written for a DataLoader asks this for its parts."""
@@ -176,7 +179,10 @@ def cut(batch: Any, placement: Placement, job: Job, *, is_read_twice: bool = Fal
     if isinstance(batch, LocalBatch):
         _check_tower_rows(batch, placement.num_towers)
         local = _made_for(batch, placement, job)
-        local = replace(local, slices=dict(local.slices)) if is_read_twice else local
+        if is_read_twice:
+            if local.compared is not None:
+                local.compared()  # which comes with the first slices
+            local = replace(local, slices=dict(local.slices))
         local = replace(local.to(job.device), fingerprint=_with_tower_rows(local))
     else:
         whole, copier = GlobalBatch.open(batch), Copier(job.device)

@@ -11,7 +11,7 @@ import math
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,7 +24,7 @@ from samestep.batches.batch import LocalBatch, Slices
 from samestep.data.dataloader import check_options, reading
 from samestep.data.from_dataloader import options_of
 from samestep.data.order import CustomOrder, Order, numbered
-from samestep.data.readers import BatchedReader, Reader, Request, is_batched
+from samestep.data.readers import COMPARED, BatchedReader, Reader, Request, compared_at, is_batched
 from samestep.data.single_rows import warn_of_single_rows
 from samestep.data.stream import RequestSampler, Stream
 from samestep.errors import ConfigError, UsageError
@@ -61,7 +61,8 @@ class TowerLoader:
     an epoch holds several times has another stream each time. Examples are read with one CPU thread, in
     loader processes and without.
 
-    Where a batch leaves some tower a single row and the model has a `BatchNorm1d`, there is a warning.
+    All workers read the first example of every 32nd batch, and compare it. Where a batch leaves some tower a
+    single row and the model has a `BatchNorm1d`, there is a warning.
 
     A batch's slices are read one by one, small ones up to 4 MiB together: a loader process holds
     `prefetch_factor` of these, not batches. They are handed out when they are asked for, in order; one that
@@ -268,12 +269,14 @@ class TowerLoader:
         """Return a batch of which slices are read when they are asked for."""
         request = self._request(rows, position, self._towers.placement, self._towers.job.rank)
         assert self._stream is not None
+        compared = None if request.compared is None else cache(partial(read, request, COMPARED))
         return LocalBatch(
             len(rows),
             Slices(tuple(request.examples), partial(read, request)),
             position,
             zlib.crc32(rows.tobytes(), checksum),
             again=partial(self._batch, self._stream.read, rows, position, checksum),
+            compared=compared,
         )
 
     def _rows(self, order: NDArray[np.int64], position: int) -> NDArray[np.int64]:
@@ -285,7 +288,7 @@ class TowerLoader:
         """Ask for a worker's towers that have rows."""
         mine = placement.rows(worker, len(rows))
         examples = {tower: rows[part.start : part.stop] for tower, part in mine.items()}
-        return Request(position // len(self), position, examples)
+        return Request(position // len(self), position, examples, compared_at(position, rows))
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
         """Return the numbers of the epoch's examples in their global order, int64 [rows]; see `Request`."""

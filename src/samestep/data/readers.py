@@ -18,22 +18,27 @@ from samestep.batches.batch import GlobalBatch
 from samestep.batches.columns import Whole
 from samestep.batches.copier import Copier, copied
 from samestep.batches.fingerprint import fingerprint
-from samestep.batches.nest import mapped
+from samestep.batches.nest import PLAIN, entries, mapped
 from samestep.errors import BatchError, UsageError
 from samestep.streams import GlobalStreams, seed_globals, stream_seed
 
 __all__ = [
+    "COMPARED",
     "BatchedDataset",
     "BatchedReader",
     "Reader",
     "Request",
     "aligned",
     "as_in_a_loader_process",
+    "compared_at",
     "is_batched",
 ]
 
+COMPARED = -1
+"""Where a reader puts what all workers compare, beside the towers' batches."""
+
 _CPU = torch.device("cpu")
-_READ_AGAIN_EVERY = 32  # batches
+_COMPARE_EVERY = 32  # batches
 _ALIGNMENT_BYTES = 64
 
 
@@ -76,11 +81,18 @@ class Request:
     """Some of a worker's towers in one batch, before they are read: the numbers of their examples.
 
     The k-th time that an epoch holds an example, its number is higher by k times the dataset's length.
+    `compared` is the number of an example that all workers read, and compare; None where there is none.
     """
 
     epoch: int
     position: int
     examples: Mapping[int, NDArray[np.int64]]
+    compared: int | None = None
+
+
+def compared_at(position: int, rows: NDArray[np.int64]) -> int | None:
+    """Return the example of a batch that all workers read, in every so many batches: the first."""
+    return int(rows[0]) if position % _COMPARE_EVERY == 0 else None
 
 
 @dataclass(frozen=True)
@@ -96,28 +108,50 @@ class Reader(Dataset[dict[int, Any]]):
 
     def __getitem__(self, request: Request) -> dict[int, Any]:
         with as_in_a_loader_process():
-            slices = {tower: self._read(request, tower) for tower in request.examples}
+            first: int | None = None
+            slices: dict[int, Any] = {}
+            for tower, numbers in request.examples.items():
+                rows = [self._example(request.epoch, number) for number in numbers.tolist()]
+                is_compared = tower == 0 and request.compared is not None
+                first = fingerprint(Whole(rows[0])) if is_compared else first
+                slices[tower] = self._collated(rows, request.position, tower, twice=is_compared)
+            number = self._compared(request, first)
         # What a collate_fn returns may be the dataset's own memory, and a pass may write to it.
         own = aligned if self.collate_fn is None else copied
-        return {tower: mapped(own, batch) for tower, batch in slices.items()}
+        return number | {tower: mapped(own, batch) for tower, batch in slices.items()}
 
-    def _read(self, request: Request, tower: int) -> Any:
-        numbers = request.examples[tower].tolist()
-        rows = [self._example(request.epoch, number) for number in numbers]
-        if tower == 0 and request.position % _READ_AGAIN_EVERY == 0:
-            self._check_again(request.epoch, numbers[0], rows[0])
-        seed_globals(stream_seed(self.seed, "collate", request.position, tower), _CPU)
-        return (self.collate_fn or default_collate)(rows)
-
-    def _check_again(self, epoch: int, number: int, row: Any) -> None:
-        """Check that an example is the same when it is read again."""
-        found = fingerprint(Whole(row))
-        if fingerprint(Whole(self._example(epoch, number))) != found:
+    def _collated(self, rows: list[Any], position: int, tower: int, *, twice: bool) -> Any:
+        """Make a tower's batch of its rows; check that it is the same when it is made twice."""
+        seed = stream_seed(self.seed, "collate", position, tower)
+        if self.collate_fn is None or not twice or not all(map(_is_copied_whole, rows)):
+            seed_globals(seed, _CPU)
+            return (self.collate_fn or default_collate)(rows)
+        same = [mapped(copied, row) for row in rows]  # a collate_fn may write to them
+        found = []
+        for each in (same, rows):
+            seed_globals(seed, _CPU)
+            found.append(self.collate_fn(each))
+        if fingerprint(Whole(found[0])) != fingerprint(Whole(found[1])):
             raise UsageError(
-                f"{type(self.dataset).__name__}: example {number % len(self.dataset)} is another one when it "
-                "is read again: expected one that depends on its index, and on torch's, Python's and NumPy's "
-                "global generators, which are seeded for it, not on a generator or a counter of the dataset"
+                "collate_fn makes another batch of the same examples when it is called again: expected one "
+                "that depends on them, and on torch's, Python's and NumPy's global generators, which are "
+                "seeded for it, not on a generator or a counter that it keeps"
             )
+        return found[1]
+
+    def _compared(self, request: Request, first: int | None) -> dict[int, int]:
+        """Return a number of the example that all workers read; check that it is the same when read again."""
+        if request.compared is None:
+            return {}
+        number = fingerprint(Whole(self._example(request.epoch, request.compared)))
+        if first not in (None, number):
+            example = request.compared % len(self.dataset)
+            raise UsageError(
+                f"{type(self.dataset).__name__}: example {example} is another one when it is read again: "
+                "expected one that depends on its index, and on torch's, Python's and NumPy's global "
+                "generators, which are seeded for it, not on a generator or a counter of the dataset"
+            )
+        return {COMPARED: number}
 
     def _example(self, epoch: int, number: int) -> Any:
         example = number % len(self.dataset)
@@ -140,8 +174,14 @@ class BatchedReader(Dataset[dict[int, Any]]):
     seed: int
 
     def __getitem__(self, request: Request) -> dict[int, Any]:
-        numbers = np.concatenate(list(request.examples.values()))
-        seeds = [stream_seed(self.seed, "example", request.epoch, int(number)) for number in numbers]
+        slices = self._read(request) if request.examples else {}
+        if request.compared is None:
+            return slices
+        first = self._batch(request.epoch, np.array([request.compared]))
+        return {COMPARED: fingerprint(first.root), **slices}
+
+    def _batch(self, epoch: int, numbers: NDArray[np.int64]) -> GlobalBatch:
+        seeds = [stream_seed(self.seed, "example", epoch, int(number)) for number in numbers]
         examples = numbers % len(self.dataset)
         batch = GlobalBatch.open(self.dataset.batch(examples, np.array(seeds, dtype=np.uint64)))
         if batch.rows != len(examples):
@@ -149,10 +189,22 @@ class BatchedReader(Dataset[dict[int, Any]]):
                 f"{type(self.dataset).__name__}.batch returned {batch.rows} rows for {len(examples)} "
                 "examples: expected one each"
             )
+        return batch
+
+    def _read(self, request: Request) -> dict[int, Any]:
+        batch = self._batch(request.epoch, np.concatenate(list(request.examples.values())))
         starts = np.cumsum([0, *(len(rows) for rows in request.examples.values())]).tolist()
         parts = zip(request.examples, starts[:-1], starts[1:], strict=True)
         copier = Copier(_CPU)
         return {tower: batch.take(range(start, stop), copier) for tower, start, stop in parts}
+
+
+def _is_copied_whole(value: Any) -> bool:
+    """Whether a row is a nest of tensors, arrays and plain values, so that a copy shares nothing with it."""
+    if isinstance(value, (Tensor, np.ndarray, *PLAIN)):
+        return True
+    held = entries(value)
+    return held is not None and all(map(_is_copied_whole, held.values()))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from samestep.batches.nest import PLAIN, entries
-from samestep.data.readers import BatchedReader, Reader, Request
+from samestep.data.readers import COMPARED, BatchedReader, Reader, Request
 
 __all__ = ["RequestSampler", "Stream", "read_ahead"]
 
@@ -67,7 +67,7 @@ class Stream:
         self._source = read_ahead(reader, self._requests) if read is None else read()
 
     def take(self, request: Request, tower: int) -> Any:
-        """Return the batch of a tower of a request; those before it that nobody asked for are dropped."""
+        """Return the batch of a tower of a request, or what is compared; those before it are dropped."""
         place = request.position, tower
         self._wanted = max(self._wanted, place)
         while self._source is not None and self._last < place:
@@ -91,32 +91,36 @@ class Stream:
             self.close()  # what comes next is not known any more
             raise
         request = self._asked.popleft()
-        tower, batch = next(iter(slices.items()))
-        self.row_bytes = _num_bytes(batch) / len(request.examples[tower])
+        for tower, rows in list(request.examples.items())[:1]:
+            self.row_bytes = _num_bytes(slices[tower]) / len(rows)
         return {(request.position, tower): batch for tower, batch in slices.items()}
 
     def read(self, request: Request, tower: int) -> Any:
         """Read the batch of a tower now."""
-        return self._reader[replace(request, examples={tower: request.examples[tower]})][tower]
+        examples = {tower: request.examples[tower]} if tower != COMPARED else {}
+        compared = request.compared if tower in (COMPARED, 0) else None
+        return self._reader[replace(request, examples=examples, compared=compared)][tower]
 
     def _split(self, requests: Iterator[Request]) -> Generator[Request]:
         """Split requests, and note the parts that are read: the slices come in the same order."""
         for request in requests:
-            for part in self._parts(request.examples):
-                if (request.position, max(part)) >= self._wanted:
-                    self._asked.append(replace(request, examples=part))
+            compared = request.compared  # comes with the first part
+            for part in self._parts(request):
+                if (request.position, max(part, default=COMPARED)) >= self._wanted:
+                    self._asked.append(replace(request, examples=part, compared=compared))
                     yield self._asked[-1]
+                compared = None
 
-    def _parts(self, examples: _Examples) -> Generator[_Examples]:
+    def _parts(self, request: Request) -> Generator[_Examples]:
         part: dict[int, NDArray[np.int64]] = {}
         num_bytes = 0.0
-        for tower, rows in examples.items():
+        for tower, rows in request.examples.items():
             num_bytes += len(rows) * self.row_bytes
             if part and num_bytes > _SMALL_BYTES:
                 yield part
                 part, num_bytes = {}, len(rows) * self.row_bytes
             part[tower] = rows
-        if part:
+        if part or request.compared is not None:
             yield part
 
 

@@ -11,9 +11,15 @@ import torch
 
 from samestep.buffers.watch import Watch
 
-__all__ = ["MustMatch"]
+__all__ = ["FIRST_EXAMPLE", "MustMatch"]
+
+FIRST_EXAMPLE = "checksum of the batch's first example"
 
 _DRAWN = "torch's global generator differs, too: one worker alone drew from it, as in an evaluation"
+_DATA = (
+    "expected the same data in the same order on all workers: sort what a folder lists, seed what is "
+    "shuffled or split, and give no worker a part"
+)
 _MODES = "call train(), or eval(), on all workers alike, also after an evaluation on one of them"
 
 
@@ -23,6 +29,7 @@ class MustMatch:
 
     settings: Mapping[str, Any]
     watch: Watch
+    first_example: int = 0
 
     def hash(self) -> int:
         """Return a 32-bit number that tells apart what workers have."""
@@ -39,6 +46,7 @@ class MustMatch:
         return {
             **{name: repr(value) for name, value in self.settings.items()},
             **{f"hash of the weights in {name}": value for name, value in self.watch.hashes.items()},
+            f"?{FIRST_EXAMPLE}: {_DATA}": self.first_example,
             "modes": modes,
             f"?modes: {_MODES}": modes,
             f"?batch fingerprint: {_DRAWN}": generator,

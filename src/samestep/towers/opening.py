@@ -14,7 +14,7 @@ from samestep.errors import DisagreementError
 from samestep.summation.exchange import Exchange
 from samestep.summation.plan import Plan
 from samestep.towers.division import Division
-from samestep.towers.must_match import MustMatch
+from samestep.towers.must_match import FIRST_EXAMPLE, MustMatch
 from samestep.towers.replica import Kind, Replica
 from samestep.towers.run import StepRun
 
@@ -50,21 +50,22 @@ class Opening:
 
         `pass_ns` is how long this worker's passes of the step before took.
         """
-        local, plan, error = LocalBatch(0, {}), self.plan, None
+        local, plan, error, compared = LocalBatch(0, {}), self.plan, None, 0
         try:
             plan = self._replica.plan(kind)
             is_read_twice = bool(kind.sums) or kind.is_whole_batch
             local = cut(batch, kind.placement, self._job, is_read_twice=is_read_twice)
+            compared = 0 if local.compared is None else local.compared()
         except Exception as found:
             error = found
-        numbers = {"step": step, "rows": local.rows, "batch fingerprint": local.fingerprint}
+        numbers = _numbers(step, local, compared)
         if error is not None or plan.fingerprint != self.plan.fingerprint:
             self.exchange = Exchange(self._job, self.plan, numbers)
             self._agree_on(plan, self.exchange, error)
         self.plan = plan
         watch = self._replica.watch
         watch.start_step(step)
-        rest = MustMatch(self._settings(options), watch)
+        rest = MustMatch(self._settings(options), watch, compared)
         exchange = Exchange(self._job, plan, numbers, rest=rest, flags=options.flags, pass_ns=pass_ns)
         return StepRun(step, self._replica.settings.seed, local, self._replica, exchange, options.scaler)
 
@@ -85,8 +86,14 @@ class Opening:
 
     def come_to(self, what: str, step: int) -> None:
         """Check that all workers have come to the same, no step; one that takes a step hears of it."""
-        numbers = {"step": step, "rows": 0, "batch fingerprint": zlib.crc32(what.encode())}
+        numbers = _numbers(step, LocalBatch(0, {}, fingerprint=zlib.crc32(what.encode())))
         try:
             Exchange(self._job, self.plan, numbers).change_to(self.plan)
         except DisagreementError as error:
             raise DisagreementError(f"{error}; worker {self._job.rank} has come to {what}") from None
+
+
+def _numbers(step: int, local: LocalBatch, compared: int = 0) -> dict[str, int]:
+    """Return what the header of a step's first message has of its batch."""
+    rows = {"rows": local.rows, "batch fingerprint": local.fingerprint}
+    return {"step": step, **rows, FIRST_EXAMPLE: compared}

@@ -193,8 +193,8 @@ class StepRun:
     def _check_turn(self, tower: Tower) -> None:
         if self._is_dropped:
             raise UsageError(
-                f"{tower!r}: step {self.step} was left in its turn, by abandon() or another towers(batch): let "
-                "loops follow each other, each with its average()"
+                f"{tower!r}: step {self.step} was left in its turn, by abandon() or another towers(batch): "
+                "let loops follow each other, each with its average()"
             )
         if self._gradients is not None and self.exchange.is_over:
             raise UsageError(f"{tower!r}: step {self.step} is over, because a worker met an error in it")
