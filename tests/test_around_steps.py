@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import samestep
-from samestep import Error, Step, TowerLoader, Towers
+from samestep import Error, Evaluation, Step, TowerLoader, Towers
 from samestep.errors import DisagreementError, UsageError
 
 from .nets import batch_of, loss_of, net, run_passes, take_step
@@ -245,3 +245,52 @@ class Popped:
 @kept
 def batches_smaller_than_the_number_of_workers(job):
     return train_on(job, examples()[:9])  # the last batch has one row
+
+
+# ---- evaluations -------------------------------------------------------------------------------------
+
+
+def loss_sum(model, x):
+    return {"loss": (model(x).square().sum(), len(x))}
+
+
+@refused(UsageError, "measure wrote to 0.weight", "a copy of the model")
+def an_evaluation_that_writes_to_the_weights(job):
+    def measure(model, x):
+        model[0].weight.data.mul_(0.99)
+        return loss_sum(model, x)
+
+    Evaluation(examples(), measure, rows=4)(net(), job)
+
+
+@refused(DisagreementError, "evaluation", "rows = 4", alone=False)
+def an_evaluation_in_batches_of_other_sizes(job):
+    Evaluation(examples(), loss_sum, rows=4 + job.rank)(net(), job)
+
+
+@refused(DisagreementError, "evaluation", "checksum of example 0", alone=False)
+def an_evaluation_of_a_part_on_each_worker(job):
+    data = examples()[job.rank :: job.world_size]
+    Evaluation(data[:6], loss_sum, rows=4)(net(), job)
+
+
+@kept
+def an_evaluation_in_training_mode_on_other_weights(job):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    model.register_buffer("scale", torch.ones(1).expand(3), persistent=False)
+    towers, optimizer = Towers(model, 4, job=job), torch.optim.SGD(model.parameters(), 0.1)
+    found = []
+
+    def measure(model, x):
+        own = copy.deepcopy(model.state_dict())
+        model.train().load_state_dict({n: v if n[0] == "1" else v * 0.5 for n, v in own.items()})
+        result = loss_sum(model, x)
+        model.load_state_dict(own)
+        return result
+
+    for step in range(3):
+        take_step(towers, batch_of(step))
+        optimizer.step()
+        found.append(Evaluation(examples(), measure, rows=4)(model, job))
+    return samestep.digest(model), found

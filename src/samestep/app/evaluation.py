@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from samestep.batches.batch import GlobalBatch
 from samestep.batches.copier import Copier
-from samestep.data.readers import BatchedReader, Reader, Request, compared_at, is_batched
+from samestep.buffers.kept_buffers import KeptBuffers
+from samestep.data.readers import COMPARED, BatchedReader, Reader, Request, compared_at, is_batched
 from samestep.errors import ConfigError, UsageError, shown
+from samestep.identity import checksum_of
 from samestep.streams import keep_globals, seed_globals, stream_seed
 from samestep.workers.agreement import agree
 from samestep.workers.job import Job
@@ -35,7 +37,7 @@ class Evaluation:
     Workers take batches of `rows` examples in turn, so that each has the same shape, and so the same bits,
     wherever it is computed. Integers add up exactly; floating-point totals are added in float64, in the
     order of the batches. The model is in evaluation mode and no gradients are kept; random numbers come from
-    streams of their own, which training does not draw from.
+    streams of their own, which training does not draw from. Afterwards modes and buffers are as before.
 
     Args:
         dataset: map-style (`len(dataset)` and `dataset[example]`), or a `BatchedDataset`.
@@ -77,8 +79,8 @@ class Evaluation:
         """Return the metrics of a model, on every worker; all must call it.
 
         Raises:
-            DisagreementError: another worker met an error.
-            UsageError: `measure` returned something else.
+            DisagreementError: another worker met an error, or has other data or another number of rows.
+            UsageError: `measure` returned something else, or wrote to the weights.
         """
         totals = self.totals(model, job)
         metrics = _means if self.metrics is None else self.metrics
@@ -87,19 +89,31 @@ class Evaluation:
     def totals(self, model: nn.Module, job: Job) -> Totals:
         """Return the totals over all examples; where one worker meets an error, all raise."""
         parts: dict[int, _Part] = {}
+        must_match: dict[str, Any] = {}
         error = None
         try:
-            with keep_globals(job.device), evaluation_mode(model), torch.no_grad():
+            with keep_globals(job.device), evaluation_mode(model), _unchanged(model), torch.no_grad():
                 parts = _merged(self._measured(model, job))
+                must_match = self._must_match
         except Exception as raised:
             error = raised
-        gathered = agree(job, {}, where="evaluation", error=error, message=parts)
+        gathered = agree(job, must_match, where="evaluation", error=error, message=parts)
         return _total({place: part for parts in gathered for place, part in parts.items()})
+
+    @property
+    def _reader(self) -> BatchedReader | Reader:
+        dataset = self.dataset
+        return BatchedReader(dataset, 0) if is_batched(dataset) else Reader(dataset, 0, self.collate_fn)
+
+    @property
+    def _must_match(self) -> dict[str, Any]:
+        """What all workers must have alike, as each of them reads other batches."""
+        first = self._reader[Request(0, 0, {}, compared=0)][COMPARED]
+        return {"rows": self.rows, "examples": len(self.dataset), "checksum of example 0": first}
 
     def _measured(self, model: nn.Module, job: Job) -> Iterator[tuple[int, _Part]]:
         """Yield what is measured of this worker's batches, by number."""
-        dataset = self.dataset
-        reader = BatchedReader(dataset, 0) if is_batched(dataset) else Reader(dataset, 0, self.collate_fn)
+        dataset, reader = self.dataset, self._reader
         copier = Copier(job.device)
         for number in range(job.rank, -(-len(dataset) // self.rows), job.world_size):
             examples = np.arange(number * self.rows, min((number + 1) * self.rows, len(dataset)))
@@ -129,6 +143,28 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for layer, was_training in modes:
             layer.training = was_training
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Put buffers back in the end; weights must be as before, as each worker has measured other batches."""
+    buffers, weights = KeptBuffers(model), _checksums(model)
+    try:
+        yield
+    finally:
+        buffers.restore()
+    written = [name for name, now in _checksums(model).items() if weights.get(name) != now]
+    if written:
+        raise UsageError(
+            f"measure wrote to {', '.join(written[:4])}: each worker measures other batches, so that workers "
+            "would come apart; write to a copy of the model, or between two evaluations"
+        )
+
+
+def _checksums(model: nn.Module) -> dict[str, int]:
+    # Other classes may have no memory of their own.
+    weights = {name: p for name, p in model.named_parameters() if type(p) is nn.Parameter and not p.is_meta}
+    return {name: checksum_of(p.detach().cpu().contiguous()) for name, p in weights.items()}
 
 
 def _checked(measured: Any) -> _Part:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from samestep.buffers.kept_buffers import unexpanded
 from samestep.buffers.model_buffers import ModelBuffers
 from samestep.buffers.named_buffers import find_named_buffers
 from samestep.buffers.outside import averaged_parameters
@@ -251,7 +252,7 @@ class Replica:
 
     def start_from_first_worker(self) -> None:
         """Give every worker the first worker's values of all tensors that have not been shared before."""
-        tensors = [_unexpanded(tensor) for name, tensor in self._named_tensors() if name in self._new]
+        tensors = [unexpanded(tensor) for name, tensor in self._named_tensors() if name in self._new]
         self._new = {}
         values = [tensor.contiguous() for tensor in tensors]
         # As bytes, because no backend knows all dtypes; a tensor of one element may have any strides.
@@ -261,12 +262,3 @@ class Replica:
             if value is not tensor:
                 tensor.copy_(value)
         self.watch.note()
-
-
-def _unexpanded(tensor: Tensor) -> Tensor:
-    """Return a view in which no element of an expanded tensor is there twice, so that it can be written."""
-    tensor = tensor.detach()
-    for dimension, stride in enumerate(tensor.stride()):
-        if stride == 0 and tensor.shape[dimension] > 1:
-            tensor = tensor.narrow(dimension, 0, 1)
-    return tensor

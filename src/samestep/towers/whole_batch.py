@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 from samestep.batches.batch import GlobalBatch, LocalBatch
 from samestep.batches.copier import Copier, copied
 from samestep.batches.nest import mapped
+from samestep.buffers.kept_buffers import KeptBuffers
 from samestep.buffers.outside import note_outside_gradients
 from samestep.errors import UsageError
 from samestep.streams import keep_globals, seed_globals, stream_seed, tower_seed
@@ -83,7 +84,7 @@ class _Pass:
 def _run_ahead(run: StepRun, model: nn.Module, forward: Forward) -> dict[int, _Pass]:
     """Run the towers' forwards without grad, and leave no other trace than copies of their outputs."""
     own: dict[int, _Pass] = {}
-    kept = _KeptBuffers(model)
+    kept = KeptBuffers(model)
     with keep_globals(run.job.device), torch.no_grad():
         for tower, batch in run.local.slices.items():
             seed_globals(tower_seed(run.seed, run.step, tower), run.job.device)
@@ -164,26 +165,6 @@ def _contiguous_copy(tensor: Tensor) -> Tensor:
 def _as_grad(parameter: Tensor, gradient: Tensor) -> Tensor:
     """Return a gradient in memory of its own, laid out as autograd would, so that it can be added to."""
     return gradient if gradient.is_sparse else torch.empty_like(parameter).copy_(gradient)
-
-
-class _KeptBuffers:
-    """All buffers of a model as they were, tensors and values."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._registries = [(module._buffers, dict(module._buffers)) for module in model.modules()]
-        found = {id(b): b for _, held in self._registries for b in held.values() if b is not None}
-        self._buffers = [buffer for buffer in found.values() if not buffer.is_inference()]
-        self._values = [buffer.detach().clone() for buffer in self._buffers]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put them back: all of them, because batch norm writes to its buffers without a new version."""
-        for registry, held in self._registries:
-            if [*map(id, registry.values())] != [*map(id, held.values())]:
-                registry.clear()
-                registry.update(held)
-        if self._buffers:
-            torch._foreach_copy_(self._buffers, self._values)
 
 
 class _AbsentBatch:
