@@ -2,13 +2,14 @@
 
 import copy
 import random
+from collections import defaultdict
 
 import pytest
 import torch
 from torch import nn
 
 import samestep
-from samestep import Error, Evaluation, Step, TowerLoader, Towers
+from samestep import Error, Evaluation, ShardedOptimizer, Step, TowerLoader, Towers
 from samestep.errors import DisagreementError, UsageError
 
 from .nets import batch_of, loss_of, net, run_passes, take_step
@@ -294,3 +295,53 @@ def an_evaluation_in_training_mode_on_other_weights(job):
         optimizer.step()
         found.append(Evaluation(examples(), measure, rows=4)(model, job))
     return samestep.digest(model), found
+
+
+# ---- a sharded optimizer's state ---------------------------------------------------------------------
+
+
+def train_with(optimizer, towers, first, last):
+    for step in range(first, last):
+        take_step(towers, batch_of(step))
+        optimizer.step()
+
+
+@refused(DisagreementError, "the update", "states that were loaded", alone=False)
+def a_sharded_state_that_one_worker_alone_loads(job):
+    towers = Towers(net(), 7, job=job)
+    optimizer = ShardedOptimizer(towers, torch.optim.AdamW, lr=0.1)
+    train_with(optimizer, towers, 0, 1)
+    state = optimizer.state_dict()
+    train_with(optimizer, towers, 1, 2)
+    if job.is_first:
+        optimizer.load_state_dict(state)
+    train_with(optimizer, towers, 2, 3)
+
+
+@refused(UsageError, "optimizer.state was replaced", "load_state_dict()")
+def a_sharded_state_of_other_parameters(job):
+    towers = Towers(net(), 7, job=job)
+    optimizer = ShardedOptimizer(towers, torch.optim.AdamW, lr=0.1)
+    optimizer.state = {torch.zeros(3): {}}
+    train_with(optimizer, towers, 0, 1)
+
+
+@kept
+def a_state_that_is_looked_at_and_started_over(job):
+    digests = []
+    for make in (
+        lambda towers, **options: torch.optim.AdamW(towers.model.parameters(), **options),
+        lambda towers, **options: ShardedOptimizer(towers, torch.optim.AdamW, **options),
+    ):
+        towers = Towers(net(), 7, job=job)
+        optimizer = make(towers, lr=0.1)
+        train_with(optimizer, towers, 0, 2)
+        norms = [optimizer.state[p].get("exp_avg", p).norm() for p in towers.model.parameters()]
+        optimizer.load_state_dict(optimizer.state_dict())
+        train_with(optimizer, towers, 2, 3)
+        optimizer.state = defaultdict(dict)
+        train_with(optimizer, towers, 3, 5)
+        assert all(norms)
+        digests.append(samestep.digest(towers.model))
+    assert digests[0] == digests[1]
+    return digests

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -26,6 +27,8 @@ from torch.optim import (
     SparseAdam,
 )
 
+from samestep.batches.columns import Whole
+from samestep.batches.fingerprint import fingerprint
 from samestep.buffers.outside import step_hooks
 from samestep.errors import ConfigError, DisagreementError, UsageError, shown
 from samestep.sharding.cuts import divide
@@ -106,6 +109,7 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
         self._shares: list[list[Share]] = []  # of each parameter
         self._own: list[list[Share]] = []  # of each group, as the inner optimizer has them
         self._loads = [0] * towers.job.world_size
+        self._loaded = 0  # a number of all states that were loaded
         error: Exception | None = None
         try:
             self._make(towers._root.parameters() if params is None else params, defaults)
@@ -268,6 +272,7 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
             update.look()
             if self._towers.job.world_size > 1:
                 words |= {name: repr(value) for name, value in settings_of(self).items()}
+                words["states that were loaded"] = self._loaded
                 found = {} if self._shared_out() else update.hashes(self._towers.step)
                 words |= {f"hash of {name}": value for name, value in found.items()}
             self._step_inner()
@@ -278,6 +283,8 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
     def _step_inner(self) -> None:
         inner, own = self._inner, list(chain.from_iterable(self._own))
         assert inner is not None
+        if self.state is not inner.state:
+            inner.state = self._checked_state(own)
         self._take_averages()
         scaling = {name: getattr(self, name) for name in _SCALING if hasattr(self, name)}
         vars(inner).update(scaling)
@@ -295,6 +302,16 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
             for name in scaling:
                 delattr(inner, name)
         self._take_settings()
+
+    def _checked_state(self, own: Sequence[Share]) -> defaultdict[Tensor, Any]:
+        """Return the state that somebody has put in place of the inner optimizer's, such as an empty one."""
+        known = {id(share.tensor) for share in own}
+        if not isinstance(self.state, defaultdict) or any(id(key) not in known for key in self.state):
+            raise UsageError(
+                "optimizer.state was replaced by one that is not of this worker's shares: use "
+                "load_state_dict(), on all workers, or an empty defaultdict(dict) to start over"
+            )
+        return self.state
 
     def _take_settings(self) -> None:
         """Take over the settings of the inner optimizer, which may change them."""
@@ -318,7 +335,10 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
             self.state = own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this worker's share of a state that `state_dict` returned, of this or the plain optimizer."""
+        """Take this worker's share of a state that `state_dict` returned, of this or the plain optimizer.
+
+        All workers must call it, with the same state; the next `step` compares what they have loaded.
+        """
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
@@ -344,6 +364,7 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
             loaded = {**saved, **_settings(its), "params": kept["params"]}
             group.clear()
             group.update({**loaded, **{n: v for n, v in kept.items() if n not in loaded}})
+        self._loaded = zlib.crc32(fingerprint(Whole(state_dict)).to_bytes(4), self._loaded)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -351,10 +372,11 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
         """Return what puts back this worker's state, after another one was loaded."""
         inner, groups = self._inner, [dict(group) for group in self.param_groups]
         assert inner is not None
-        state, own_groups = inner.state, inner.param_groups
+        state, own_groups, loaded = inner.state, inner.param_groups, self._loaded
 
         def put_back() -> None:
             inner.state, inner.param_groups, self.state = state, own_groups, state
+            self._loaded = loaded
             for group, before in zip(self.param_groups, groups, strict=True):
                 group.clear()
                 group.update(before)
