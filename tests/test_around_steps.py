@@ -345,3 +345,34 @@ def a_state_that_is_looked_at_and_started_over(job):
         digests.append(samestep.digest(towers.model))
     assert digests[0] == digests[1]
     return digests
+
+
+# ---- the device of tensors that are made without one -------------------------------------------------
+
+
+@kept
+def another_default_device(job):
+    """As after `torch.set_default_device("cuda")`: what is made without a device has no values here."""
+    data, batches = examples(), [batch_of(step) for step in range(3)]
+    sparse = nn.EmbeddingBag(9, 3, sparse=True)
+    model = nn.ModuleList([net(), nn.BatchNorm1d(3), sparse])
+    towers = Towers(model, 7, job=job, noise_every=1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    ids = {"ids": torch.arange(21, device="cpu")[:, None] % 9}
+    with torch.device("meta"):
+        for batch in batches:
+            for tower in towers(batch | ids, counts={"rows": lambda part: len(part["y"])}):
+                found = model[1](model[0](tower.batch["x"])) + sparse(tower.batch["ids"])
+                tower.backward({"rows": found.square().sum()})
+            report = towers.average()
+            optimizer.step()
+        towers.whole_batch(batches[0], lambda part: model[0](part["x"]), lambda found, batch: found.std())
+        towers.average()
+        sharded = ShardedOptimizer(towers, torch.optim.Adam)
+        for batch in TowerLoader(data, 20, towers):
+            for tower in towers(batch):
+                tower.backward(model[0](tower.batch).square().mean())
+            towers.average()
+            sharded.step()
+        found = Evaluation(data, lambda m, x: {"loss": (m[0](x).square().sum(), len(x))}, rows=4)(model, job)
+    return samestep.digest(model), found, report.loss, report.tower_losses

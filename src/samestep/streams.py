@@ -79,7 +79,7 @@ class GlobalStreams:
         return {
             "torch": self.torch_cpu,
             "device": self.torch_device,
-            "python": [version, torch.tensor(words), python_gauss],
+            "python": [version, torch.tensor(words, device="cpu"), python_gauss],
             "numpy": [kind, torch.from_numpy(key.astype(np.int64)), *numpy_rest],
         }
 

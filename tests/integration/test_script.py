@@ -87,8 +87,8 @@ def main(job):
         dist.destroy_process_group()
         return
     if job.rank == 1:
-        if "exit" in sys.argv:
-            sys.exit("no more data")
+        if "exit" in sys.argv or "status" in sys.argv:
+            sys.exit("no more data" if "exit" in sys.argv else 3)
         os.kill(os.getpid(), signal.SIGINT)
     take_step(towers, batch_of(1))
 
@@ -102,6 +102,7 @@ samestep.launch(main, 2)
     [
         ("interrupt", 130, "samestep: worker 1 of 2 was interrupted by SIGINT; the job was stopped\n"),
         ("exit", 1, "no more data\nsamestep: worker 1 of 2 failed; the job was stopped\n"),
+        ("status", 3, "samestep: worker 1 of 2 exited with status 3; the job was stopped\n"),
         ("destroy", 0, ""),
     ],
 )

@@ -179,7 +179,7 @@ def _checked(measured: Any) -> _Part:
 
 
 def _total_of(value: Any) -> Tensor:
-    total = torch.as_tensor(value).detach().cpu()
+    total = torch.as_tensor(value, device="cpu").detach()
     return total.double() if total.is_floating_point() else total.long()
 
 

@@ -69,6 +69,11 @@ def copied(array: Tensor | NDArray[Any]) -> Any:
         return array.clone()
     if type(array) is not np.ndarray or array.dtype.hasobject or not array.nbytes:
         return array.copy()
-    own = torch.empty(array.nbytes, dtype=torch.uint8).numpy().view(array.dtype).reshape(array.shape)
+    own = (
+        torch.empty(array.nbytes, dtype=torch.uint8, device="cpu")
+        .numpy()
+        .view(array.dtype)
+        .reshape(array.shape)
+    )
     own[...] = array
     return own

@@ -36,7 +36,9 @@ class Counters(SharedBuffers):
         self._mode = mode
         self._start = torch.zeros(len(buffers), dtype=torch.int64, device=job.device)
         self._are_int64 = all(shared.dtype == torch.int64 for shared in self.shared)
-        self._of_norms = torch.tensor([is_statistic(buffer) for buffer in buffers], dtype=torch.bool)
+        self._of_norms = torch.tensor(
+            [is_statistic(buffer) for buffer in buffers], dtype=torch.bool, device="cpu"
+        )
 
     def start_step(self) -> None:
         """Note the shared values."""

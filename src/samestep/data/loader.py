@@ -298,7 +298,9 @@ class TowerLoader:
             return numbered(order, len(self.dataset))
         if not self.shuffle:
             return np.arange(len(self.dataset), dtype=np.int64)
-        shuffled = torch.randperm(len(self.dataset), generator=generator(self.seed, "order", epoch))
+        shuffled = torch.randperm(
+            len(self.dataset), generator=generator(self.seed, "order", epoch), device="cpu"
+        )
         return np.asarray(shuffled.numpy(), dtype=np.int64)
 
     def _check_num_batches(self, epoch: int, num_rows: int) -> None:

@@ -13,6 +13,7 @@ from functools import partial
 from types import FrameType, TracebackType
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from samestep.errors import Error, LoaderError, one_line
@@ -65,7 +66,8 @@ def read_through(loader: DataLoader[Any], rank: int, timeout_s: float) -> Genera
         LoaderError: no process has handed in anything for the timeout; or one was killed, in which case it
             is raised at once in the main thread, whatever that does.
     """
-    batches = _named(partial(iter, loader), loader, rank, timeout_s)
+    with torch.device("cpu"):  # whatever the default is: it draws a number from a generator of that device
+        batches = _named(partial(iter, loader), loader, rank, timeout_s)
     _name_killed(rank)
     while True:
         try:

@@ -230,7 +230,9 @@ class StreamLoader:
         job, where = self._towers.job, f"batch {self._position} of the stream"
         kind = _FAILED if error is not None else _FULL if ended is None else _ENDED
         own = (kind, 0, 0) if ended is None else (kind, ended.tower, ended.num_examples)
-        everyone = gather_rows(job.transport, torch.tensor([own]), [1] * job.world_size, where).tolist()
+        everyone = gather_rows(
+            job.transport, torch.tensor([own], device="cpu"), [1] * job.world_size, where
+        ).tolist()
         if any(kind == _FAILED for kind, _, _ in everyone):
             agree(job, {}, where=where, error=error)
         return next((Ended(tower, count) for kind, tower, count in everyone if kind == _ENDED), None)

@@ -75,4 +75,6 @@ def check_separable(
 
 
 def _wave(frequency: int, device: torch.device) -> Tensor:
-    return torch.arange(1, 65, dtype=torch.float32).mul(frequency).sin().reshape(8, 8).to(device)
+    return (
+        torch.arange(1, 65, dtype=torch.float32, device="cpu").mul(frequency).sin().reshape(8, 8).to(device)
+    )

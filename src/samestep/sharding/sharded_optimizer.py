@@ -205,7 +205,7 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
         where = f"step {max(0, self._towers.step - 1)}, the update"
         with unbroken(job.transport, where):
             words, error = self._update_own(update)
-            header = torch.tensor([error is not None, zlib.crc32(repr(words).encode())])
+            header = torch.tensor([error is not None, zlib.crc32(repr(words).encode())], device="cpu")
             headers = [torch.empty_like(header) for _ in range(job.world_size)]
             headers[job.rank] = header
             contents = zip(headers, update.contents(job.transport), strict=True)

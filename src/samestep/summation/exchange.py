@@ -159,7 +159,7 @@ class Exchange:
         """Send what comes first, unless it has been sent, and see what the others sent."""
         if not self._compared:
             num_towers = len(self.plan.placement.towers(self._job.rank))
-            self.compare(torch.zeros(num_towers, len(self.plan.sums), dtype=torch.float64))
+            self.compare(torch.zeros(num_towers, len(self.plan.sums), dtype=torch.float64, device="cpu"))
         if not self._buckets:
             self.send(None)
         self._wait_for_first()
@@ -269,7 +269,7 @@ class Exchange:
 
     def _for_all(self, own: Sequence[int]) -> list[Tensor]:
         """Return this worker's numbers, int64 [n], and memory for those of each other worker."""
-        numbers = torch.tensor(own)
+        numbers = torch.tensor(own, device="cpu")
         all_numbers = [torch.empty_like(numbers) for _ in range(self._job.world_size)]
         all_numbers[self._job.rank] = numbers
         return all_numbers

@@ -113,7 +113,7 @@ def _num_blocks(piece: Piece) -> int:
 def total_norm(norms: Iterable[Norms]) -> Tensor:
     """Return the norm of all gradients together, 0-dim, given those of each one's blocks; 0 without any."""
     each = [own[0] if len(own) == 1 else _norm(own) for own in norms]
-    return _norm(each) if each else torch.tensor(0.0)
+    return _norm(each) if each else torch.tensor(0.0, device="cpu")
 
 
 def _norm(norms: Norms) -> Tensor:

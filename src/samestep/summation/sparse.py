@@ -107,7 +107,9 @@ def empty(layout: Layout, size: Size, device: torch.device) -> Tensor | None:
 def _unchecked(indices: Tensor, values: Tensor, shape: tuple[int, ...], *, is_coalesced: bool) -> Tensor:
     # With `check_invariants=False` torch 2.11 and 2.12 warn: https://github.com/pytorch/pytorch/pull/183256
     with torch.sparse.check_sparse_tensor_invariants(enable=False):
-        return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=is_coalesced)
+        return torch.sparse_coo_tensor(
+            indices, values, shape, is_coalesced=is_coalesced, device=values.device
+        )
 
 
 def tensors_of(gradient: Tensor | None) -> list[Tensor]:

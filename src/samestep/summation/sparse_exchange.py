@@ -36,9 +36,12 @@ class SparseExchange:
         self._sums = [*sums]  # of `plan.sparse`, for each of this worker's subtrees
         self._what = f"{where}, sparse gradients"
         self._sizes = [
-            torch.zeros(len(spans), len(plan.sparse), 2, dtype=torch.int64) for spans in plan.spans
+            torch.zeros(len(spans), len(plan.sparse), 2, dtype=torch.int64, device="cpu")
+            for spans in plan.spans
         ]
-        self._sizes[job.rank] = torch.tensor([[sparse.measure(g) for g in gradients] for gradients in sums])
+        self._sizes[job.rank] = torch.tensor(
+            [[sparse.measure(g) for g in gradients] for gradients in sums], device="cpu"
+        )
         self._pending = post_to_all(job.transport, [[table] for table in self._sizes], self._what)
 
     def finish(self, divisor: Tensor) -> list[Average]:

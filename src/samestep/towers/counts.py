@@ -57,7 +57,7 @@ def count_slices(
     counts: Mapping[str, Count], towers: range, slices: Mapping[int, Any], device: torch.device
 ) -> Tensor:
     """Return what each of a worker's towers counts, float64 [towers, names] on the CPU; 0 without rows."""
-    table = torch.zeros(len(towers), len(counts), dtype=torch.float64)
+    table = torch.zeros(len(towers), len(counts), dtype=torch.float64, device="cpu")
     for tower, batch in slices.items():
         # Gathered on the device, so that a GPU is waited for once a tower.
         values = [torch.as_tensor(count(batch), device=device).detach() for count in counts.values()]

@@ -27,7 +27,7 @@ def first_nonfinite(towers: Towers, run_tower: Callable[[Tower], None]) -> list[
     and `p.grad` stay as they are; the buffers get their values from before the step.
     """
     run = towers._last.run
-    found = torch.full((len(run.own_towers), 1), _NONE)
+    found = torch.full((len(run.own_towers), 1), _NONE, device="cpu")
     # Whatever goes wrong in here must not hide what is being explained.
     with contextlib.suppress(Exception), contextlib.closing(towers._replay()) as turns:
         for tower in turns:

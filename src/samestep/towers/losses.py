@@ -115,7 +115,7 @@ class Losses:
 def loss_sum(what: str, loss: Tensor, factor: float, count: float | Tensor) -> Contribution:
     """Return `loss * factor` and what it counts."""
     if not isinstance(loss, Tensor) and isinstance(loss, (int, float)) and float(count) == 0:
-        loss = torch.tensor(float(loss), dtype=torch.float32)
+        loss = torch.tensor(float(loss), dtype=torch.float32, device="cpu")
     _check_scalar(what, loss)
     # A sum over nothing may be a constant; then there is nothing to run backward through.
     if not loss.requires_grad and float(count) != 0:

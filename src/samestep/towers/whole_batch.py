@@ -111,7 +111,7 @@ def _differentiate(run: StepRun, own: dict[int, _Pass], batch: Any, loss: WholeL
     outputs = {tower: each.outputs for tower, each in own.items()}
     outlines = {tower: each.outline for tower, each in own.items()}
     with run.exchange.unbroken():
-        run.exchange.compare(torch.zeros(len(run.own_towers), 0, dtype=torch.float64))
+        run.exchange.compare(torch.zeros(len(run.own_towers), 0, dtype=torch.float64, device="cpu"))
         everyone, spec = gather(run.job, outputs, outlines, f"step {run.step}")
     wanted = [t for tensors in everyone for t in tensors if t.is_floating_point() or t.is_complex()]
     for tensor in wanted:

@@ -56,7 +56,9 @@ def gather_objects(transport: Transport, value: Any, what: str) -> list[Any]:
         return [value]
     own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     with unbroken(transport, what):
-        sizes = gather_rows(transport, torch.tensor([len(own)]), [1] * transport.world_size, what).tolist()
+        sizes = gather_rows(
+            transport, torch.tensor([len(own)], device="cpu"), [1] * transport.world_size, what
+        ).tolist()
         parts = gather_rows(transport, own, sizes, what).split(sizes)
     return [
         value if worker == transport.rank else pickle.loads(part.numpy().tobytes())

@@ -74,7 +74,9 @@ class Job:
 
     def barrier(self, what: str = "barrier") -> None:
         """Wait for all workers; raise a `LostWorkerError` if one is gone or silent."""
-        gather_rows(self.transport, torch.zeros(1, dtype=torch.uint8), [1] * self.world_size, what)
+        gather_rows(
+            self.transport, torch.zeros(1, dtype=torch.uint8, device="cpu"), [1] * self.world_size, what
+        )
 
     def close(self) -> None:
         """Leave the job, once all workers do."""

@@ -125,6 +125,10 @@ def _explain(found: Sequence[tuple[WorkerProcess, Failure]], num_workers: int) -
     sys.stderr.write(cause.text)
     if not cause.is_recorded:  # the workers that missed it know the step
         sys.stderr.write(next((failure.text for _, failure in described if failure.is_error), ""))
+    is_silent = cause.is_recorded and not (cause.text or cause.is_echo)
+    if is_silent and any(failure.exit_status != cause.exit_status for _, failure in described):
+        how = f"exited with status {cause.exit_status}"
+        sys.stderr.write(f"samestep: worker {rank} of {num_workers} {how}; the job was stopped\n")
     if cause.was_interrupted:
         sys.stderr.write(
             f"samestep: worker {rank} of {num_workers} was interrupted by SIGINT; the job was stopped\n"
