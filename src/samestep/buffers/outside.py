@@ -136,6 +136,8 @@ class OutsideNets:
         self._seen: weakref.WeakKeyDictionary[nn.Module, list[_Seen]] = weakref.WeakKeyDictionary()
         self._weights: weakref.WeakKeyDictionary[nn.Module, _Weights] = weakref.WeakKeyDictionary()
         self._num_passes = 0
+        # Those that ran for the first time in a pass of this step, and in no other since.
+        self._new: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         # One key for good: what is compiled would be compiled again for each new one, up to a limit, after
         # which other code runs.
         self._key = next(_keys)
@@ -144,6 +146,7 @@ class OutsideNets:
         """Note the buffers of all nets that are known."""
         for module in list(self._seen) if self._seen else ():
             self._seen[module] = _buffers_of(module)
+        self._new.clear()
         self._weights.clear()
         self.modes.start_step()
 
@@ -166,6 +169,9 @@ class OutsideNets:
             return
         if module._buffers and module not in self._seen:
             self._seen[module] = _buffers_of(module)
+            self._new[module] = self._num_passes
+        elif self._new.get(module, self._num_passes) != self._num_passes:
+            del self._new[module]
         if module._parameters:
             self._look_at_weights(module)
 
@@ -192,10 +198,15 @@ class OutsideNets:
     def check(self, who: str) -> None:
         """Raise if `who` changed a buffer of such a net.
 
+        Not of one that has run in a single pass: it may have been made in that, such as a copy of the model
+        for an inner loop. A net that stays is told of in the pass, or the step, that runs it again.
+
         Raises:
             BufferPolicyError: names the buffers and their module.
         """
         for module, before in self._seen.items() if self._seen else ():
+            if module in self._new:
+                continue
             changed = [
                 seen.name
                 for seen in before
@@ -207,7 +218,8 @@ class OutsideNets:
                 raise BufferPolicyError(
                     f"{who} changed {', '.join(changed[:_MOST_NAMES])} of a {type(module).__name__} that is "
                     "not part of the model, so workers would end with different values: call eval() on that "
-                    "net for the pass, or pass it as Towers(model, ..., also=net), which shares its buffers"
+                    "net for the pass, update it after average(), or pass it as Towers(model, ..., "
+                    "also=net), which shares its buffers"
                 )
 
 

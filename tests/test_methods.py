@@ -1,0 +1,143 @@
+"""Methods of training, as papers and tutorials write them: one digest on 1, 2 and 3 workers, and the
+gradient of the plain loop over towers in float64; or an error on every worker, or a warning, that names what
+to write."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import samestep
+from samestep import Towers
+from samestep.summation.placement import even_ranges
+
+from .nets import batch_of, loss_of, net
+from .simulation import simulate, values
+
+TOWERS = [4, 7]
+
+
+def norm_net():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def check_gradients(model, batch, loss, num_towers):
+    """Compare the gradients with those of the loop over towers by hand, in float64."""
+    oracle = copy.deepcopy(model).double()
+    oracle.zero_grad()
+    for rows in even_ranges(len(batch["y"]), num_towers):
+        part = {"x": batch["x"][rows.start : rows.stop].double(), "y": batch["y"][rows.start : rows.stop]}
+        (loss(oracle, part) * len(rows) / len(batch["y"])).backward()
+    for (name, p), q in zip(model.named_parameters(), oracle.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.double(), q.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def train(model, job, num_towers, loss=loss_of, *, steps=3, checks=True, **settings):
+    towers = Towers(model, num_towers, job=job, **settings)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(steps):
+        batch = batch_of(step, 21 - step % 3)
+        for tower in towers(batch):
+            tower.backward(loss(model, tower.batch))
+        towers.average()
+        if checks:
+            check_gradients(model, batch, loss, num_towers)
+        optimizer.step()
+    return samestep.digest(model)
+
+
+def digests(program, num_towers):
+    return {value for num in (1, 2, 3) for value in values(lambda job: program(job, num_towers), num, num)}
+
+
+def errors(program, num_towers, num_workers):
+    outcomes = simulate(lambda job: program(job, num_towers), num_workers, num_workers)
+    assert all(isinstance(outcome.error, samestep.Error) for outcome in outcomes), outcomes
+    return [outcome.text for outcome in outcomes]
+
+
+# ---- nets that live for one pass ---------------------------------------------------------------------
+
+
+def a_copy_that_learns_in_each_pass(job, num_towers):
+    def loss(model, batch):
+        quick = copy.deepcopy(model)
+        F.cross_entropy(quick(batch["x"]), batch["y"]).backward()
+        torch.optim.SGD(quick.parameters(), 0.1).step()
+        with torch.no_grad():
+            target = quick(batch["x"])
+        return (model(batch["x"]) - target).square().mean()
+
+    return train(norm_net(), job, num_towers, loss)
+
+
+def a_copy_that_the_loop_still_holds_at_its_end(job, num_towers):
+    model = norm_net()
+    towers = Towers(model, num_towers, job=job)
+    for step in range(3):
+        for tower in towers(batch_of(step)):
+            twin = copy.deepcopy(model)
+            tower.backward((model(tower.batch["x"]) - twin(tower.batch["x"]).detach() - 1).square().mean())
+        towers.average()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        assert not twin[1].running_mean.isnan().any()
+    return samestep.digest(model)
+
+
+def a_random_net_drawn_in_each_pass(job, num_towers):
+    def loss(model, batch):
+        with torch.no_grad():
+            target = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))(batch["x"])
+        return (model(batch["x"]) - target).square().mean()
+
+    return train(norm_net(), job, num_towers, loss, checks=False)
+
+
+OF_ONE_PASS = [
+    a_copy_that_learns_in_each_pass,
+    a_copy_that_the_loop_still_holds_at_its_end,
+    a_random_net_drawn_in_each_pass,
+]
+
+
+@pytest.mark.parametrize("num_towers", TOWERS)
+@pytest.mark.parametrize("program", OF_ONE_PASS)
+def test_nets_that_live_for_one_pass_may_change_their_buffers(program, num_towers):
+    assert len(digests(program, num_towers)) == 1
+
+
+def a_teacher_that_runs_in_one_tower_of_each_step(job, num_towers):
+    teacher, seen = norm_net(), []
+
+    def loss(model, batch):
+        if len(seen) % num_towers == 0:
+            teacher(batch["x"])
+        seen.append(batch)
+        return loss_of(model, batch)
+
+    return train(net(), job, num_towers, loss, checks=False)
+
+
+@pytest.mark.parametrize("num_towers", TOWERS)
+def test_a_net_that_runs_again_in_the_next_step_is_refused_there(num_towers):
+    (text,) = errors(a_teacher_that_runs_in_one_tower_of_each_step, num_towers, 1)
+    assert "step 1, tower 0 changed running_mean" in text
+    assert "BatchNorm1d" in text
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_an_average_of_weights_that_passes_update_is_refused(num_workers):
+    def program(job, num_towers):
+        average = torch.optim.swa_utils.AveragedModel(net())
+
+        def loss(model, batch):
+            average.update_parameters(model)
+            return (model(batch["x"]) - average(batch["x"]).detach() - 1).square().mean()
+
+        return train(net(), job, num_towers, loss, checks=False)
+
+    texts = errors(program, 7, num_workers)
+    assert all("n_averaged" in text and "update it after average()" in text for text in texts)
