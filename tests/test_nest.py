@@ -17,6 +17,7 @@ from torch.utils.data import default_collate
 from samestep import BatchError, LocalBatch, Towers, Whole
 from samestep.batches.batch import GlobalBatch
 from samestep.batches.copier import Copier
+from samestep.batches.nest import tensors
 from samestep.summation.placement import even_ranges
 
 CPU = Copier(torch.device("cpu"))
@@ -219,7 +220,7 @@ class Graph:
         ([X, iter("ab")], r"batch\[1\] is a str.*iterator"),
         (Graph(), "batch is a .*Graph"),
         ({"x": X.to_sparse()}, r"batch\['x'\] is a torch\.sparse_coo tensor, which cannot be cut.*Whole"),
-        ({"x": pack_sequence([X, X[:3]])}, r"batch\['x'\] is a torch.*PackedSequence"),
+        ({"x": pack_sequence([X, X[:3]])}, r"batch\['x'\] is a PackedSequence.*pack_padded"),
         ({"x": torch.tensor(1.0)}, r"batch\['x'\] is a 0-dimensional tensor: .*samestep\.Whole\("),
         ({"x": X, "n": np.array(1.0)}, r"batch\['n'\] is a 0-dimensional array"),
         (
@@ -229,6 +230,15 @@ class Graph:
         ({"x": X, "names": ("a", "b")}, r"batch\['names'\] is a tuple of 2 entries"),
         ({"x": X, "names": []}, r"batch\['names'\] is a list of 0 entries"),
         ({"x": X, "y": [X, {"z": X[1:]}]}, r"batch\['y'\]\[1\]\['z'\] has 5 rows, batch\['x'\] has 6"),
+        (
+            {"y": X, "x": [X[:1], X[:2]]},
+            r"batch\['x'\]\[0\] has 1 rows, .* np.fromiter\(batch\['x'\], object\)",
+        ),
+        (
+            [X[:1], X[:2]],
+            r"batch\[1\] has 2 rows, batch\[0\] has 1: .*where batch has .*fromiter\(batch, object\)",
+        ),
+        ([(X[:3], {"y": X[:1]})], r"batch\[0\]\[1\]\['y'\] has 1 rows, .*np.fromiter\(batch, object\)"),
         ({"names": ["a"], "x": X}, r"batch\['names'\] is a list of 1 entries, batch\['x'\] has 6 rows"),
         ({"a": np.zeros(3), "x": X}, r"batch\['x'\] has 6 rows, batch\['a'\] has 3"),
         ({"epoch": 3, "name": "x"}, "batch is a dict without tensors, arrays or lists"),
@@ -255,6 +265,18 @@ def test_lists_that_can_be_read_in_two_ways_are_refused():
             GlobalBatch.open(batch)
     with pytest.raises(BatchError, match=r"batch\[1\] is a list of 3 entries and has neither"):
         GlobalBatch.open((X, square))
+
+
+@pytest.mark.parametrize("entries", [[X[:1], X[:2], X[:3]], [X[:2]] * 3, [(X[:1], {"y": X[:2]})] * 3])
+def test_an_array_of_objects_has_one_entry_a_row_which_is_a_copy(entries):
+    whole = GlobalBatch.open({"x": np.fromiter(entries, object), "y": torch.zeros(3)})
+    before = whole.fingerprint()
+    part = whole.take(range(1, 3), CPU)
+    for entry, expected in zip(part["x"], entries[1:], strict=True):
+        for mine, theirs in zip(tensors(entry), tensors(expected), strict=True):
+            assert torch.equal(mine, theirs)
+            mine += 1
+    assert whole.fingerprint() == before
 
 
 # ---- all towers' parts are the batch ---------------------------------------------------------------

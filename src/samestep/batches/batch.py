@@ -248,9 +248,11 @@ def _check_rows(found: list[Column]) -> None:
             f"{first.rows} rows: expected one entry a row; samestep.Whole({other.path}) is given to every "
             "tower as it is"
         )
+    lists = dict.fromkeys(each for each in (other.in_list, first.in_list) if each)
+    hint = "".join(f"; where {each} has an entry a row, pass np.fromiter({each}, object)" for each in lists)
     raise BatchError(
         f"{other.path} has {other.rows} rows, {first.path} has {first.rows}: "
-        "expected the same number of rows in all tensors of a batch"
+        f"expected the same number of rows in all tensors of a batch{hint}"
     )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from samestep.batches.nest import NUMBERS, PLAIN, entries, is_sequence, tensors
 from samestep.errors import BatchError
@@ -55,6 +56,7 @@ class Column:
     path: str
     value: Any
     version: int = 0
+    in_list: str = ""  # the path of the list that it is in, if it is in one
 
     @property
     def rows(self) -> int:
@@ -101,15 +103,15 @@ class Undecided:
         what = "can be read in two ways" if branch is not None else "has neither"
         raise BatchError(
             f"{self.path} is a {type(self.value).__name__} of {len(self.value)} entries and {what}: expected "
-            "one entry a row, such as a NumPy array of objects, or columns of the batch's rows, such as a "
-            f"dict of them; samestep.Whole({self.path}) is given to every tower as it is"
+            f"one entry a row, such as np.fromiter({self.path}, object), or columns of the batch's rows, "
+            f"such as a dict of them; samestep.Whole({self.path}) is given to every tower as it is"
         )
 
     def _as_branch(self, rows: int | None) -> Branch | None:
         children: dict[Any, Node] = {}
         try:
             for index, entry in enumerate(self.value):
-                child = children[index] = resolved(parse(entry, f"{self.path}[{index}]"), rows)
+                child = children[index] = resolved(parse(entry, f"{self.path}[{index}]", self.path), rows)
                 for column in columns(child):
                     rows = column.rows if rows is None else rows
                     if column.rows != rows:
@@ -122,7 +124,7 @@ class Undecided:
 Node: TypeAlias = Column | Whole | Branch | Undecided
 
 
-def parse(value: Any, path: str = "batch") -> Node:
+def parse(value: Any, path: str = "batch", in_list: str = "") -> Node:
     """Take a batch apart.
 
     Raises:
@@ -132,18 +134,24 @@ def parse(value: Any, path: str = "batch") -> Node:
         return value
     if isinstance(value, Tensor | np.ndarray):
         _check_can_be_cut(value, path)
-        return Column(path, value, version_of(value))
+        return Column(path, value, version_of(value), in_list)
     if isinstance(value, PLAIN):
         return Whole(value)
     if is_sequence(value) and not _holds_columns(value):
         return _parse_sequence(value, path)
     held = entries(value)
+    if isinstance(value, PackedSequence):
+        raise BatchError(
+            f"{path} is a PackedSequence, which cannot be cut along rows: expected padded sequences and "
+            "their lengths; call pack_padded_sequence on a tower's rows"
+        )
     if held is None:
         raise BatchError(
             f"{path} is {_named(value)}, which cannot be cut along rows: expected nested tensors, arrays, "
             f"lists with an entry a row, and numbers; samestep.Whole({path}) is given to every tower as it is"
         )
-    return Branch(value, {key: parse(entry, path + _step(value, key)) for key, entry in held.items()})
+    in_list = path if isinstance(value, list) else in_list
+    return Branch(value, {key: parse(each, path + _step(value, key), in_list) for key, each in held.items()})
 
 
 def columns(node: Node) -> Iterator[Column]:

@@ -67,6 +67,9 @@ def copied(array: Tensor | NDArray[Any]) -> Any:
     """Copy a tensor or an array; the memory of both starts at the same alignment in every process."""
     if isinstance(array, Tensor):
         return array.clone()
+    if type(array) is np.ndarray and array.dtype == object:
+        entries = (mapped(copied, entry) for entry in array.flat)
+        return np.fromiter(entries, object, array.size).reshape(array.shape)
     if type(array) is not np.ndarray or array.dtype.hasobject or not array.nbytes:
         return array.copy()
     own = (
