@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import samestep
 from samestep import Towers
@@ -141,3 +142,76 @@ def test_an_average_of_weights_that_passes_update_is_refused(num_workers):
 
     texts = errors(program, 7, num_workers)
     assert all("n_averaged" in text and "update it after average()" in text for text in texts)
+
+
+# ---- buffers that a backward writes to ---------------------------------------------------------------
+
+
+class GradientScale(nn.Module):
+    """A layer that divides gradients by a moving average of their size."""
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, size):
+            ctx.size = size
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            ctx.size.lerp_(gradient.abs().mean(), 0.1)
+            return gradient / ctx.size, None
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("size", torch.ones(()))
+
+    def forward(self, x):
+        return self.Scaled.apply(x, self.size)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("num_towers", TOWERS)
+@pytest.mark.parametrize("policy", ["mean", "first"])
+def test_a_buffer_that_only_the_backward_changes_is_refused(policy, num_towers, num_workers):
+    def program(job, num_towers):
+        model = nn.Sequential(net(), GradientScale())
+        return train(model, job, num_towers, checks=False, buffers={"1.size": policy})
+
+    texts = errors(program, num_towers, num_workers)
+    assert all("backward changed 1.size" in text and "after average()" in text for text in texts)
+
+
+class Codes(nn.Module):
+    """A layer with a moving average of what it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.linear = nn.Linear(6, 3)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x):
+        x = self.linear(x)
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+        return x
+
+
+@pytest.mark.parametrize("num_towers", TOWERS)
+@pytest.mark.parametrize("statistics", ["mean", "pooled", "first"])
+def test_a_forward_that_the_backward_runs_again_changes_buffers_once(statistics, num_towers):
+    def program(job, num_towers):
+        model = nn.Sequential(Codes(), nn.BatchNorm1d(3, momentum=None))
+
+        def loss(model, batch):
+            return F.cross_entropy(checkpoint(model, batch["x"], use_reentrant=False), batch["y"])
+
+        settings = {"buffers": {"0.mean": "mean"}, "statistics": statistics}
+        return train(model, job, num_towers, loss, checks=False, **settings)
+
+    def plain(job, num_towers):
+        model = nn.Sequential(Codes(), nn.BatchNorm1d(3, momentum=None))
+        settings = {"buffers": {"0.mean": "mean"}, "statistics": statistics}
+        return train(model, job, num_towers, checks=False, **settings)
+
+    assert digests(program, num_towers) == digests(plain, num_towers)

@@ -116,6 +116,10 @@ class ModelBuffers:
         parts = [collector.contribution(tower, rows) for collector in self._collectors]
         return parts[0] if len(parts) == 1 else torch.cat([*parts, self._nothing])
 
+    def changed(self) -> set[str]:
+        """Return the names of the buffers that this pass has changed, but for those to be ignored."""
+        return set[str]().union(*(buffers.changed() for buffers in self._shared))
+
     def counters(self) -> Tensor:
         """Return by how much the integer buffers of one element have counted on in this pass."""
         return self._counters.counted()

@@ -69,6 +69,11 @@ class SharedBuffers:
         self.check()
         return [value.detach() for value in values if value is not None]
 
+    def changed(self) -> set[str]:
+        """Return the names of those that have other values than the shared ones."""
+        pairs = zip(self._buffers, self.values(), self.shared, strict=True)
+        return {buffer.name for buffer, value, shared in pairs if not _are_equal(value, shared)}
+
     def check(self) -> None:
         """Raise if a buffer has another shape, dtype or device."""
         for buffer, value, shared in zip(self._buffers, self._current(), self.shared, strict=True):
@@ -136,6 +141,10 @@ class FirstBuffers(SharedBuffers):
         contents = [ended.reshape(-1).view(torch.uint8) for ended in self._ended]
         broadcast(self._job.transport, contents, "tower 0's buffers")
         self.write(self._ended)
+
+
+def _are_equal(value: Tensor, other: Tensor) -> bool:
+    return bool(((value == other) | ((value != value) & (other != other))).all())  # NaN is NaN
 
 
 def _kind(tensor: Tensor) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from samestep.buffers.outside import graph_of
-from samestep.errors import UsageError
+from samestep.errors import BufferPolicyError, UsageError
 from samestep.workers.rendezvous import num_messages
 
 if TYPE_CHECKING:
@@ -41,6 +41,19 @@ class PassCheck:
             raise UsageError(
                 f"{tower!r}: its pass called torch.distributed, but workers differ in how many passes "
                 "they run, and in their rows: do it after average(), whose report is of all towers"
+            )
+
+    def start_backward(self) -> None:
+        """Note which buffers a tower's forward has changed."""
+        self._changed = self._replica.buffers.changed()
+
+    def check_backward(self, who: str) -> None:
+        """Refuse buffers that the backward alone changes; one that runs a forward again may change those."""
+        late = sorted(self._replica.buffers.changed() - self._changed)
+        if late:
+            raise BufferPolicyError(
+                f"{who}: backward changed {', '.join(late)}, but a tower's buffers count with what they hold "
+                "when tower.backward is called: change them in the forward, or after average()"
             )
 
     def not_handed_in(self, tower: Tower) -> UsageError:

@@ -249,7 +249,12 @@ class StepRun:
         # The first tower has no sibling whose sum would hide that a gradient comes in two parts.
         is_look = self.watch.looks and tower.index == min(self.local.slices)
         at_once = not (self._replica.has_reentrant or is_look)
+        if is_look:
+            self._check.start_backward()
         self._gradients.backward(tower.index, backward, is_last=is_last, at_once=at_once)
+        if is_look:
+            with self._telling_others():
+                self._check.check_backward(f"step {self.step}, tower {tower.index}")
         self._replica.has_reentrant |= self._gradients.comes_twice
         note_outside_gradients(leaves)
         self.is_complete = is_last
