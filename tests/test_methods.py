@@ -215,3 +215,98 @@ def test_a_forward_that_the_backward_runs_again_changes_buffers_once(statistics,
         return train(model, job, num_towers, checks=False, **settings)
 
     assert digests(program, num_towers) == digests(plain, num_towers)
+
+
+# ---- means over labels -------------------------------------------------------------------------------
+
+
+def tokens_of(step, rows=15):
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(1, 9, (rows, 6), generator=generator)
+    lengths = torch.randint(2, 7, (rows, 1), generator=generator)
+    return torch.where(torch.arange(6) < lengths, tokens, 0)
+
+
+def language_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 9))
+
+
+def logits_and_labels(model, tokens):
+    return model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+
+
+def take_language_steps(towers, batches, hand_in):
+    for batch in batches:
+        for tower in towers(batch):
+            hand_in(tower)
+        towers.average()
+    return samestep.digest(towers.model)
+
+
+@pytest.mark.parametrize("ignored", [0, -100])
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("num_towers", TOWERS)
+def test_a_mean_over_labels_that_towers_have_more_or_fewer_of_is_told_of(num_towers, num_workers, ignored):
+    def program(job):
+        towers = Towers(language_model(), num_towers, job=job)
+
+        def hand_in(tower):
+            logits = towers.model(tower.batch["tokens"])[:, :-1].transpose(1, 2)
+            tower.backward(F.cross_entropy(logits, tower.batch["labels"], ignore_index=ignored))
+
+        tokens = [tokens_of(step) for step in range(3)]
+        batches = [{"tokens": t, "labels": torch.where(t > 0, t, ignored)[:, 1:]} for t in tokens]
+        return take_language_steps(towers, batches, hand_in)
+
+    with pytest.warns(UserWarning, match=rf"other than {ignored}: \d+ in Tower\(.*backward_sum") as caught:
+        values(program, num_workers, num_workers)
+    assert len(caught) <= num_workers  # once each
+
+
+def of_their_sum(tower, model):
+    logits, labels = logits_and_labels(model, tower.batch)
+    tower.backward_sum(F.cross_entropy(logits, labels, ignore_index=0, reduction="sum"), (labels > 0).sum())
+
+
+def of_sequences_without_padding(tower, model):
+    logits, labels = logits_and_labels(model, tower.batch.clamp(min=1))
+    tower.backward(F.cross_entropy(logits, labels))
+
+
+def of_as_many_in_each_row(tower, model):
+    tower.batch[:, 1:] = tower.batch[:, 1:].clamp(min=1)
+    tower.batch[:, -1] = -100
+    logits, labels = logits_and_labels(model, tower.batch.clamp(min=0))
+    tower.backward(F.cross_entropy(logits, torch.where(labels == 0, -100, labels)))
+
+
+def of_classes_beside_a_mask(tower, model):
+    mask = tower.batch = (tower.batch > 0).long()
+    labels = mask.sum(1)
+    tower.backward(F.cross_entropy(model(mask)[:, 0], labels, ignore_index=0))
+
+
+@pytest.mark.parametrize(
+    "hand_in",
+    [of_their_sum, of_sequences_without_padding, of_as_many_in_each_row, of_classes_beside_a_mask],
+)
+def test_other_losses_over_labels_are_not_told_of(hand_in):
+    model = language_model()
+    take_language_steps(Towers(model, 4), map(tokens_of, range(3)), lambda tower: hand_in(tower, model))
+
+
+def test_a_recomputed_loss_is_not_run_again_for_the_look():
+    model, runs = language_model(), []
+
+    def loss(tokens):
+        runs.append(tokens)
+        logits, labels = logits_and_labels(model, tokens)
+        return F.cross_entropy(logits, labels, ignore_index=0)
+
+    towers = Towers(model, 3)
+    with pytest.warns(UserWarning, match="other than 0"):
+        take_language_steps(
+            towers, [tokens_of(0)], lambda t: t.backward(checkpoint(loss, t.batch, use_reentrant=False))
+        )
+    assert len(runs) == 6

@@ -25,6 +25,7 @@ class PassCheck:
         self._replica = replica
         self._parameters = replica.parameters
         self._num_messages = 0
+        replica.label_means.start_step()
 
     def start(self) -> None:
         """Begin a tower's turn."""

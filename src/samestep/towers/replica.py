@@ -26,6 +26,7 @@ from samestep.summation.plan import ParameterLayout, Plan, grad_dtype
 from samestep.summation.sparse import find_sparse, sparse_weights
 from samestep.towers.division import Division
 from samestep.towers.hooks import HookCheck
+from samestep.towers.label_means import LabelMeans
 from samestep.towers.root import check_module, check_wrappers
 from samestep.workers.collectives import broadcast
 from samestep.workers.environment import under_launcher, warn_if_unranked, world_size
@@ -106,6 +107,7 @@ class Replica:
         self.version = 0
         self._plans: dict[Kind, Plan] = {}
         self.has_reentrant = False  # whether a backward may come to a parameter twice
+        self.label_means = LabelMeans()
         check_wrappers(model)
         check_norms(model, settings.statistics)
         check_policies(find_named_buffers(model), settings.buffers)

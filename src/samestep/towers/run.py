@@ -170,6 +170,8 @@ class StepRun:
         with self._telling_others():
             self._check_turn(tower)
             found = self.losses.from_mean(tower, loss)
+            if self.watch.looks and self.losses.named is None:
+                self._replica.label_means.look(tower, found.total)
         self._take(tower, found)
 
     def take_sum(self, tower: Tower, total: Tensor, count: float | Tensor) -> None:

@@ -1,0 +1,96 @@
+"""Finds means over labels, handed in as means over rows, where towers have more or fewer labels a row."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from samestep.batches.nest import tensors
+from samestep.buffers.outside import graph_of
+
+if TYPE_CHECKING:
+    from samestep.towers.tower import Tower
+
+__all__ = ["LabelMeans"]
+
+_NODES = ("NllLossBackward0", "NllLoss2DBackward0")  # of `F.cross_entropy` and `F.nll_loss`
+_MEAN = 1  # torch's number for reduction="mean"
+
+
+class _Labels(NamedTuple):
+    """How many entries the tensors of integers in a tower's batch have, and how many are not ignored."""
+
+    tower: str
+    rows: int
+    nums: Sequence[tuple[int, int] | None]  # None of what cannot be labels
+
+
+class LabelMeans:
+    """Compares, between towers of a worker, how many labels of a batch a mean with `ignore_index` is over.
+
+    Attributes:
+        is_due: False once it has warned.
+    """
+
+    def __init__(self) -> None:
+        self.is_due = True
+        self._before: dict[int, _Labels] = {}
+
+    def start_step(self) -> None:
+        """Forget the towers of another step."""
+        self._before.clear()
+
+    def look(self, tower: Tower, loss: Tensor) -> None:
+        """Look at the graph of a loss that was handed in as a mean over the tower's rows.
+
+        Only at attributes that are plain numbers: to read a saved tensor may run a forward again.
+        """
+        means = [n for n in graph_of([loss]) if n.name() in _NODES and n._saved_reduction == _MEAN]
+        for ignored in {_signed(node._saved_ignore_index) for node in means}:
+            labels = _labels(tower, ignored)
+            before = self._before.setdefault(ignored, labels)
+            found = _first_difference(before, labels)
+            if found is not None and self.is_due:
+                self.is_due = False
+                _warn(ignored, [before.tower, labels.tower], found)
+
+
+def _labels(tower: Tower, ignored: int) -> _Labels:
+    return _Labels(repr(tower), tower.rows, [_numbers(each, ignored) for each in tensors(tower.batch)])
+
+
+def _numbers(values: object, ignored: int) -> tuple[int, int] | None:
+    if not isinstance(values, Tensor) or values.dtype != torch.int64 or not values.numel():
+        return None
+    # No masks, and the like, which may have the ignored number, too.
+    if ignored >= 0 and int(values.max()) <= 1:
+        return None
+    return values.numel(), int((values != ignored).sum())
+
+
+def _first_difference(one: _Labels, other: _Labels) -> tuple[int, int] | None:
+    """Return how many labels count in either tower, where some are ignored, and not alike for their rows."""
+    for mine, theirs in zip(one.nums, other.nums, strict=False):
+        if mine is None or theirs is None or (mine[0] == mine[1] and theirs[0] == theirs[1]):
+            continue
+        if mine[1] * other.rows != theirs[1] * one.rows:
+            return mine[1], theirs[1]
+    return None
+
+
+def _signed(number: int) -> int:
+    return number - 2**64 if number >= 2**63 else number
+
+
+def _warn(ignored: int, towers: Sequence[str], nums: Sequence[int]) -> None:
+    found = ", ".join(f"{num} in {tower}" for num, tower in zip(nums, towers, strict=True))
+    warnings.warn(
+        f"a loss is a mean over the labels other than {ignored}: {found}. Towers count by their rows, so "
+        "labels do not weigh alike; where they should, hand in their sum and their number: "
+        "tower.backward_sum(total, count), or both from a Step's loss_fn",
+        stacklevel=2,
+    )
