@@ -310,3 +310,59 @@ def test_a_recomputed_loss_is_not_run_again_for_the_look():
             towers, [tokens_of(0)], lambda t: t.backward(checkpoint(loss, t.batch, use_reentrant=False))
         )
     assert len(runs) == 6
+
+
+# ---- gradients of inputs, and tensors that are swapped -----------------------------------------------
+
+
+@pytest.mark.parametrize("num_towers", TOWERS)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_adversarial_inputs_by_a_backward_whose_gradients_are_zeroed(set_to_none, num_towers):
+    def adversarial(model, batch):
+        x = batch["x"].clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(loss_of(model, {**batch, "x": x}), x)
+        return loss_of(model, {**batch, "x": batch["x"] + 0.1 * gradient.sign()})
+
+    def by_backward(model, batch):
+        x = batch["x"].clone().requires_grad_()
+        loss_of(model, {**batch, "x": x}).backward()
+        model.zero_grad(set_to_none=set_to_none)
+        return loss_of(model, {**batch, "x": batch["x"] + 0.1 * x.grad.sign()})
+
+    def program(job, num_towers):
+        return train(net(), job, num_towers, by_backward, checks=False)
+
+    assert digests(program, num_towers) == digests(
+        lambda job, num_towers: train(net(), job, num_towers, adversarial), num_towers
+    )
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_adversarial_inputs_by_a_backward_that_leaves_gradients_are_refused(num_workers):
+    def loss(model, batch):
+        x = batch["x"].clone().requires_grad_()
+        loss_of(model, {**batch, "x": x}).backward()
+        return loss_of(model, {**batch, "x": batch["x"] + 0.1 * x.grad.sign()})
+
+    texts = errors(lambda job, t: train(net(), job, t, loss, checks=False), 7, num_workers)
+    assert all("torch.autograd.grad(loss, inputs)" in text for text in texts)
+
+
+@pytest.mark.parametrize("num_towers", TOWERS)
+def test_weights_may_be_swapped_with_those_of_another_net(num_towers):
+    def program(job, num_towers):
+        model, other = net(), copy.deepcopy(net())
+        towers = Towers(model, num_towers, job=job)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for step in range(4):
+            for tower in towers(batch_of(step)):
+                tower.backward(loss_of(model, tower.batch))
+            towers.average()
+            check_gradients(model, batch_of(step), loss_of, num_towers)
+            optimizer.step()
+            if step == 1:
+                for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+                    torch.utils.swap_tensors(mine, theirs)
+        return samestep.digest(model)
+
+    assert len(digests(program, num_towers)) == 1

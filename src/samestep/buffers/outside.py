@@ -35,8 +35,11 @@ _keys = itertools.count(-1, -1)  # torch's own are not below 0
 _SMALL_BYTES = 2**16
 _MOST_NAMES = 4
 
-averaged_parameters: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-"""The parameters that some `Towers` of this process averages the gradients of, by id."""
+averaged_parameters: weakref.WeakKeyDictionary[object, frozenset[int]] = weakref.WeakKeyDictionary()
+"""The ids of the parameters that each `Towers` of this process averages the gradients of, by who holds them.
+
+Not weak references to them, with which `torch.utils.swap_tensors` takes no tensor.
+"""
 
 _outside_gradients: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 """What passes have left on parameters, or other tensors, that no `Towers` knows, by their ids."""
@@ -61,7 +64,7 @@ def graph_of(losses: Iterable[Tensor]) -> Iterator[Any]:
 def note_outside_gradients(leaves: Iterable[Tensor]) -> None:
     """After a backward, note the gradients of leaves that no `Towers` averages."""
     for leaf in leaves:
-        if leaf.grad is not None and id(leaf) not in averaged_parameters:
+        if leaf.grad is not None and not any(id(leaf) in ids for ids in averaged_parameters.values()):
             _outside_gradients[id(leaf)] = leaf.grad
 
 

@@ -34,9 +34,12 @@ class PassCheck:
     def check_forward(self, tower: Tower) -> None:
         """Check what a tower's forward has left, before samestep's own backward."""
         if self._has_gradients():
+            self._let_go_of_zeros()
+        if self._has_gradients():
             raise UsageError(
                 f"{tower!r}: parameters have gradients already; call tower.backward(loss) instead of "
-                "loss.backward(), whose gradients are not averaged"
+                "loss.backward(), whose gradients are not averaged; where gradients of inputs are meant, as "
+                "for adversarial examples, torch.autograd.grad(loss, inputs)"
             )
         if num_messages() != self._num_messages:
             raise UsageError(
@@ -66,6 +69,12 @@ class PassCheck:
 
     def _has_gradients(self) -> bool:
         return any(parameter.grad is not None for parameter in self._parameters)
+
+    def _let_go_of_zeros(self) -> None:
+        """Let go of what `zero_grad(set_to_none=False)` has left after a backward of the pass's own."""
+        for parameter in self._parameters:
+            if parameter.grad is not None and not parameter.grad.is_sparse and not parameter.grad.any():
+                parameter.grad = None
 
     def explain(self, tower: Tower, error: RuntimeError) -> UsageError | None:
         """Return what is wrong where a backward came to a part of another tower's graph."""

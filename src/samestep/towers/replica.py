@@ -169,7 +169,7 @@ class Replica:
         self._entries = self._current_entries()
         self._all = [p for p in dict.fromkeys(self._entries) if isinstance(p, nn.Parameter)]
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        averaged_parameters.update({id(p): p for p in named.values()})
+        averaged_parameters[self] = frozenset(map(id, named.values()))
         self.parameters = list(named.values())
         sparse = {*self._listed_sparse, *find_sparse(self.model, ())}
         self._layouts = tuple(self._lay_out(name, p, name in sparse) for name, p in named.items())
