@@ -111,6 +111,19 @@ def a_mode_that_the_forward_of_a_whole_batch_leaves(job):
 
 
 @kept
+def a_mode_that_each_pass_sets_where_a_worker_has_no_rows(job):
+    model = dropout_net()
+    towers = Towers(model, 7, job=job)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step, rows in enumerate((9, 2, 1, 9)):
+        run_passes(towers, batch_of(step, rows), lambda model, batch: loss_of(model.train(), batch))
+        towers.average()
+        optimizer.step()
+        model.eval()
+    return samestep.digest(model)
+
+
+@kept
 def modes_that_each_pass_sets_and_puts_back(job):
     model = dropout_net().eval()
 

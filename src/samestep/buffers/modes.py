@@ -23,7 +23,7 @@ class Modes:
         self.start_step()
 
     def start_step(self) -> None:
-        """Note the modes before the first pass; a worker that has no pass sends these."""
+        """Forget those of the step before."""
         self._noted = self._current()
         self._is_handed_in = False
         self._ran: dict[nn.Module, bool] = {}  # in the passes before this one
@@ -52,8 +52,8 @@ class Modes:
                 self._fail(who, "ran", self._in_words(number, mode))
 
     def hash(self) -> int:
-        """Return a 32-bit number of the modes that were noted last."""
-        return zlib.crc32(bytes(map(bool, self._noted)))
+        """Return a 32-bit number of the modes in which losses were handed in; 0 where none was."""
+        return zlib.crc32(bytes(map(bool, self._noted))) if self._is_handed_in else 0
 
     def in_words(self) -> list[str]:
         """Return them, layer by layer."""

@@ -45,7 +45,8 @@ _FINE, _FAILED, _CHANGED = range(3)
 class MustMatch(Protocol):
     """Anything with hashes that must be the same on all workers, and the words to say in what they differ.
 
-    `hash` is asked for when the exchange is made, `hash_of_passes` when a message begins that compares it.
+    `hash` is asked for when the exchange is made, `hash_of_passes` when a message begins that compares it: 0
+    from workers that have had no pass.
     """
 
     def hash(self) -> int: ...
@@ -275,8 +276,10 @@ class Exchange:
         return all_numbers
 
     def _check(self, headers: Sequence[Tensor]) -> None:
-        status, *own = headers[self._job.rank][2:].tolist()
-        if status != _FINE or any(header[2:].tolist() != [_FINE, *own] for header in headers):
+        rows = [header[2:].tolist() for header in headers]
+        of_passes = {row.pop() for row in rows} - {0}  # of a worker that had none yet
+        expected = [_FINE, *rows[self._job.rank][1:]]
+        if any(row != expected for row in rows) or len(of_passes) > 1:
             self._settle()
 
     def _settle(self) -> None:

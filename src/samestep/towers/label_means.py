@@ -91,6 +91,6 @@ def _warn(ignored: int, towers: Sequence[str], nums: Sequence[int]) -> None:
     warnings.warn(
         f"a loss is a mean over the labels other than {ignored}: {found}. Towers count by their rows, so "
         "labels do not weigh alike; where they should, hand in their sum and their number: "
-        "tower.backward_sum(total, count), or both from a Step's loss_fn",
+        "tower.backward_sum(total, count), or return a samestep.LossSum from a Step's loss_fn",
         stacklevel=2,
     )
