@@ -24,8 +24,7 @@ class Modes:
 
     def start_step(self) -> None:
         """Forget those of the step before."""
-        self._noted = self._current()
-        self._is_handed_in = False
+        self._noted: list[bool] | None = None  # when the first loss of the step was handed in
         self._ran: dict[nn.Module, bool] = {}  # in the passes before this one
         self.start_pass()
 
@@ -38,10 +37,10 @@ class Modes:
         self._runs.setdefault(module, module.training)
 
     def check(self, who: str) -> None:
-        """Raise if `who` ran, or hands in its loss, in another mode than the tower before it."""
+        """Raise if `who` ran, or hands in its loss, in another mode than a tower before it."""
         now = self._current()
-        if not self._is_handed_in:
-            self._noted, self._is_handed_in = now, True
+        if self._noted is None:
+            self._noted = now
         elif now != self._noted:
             pairs = enumerate(zip(now, self._noted, strict=True))
             number = next(n for n, (new, old) in pairs if new != old)
@@ -53,11 +52,12 @@ class Modes:
 
     def hash(self) -> int:
         """Return a 32-bit number of the modes in which losses were handed in; 0 where none was."""
-        return zlib.crc32(bytes(map(bool, self._noted))) if self._is_handed_in else 0
+        return 0 if self._noted is None else zlib.crc32(bytes(map(bool, self._noted)))
 
     def in_words(self) -> list[str]:
         """Return them, layer by layer."""
-        return [self._in_words(*each) for each in enumerate(self._noted)]
+        modes = self._current() if self._noted is None else self._noted
+        return [self._in_words(*each) for each in enumerate(modes)]
 
     def _current(self) -> list[bool]:
         return list(map(_is_training, self._modules))
@@ -68,7 +68,7 @@ class Modes:
 
     def _fail(self, who: str, did: str, what: str) -> NoReturn:
         raise UsageError(
-            f"{who} {did} with {what}, unlike the tower before, and on another number of workers other "
+            f"{who} {did} with {what}, unlike a tower before, and on another number of workers other "
             "towers would: let each pass put back what it sets, such as by model.train() after model.eval(), "
             "or do it after average()"
         )

@@ -85,9 +85,14 @@ class Watch:
             self.outside.start_looking()
             self._generators.note()
 
-    def check_pass(self, who: str) -> None:
-        """Check after a tower's forward; more closely in a step that looks."""
-        self.outside.modes.check(who)
+    def check_pass(self, who: str, *, is_outer: bool) -> None:
+        """Check after a tower's forward, in a step that looks more closely.
+
+        What a pass does to layers' modes mostly lasts, so that the outer towers, a worker's first and last,
+        show it in every step.
+        """
+        if is_outer or self.looks:
+            self.outside.modes.check(who)
         if self.looks:
             self.check(who)
             self._generators.check()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from samestep.towers.tower import Tower
 
 __all__ = ["PassCheck"]
+
+_grad = operator.attrgetter("grad")
 
 
 class PassCheck:
@@ -68,7 +72,7 @@ class PassCheck:
         return UsageError(f"{tower!r}: {called}; call tower.backward(loss) once for every tower")
 
     def _has_gradients(self) -> bool:
-        return any(parameter.grad is not None for parameter in self._parameters)
+        return any(map(operator.is_not, map(_grad, self._parameters), itertools.repeat(None)))
 
     def _let_go_of_zeros(self) -> None:
         """Let go of what `zero_grad(set_to_none=False)` has left after a backward of the pass's own."""

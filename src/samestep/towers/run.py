@@ -241,22 +241,24 @@ class StepRun:
                 backward()
             return
         self.losses.note(loss)
+        who = f"step {self.step}, tower {tower.index}"
+        first, last = min(self.local.slices), max(self.local.slices)
+        is_last = tower.index == last
         with self._telling_others():
-            self.watch.check_pass(f"step {self.step}, tower {tower.index}")
+            self.watch.check_pass(who, is_outer=is_last or tower.index == first)
             counters, moments = self._buffers.counters(), self._buffers.moments(tower.index, tower.rows)
         self._scalars[tower.index] = TowerScalars(loss.count, loss.sums, counters, moments)
-        is_last = tower.index == max(self.local.slices)
         if is_last:
             self._start_exchange()
         # The first tower has no sibling whose sum would hide that a gradient comes in two parts.
-        is_look = self.watch.looks and tower.index == min(self.local.slices)
+        is_look = self.watch.looks and tower.index == first
         at_once = not (self._replica.has_reentrant or is_look)
         if is_look:
             self._check.start_backward()
         self._gradients.backward(tower.index, backward, is_last=is_last, at_once=at_once)
         if is_look:
             with self._telling_others():
-                self._check.check_backward(f"step {self.step}, tower {tower.index}")
+                self._check.check_backward(who)
         self._replica.has_reentrant |= self._gradients.comes_twice
         note_outside_gradients(leaves)
         self.is_complete = is_last
