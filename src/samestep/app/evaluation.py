@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from samestep.batches.batch import GlobalBatch
 from samestep.batches.copier import Copier
 from samestep.buffers.kept_buffers import KeptBuffers
+from samestep.buffers.named_buffers import find_named_parameters
+from samestep.buffers.weight_hash import WeightHash
 from samestep.data.readers import COMPARED, BatchedReader, Reader, Request, compared_at, is_batched
 from samestep.errors import ConfigError, UsageError, shown
-from samestep.identity import checksum_of
 from samestep.streams import keep_globals, seed_globals, stream_seed
 from samestep.workers.agreement import agree
 from samestep.workers.job import Job
@@ -148,23 +149,22 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Put buffers back in the end; weights must be as before, as each worker has measured other batches."""
-    buffers, weights = KeptBuffers(model), _checksums(model)
+    # Other classes may have no memory of their own.
+    places = find_named_parameters(model)
+    held = [each for each in places if type(p := each.get()) is nn.Parameter and not p.is_meta]
+    buffers, weights = KeptBuffers(model), WeightHash(held, (), ())
+    before = weights.of_all()
     try:
         yield
     finally:
         buffers.restore()
-    written = [name for name, now in _checksums(model).items() if weights.get(name) != now]
+    pairs = zip(before, weights.of_all(), strict=True)
+    written = list(dict.fromkeys(name for old, now in pairs for name in now if now[name] != old.get(name)))
     if written:
         raise UsageError(
             f"measure wrote to {', '.join(written[:4])}: each worker measures other batches, so that workers "
             "would come apart; write to a copy of the model, or between two evaluations"
         )
-
-
-def _checksums(model: nn.Module) -> dict[str, int]:
-    # Other classes may have no memory of their own.
-    weights = {name: p for name, p in model.named_parameters() if type(p) is nn.Parameter and not p.is_meta}
-    return {name: checksum_of(p.detach().cpu().contiguous()) for name, p in weights.items()}
 
 
 def _checked(measured: Any) -> _Part:

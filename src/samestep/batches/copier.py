@@ -72,11 +72,7 @@ def copied(array: Tensor | NDArray[Any]) -> Any:
         return np.fromiter(entries, object, array.size).reshape(array.shape)
     if type(array) is not np.ndarray or array.dtype.hasobject or not array.nbytes:
         return array.copy()
-    own = (
-        torch.empty(array.nbytes, dtype=torch.uint8, device="cpu")
-        .numpy()
-        .view(array.dtype)
-        .reshape(array.shape)
-    )
+    memory = torch.empty(array.nbytes, dtype=torch.uint8, device="cpu").numpy()
+    own = memory.view(array.dtype).reshape(array.shape)
     own[...] = array
     return own

@@ -126,12 +126,13 @@ class OutsideNets:
 
     They are found by a global hook, in the forwards of some steps, and looked at in every step from then on.
 
-    Attributes:
-        modes: of the nets that are part of the model, in the step's passes.
+    Args:
+        model: what is inside.
+        modes: hears of the layers of the model that run, too.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.modes = Modes(model)  # of the nets inside
+    def __init__(self, model: nn.Module, modes: Modes) -> None:
+        self._modes = modes
         modules = list(model.modules())
         self._inside = weakref.WeakSet(modules)
         # A compiled module would run without its parts' hooks, and warn of this one.
@@ -151,12 +152,10 @@ class OutsideNets:
             self._seen[module] = _buffers_of(module)
         self._new.clear()
         self._weights.clear()
-        self.modes.start_step()
 
     def start_looking(self) -> None:
         """Note every net that runs, until `stop_looking`."""
         self._num_passes += 1
-        self.modes.start_pass()
         if not self._is_compiled:
             _global_forward_pre_hooks[self._key] = self._note
 
@@ -168,7 +167,7 @@ class OutsideNets:
         if torch.compiler.is_compiling():  # no part of what is compiled
             return
         if module in self._inside:
-            self.modes.note(module)
+            self._modes.note(module)
             return
         if module._buffers and module not in self._seen:
             self._seen[module] = _buffers_of(module)

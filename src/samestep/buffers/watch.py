@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 
+from samestep.buffers.modes import Modes
 from samestep.buffers.named_buffers import NamedBuffer, NamedParameter, find_named_parameters, reader
 from samestep.buffers.outside import OutsideNets
 from samestep.buffers.own_generators import OwnGenerators
@@ -49,7 +50,8 @@ class Watch:
         self._hash = WeightHash(self._places, shared, fixed)
         self._before = self._late = Hashes()
         self._late_after: Hashes | None = None
-        self.outside = OutsideNets(model)
+        self.modes = Modes(model)
+        self.outside = OutsideNets(model, self.modes)
         self._generators = OwnGenerators(model)
         self._num_steps = 0
         self.note()
@@ -61,6 +63,7 @@ class Watch:
         self.looks = self._num_steps % _LOOK_EVERY == 0  # whether this step is one of those
         self._num_steps += 1
         self.outside.start_step()
+        self.modes.start_step()
 
     def note(self, *, rehash: bool = False) -> None:
         """Note what is there now, because what has changed since has changed alike on all workers."""
@@ -82,6 +85,7 @@ class Watch:
     def start_pass(self) -> None:
         """Note what a tower's forward may change, in a step that looks."""
         if self.looks:
+            self.modes.start_pass()
             self.outside.start_looking()
             self._generators.note()
 
@@ -92,7 +96,7 @@ class Watch:
         show it in every step.
         """
         if is_outer or self.looks:
-            self.outside.modes.check(who)
+            self.modes.check(who)
         if self.looks:
             self.check(who)
             self._generators.check()

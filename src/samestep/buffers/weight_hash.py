@@ -5,7 +5,7 @@ It finds what version counters do not show: what was written through `.data`, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,6 +65,10 @@ class WeightHash:
         pieces = [*self._always, *self._slices[step % len(self._slices)]]
         pairs = [(piece, piece.place.get()) for piece in pieces if piece.is_fixed or not fixed_only]
         return Hashes([(piece, tensor) for piece, tensor in pairs if tensor is not None])
+
+    def of_all(self) -> list[Mapping[str, int]]:
+        """Return the hashes of all slices, by name in each."""
+        return [self.of(step).by_name() for step in range(len(self._slices))]
 
 
 class Hashes:

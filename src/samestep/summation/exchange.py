@@ -95,8 +95,8 @@ class Exchange:
         self._ask_flags = flags
         self._pass_ns = pass_ns
         self._described: Mapping[str, object] = {**must_match, **plan.description}
-        self._rest = rest
-        self._hash_of_rest = 0 if rest is None or job.world_size == 1 else rest.hash()
+        self._rest = None if job.world_size == 1 else rest
+        self._hash_of_rest = 0 if self._rest is None else self._rest.hash()
         self._status = _FINE
         self._error: BaseException | None = None
         self._compared = not (plan.sums or plan.is_whole_batch)

@@ -30,14 +30,10 @@ class _Labels(NamedTuple):
 
 
 class LabelMeans:
-    """Compares, between towers of a worker, how many labels of a batch a mean with `ignore_index` is over.
-
-    Attributes:
-        is_due: False once it has warned.
-    """
+    """Compares, between towers of a worker, how many labels of a batch a mean with `ignore_index` is over."""
 
     def __init__(self) -> None:
-        self.is_due = True
+        self._has_warned = False
         self._before: dict[int, _Labels] = {}
 
     def start_step(self) -> None:
@@ -49,13 +45,15 @@ class LabelMeans:
 
         Only at attributes that are plain numbers: to read a saved tensor may run a forward again.
         """
+        if self._has_warned:
+            return
         means = [n for n in graph_of([loss]) if n.name() in _NODES and n._saved_reduction == _MEAN]
         for ignored in {_signed(node._saved_ignore_index) for node in means}:
             labels = _labels(tower, ignored)
             before = self._before.setdefault(ignored, labels)
             found = _first_difference(before, labels)
-            if found is not None and self.is_due:
-                self.is_due = False
+            if found is not None and not self._has_warned:
+                self._has_warned = True
                 _warn(ignored, [before.tower, labels.tower], found)
 
 

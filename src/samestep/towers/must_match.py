@@ -37,11 +37,11 @@ class MustMatch:
 
     def hash_of_passes(self) -> int:
         """Return a 32-bit number of what the passes so far have seen: the modes of the model's layers."""
-        return self.watch.outside.modes.hash()
+        return self.watch.modes.hash()
 
     def in_words(self) -> dict[str, object]:
         """Return it by name, with a hint where batches or modes differ."""
-        modes = self.watch.outside.modes.in_words()
+        modes = self.watch.modes.in_words()
         generator = zlib.crc32(bytes(torch.get_rng_state().tolist()))
         return {
             **{name: repr(value) for name, value in self.settings.items()},

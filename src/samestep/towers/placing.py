@@ -64,6 +64,7 @@ class Placing:
         """Follow the workers' speed, at the end of a step."""
         self.pass_ns = run.exchange.stopwatch.read_ns()
         if self._pace is not None and self._job.world_size > 1:
-            rows = [sum(len(run.ranges[tower]) for tower in own) for own in run.plan.placement.ranges]
+            rows_of = run.ranges  # of each tower
+            rows = [sum(len(rows_of[tower]) for tower in own) for own in run.plan.placement.ranges]
             subtree_ns = run.plan.num_bytes // _BYTES_PER_NS
             self.current = self._pace.follow(self.current, rows, run.exchange.pass_ns, subtree_ns)

@@ -94,7 +94,7 @@ def _run_ahead(run: StepRun, model: nn.Module, forward: Forward) -> dict[int, _P
             try:
                 tensors, outline = take_apart(forward(own_batch))
                 own[tower] = _Pass(outline, [_contiguous_copy(tensor.detach()) for tensor in tensors])
-                run.watch.outside.modes.check(f"step {run.step}, tower {tower}")
+                run.watch.modes.check(f"step {run.step}, tower {tower}")
                 run.watch.check(f"step {run.step}, tower {tower}")
             finally:
                 run.watch.outside.stop_looking()
