@@ -68,7 +68,7 @@ class Modes:
 
     def _fail(self, who: str, did: str, what: str) -> NoReturn:
         raise UsageError(
-            f"{who} {did} with {what}, unlike a tower before, and on another number of workers other "
-            "towers would: let each pass put back what it sets, such as by model.train() after model.eval(), "
-            "or do it after average()"
+            f"{who} {did} with {what}, and an earlier tower did not; which towers see such a change "
+            "depends on the number of workers: let each pass put back what it sets, such as by model.train() "
+            "after model.eval(), or do it after average()"
         )
