@@ -91,6 +91,8 @@ def test_a_run_folder_does_not_say_which_code_is_run(recipe, tmp_path, capsys):
             "import samestep\nclass A(samestep.Settings):\n    build = 1\nclass B(A): pass",
             ": expected one class derived from samestep.Settings, with a method build; found A, B",
         ),
+        ("import sys\nsys.exit(0)", ", line 2: SystemExit: 0"),
+        ("x = 1\0", ": SyntaxError: source code string cannot contain null bytes"),
     ],
 )
 def test_a_file_that_is_no_recipe_is_refused_in_one_line(tmp_path, capsys, text, message):
@@ -116,6 +118,15 @@ def test_a_file_that_is_not_there_or_has_the_name_of_a_module_is_refused(tmp_pat
         2,
         f"samestep: error: {tmp_path}/json.py: its name is that of another module; rename it\n",
     )
+
+
+@pytest.mark.parametrize("name", ["v1.2.py", "mine.txt"])
+def test_a_file_that_cannot_be_imported_by_its_name_is_refused(tmp_path, capsys, name):
+    path = tmp_path / name
+    shutil.copy(EXAMPLE, path)
+    status, _, err = run(capsys, "eval", tmp_path, "--recipe", path)
+    line = f"samestep: error: {path}: expected a name that ends in .py and has no other dot; rename it\n"
+    assert (status, err) == (2, line)
 
 
 def test_a_recipe_that_builds_nothing_is_named_by_every_command(recipe, tmp_path, capsys):

@@ -43,6 +43,8 @@ def read_recipe(path: Path) -> type[Settings]:
     if not path.is_file():
         what = "not a file" if path.exists() else "not found"
         raise MissingFileError(f"{path}: {what}; expected a Python file with a recipe")
+    if path.suffix != ".py" or "." in path.stem:
+        raise ConfigError(f"{path}: expected a name that ends in .py and has no other dot; rename it")
     module = _imported(path)
     found = [
         kind
@@ -94,13 +96,13 @@ def _imported(path: Path) -> ModuleType:
         return import_module(name)
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{path}{_line_of(error, path)}: {_told(error)}") from error
 
 
-def _line_of(error: Exception, path: Path) -> str:
+def _line_of(error: BaseException, path: Path) -> str:
     """Return where in the file it went wrong."""
-    if isinstance(error, SyntaxError):
+    if isinstance(error, SyntaxError) and error.lineno is not None:
         return f", line {error.lineno}"
     lines, trace = [], error.__traceback__
     while trace is not None:
@@ -111,6 +113,6 @@ def _line_of(error: Exception, path: Path) -> str:
     return f", line {lines[-1]}" if lines else ""
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     text = error.msg if isinstance(error, SyntaxError) else str(error)
     return one_line(f"{type(error).__name__}: {text}")
