@@ -111,3 +111,47 @@ def test_how_one_worker_left_is_told_in_a_line(nursery, tmp_path, how, status, l
     script.write_text(LEAVING)
     done = nursery.run([script, how], tmp_path / "output")
     assert (done.wait(), done.stdout(), done.stderr()) == ([status], "", line)
+
+
+CLOSING = """
+import sys
+
+import samestep
+from tests.nets import batch_of, net, take_step
+
+
+def main(job):
+    towers = samestep.Towers(net(), 7, job=job)
+    take_step(towers, batch_of(0))
+    job.close()
+    if "again" in sys.argv:
+        job.close()
+    elif "save" in sys.argv:
+        samestep.save(sys.argv[3], model=towers.model, towers=towers)
+    else:
+        take_step(towers, batch_of(1))
+
+
+samestep.launch(main, int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "line"),
+    [
+        ("again", None),
+        ("step", "step 1: the job was closed: expected job.close() as the last call"),
+        ("save", "this worker has left the job: expected job.close() as the last call"),
+    ],
+)
+def test_a_job_that_was_closed_takes_no_step(nursery, tmp_path, how, line):
+    script = tmp_path / "closing.py"
+    script.write_text(CLOSING)
+    for num_workers in (2, 3) if how == "save" else (1, 2, 3):
+        done = nursery.run([script, num_workers, how, tmp_path / "saved"], tmp_path / f"output-{num_workers}")
+        if line is None:
+            assert (done.wait(), done.stderr()) == ([0], "")
+        else:
+            assert done.wait() == [1]
+            assert done.stderr().count("\n") == 1
+            assert f"{line}\n" in done.stderr()

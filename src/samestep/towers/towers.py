@@ -474,6 +474,8 @@ class Towers:
                 stacklevel=3,
             )
         self.abandon()
+        if self.job.is_closed:
+            raise UsageError(f"step {self._step}: the job was closed: expected job.close() as the last call")
         if self.placement.num_workers != self.job.world_size:
             raise UsageError(
                 f"step {self._step}: these Towers are for {self.placement.num_workers} workers, and the job "

@@ -46,6 +46,7 @@ class Job:
     threads: int = 1
     transport: Transport = field(default_factory=Alone)
     timeout_s: float = DEFAULT_TIMEOUT_S
+    _closings: list[None] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def rank(self) -> int:
@@ -78,13 +79,21 @@ class Job:
             self.transport, torch.zeros(1, dtype=torch.uint8, device="cpu"), [1] * self.world_size, what
         )
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether this worker has left the job."""
+        return bool(self._closings)
+
     def close(self) -> None:
-        """Leave the job, once all workers do."""
+        """Leave the job, once all workers do; called again, it does nothing."""
+        if self.is_closed:
+            return
         try:
             self.barrier("end")
         except LostWorkerError:
             if self.renewable is None or not self.renewable.has_finished():
                 raise  # else what that one had to do, others have done
+        self._closings.append(None)
         self.transport.close()
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.errors import Error, LostWorkerError
+from samestep.errors import Error, LostWorkerError, UsageError
 from samestep.workers.shared_memory import Delivery, SharedMemory
 from samestep.workers.waiter import Call, Wait, Waiter, Waiting
 
@@ -163,6 +163,7 @@ class ProcessGroup:
         self.shared = SharedMemory(self.rank, {})
         self.is_on_cpu = device.type == "cpu"
         self._through_host = device.type == "cuda" and "nccl" not in dist.get_backend_config()
+        self._is_closed = False
 
     def empty(self, size: int, like: Tensor) -> Tensor:
         """Return memory to send from; see `Transport`."""
@@ -170,6 +171,8 @@ class ProcessGroup:
 
     def post(self, outgoing: Tensors, incoming: Tensors, what: str) -> Pending:
         """Start to send to and to receive from other workers; see `Transport`."""
+        if self._is_closed:
+            raise UsageError(f"{what}: this worker has left the job: expected job.close() as the last call")
         loss = self.waiter.peers.loss()
         if loss is not None:  # what was posted before may still be received, in the place of this
             raise LostWorkerError(f"{what}: {loss}")
@@ -219,6 +222,7 @@ class ProcessGroup:
 
     def leave(self) -> None:
         """Leave the process group."""
+        self._is_closed = True
         self.waiter.close()
         self.waiter.peers.close()
         self.shared.close()
