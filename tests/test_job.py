@@ -2,9 +2,11 @@ import dataclasses
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import samestep
 from samestep.errors import ConfigError
+from samestep.workers.environment import seat_environment
 
 
 def test_without_a_launcher_a_job_is_one_worker():
@@ -34,3 +36,15 @@ def test_settings_out_of_range(arguments, message):
 def test_cuda_without_a_gpu():
     with pytest.raises(ConfigError, match="torch sees no GPU here; use device 'cpu' or 'auto'"):
         samestep.init("cuda")
+
+
+def test_a_process_group_of_other_workers_than_the_launchers_is_refused(monkeypatch):
+    for name, value in seat_environment(1, 2, "127.0.0.1", 29500).items():
+        monkeypatch.setenv(name, value)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        message = "process group has this worker as 0 of 1, and the environment as RANK=1 of WORLD_SIZE=2"
+        with pytest.raises(ConfigError, match=message):
+            samestep.init("cpu")
+    finally:
+        dist.destroy_process_group()

@@ -113,6 +113,52 @@ def test_how_one_worker_left_is_told_in_a_line(nursery, tmp_path, how, status, l
     assert (done.wait(), done.stdout(), done.stderr()) == ([status], "", line)
 
 
+SPAWNING = """
+import sys
+
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import samestep
+from tests.nets import batch_of, net, take_step
+
+
+def train(job):
+    model = net()
+    towers = samestep.Towers(model, 7, job=job)
+    take_step(towers, batch_of(0))
+    print(f"{job.rank} of {job.world_size}: {samestep.digest(model)}\\n", end="")
+
+
+def work(rank, num_workers, file, how):
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=num_workers)
+    if how == "launch":
+        samestep.launch(train, 5)
+    else:
+        train(samestep.init("cpu"))
+
+
+mp.start_processes(work, (int(sys.argv[1]), *sys.argv[2:]), int(sys.argv[1]), start_method="fork")
+"""
+
+
+@pytest.mark.parametrize("how", ["init"])
+def test_workers_that_have_made_a_process_group_are_those_of_the_job(nursery, tmp_path, how):
+    script = tmp_path / "spawning.py"
+    script.write_text(SPAWNING)
+    digests = set()
+    for num_workers in (1, 2, 3):
+        if how == "launch" and num_workers == 1:  # nobody has started workers then
+            continue
+        words = [script, num_workers, tmp_path / f"group-{num_workers}", how]
+        done = nursery.run(words, tmp_path / f"output-{num_workers}")
+        assert (done.wait(), done.stderr()) == ([0], "")
+        found = dict(line.split(": ") for line in done.stdout().splitlines())
+        assert sorted(found) == [f"{rank} of {num_workers}" for rank in range(num_workers)]
+        digests |= set(found.values())
+    assert len(digests) == 1
+
+
 CLOSING = """
 import sys
 

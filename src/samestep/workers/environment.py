@@ -75,9 +75,9 @@ def rank() -> int:
     return _number("RANK", 0)
 
 
-def local_rank() -> int:
-    """Return this worker's number among those of its host, 0 where there is no launcher."""
-    return _number("LOCAL_RANK", 0)
+def local_rank(default: int = 0) -> int:
+    """Return this worker's number among those of its host, `default` where there is no launcher."""
+    return _number("LOCAL_RANK", default)
 
 
 def world_size() -> int:

@@ -19,8 +19,13 @@ from samestep.workers.environment import (
     under_launcher,
     warn_if_unranked,
 )
-from samestep.workers.process import DEFAULT_TIMEOUT_S, check_threads, end_with_parent, keep_freed_memory
-from samestep.workers.rendezvous import join
+from samestep.workers.process import (
+    DEFAULT_TIMEOUT_S,
+    check_threads,
+    end_with_parent,
+    keep_freed_memory,
+)
+from samestep.workers.rendezvous import has_group, join
 from samestep.workers.transport import Alone, Renewable, Transport
 
 __all__ = ["Job", "init"]
@@ -102,7 +107,8 @@ def init(
 ) -> Job:
     """Join the job: read torchrun's environment, pick the device, make kernels deterministic.
 
-    Without a launcher this is a job of one worker. Call it once, before the model is built.
+    Workers that have made torch's process group themselves, as under `mp.spawn`, are those of the job.
+    Without a launcher or such a group this is a job of one worker. Call it once, before the model is built.
 
     Args:
         device: "cpu", "cuda" (the GPU of this worker's local rank, shared where there are fewer GPUs
@@ -118,7 +124,8 @@ def init(
 
     Raises:
         ConfigError: an unknown device, no GPU for "cuda", threads out of range, or an environment that no
-            launcher makes, such as RANK without WORLD_SIZE, or another program at MASTER_PORT.
+            launcher makes, such as RANK without WORLD_SIZE, or another program at MASTER_PORT; or a process
+            group that is not of the launcher's workers.
         LostWorkerError: the workers have not found each other within the timeout.
 
     Example:
@@ -127,7 +134,7 @@ def init(
     """
     check_threads(threads)
     check_environment()
-    chosen = device_named(device, local_rank())
+    chosen = device_named(device, local_rank(default=dist.get_rank() if has_group() else 0))
     torch.set_num_threads(threads)
     if tf32 and not has_tf32(chosen):
         warnings.warn(f"tf32=True has no effect on {chosen}: expected a GPU from Ampere on", stacklevel=2)
@@ -135,8 +142,8 @@ def init(
         keep_freed_memory()
     else:
         make_cuda_deterministic(chosen, tf32=tf32)
-    warn_if_unranked()
-    if not under_launcher():
+    if not (under_launcher() or has_group()):
+        warn_if_unranked()
         return Job(chosen, threads, timeout_s=timeout_s)
     if dist.is_torchelastic_launched():
         end_with_parent(signal.SIGTERM)  # else the workers of a launcher that was killed would go on

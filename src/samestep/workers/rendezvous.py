@@ -66,7 +66,7 @@ def num_messages() -> int:
 
 
 def join(device: torch.device, timeout_s: float) -> Transport:
-    """Join the workers that torch's environment variables name, and return the transport to them.
+    """Join the workers of torch's default process group, or those that its environment variables name.
 
     torch's elastic agent keeps its store when it restarts workers, and with it the addresses of those
     before; see pytorch#135712. So the workers first agree on an unused prefix: worker 0's own name, which
@@ -79,13 +79,26 @@ def join(device: torch.device, timeout_s: float) -> Transport:
         Generations.of_process = Generations(device, timeout_s, where)
         del os.environ[NUMBER]  # else what this process starts would take it for its own
         return Generations.of_process
-    if environment.world_size() == 1:
-        return Alone()
-    if not dist.is_initialized():
+    if dist.is_initialized():
+        _check_group()
+    elif environment.world_size() > 1:
         _in_thread(partial(_meet_in_store, gpu_of(device), timeout_s), where)
+    if not has_group():
+        return Alone()
     transport = ProcessGroup(device, timeout_s)
     _connect(transport)
     return transport
+
+
+def _check_group() -> None:
+    """Refuse a process group, which the program has made, of other workers than the launcher has started."""
+    found = dist.get_rank(), dist.get_world_size()
+    expected = environment.rank(), environment.world_size()
+    if environment.under_launcher() and found != expected:
+        raise ConfigError(
+            f"torch's process group has this worker as {found[0]} of {found[1]}, and the environment as "
+            f"RANK={expected[0]} of WORLD_SIZE={expected[1]}: expected the same; samestep.init() can make it"
+        )
 
 
 class Generations:
