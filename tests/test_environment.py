@@ -1,12 +1,20 @@
 """What a launcher sets, and what is said of an environment that none would make."""
 
+import os
+
 import pytest
 from torch import nn
 
 import samestep
 from samestep import cli
 from samestep.errors import ConfigError
-from samestep.workers.environment import check_environment, is_first, may_restart, seat_environment
+from samestep.workers.environment import (
+    check_environment,
+    is_first,
+    may_restart,
+    note_joined,
+    seat_environment,
+)
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SAMESTEP_LAUNCHED")
 SECOND = seat_environment(1, 3, "127.0.0.1", 29500)
@@ -123,3 +131,15 @@ def test_restarts_are_a_number(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "abc")
     with pytest.raises(ConfigError, match="TORCHELASTIC_MAX_RESTARTS='abc'"):
         may_restart()
+
+
+def test_a_place_that_the_process_before_has_taken_is_refused(put):
+    put()
+    note_joined()
+    note_joined()  # by the same process
+    taken = os.environ["SAMESTEP_JOINED"].partition(" ")[2]
+    put(SAMESTEP_JOINED=f"1 {taken}")
+    with pytest.raises(ConfigError, match="RANK=1 is the rank of process 1, which has started this one"):
+        note_joined()
+    put(SAMESTEP_JOINED=f"1 {taken}", RANK="2")  # another launcher in between
+    note_joined()

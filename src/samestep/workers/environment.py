@@ -19,6 +19,7 @@ __all__ = [
     "launched_by_samestep",
     "local_rank",
     "may_restart",
+    "note_joined",
     "rank",
     "seat_environment",
     "under_launcher",
@@ -39,6 +40,9 @@ PER_HOST = 1_000_000
 
 JOB = "SAMESTEP_JOB"
 """The variable that holds the name of a job whose launcher does so."""
+
+_JOINED = "SAMESTEP_JOINED"
+"""The variable that says which process has joined the job that the environment names, and as which worker."""
 
 _STARTED_TOGETHER = {
     "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
@@ -99,6 +103,22 @@ def check_environment() -> None:
         raise ConfigError(f"RANK={rank()}: expected 0 <= RANK < WORLD_SIZE = {world_size()}")
     if world_size() > 1:
         _check_address()
+
+
+def note_joined() -> None:
+    """Let the processes that this one starts know that the place in the job is taken.
+
+    Raises:
+        ConfigError: it is taken, by the process that has started this one.
+    """
+    place = " ".join(os.environ.get(name, "") for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
+    process, _, taken = os.environ.get(_JOINED, "").partition(" ")
+    if taken == place and process != str(os.getpid()):
+        raise ConfigError(
+            f"RANK={rank()} is the rank of process {process}, which has started this one: start what does "
+            "not belong to the job without RANK and WORLD_SIZE in its environment"
+        )
+    os.environ[_JOINED] = f"{os.getpid()} {place}"
 
 
 def warn_if_unranked() -> None:

@@ -16,8 +16,10 @@ from samestep.workers.device import device_named, has_tf32, make_cuda_determinis
 from samestep.workers.environment import (
     check_environment,
     local_rank,
+    note_joined,
     under_launcher,
     warn_if_unranked,
+    world_size,
 )
 from samestep.workers.process import (
     DEFAULT_TIMEOUT_S,
@@ -145,6 +147,8 @@ def init(
     if not (under_launcher() or has_group()):
         warn_if_unranked()
         return Job(chosen, threads, timeout_s=timeout_s)
+    if under_launcher() and world_size() > 1:
+        note_joined()
     if dist.is_torchelastic_launched():
         end_with_parent(signal.SIGTERM)  # else the workers of a launcher that was killed would go on
     return Job(chosen, threads, join(chosen, timeout_s), timeout_s)
