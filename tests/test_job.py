@@ -1,4 +1,6 @@
 import dataclasses
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -48,3 +50,14 @@ def test_a_process_group_of_other_workers_than_the_launchers_is_refused(monkeypa
             samestep.init("cpu")
     finally:
         dist.destroy_process_group()
+
+
+def test_a_child_that_imports_the_script_has_no_job(monkeypatch, capsys):
+    """A DataLoader's process, say, which multiprocessing has spawned."""
+    command = "from multiprocessing.spawn import spawn_main; spawn_main(tracker_fd=5, pipe_handle=7)"
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, "-c", command, "--multiprocessing-fork"])
+    monkeypatch.setitem(sys.modules, "__mp_main__", ModuleType("__mp_main__"))
+    with pytest.raises(ConfigError, match="imports the script: call it under `if __name__"):
+        samestep.init("cpu")
+    samestep.launch(print, 2)  # its parent's
+    assert capsys.readouterr() == ("", "")

@@ -93,6 +93,10 @@ def test_a_run_folder_does_not_say_which_code_is_run(recipe, tmp_path, capsys):
         ),
         ("import sys\nsys.exit(0)", ", line 2: SystemExit: 0"),
         ("x = 1\0", ": SyntaxError: source code string cannot contain null bytes"),
+        (
+            "import samestep\nsamestep.launch(print, 2)",
+            ": it calls samestep.launch where it is imported, which starts workers of its own: expected",
+        ),
     ],
 )
 def test_a_file_that_is_no_recipe_is_refused_in_one_line(tmp_path, capsys, text, message):

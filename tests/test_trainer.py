@@ -10,6 +10,7 @@ from torch.utils.data import TensorDataset
 
 import samestep
 from samestep.app import resume
+from samestep.app.launching import script
 from samestep.errors import ConfigError, DataError
 
 from .simulation import values
@@ -326,3 +327,25 @@ def test_a_session_without_a_script_starts_no_workers(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         samestep.launch(print, workers=2)
     assert "launch: each worker runs the script again, and there is none here" in capsys.readouterr().err
+
+
+def test_a_worker_whose_script_never_comes_to_its_call_fails(monkeypatch, capsys):
+    """Else all of them would end well, with nothing done."""
+    statuses = []
+    monkeypatch.setattr("os._exit", statuses.append)
+    monkeypatch.delattr("sys.last_value", raising=False)
+    calls = script._Calls("launch(main), call 2")
+    script._end_in_vain(calls)
+    assert statuses == [1]
+    assert "launch(main), call 2: a worker's script has ended without it" in capsys.readouterr().err
+    script._end_in_vain(calls)  # once
+    assert statuses == [1]
+
+
+def test_a_process_of_multiprocessing_launches_no_workers(monkeypatch, capsys):
+    monkeypatch.setattr("__main__.__file__", "script.py", raising=False)
+    monkeypatch.setattr("multiprocessing.parent_process", object)
+    with pytest.raises(SystemExit) as ended:
+        samestep.launch(print, workers=2)
+    assert ended.value.code == 2
+    assert "workers run the script again, and this is a process of multiprocessing" in capsys.readouterr().err

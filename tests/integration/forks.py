@@ -208,12 +208,13 @@ class Forks:
 
 
 def as_after_exec(environment: dict[str, str], kept: Sequence[int]) -> None:
-    """Leave behind what a new program does not get: other open files, environment, handlers of signals."""
+    """Leave behind what a new program does not get: open files, environment, handlers of signals, counts."""
     ends = [2, *sorted(kept), os.sysconf("SC_OPEN_MAX")]
     for before, after in itertools.pairwise(ends):
         os.closerange(before + 1, after)
     os.environ.clear()
     os.environ.update(environment)
+    samestep.app.launching.script._Calls.of_process.cache_clear()
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)

@@ -1,6 +1,10 @@
 """A script with a trainer that starts its own workers."""
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -113,6 +117,56 @@ def test_how_one_worker_left_is_told_in_a_line(nursery, tmp_path, how, status, l
     assert (done.wait(), done.stdout(), done.stderr()) == ([status], "", line)
 
 
+TWICE = """
+import samestep
+
+
+def main(job, word):
+    print(f"{word} {job.rank} of {job.world_size}\\n", end="")  # in one piece, as both print at once
+
+
+for word in ("one", "two"):
+    samestep.launch(lambda job: main(job, word), 2)
+print("after")
+"""
+
+
+def test_a_script_may_launch_twice_and_go_on(nursery, tmp_path):
+    """Each call has workers of its own; what follows them is for the first process alone."""
+    script = tmp_path / "twice.py"
+    script.write_text(TWICE)
+    done = nursery.run([script], tmp_path / "output")
+    assert (done.wait(), done.stderr()) == ([0], "")
+    *first, last = done.stdout().splitlines()
+    assert sorted(first) == ["one 0 of 2", "one 1 of 2", "two 0 of 2", "two 1 of 2"]
+    assert last == "after"
+
+
+FORKING = """
+import os
+import sys
+
+import samestep
+
+
+def main(job):
+    child = os.fork()
+    if child == 0:
+        sys.exit(0)
+    print(f"{os.waitpid(child, 0)[1]}\\n", end="")
+
+
+samestep.launch(main, 2)
+"""
+
+
+def test_a_process_that_a_worker_forks_ends_by_itself(nursery, tmp_path):
+    script = tmp_path / "forking.py"
+    script.write_text(FORKING)
+    done = nursery.run([script], tmp_path / "output")
+    assert (done.wait(), done.stdout(), done.stderr()) == ([0], "0\n" * 2, "")
+
+
 SPAWNING = """
 import sys
 
@@ -142,7 +196,7 @@ mp.start_processes(work, (int(sys.argv[1]), *sys.argv[2:]), int(sys.argv[1]), st
 """
 
 
-@pytest.mark.parametrize("how", ["init"])
+@pytest.mark.parametrize("how", ["init", "launch"])
 def test_workers_that_have_made_a_process_group_are_those_of_the_job(nursery, tmp_path, how):
     script = tmp_path / "spawning.py"
     script.write_text(SPAWNING)
@@ -201,3 +255,36 @@ def test_a_job_that_was_closed_takes_no_step(nursery, tmp_path, how, line):
             assert done.wait() == [1]
             assert done.stderr().count("\n") == 1
             assert f"{line}\n" in done.stderr()
+
+
+LOADING = """
+import samestep
+from tests.nets import batch_of, loss_of, net
+
+
+def main(job):
+    model = net()
+    towers = samestep.Towers(model, 7, job=job)
+    rows = [{name: values[row] for name, values in batch_of(0).items()} for row in range(14)]
+    loader = samestep.TowerLoader(rows, 14, towers, num_workers=1, multiprocessing_context="spawn")
+    for batch in loader:
+        for tower in towers(batch):
+            tower.backward(loss_of(model, tower.batch))
+        towers.average()
+    print(f"took step {towers.step}")
+
+
+samestep.launch(main, 1)
+"""
+
+
+@pytest.mark.slow
+def test_loader_processes_that_import_the_script_launch_nothing(tmp_path):
+    script = tmp_path / "loading.py"
+    script.write_text(LOADING)
+    folders = os.pathsep.join([*sys.path, str(Path(__file__).parents[2])])
+    environment = {**os.environ, "PYTHONPATH": folders}
+    done = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "took step 1\n", "")

@@ -14,7 +14,9 @@ from samestep.app.bounds import describe, kinds_of
 from samestep.app.settings import Settings
 from samestep.errors import ConfigError, MissingFileError, one_line
 
-__all__ = ["Recipes", "check_class", "read_recipe"]
+__all__ = ["Recipes", "check_class", "check_no_import", "read_recipe"]
+
+_being_imported: list[Path] = []
 
 
 class Recipes(Mapping[str, "type[Settings]"]):
@@ -93,11 +95,27 @@ def _imported(path: Path) -> ModuleType:
         spec = find_spec(name)
         if spec is None or spec.origin is None or not path.samefile(spec.origin):
             raise ConfigError(f"{path}: its name is that of another module; rename it")
+        _being_imported.append(path)
         return import_module(name)
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{path}{_line_of(error, path)}: {_told(error)}") from error
+    finally:
+        _being_imported.clear()
+
+
+def check_no_import(call: str) -> None:
+    """Refuse a call that a recipe's file makes when it is imported, as of a script that is run.
+
+    Raises:
+        ConfigError: a file is being imported.
+    """
+    if _being_imported:
+        raise ConfigError(
+            f"{_being_imported[0]}: it calls {call} where it is imported, which starts workers of its own: "
+            'expected the call under `if __name__ == "__main__":`'
+        )
 
 
 def _line_of(error: BaseException, path: Path) -> str:

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 
-from samestep.errors import LostWorkerError
+from samestep.errors import ConfigError, LostWorkerError
 from samestep.workers.collectives import gather_rows
 from samestep.workers.device import device_named, has_tf32, make_cuda_deterministic
 from samestep.workers.environment import (
@@ -25,6 +25,7 @@ from samestep.workers.process import (
     DEFAULT_TIMEOUT_S,
     check_threads,
     end_with_parent,
+    imports_script,
     keep_freed_memory,
 )
 from samestep.workers.rendezvous import has_group, join
@@ -136,6 +137,11 @@ def init(
     """
     check_threads(threads)
     check_environment()
+    if imports_script():
+        raise ConfigError(
+            "init: called as a process of multiprocessing, such as a DataLoader's, imports the script: call "
+            'it under `if __name__ == "__main__":`'
+        )
     chosen = device_named(device, local_rank(default=dist.get_rank() if has_group() else 0))
     torch.set_num_threads(threads)
     if tf32 and not has_tf32(chosen):

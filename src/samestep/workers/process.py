@@ -24,6 +24,7 @@ __all__ = [
     "check_threads",
     "end_with_launcher",
     "end_with_parent",
+    "imports_script",
     "keep_freed_memory",
     "loopback_listener",
     "open_listener",
@@ -101,6 +102,12 @@ def end_with_parent(number: signal.Signals) -> None:
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():  # it has ended before
         os.kill(os.getpid(), number)
+
+
+def imports_script() -> bool:
+    """Whether this is a process of multiprocessing that imports its parent's script, to do its work later."""
+    is_child = any(word.startswith("from multiprocessing.") for word in sys.orig_argv)
+    return is_child and sys.modules.get("__mp_main__") is not sys.modules["__main__"]
 
 
 def keep_freed_memory() -> None:

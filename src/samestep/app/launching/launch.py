@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import signal
 import sys
 import tempfile
@@ -78,13 +79,17 @@ def run_worker(main: Callable[[], int]) -> int:
         main: does the work and returns an exit status; non-zero where it has printed why.
     """
     statuses: list[int] = []
+    own = os.getpid()
     if launched_by_samestep():
-        atexit.register(lambda: end_with_threads(statuses[-1]))  # the first that is registered comes last
+        # The first that is registered comes last; a process that `main` has forked has no status.
+        atexit.register(lambda: end_with_threads(statuses[-1]) if statuses else None)
     try:
         end_with_launcher()
         release_interrupts()
         failure = Failure.of_status(main())
     except (Exception, KeyboardInterrupt, SystemExit) as error:
+        if os.getpid() != own:  # a process that `main` has forked; it is no worker
+            raise
         failure = Failure.of(error)
     statuses.append(_report(failure))
     return statuses[-1]
