@@ -327,3 +327,19 @@ def test_a_newcomer_whose_model_does_not_fit_fails_alone():
     assert [outcome.value for outcome in first] == [alone, alone]
     assert isinstance(newcomer.error, DataError), newcomer.text
     assert "the state of another worker" in newcomer.text
+
+
+def test_a_loss_that_the_launcher_sees_first_is_not_told_of_as_a_newcomer(capsys):
+    """Worker 2 ends with its last message of a step, so that nobody waits for it when the list is new."""
+
+    def work(job):
+        state, parts = made(job, "one")
+        with samestep.Elastic(**state) as elastic:
+            while parts[0][1].step < 8:
+                elastic(take_step, *parts[0])
+
+    for at in range(8, 24):
+        Town(3, 0, Faults(killed={2: at})).run(work)
+    told = capsys.readouterr().err
+    assert "samestep: a worker is gone; going on with 2 workers after step " in told
+    assert "newcomers" not in told

@@ -194,7 +194,7 @@ class Elastic:
         if self._call != self._entry:
             self._towers._come_to(self._call)
         elif self._job.is_first and renewable.is_due():  # the others lose this one, and follow
-            raise LostWorkerError("there are newcomers")
+            raise LostWorkerError("a worker is gone")  # unless one has come
         result = work()
         if self._call not in self._known:
             _check_picklable(self._call, result)
