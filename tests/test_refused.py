@@ -732,48 +732,6 @@ def test_a_module_that_keeps_a_global_generator_is_not_told_of(generator):
     towers.average()
 
 
-def test_a_lazy_net_beside_the_model_is_looked_at_once_it_is_there():
-    lazy = nn.LazyLinear(3)
-    towers = Towers(net(), 5)
-    for tower in towers(batch_of(0)):
-        with torch.no_grad():
-            target = lazy(tower.batch["x"])
-        tower.backward(F.mse_loss(towers.model(tower.batch["x"]), target))
-    towers.average()
-
-
-def teacher_in_the_loop(towers, teacher, follow):
-    for tower in towers(batch_of(0)):
-        tower.backward(F.mse_loss(towers.model(tower.batch["x"]), teacher(tower.batch["x"])))
-        with torch.no_grad():
-            for p, q in zip(teacher.parameters(), towers.model.parameters(), strict=True):
-                follow(p, q)
-    towers.average()
-
-
-@pytest.mark.parametrize(
-    "follow", [lambda p, q: p.lerp_(q, 0.1), lambda p, q: p.data.mul_(0.9).add_(q.data)], ids=["", "data"]
-)
-def test_a_net_beside_the_model_that_a_pass_writes_to_is_told_of(follow):
-    teacher = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).requires_grad_(False)
-    towers = Towers(net(), 5)
-    with pytest.warns(UserWarning, match=r"a pass wrote to weight, bias of a Linear .* after average"):
-        teacher_in_the_loop(towers, teacher, follow)
-
-
-def test_a_net_beside_the_model_that_each_pass_sets_to_the_same_is_not_told_of():
-    model = net()
-    fast = net()
-    towers = Towers(model, 5)
-    for tower in towers(batch_of(0)):
-        fast.load_state_dict(model.state_dict())
-        optimizer = torch.optim.SGD(fast.parameters(), 0.1)
-        loss_of(fast, tower.batch).backward()
-        optimizer.step()
-        tower.backward(F.mse_loss(model(tower.batch["x"]), fast(tower.batch["x"]).detach()))
-    towers.average()
-
-
 def test_a_collective_in_a_pass_is_refused():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -114,13 +113,6 @@ class _Seen(NamedTuple):
     crc: int
 
 
-class _Weights(NamedTuple):
-    """A module's own parameters, as they were when it ran first in a step."""
-
-    tensors: Sequence[tuple[str, Tensor, int]]  # name, parameter, checksum; none once they have been compared
-    noted_in: int  # which pass
-
-
 class OutsideNets:
     """Finds nets that a pass runs and that change their buffers, though they are not part of the model.
 
@@ -138,7 +130,6 @@ class OutsideNets:
         # A compiled module would run without its parts' hooks, and warn of this one.
         self._is_compiled = any(_is_compiled(module) for module in modules)
         self._seen: weakref.WeakKeyDictionary[nn.Module, list[_Seen]] = weakref.WeakKeyDictionary()
-        self._weights: weakref.WeakKeyDictionary[nn.Module, _Weights] = weakref.WeakKeyDictionary()
         self._num_passes = 0
         # Those that ran for the first time in a pass of this step, and in no other since.
         self._new: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
@@ -151,7 +142,6 @@ class OutsideNets:
         for module in list(self._seen) if self._seen else ():
             self._seen[module] = _buffers_of(module)
         self._new.clear()
-        self._weights.clear()
 
     def start_looking(self) -> None:
         """Note every net that runs, until `stop_looking`."""
@@ -174,28 +164,6 @@ class OutsideNets:
             self._new[module] = self._num_passes
         elif self._new.get(module, self._num_passes) != self._num_passes:
             del self._new[module]
-        if module._parameters:
-            self._look_at_weights(module)
-
-    def _look_at_weights(self, module: nn.Module) -> None:
-        """Warn where a pass begins with other values than one before it, in the same step."""
-        before = self._weights.get(module)
-        if before is None:
-            # Not those of other classes, which may have no memory of their own, or none yet.
-            held = [(n, p) for n, p in module._parameters.items() if type(p) is nn.Parameter]
-            own = [(name, p, _checksum(p)) for name, p in held if _is_in_memory(p)]
-            self._weights[module] = _Weights(own, self._num_passes)
-        elif before.noted_in < self._num_passes and before.tensors:
-            self._weights[module] = _Weights([], self._num_passes)
-            now = module._parameters
-            written = [name for name, p, old in before.tensors if now.get(name) is p and _checksum(p) != old]
-            if written:
-                warnings.warn(
-                    f"a pass wrote to {', '.join(written)} of a {type(module).__name__} that is not part of "
-                    "the model, such as a discriminator or a teacher, and the passes after it on the same "
-                    "worker see the change: write to it after average(), unless each pass sets it anew",
-                    stacklevel=2,
-                )
 
     def check(self, who: str) -> None:
         """Raise if `who` changed a buffer of such a net.
@@ -241,14 +209,8 @@ def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _is_in_memory(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.layout == torch.strided
-
-
 def _crc(tensor: Tensor) -> int:
     """Hash a small tensor in host memory; batch norm's kernels write without a new version."""
-    return _checksum(tensor) if _is_in_memory(tensor) and tensor.nbytes <= _SMALL_BYTES else 0
-
-
-def _checksum(tensor: Tensor) -> int:
-    return checksum_of(tensor.detach().contiguous())
+    is_in_memory = tensor.device.type == "cpu" and tensor.layout == torch.strided
+    small = is_in_memory and tensor.nbytes <= _SMALL_BYTES
+    return checksum_of(tensor.detach().contiguous()) if small else 0

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
+from samestep.buffers.flow import FlowWatch
 from samestep.buffers.modes import Modes
 from samestep.buffers.named_buffers import NamedBuffer, NamedParameter, find_named_parameters, reader
 from samestep.buffers.outside import OutsideNets
@@ -52,16 +53,22 @@ class Watch:
         self._late_after: Hashes | None = None
         self.modes = Modes(model)
         self.outside = OutsideNets(model, self.modes)
+        self.flow = FlowWatch()
         self._generators = OwnGenerators(model)
-        self._num_steps = 0
+        self._model = model
+        self._num_steps = self._num_workers = 0
         self.note()
 
-    def start_step(self, step: int) -> None:
+    def start_step(self, step: int, num_workers: int) -> None:
         """Note what else is there, after `note` and before the first pass."""
         self._step = step
         self._late, self._before = self._before, self._hash.of(step)
-        self.looks = self._num_steps % _LOOK_EVERY == 0  # whether this step is one of those
+        has_others, self._num_workers = self._num_workers != num_workers, num_workers
+        self.looks = has_others or self._num_steps % _LOOK_EVERY == 0  # whether this step is one of those
+        # Less and less often, because operators take longer when they are followed.
+        self._follows = has_others or (self.looks and self._num_steps & (self._num_steps - 1) == 0)
         self._num_steps += 1
+        self.flow.start_step()
         self.outside.start_step()
         self.modes.start_step()
 
@@ -89,7 +96,22 @@ class Watch:
             self.outside.start_looking()
             self._generators.note()
 
-    def check_pass(self, who: str, *, is_outer: bool) -> None:
+    def follow(self, tower: int, rows: Iterable[Tensor]) -> None:
+        """Follow where the values of a tower's rows go, in some of the steps that look."""
+        if self._follows:
+            self.flow.start_pass(tower, rows, [*self._model.parameters(), *self._model.buffers()])
+
+    def stop_looking(self) -> None:
+        """Look no more at what runs, where a tower has handed in, or an error ends its pass."""
+        self.outside.stop_looking()
+        self.flow.pause()
+
+    def end_pass(self) -> None:
+        """End a tower's turn, if one has begun."""
+        self.outside.stop_looking()
+        self.flow.stop()
+
+    def check_pass(self, who: str, loss: Tensor, *, is_outer: bool) -> None:
         """Check after a tower's forward, in a step that looks more closely.
 
         What a pass does to layers' modes mostly lasts, so that the outer towers, a worker's first and last,
@@ -100,6 +122,7 @@ class Watch:
         if self.looks:
             self.check(who)
             self._generators.check()
+            self.flow.check(who, loss)
         else:
             self.outside.check(who)
 
@@ -121,6 +144,7 @@ class Watch:
     def end_step(self, who: str) -> None:
         """Check once more, after the last backward, and by entries and hashes, too."""
         self.check(who)
+        self.flow.end_step(who)
         if sum(map(len, self._registries)) != self.num_entries:
             raise self._explain_entries(who)
         before, after = self._before, self._hash.of(self._step, fixed_only=True)

@@ -18,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from samestep.batches.nest import tensors
+from samestep.buffers.flow import not_followed
 from samestep.buffers.named_buffers import find_named_buffers
 from samestep.buffers.policies import assign_policies
 from samestep.checking.attributes import fingerprint, held_by
@@ -114,7 +115,7 @@ class _Recorder:
         self._close_with_weights()
         if self._watch is not None:
             self._watch.follow(self._surroundings().modules)
-        with contextlib.nullcontext() if self._watch is None else self._watch:
+        with not_followed(), contextlib.nullcontext() if self._watch is None else self._watch:
             for batch in islice(batches, self._num_steps):
                 if not self._take_step(batch):
                     break

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from samestep.batches.batch import LocalBatch
+from samestep.batches.nest import tensors
 from samestep.buffers.outside import note_outside_gradients, open_steps
 from samestep.errors import BatchError, UsageError
 from samestep.streams import keep_globals, seed_globals, tower_seed
@@ -93,7 +94,7 @@ class StepRun:
             self._begin_passes()
             # `finish` closes this too: whoever calls `next` on the generator may never reach its end.
             self._passes.enter_context(keep_globals(self.job.device))
-            self._passes.callback(self.watch.outside.stop_looking)
+            self._passes.callback(self.watch.end_pass)
             self._passes.callback(self._buffers.end_passes)
             self._buffers.start_step()
             self._has_begun = True
@@ -106,8 +107,11 @@ class StepRun:
                 self.watch.start_pass()
                 self._turn = tower = Tower(index, batch, len(rows[index]), self)
                 self._check.start()
+                if self._gradients is not None:
+                    self.watch.follow(index, _rows_of(tower))
                 del batch
                 yield tower
+                self.watch.end_pass()
                 self.exchange.stopwatch.stop()
                 self._turn = None
                 if self._is_dropped:
@@ -189,7 +193,7 @@ class StepRun:
         except Exception as error:
             if self._gradients is None:  # a closer look, of this worker alone
                 raise
-            self.watch.outside.stop_looking()  # while this one waits, another may run in this process
+            self.watch.stop_looking()  # while this one waits, another may run in this process
             self.exchange.fail(error)
 
     def _check_turn(self, tower: Tower) -> None:
@@ -235,7 +239,7 @@ class StepRun:
         `leaves` are those of the graph that backward goes through.
         """
         self._done.add(tower.index)
-        self.watch.outside.stop_looking()
+        self.watch.stop_looking()
         if self._gradients is None:
             if backward is not None:
                 backward()
@@ -245,7 +249,7 @@ class StepRun:
         first, last = min(self.local.slices), max(self.local.slices)
         is_last = tower.index == last
         with self._telling_others():
-            self.watch.check_pass(who, is_outer=is_last or tower.index == first)
+            self.watch.check_pass(who, loss.total, is_outer=is_last or tower.index == first)
             counters, moments = self._buffers.counters(), self._buffers.moments(tower.index, tower.rows)
         self._scalars[tower.index] = TowerScalars(loss.count, loss.sums, counters, moments)
         if is_last:
@@ -262,6 +266,7 @@ class StepRun:
         self._replica.has_reentrant |= self._gradients.comes_twice
         note_outside_gradients(leaves)
         self.is_complete = is_last
+        self.watch.flow.resume()  # what the pass keeps may be made after its loss
 
     def leaves(self, losses: Iterable[Tensor]) -> list[Tensor]:
         """Return the leaves of the losses' graph, in a step that looks."""
@@ -323,3 +328,10 @@ class StepRun:
         # Those without rows come last.
         num_ran = sum(map(bool, self.ranges))
         self._buffers.finish(scalars.moments, rows, scalars.counters[:num_ran])
+
+
+def _rows_of(tower: Tower) -> Iterator[Tensor]:
+    """Yield the tensors of a tower's batch that hold its rows."""
+    for each in tensors(tower.batch):
+        if isinstance(each, Tensor) and each.shape[:1] == (tower.rows,):
+            yield each

@@ -97,7 +97,7 @@ def _run_ahead(run: StepRun, model: nn.Module, forward: Forward) -> dict[int, _P
                 run.watch.modes.check(f"step {run.step}, tower {tower}")
                 run.watch.check(f"step {run.step}, tower {tower}")
             finally:
-                run.watch.outside.stop_looking()
+                run.watch.stop_looking()
                 kept.restore()
                 run.watch.note()  # that is a write, too
     # Casts of the weights made without grad would serve the second pass and cut it off from them:

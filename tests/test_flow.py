@@ -1,0 +1,472 @@
+"""What programs keep from one tower's pass to the next: refused where it goes into a loss, or into weights,
+on 1, 2 and 3 workers; otherwise one digest."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import samestep
+from samestep import Towers
+
+from .nets import batch_of, loss_of, net
+from .simulation import simulate, values
+
+WORKERS = [1, 2, 3]
+DEPENDS = "its loss depends on the rows, or random numbers, of tower"
+
+
+class Program:
+    """A loop whose passes may keep things, in itself."""
+
+    num_towers = 7
+    steps = 2
+
+    def __init__(self, job):
+        torch.manual_seed(0)
+        self.model = self.build()
+        towers = Towers(self.model, self.num_towers, job=job)
+        optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        for step in range(self.steps):
+            for tower in towers(self.batch(step)):
+                self.run(tower)
+            towers.average()
+            optimizer.step()
+        self.digest = samestep.digest(self.model)
+
+    def build(self):
+        return net()
+
+    def batch(self, step):
+        return batch_of(step, 21 - step % 3)
+
+    def run(self, tower):
+        tower.backward(self.loss(tower.batch["x"], tower.batch["y"]))
+
+    def loss(self, x, y):
+        return F.cross_entropy(self.model(x), y)
+
+    def keep(self, name, make):
+        """Return what is kept by a name, made by the first pass that asks for it."""
+        if not hasattr(self, name):
+            setattr(self, name, make())
+        return getattr(self, name)
+
+
+def errors(program, num_workers):
+    outcomes = simulate(program, num_workers, num_workers)
+    assert all(isinstance(outcome.error, samestep.Error) for outcome in outcomes), outcomes
+    return [outcome.text for outcome in outcomes]
+
+
+# ---- what goes into another tower's loss -----------------------------------------------------------
+
+
+class HiddenState(Program):
+    def build(self):
+        self.state = None
+        return nn.ModuleList([nn.LSTM(6, 5, batch_first=True), nn.Linear(5, 3)])
+
+    def loss(self, x, y):
+        hidden, state = self.model[0](x[None], self.state)
+        self.state = tuple(each.detach() for each in state)
+        return F.cross_entropy(self.model[1](hidden[0]), y)
+
+
+class RunningMean(Program):
+    def loss(self, x, y):
+        z = self.model(x)
+        center = self.keep("center", lambda: torch.zeros(3))
+        self.center = 0.9 * center + 0.1 * z.detach().mean(0)
+        return F.cross_entropy(z - center, y)
+
+
+class RunningMeanInPlace(Program):
+    def loss(self, x, y):
+        z = self.model(x)
+        center = self.keep("center", lambda: torch.zeros(3))
+        loss = F.cross_entropy(z - center, y)
+        center.mul_(0.9).add_(z.detach().mean(0), alpha=0.1)
+        return loss
+
+
+class MemoryBank(Program):
+    def loss(self, x, y):
+        z, bank = self.model(x), self.keep("bank", lambda: torch.zeros(32, 3))
+        at = self.keep("at", lambda: 0)
+        loss = (z @ bank.t().clone()).logsumexp(1).mean()
+        bank[at : at + len(z)] = z.detach()
+        self.at = (at + len(z)) % 28
+        return loss
+
+
+class ListOfOutputs(Program):
+    def loss(self, x, y):
+        z = self.model(x)
+        kept = self.keep("kept", list)
+        kept.append(z.detach())
+        return F.cross_entropy(z, y) + (z @ torch.cat(kept[-2:]).t()).square().mean()
+
+
+class MaskDrawnOnce(Program):
+    def loss(self, x, y):
+        mask = self.keep("mask", lambda: torch.rand(3) > 0.5)
+        return F.cross_entropy(self.model(x) * mask, y)
+
+
+class MixedWithTheLastRows(Program):
+    def loss(self, x, y):
+        last, self.last = self.keep("last", lambda: x), x
+        rows = min(len(x), len(last))
+        return F.cross_entropy(self.model(0.7 * x[:rows] + 0.3 * last[:rows]), y[:rows])
+
+
+class ScaleOfTheFirstRows(Program):
+    def loss(self, x, y):
+        scale = self.keep("scale", lambda: x.std())
+        return F.cross_entropy(self.model(x / scale), y)
+
+
+class NetDrawnInAPass(Program):
+    def loss(self, x, y):
+        target = self.keep("target", lambda: nn.Linear(6, 3).requires_grad_(False))
+        return F.mse_loss(self.model(x), target(x))
+
+
+class LazyNet(Program):
+    def build(self):
+        self.target = nn.LazyLinear(3)
+        return net()
+
+    def loss(self, x, y):
+        with torch.no_grad():
+            target = self.target(x)
+        return F.mse_loss(self.model(x), target)
+
+
+class NetThatLearnsInPasses(Program):
+    def build(self):
+        self.critic = nn.Linear(3, 1)
+        self.optimizer = torch.optim.Adam(self.critic.parameters())
+        return net()
+
+    def loss(self, x, y):
+        z = self.model(x)
+        self.critic(z.detach()).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        (gradient,) = torch.autograd.grad(self.critic(z).mean(), z)
+        return (gradient.detach() * z).mean()
+
+
+class OptimizerThatGoesOn(Program):
+    """Weights are set anew in each pass, but not the moments of their optimizer."""
+
+    def build(self):
+        self.quick = net()
+        self.optimizer = torch.optim.Adam(self.quick.parameters())
+        return net()
+
+    def loss(self, x, y):
+        self.quick.load_state_dict(self.model.state_dict())
+        self.optimizer.zero_grad()
+        F.cross_entropy(self.quick(x), y).backward()
+        self.optimizer.step()
+        return F.mse_loss(self.model(x), self.quick(x).detach())
+
+
+class GradientsThatAddUp(Program):
+    """Weights are set anew in each pass, but gradients of the passes before are still there."""
+
+    def build(self):
+        self.quick = net()
+        return net()
+
+    def loss(self, x, y):
+        self.quick.load_state_dict(self.model.state_dict())
+        F.cross_entropy(self.quick(x), y).backward()
+        torch.optim.SGD(self.quick.parameters(), 0.1).step()
+        return F.mse_loss(self.model(x), self.quick(x).detach())
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+@pytest.mark.parametrize(
+    "program",
+    [
+        HiddenState,
+        RunningMean,
+        RunningMeanInPlace,
+        MemoryBank,
+        ListOfOutputs,
+        MaskDrawnOnce,
+        MixedWithTheLastRows,
+        ScaleOfTheFirstRows,
+        NetDrawnInAPass,
+        LazyNet,
+        NetThatLearnsInPasses,
+        OptimizerThatGoesOn,
+        GradientsThatAddUp,
+    ],
+)
+def test_what_goes_into_another_towers_loss_is_refused(program, num_workers):
+    texts = errors(program, num_workers)
+    assert all("step 0, tower" in text and DEPENDS in text for text in texts)
+    assert all("a tensor of shape" in text and "after average()" in text for text in texts)
+
+
+# ---- what goes into weights beside the model -------------------------------------------------------
+
+
+class AverageOfWeights(Program):
+    def build(self):
+        model = net()
+        self.average = copy.deepcopy(model)
+        return model
+
+    def run(self, tower):
+        super().run(tower)
+        with torch.no_grad():
+            for p, q in zip(self.average.parameters(), self.model.parameters(), strict=True):
+                self.follow(p, q)
+
+    def follow(self, p, q):
+        p.lerp_(q, 0.1)
+
+
+class AverageByData(AverageOfWeights):
+    def follow(self, p, q):
+        p.data.mul_(0.9).add_(q.data, alpha=0.1)
+
+
+class AverageInTensors(AverageOfWeights):
+    def build(self):
+        model = net()
+        self.shadow = [p.detach().clone() for p in model.parameters()]
+        return model
+
+    def run(self, tower):
+        Program.run(self, tower)
+        torch._foreach_lerp_(self.shadow, [p.detach() for p in self.model.parameters()], 0.1)
+
+
+class AveragedModel(Program):
+    def run(self, tower):
+        average = self.keep("average", lambda: torch.optim.swa_utils.AveragedModel(self.model))
+        super().run(tower)
+        average.update_parameters(self.model)
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+@pytest.mark.parametrize("program", [AverageOfWeights, AverageByData, AverageInTensors, AveragedModel])
+def test_weights_beside_the_model_that_several_passes_update_are_refused(program, num_workers):
+    texts = errors(program, num_workers)
+    assert all("that is not the model's" in text and "after average()" in text for text in texts)
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+def test_a_teacher_that_follows_in_the_passes_is_refused(num_workers):
+    class Teacher(AverageOfWeights):
+        def loss(self, x, y):
+            return F.mse_loss(self.model(x), self.average(x).detach())
+
+    assert all(DEPENDS in text for text in errors(Teacher, num_workers))
+
+
+# ---- what does no harm -----------------------------------------------------------------------------
+
+
+class Logs(Program):
+    def loss(self, x, y):
+        z = self.model(x)
+        loss = F.cross_entropy(z, y)
+        self.total = self.keep("total", lambda: torch.zeros(())) + loss.detach()
+        self.keep("outputs", list).append(z.detach())
+        self.confusion = self.keep("confusion", lambda: torch.zeros(3, 3))
+        self.confusion.index_put_((y, z.argmax(1)), torch.ones(()), accumulate=True)
+        assert torch.isfinite(torch.cat(self.outputs)).all()
+        return loss
+
+
+class Scratch(Program):
+    """Memory that each pass fills anew, with more or fewer rows."""
+
+    def loss(self, x, y):
+        memory = self.keep("memory", lambda: torch.zeros(8, 3))[: len(x)]
+        with torch.no_grad():
+            memory.copy_(self.model(x))
+        out = self.keep("out", lambda: torch.zeros(8, 3))
+        torch.mul(memory, 2, out=out[: len(x)])
+        return F.cross_entropy(self.model(x) + out[: len(x)], y)
+
+
+class Positions(Program):
+    """A cache of what depends on sizes alone."""
+
+    def loss(self, x, y):
+        places = self.keep("places", lambda: torch.arange(6.0).sin() + torch.zeros_like(x[0]))
+        return F.cross_entropy(self.model(x + places), y)
+
+
+class NewNoise(Program):
+    """Random numbers that each pass draws anew, into the same memory."""
+
+    def loss(self, x, y):
+        noise = self.keep("noise", lambda: torch.empty(6)).normal_()
+        return F.cross_entropy(self.model(F.dropout(x + noise, 0.1)), y)
+
+
+class OwnSlots(Program):
+    """What a tower keeps for itself from step to step."""
+
+    def run(self, tower):
+        slots = self.keep("slots", lambda: torch.zeros(self.num_towers, 3))
+        z = self.model(tower.batch["x"]) + slots[tower.index]
+        slots[tower.index] = z.detach().mean(0)
+        tower.backward(F.cross_entropy(z, tower.batch["y"]))
+
+
+class CopyThatLearns(Program):
+    def loss(self, x, y):
+        quick = copy.deepcopy(self.model)
+        optimizer = torch.optim.Adam(quick.parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            F.cross_entropy(quick(x), y).backward()
+            optimizer.step()
+        return F.mse_loss(self.model(x), quick(x).detach())
+
+
+class NetSetAnew(Program):
+    def build(self):
+        self.quick = net()
+        return net()
+
+    def loss(self, x, y):
+        self.quick.load_state_dict(self.model.state_dict())
+        self.quick.zero_grad()
+        F.cross_entropy(self.quick(x), y).backward()
+        torch.optim.SGD(self.quick.parameters(), 0.1).step()
+        return F.mse_loss(self.model(x), self.quick(x).detach())
+
+
+class NetDrawnAnew(Program):
+    def build(self):
+        self.target = nn.Linear(6, 3).requires_grad_(False)
+        return net()
+
+    def loss(self, x, y):
+        self.target.reset_parameters()
+        return F.mse_loss(self.model(x), self.target(x))
+
+
+class AdversarialRows(Program):
+    def loss(self, x, y):
+        x = x.requires_grad_()
+        (gradient,) = torch.autograd.grad(F.cross_entropy(self.model(x), y), x)
+        return F.cross_entropy(self.model((x + 0.1 * gradient.sign()).detach()), y)
+
+
+class PerExampleGradients(Program):
+    def loss(self, x, y):
+        weights = {name: p.detach() for name, p in self.model.named_parameters()}
+
+        def of(weights, x, y):
+            return F.cross_entropy(torch.func.functional_call(self.model, weights, (x[None],)), y[None])
+
+        norms = torch.func.vmap(torch.func.grad(of), (None, 0, 0))(weights, x, y)
+        scale = torch.stack([g.flatten(1).norm(dim=1) for g in norms.values()]).sum(0)
+        return (F.cross_entropy(self.model(x), y, reduction="none") / (1 + scale)).mean()
+
+
+class CountedOperators(Program):
+    def loss(self, x, y):
+        with FlopCounterMode(display=False):
+            return super().loss(x, y)
+
+
+class OutputsOfBefore(Program):
+    """What comes from all towers, between two steps, is the same on all workers."""
+
+    def batch(self, step):
+        with torch.no_grad():
+            batch = batch_of(step, 21 - step % 3)
+            self.center = self.model(batch["x"]).mean(0)
+        return batch
+
+    def loss(self, x, y):
+        return F.cross_entropy(self.model(x) - self.center, y)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        Program,
+        Logs,
+        Scratch,
+        Positions,
+        NewNoise,
+        OwnSlots,
+        CopyThatLearns,
+        NetSetAnew,
+        NetDrawnAnew,
+        AdversarialRows,
+        PerExampleGradients,
+        CountedOperators,
+        OutputsOfBefore,
+    ],
+)
+def test_what_does_no_harm_is_let_through(program):
+    digests = {p.digest for num in (1, 2, 3, 7) for p in values(program, num, num)}
+    assert len(digests) == 1
+
+
+# ---- around it -------------------------------------------------------------------------------------
+
+
+def test_what_goes_on_from_step_to_step_is_found_once_a_worker_has_several_towers():
+    """Four workers with a tower each keep a state of their own; three, of one tower more."""
+
+    def program(job):
+        model, state = net(), {}
+        towers = Towers(model, 4, job=job)
+        for step in range(2):
+            for tower in towers(batch_of(step, 8)):
+                z = model(tower.batch["x"]) + state.get("mean", 0)
+                state["mean"] = z.detach().mean(0)
+                tower.backward(F.cross_entropy(z, tower.batch["y"]))
+            towers.average()
+
+    assert all(outcome.error is None for outcome in simulate(program, 4))
+    assert all(DEPENDS in outcome.text for outcome in simulate(program, 3))
+
+
+def test_a_mode_that_a_pass_leaves_open_is_not_closed_for_it():
+    model = net()
+    towers = Towers(model, 3)
+    counter = FlopCounterMode(display=False)
+    for tower in towers(batch_of(0)):
+        if tower.index == 0:
+            counter.__enter__()
+        tower.backward(loss_of(model, tower.batch))
+    counter.__exit__(None, None, None)
+    towers.average()
+    assert counter.get_total_flops() > 0
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+@pytest.mark.parametrize("leave", ["break", "raise"])
+def test_a_step_that_is_left_leaves_no_mode_behind(leave):
+    model = net()
+    towers = Towers(model, 3)
+    try:
+        for _ in towers(batch_of(0)):
+            if leave == "raise":
+                raise ValueError
+            break
+    except ValueError:
+        pass
+    towers.abandon()
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
