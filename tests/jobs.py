@@ -14,6 +14,7 @@ class Silent:
 
     rank: int
     world_size: int
+    is_closed = False
 
     def empty(self, size, like):
         return like.new_empty(size)

@@ -265,6 +265,7 @@ class Worker:
         self.outcome = Outcome()
         self.streams: GlobalStreams | None = None
         self.is_running = True
+        self.is_closed = False
         self.loss: str | None = None  # the first that this worker has met, after which it can post no more
         self.num_events = 0
         self.calls: dict[tuple[int, bool], Callable[[], None]] = {}  # at (event, whether after it)
@@ -418,7 +419,7 @@ class Worker:
             self.loss = self.loss or f"worker {self.rank} was interrupted in the middle of {what}"
 
     def close(self) -> None:
-        pass
+        self.is_closed = True
 
 
 @dataclass

@@ -188,15 +188,22 @@ def work(rank, num_workers, file, how):
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=num_workers)
     if how == "launch":
         samestep.launch(train, 5)
-    else:
+    elif how == "init":
         train(samestep.init("cpu"))
+    else:
+        job = samestep.init("cpu")
+        train(job)
+        job.close()
+        dist.barrier()
+        train(samestep.init("cpu"))
+        dist.destroy_process_group()
 
 
 mp.start_processes(work, (int(sys.argv[1]), *sys.argv[2:]), int(sys.argv[1]), start_method="fork")
 """
 
 
-@pytest.mark.parametrize("how", ["init", "launch"])
+@pytest.mark.parametrize("how", ["init", "launch", "close"])
 def test_workers_that_have_made_a_process_group_are_those_of_the_job(nursery, tmp_path, how):
     script = tmp_path / "spawning.py"
     script.write_text(SPAWNING)
@@ -204,6 +211,7 @@ def test_workers_that_have_made_a_process_group_are_those_of_the_job(nursery, tm
     for num_workers in (1, 2, 3):
         if how == "launch" and num_workers == 1:  # nobody has started workers then
             continue
+        # A group that the program has made is still there when the job is closed.
         words = [script, num_workers, tmp_path / f"group-{num_workers}", how]
         done = nursery.run(words, tmp_path / f"output-{num_workers}")
         assert (done.wait(), done.stderr()) == ([0], "")
@@ -221,11 +229,14 @@ from tests.nets import batch_of, net, take_step
 
 
 def main(job):
+    other = samestep.init("cpu")
     towers = samestep.Towers(net(), 7, job=job)
     take_step(towers, batch_of(0))
     job.close()
     if "again" in sys.argv:
         job.close()
+    elif "other" in sys.argv:
+        other.close()
     elif "save" in sys.argv:
         samestep.save(sys.argv[3], model=towers.model, towers=towers)
     else:
@@ -240,6 +251,7 @@ samestep.launch(main, int(sys.argv[1]))
     ("how", "line"),
     [
         ("again", None),
+        ("other", None),
         ("step", "step 1: the job was closed: expected job.close() as the last call"),
         ("save", "this worker has left the job: expected job.close() as the last call"),
     ],

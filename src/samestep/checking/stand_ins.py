@@ -108,6 +108,11 @@ class _StandIn:
             self._num_expected[source] += 1
         return _Posted(self, expected, numbers, what)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it has left, which it never does by itself."""
+        return False
+
     def give_up(self, what: str) -> None:
         """Do nothing: an interrupt ends them all."""
 

@@ -54,7 +54,6 @@ class Job:
     threads: int = 1
     transport: Transport = field(default_factory=Alone)
     timeout_s: float = DEFAULT_TIMEOUT_S
-    _closings: list[None] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def rank(self) -> int:
@@ -90,7 +89,7 @@ class Job:
     @property
     def is_closed(self) -> bool:
         """Whether this worker has left the job."""
-        return bool(self._closings)
+        return self.transport.is_closed
 
     def close(self) -> None:
         """Leave the job, once all workers do; called again, it does nothing."""
@@ -101,7 +100,6 @@ class Job:
         except LostWorkerError:
             if self.renewable is None or not self.renewable.has_finished():
                 raise  # else what that one had to do, others have done
-        self._closings.append(None)
         self.transport.close()
 
 

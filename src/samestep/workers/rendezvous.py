@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import math
 import os
 import socket
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -72,22 +74,54 @@ def join(device: torch.device, timeout_s: float) -> Transport:
     before; see pytorch#135712. So the workers first agree on an unused prefix: worker 0's own name, which
     it sends to every process that it sees, until one for each rank has received it.
     """
-    if Generations.of_process is not None:
-        return Generations.of_process
+    last = _Joined.last
+    if last is None or last.transport.is_closed or not last.is_current:
+        _Joined.last = last = _Joined(_join(device, timeout_s))
+    return last.transport
+
+
+class _Joined:
+    """The workers that this process has joined, for those who ask again."""
+
+    last: ClassVar[_Joined | None] = None
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self._group = weakref.ref(dist.group.WORLD) if isinstance(transport, ProcessGroup) else None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether they are still to be met: a program may end torch's group, and make another one."""
+        if self._group is None:
+            return isinstance(self.transport, Generations)
+        return self._group() is dist.group.WORLD
+
+
+def _join(device: torch.device, timeout_s: float) -> Transport:
     where = f"start of {environment.world_size()} workers"
     if NUMBER in os.environ:
-        Generations.of_process = Generations(device, timeout_s, where)
+        generations = Generations(device, timeout_s, where)
         del os.environ[NUMBER]  # else what this process starts would take it for its own
-        return Generations.of_process
-    if dist.is_initialized():
+        return generations
+    is_own = not dist.is_initialized()
+    if not is_own:
         _check_group()
     elif environment.world_size() > 1:
         _in_thread(partial(_meet_in_store, gpu_of(device), timeout_s), where)
     if not has_group():
         return Alone()
-    transport = ProcessGroup(device, timeout_s)
+    if not is_own:
+        atexit.register(_end_group)
+    transport = ProcessGroup(device, timeout_s, is_own=is_own)
     _connect(transport)
     return transport
+
+
+def _end_group() -> None:
+    """End the program's group where it has not: one that outlives the interpreter aborts the process."""
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _check_group() -> None:
@@ -110,13 +144,11 @@ class Generations:
         where: begins the errors of the start, such as "start of 4 workers".
     """
 
-    of_process: ClassVar[Generations | None] = None  # until it is closed
-
     def __init__(self, device: torch.device, timeout_s: float, where: str) -> None:
         self._device = device
         self._timeout_s = timeout_s
         self._group: Transport = Alone()
-        self._has_finished = False
+        self._has_finished = self.is_closed = False
         self._job = os.environ[JOB]
         store = PrefixStore(self._job, _in_thread(partial(reach_store, timeout_s), where))
         self._members = Members(store, int(os.environ[NUMBER]))
@@ -147,7 +179,7 @@ class Generations:
 
     def close(self) -> None:
         """Leave the job."""
-        Generations.of_process = None
+        self.is_closed = True
         gc.collect()  # groups before this one, too: see `ProcessGroup.close`
         if isinstance(self._group, ProcessGroup):
             self._group.leave()

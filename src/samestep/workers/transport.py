@@ -63,6 +63,10 @@ class Transport(Protocol):
     def world_size(self) -> int:
         """Workers in the job, W."""
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether this worker has left the job."""
+
     def empty(self, size: int, like: Tensor) -> Tensor:
         """Return memory from which sending costs least, for `size` elements of the kind of `like`.
 
@@ -115,12 +119,12 @@ class Renewable(Transport, Protocol):
         """
 
 
-@dataclass(frozen=True)
 class Alone:
     """The transport of a job of one worker: nothing is sent."""
 
-    rank: int = 0
-    world_size: int = 1
+    rank = 0
+    world_size = 1
+    is_closed = False
 
     def empty(self, size: int, like: Tensor) -> Tensor:
         """Return new memory."""
@@ -134,7 +138,8 @@ class Alone:
         """Do nothing."""
 
     def close(self) -> None:
-        """Do nothing."""
+        """Leave the job."""
+        self.is_closed = True
 
 
 class _Nothing:
@@ -152,18 +157,24 @@ class ProcessGroup:
     Everything is made of sends and receives, because gloo's own `all_gather` takes about twice the time of
     those it consists of, and because these run in gloo's thread while this one computes.
 
+    Args:
+        device: of this worker.
+        timeout_s: how long to wait for another worker.
+        is_own: whether samestep has made the group, and ends it. One that the program has made is left to it.
+
     Attributes:
         shared: what goes to workers of this host goes through it, if there are any in it.
     """
 
-    def __init__(self, device: torch.device, timeout_s: float) -> None:
+    def __init__(self, device: torch.device, timeout_s: float, *, is_own: bool = True) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.waiter = Waiter(timeout_s)
         self.shared = SharedMemory(self.rank, {})
         self.is_on_cpu = device.type == "cpu"
         self._through_host = device.type == "cuda" and "nccl" not in dist.get_backend_config()
-        self._is_closed = False
+        self._is_own = is_own
+        self.is_closed = False
 
     def empty(self, size: int, like: Tensor) -> Tensor:
         """Return memory to send from; see `Transport`."""
@@ -171,7 +182,7 @@ class ProcessGroup:
 
     def post(self, outgoing: Tensors, incoming: Tensors, what: str) -> Pending:
         """Start to send to and to receive from other workers; see `Transport`."""
-        if self._is_closed:
+        if self.is_closed:
             raise UsageError(f"{what}: this worker has left the job: expected job.close() as the last call")
         loss = self.waiter.peers.loss()
         if loss is not None:  # what was posted before may still be received, in the place of this
@@ -216,17 +227,18 @@ class ProcessGroup:
         self.waiter.peers.tell(f"worker {self.rank} was interrupted in the middle of {what}")
 
     def close(self) -> None:
-        """Leave the process group for good."""
+        """Leave the job for good."""
         gc.collect()  # a group that outlives the interpreter aborts the process; see pytorch#190489
         self.leave()
 
     def leave(self) -> None:
-        """Leave the process group."""
-        self._is_closed = True
+        """Leave the job; others may follow."""
+        self.is_closed = True
         self.waiter.close()
         self.waiter.peers.close()
         self.shared.close()
-        if dist.is_initialized():  # scripts written for torch's launcher end with this very call
+        # Scripts written for torch's launcher end with this very call.
+        if self._is_own and dist.is_initialized():
             dist.destroy_process_group()
 
     def _is_packed(self, tensors: Sequence[Tensor]) -> bool:
