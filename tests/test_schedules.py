@@ -218,17 +218,24 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+def half_of_them_long(stop, step):
+    """Return where parts of a range begin; those from its middle on are for `make test-all`."""
+    return [
+        pytest.param(first, marks=[pytest.mark.long] * (2 * first >= stop)) for first in range(0, stop, step)
+    ]
+
+
 hundred_from = cache(lambda first: schedules.run(range(first, first + 100)))
 
 
-@pytest.mark.parametrize("first", range(0, 2000, 100))
+@pytest.mark.parametrize("first", half_of_them_long(2000, 100))
 def test_whatever_happens_the_bits_or_the_error_are_right(first, one_thread):
     seen, failed = hundred_from(first)
     assert failed == []
     assert seen["schedules"] == 100
 
 
-@pytest.mark.parametrize("first", range(0, 200, 20))
+@pytest.mark.parametrize("first", half_of_them_long(200, 20))
 def test_whatever_happens_with_a_model_the_bits_or_the_error_are_right(first, one_thread):
     assert schedules.run(range(first, first + 20), with_model=True)[1] == []
 

@@ -2,6 +2,8 @@ import pytest
 
 from .nursery import SAMESTEP, SHORT, Nursery
 
+collect_ignore = ["forks.py"]  # imports everything, and has no tests
+
 
 @pytest.fixture(scope="session")
 def nursery():
