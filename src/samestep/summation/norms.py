@@ -36,10 +36,16 @@ def norms_of(gradient: Tensor) -> Norms:
 
 
 def _norms_of_all(gradients: Sequence[Tensor]) -> list[Norms]:
-    blocks = [[*map(_wide, _blocks_of(_flat(gradient)))] for gradient in gradients]
+    blocks = [_blocks_of(gradient) for gradient in gradients]
     together = [*chain.from_iterable(blocks)]
     norms = iter(torch._foreach_norm(together) if together else ())
     return [list(islice(norms, len(own))) for own in blocks]
+
+
+def _blocks_of(gradient: Tensor) -> Sequence[Tensor]:
+    if gradient.layout is torch.strided and gradient.is_contiguous() and gradient.numel() <= NORM_BLOCK:
+        return [_wide(gradient)]  # which is one block as it is: most are
+    return [*map(_wide, _flat(gradient).split(NORM_BLOCK))]
 
 
 def _flat(gradient: Tensor) -> Tensor:
@@ -47,10 +53,6 @@ def _flat(gradient: Tensor) -> Tensor:
     if values.is_contiguous() or is_dense(values):
         return in_order(values, values.stride())
     return values.reshape(-1)
-
-
-def _blocks_of(flat: Tensor) -> Sequence[Tensor]:
-    return [flat] if len(flat) <= NORM_BLOCK else flat.split(NORM_BLOCK)  # a split takes longer than a norm
 
 
 def _wide(block: Tensor) -> Tensor:
@@ -71,9 +73,11 @@ def gather_norms(
         what: names the message if a worker is lost.
     """
     norms = _norms_of_all([each.gradient for each in averages if each.gradient is not None])
+    if not plan.is_shared_out:
+        whole = {each.parameter: own for each, own in zip(averages, norms, strict=True)}
+        return {index: whole[index] for index in plan.order if index in whole}
     found = {(each.parameter, each.start): own for each, own in zip(averages, norms, strict=True)}
-    if plan.is_shared_out:
-        found |= _gather(job, plan, found, dtypes, what)
+    found |= _gather(job, plan, found, dtypes, what)
     parts: dict[int, list[Norms]] = {}
     for index, start in sorted(found):
         parts.setdefault(index, []).append(found[index, start])
