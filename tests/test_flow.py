@@ -103,6 +103,38 @@ class MemoryBank(Program):
         return loss
 
 
+class MemoryOfLabels(Program):
+    """A mean for each class, of which a pass writes those that it has seen, and reads all."""
+
+    def loss(self, x, y):
+        z, means = self.model(x), self.keep("means", lambda: torch.zeros(3, 3))
+        loss = F.cross_entropy(z @ means.t().clone(), y)
+        means[y] = z.detach()
+        return loss
+
+
+class Histogram(Program):
+    def loss(self, x, y):
+        counts = self.keep("counts", lambda: torch.ones(3))
+        counts.index_put_((y,), torch.ones(()), accumulate=True)
+        return F.cross_entropy(self.model(x), y, weight=1 / counts)
+
+
+class MemoryOfExamples(Program):
+    """What is kept for an example stays on the worker that had it; in the next epoch another may have it."""
+
+    def batch(self, step):
+        batch = super().batch(step)
+        return batch | {"at": torch.arange(len(batch["y"]))}
+
+    def run(self, tower):
+        z, at = self.model(tower.batch["x"]), tower.batch["at"]
+        memory = self.keep("memory", lambda: torch.zeros(64, 3))
+        loss = F.cross_entropy(z + memory[at], tower.batch["y"])
+        memory[at] = z.detach()
+        tower.backward(loss)
+
+
 class ListOfOutputs(Program):
     def loss(self, x, y):
         z = self.model(x)
@@ -200,6 +232,9 @@ class GradientsThatAddUp(Program):
         RunningMean,
         RunningMeanInPlace,
         MemoryBank,
+        MemoryOfLabels,
+        Histogram,
+        MemoryOfExamples,
         ListOfOutputs,
         MaskDrawnOnce,
         MixedWithTheLastRows,
@@ -300,6 +335,49 @@ class Scratch(Program):
         out = self.keep("out", lambda: torch.zeros(8, 3))
         torch.mul(memory, 2, out=out[: len(x)])
         return F.cross_entropy(self.model(x) + out[: len(x)], y)
+
+
+class CacheOfKeys(Program):
+    """Memory that each pass fills anew, a column at a time."""
+
+    def loss(self, x, y):
+        keys = self.keep("keys", lambda: torch.zeros(8, 6, 3))
+        with torch.no_grad():
+            for column in range(6):
+                keys[: len(x), column] = self.model(x.roll(column, 1))
+        return F.cross_entropy(self.model(x) + keys[: len(x)].mean(1), y)
+
+
+class CacheByIndex(Program):
+    """Memory that each pass fills anew, by the numbers of its rows, as a decoder fills its cache."""
+
+    write = staticmethod(lambda memory, rows, values: memory.index_copy_(0, rows, values))
+
+    def loss(self, x, y):
+        memory, rows = self.keep("memory", lambda: torch.zeros(64, 3)), torch.randperm(len(x))
+        with torch.no_grad():
+            self.write(memory, rows, self.model(x))
+        return F.cross_entropy(self.model(x) + memory[: len(x)], y)
+
+
+class CacheByIndexing(CacheByIndex):
+    write = staticmethod(lambda memory, rows, values: memory.__setitem__(rows, values))
+
+
+class CacheByScattering(CacheByIndex):
+    write = staticmethod(lambda memory, rows, values: memory.scatter_(0, rows[:, None].expand(-1, 3), values))
+
+
+class CacheByMask(CacheByIndex):
+    @staticmethod
+    def write(memory, rows, values):
+        memory.masked_scatter_(torch.zeros(64, 1).index_fill_(0, rows, 1) > 0, values)
+
+
+class NestedRows(Program):
+    def loss(self, x, y):
+        ragged = torch.nested.nested_tensor(list(x), layout=torch.jagged)
+        return F.cross_entropy(self.model(torch.nested.to_padded_tensor(ragged, 0.0)), y)
 
 
 class Positions(Program):
@@ -406,6 +484,12 @@ class OutputsOfBefore(Program):
         Program,
         Logs,
         Scratch,
+        CacheOfKeys,
+        CacheByIndex,
+        CacheByIndexing,
+        CacheByScattering,
+        CacheByMask,
+        NestedRows,
         Positions,
         NewNoise,
         OwnSlots,

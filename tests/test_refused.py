@@ -732,6 +732,13 @@ def test_a_module_that_keeps_a_global_generator_is_not_told_of(generator):
     towers.average()
 
 
+@pytest.mark.parametrize("make", [torch.jit.script, lambda part: torch.jit.trace(part, torch.zeros(2, 6))])
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_scripted_models_are_refused(make):
+    with pytest.raises(ConfigError, match=r"1 is a .* of torch\.jit.* pass the module that it was made of"):
+        Towers(nn.Sequential(nn.Identity(), make(net())), 2)
+
+
 def test_a_collective_in_a_pass_is_refused():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

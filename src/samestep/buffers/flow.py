@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,14 +15,25 @@ from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from samestep.buffers.origins import Origin, Origins, storage_of
 from samestep.errors import UsageError
+
+aten = torch.ops.aten
 
 __all__ = ["FlowWatch", "not_followed"]
 
 _DRAWING = "normal_ uniform_ random_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_"
 _OVERWRITING = {"copy_", "fill_", "zero_", "set_", "_foreach_copy_", "_foreach_zero_", *_DRAWING.split()}
-_MOST_REGIONS = 64
 
+_INDEXED: Mapping[str, Callable[[Sequence[Any], Tensor, int], object]] = {
+    "index_put_": lambda args, part, number: aten.index_put_(part, args[1], part.new_tensor(number)),
+    "index_copy_": lambda args, part, number: part.index_fill_(args[1], args[2], number),
+    "index_fill_": lambda args, part, number: part.index_fill_(args[1], args[2], number),
+    "scatter_": lambda args, part, number: part.scatter_(args[1], args[2], number),
+    "masked_fill_": lambda args, part, number: part.masked_fill_(args[1], number),
+    "masked_scatter_": lambda args, part, number: part.masked_fill_(args[1], number),
+}
+"""Operators that write to some elements: given their arguments, write a number to the same ones."""
 
 _is_off = ContextVar("_is_off", default=False)
 
@@ -44,15 +55,7 @@ class _Kind(NamedTuple):
     overwrites: bool  # whether nothing stays of what was there
     is_random: bool
     takes_shapes_only: bool
-
-
-class _Region(NamedTuple):
-    """Bytes of a storage, and where their values come from."""
-
-    start: int
-    stop: int
-    towers: int  # a bit for each whose rows or random numbers went in
-    how: str  # what first brought two towers together, "" if nothing has
+    write: Callable[[Sequence[Any], Tensor, int], object] | None  # where it writes to some elements only
 
 
 class FlowWatch(TorchDispatchMode):
@@ -67,7 +70,7 @@ class FlowWatch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._regions: dict[int, tuple[StorageWeakRef, list[_Region]]] = {}
+        self._origins = Origins()
         self._parameters: dict[int, StorageWeakRef] = {}  # those of parameters beside the model
         self._tower = -1
         self._follows = False  # whether this pass
@@ -88,7 +91,7 @@ class FlowWatch(TorchDispatchMode):
     def start_step(self) -> None:
         """Forget the step before."""
         self.stop()
-        self._regions.clear()
+        self._origins.clear()
         self._updated = ""
 
     def start_pass(self, tower: int, rows: Iterable[Tensor], shared: Iterable[Tensor]) -> None:
@@ -101,11 +104,11 @@ class FlowWatch(TorchDispatchMode):
         """
         self._tower = tower
         self._parameters.clear()
-        self._shared = set(map(_storage, shared))
+        self._shared = set(map(storage_of, shared))
         for storage in self._shared:
-            self._regions.pop(storage, None)
+            self._origins.forget(storage)
         for tensor in rows:
-            self._write(tensor, 1 << tower, "", replaces=True)
+            self._origins.note(tensor, Origin(1 << tower, ""))
         self._follows = _get_current_dispatch_mode() in (None, self) and not _is_off.get()
         self.resume()
 
@@ -135,7 +138,7 @@ class FlowWatch(TorchDispatchMode):
         """
         if not self._follows:
             return
-        towers, how = self._read(loss)
+        towers, how = self._origins.of(loss)
         if others := _indices(towers & ~(1 << self._tower)):
             which = ", ".join(map(str, others))
             raise UsageError(
@@ -174,35 +177,37 @@ class FlowWatch(TorchDispatchMode):
         given = list(_tensors((*args, *kwargs.values())))
         self._note_parameters(given)
         taken: list[Tensor] = [] if kind.takes_shapes_only else given
-        if kind.overwrites:
+        adds = any(each is True for each in (*args[3:4], kwargs.get("accumulate")))  # `index_put_`
+        overwrites = kind.overwrites and not adds
+        if overwrites:
             taken = [tensor for tensor in taken if not any(tensor is each for each in written)]
-        towers, how = self._join(func, taken, (1 << self._tower) * kind.is_random)
-        is_average = not kind.overwrites and any(_storage(tensor) in self._shared for tensor in taken)
+        origin = self._join(func, taken, (1 << self._tower) * kind.is_random)
+        is_average = not overwrites and any(storage_of(tensor) in self._shared for tensor in taken)
         for tensor in written:
-            if is_average or _storage(tensor) in self._parameters:
-                self._note_update(tensor, towers)
-                self._write(tensor, towers | 1 << self._tower, how, replaces=kind.overwrites)
-            else:
-                self._write(tensor, towers, how, replaces=kind.overwrites)
-        before = set(map(_storage, given))
+            own = origin
+            if is_average or storage_of(tensor) in self._parameters:
+                self._note_update(tensor, origin.towers)
+                own = origin._replace(towers=origin.towers | 1 << self._tower)
+            self._origins.note(tensor, own, kind.write and partial(kind.write, args))
+        before = set(map(storage_of, given))
         for tensor in _tensors((result,)):
-            if _storage(tensor) not in before:
-                self._write(tensor, towers, how, replaces=True)
+            if storage_of(tensor) not in before:
+                self._origins.note(tensor, origin)
 
-    def _join(self, func: OpOverload, taken: Iterable[Tensor], towers: int) -> tuple[int, str]:
+    def _join(self, func: OpOverload, taken: Iterable[Tensor], towers: int) -> Origin:
         """Return whose values meet in an operator, and how they did first."""
         how = ""
         for tensor in taken:
-            more, before = self._read(tensor)
+            more, before = self._origins.of(tensor)
             towers |= more
             if not how and more & ~(1 << self._tower):
                 how = before or f"a tensor of shape {list(tensor.shape)} that {func.overloadpacket} took"
-        return towers, how
+        return Origin(towers, how)
 
     def _note_parameters(self, given: Iterable[Tensor]) -> None:
         for tensor in given:
             if isinstance(tensor, nn.Parameter):
-                storage = _storage(tensor)
+                storage = storage_of(tensor)
                 if storage and storage not in self._shared:
                     self._parameters.setdefault(storage, StorageWeakRef(tensor.untyped_storage()))
 
@@ -210,35 +215,6 @@ class FlowWatch(TorchDispatchMode):
         """Note that a pass has written weights beside the model, which go on from another pass's."""
         if towers & ~(1 << self._tower):
             self._updated = f"a tensor of shape {list(tensor.shape)} that is not the model's"
-
-    def _read(self, tensor: Tensor) -> tuple[int, str]:
-        _, regions = self._regions.get(_storage(tensor), (None, ()))
-        if not regions:
-            return 0, ""
-        start, stop = _span(tensor)
-        towers, how = 0, ""
-        for region in regions:
-            if region.start < stop and start < region.stop:
-                towers |= region.towers
-                how = how or region.how
-        return towers, how
-
-    def _write(self, tensor: Tensor, towers: int, how: str, *, replaces: bool) -> None:
-        storage = _storage(tensor)
-        if not storage or not (towers or storage in self._regions):
-            return
-        start, stop = _span(tensor)
-        reference, regions = self._regions.get(storage) or (StorageWeakRef(tensor.untyped_storage()), [])
-        if replaces and tensor.is_contiguous():
-            pieces = [(r, r.start, min(r.stop, start)) for r in regions]
-            pieces += [(r, max(r.start, stop), r.stop) for r in regions]
-            regions = [r._replace(start=low, stop=high) for r, low, high in pieces if low < high]
-        if len(regions) > _MOST_REGIONS:
-            start, stop = min(start, *(r.start for r in regions)), max(stop, *(r.stop for r in regions))
-            towers, how = functools.reduce(operator.or_, (r.towers for r in regions), towers), how
-            regions = []
-        # A weak reference keeps the address from being used again, and lets the memory go.
-        self._regions[storage] = reference, [*regions, _Region(start, stop, towers, how)]
 
 
 @functools.cache
@@ -248,11 +224,13 @@ def _kind_of(func: OpOverload) -> _Kind:
         (at, each) for at, each in arguments if each.alias_info is not None and each.alias_info.is_write
     ]
     name = func.overloadpacket.__name__
+    indexed = None if "reduce" in func._overloadname else _INDEXED.get(name)
     return _Kind(
         tuple((at, each.name) for at, each in writes),
-        name in _OVERWRITING or any(each.kwarg_only for _, each in writes),
+        name in _OVERWRITING or indexed is not None or any(each.kwarg_only for _, each in writes),
         torch.Tag.nondeterministic_seeded in func.tags,
         name.endswith("_like") or name.startswith("new_"),
+        indexed,
     )
 
 
@@ -263,23 +241,6 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
-
-
-def _storage(tensor: Tensor) -> int:
-    """Return the address of what holds a tensor's memory; 0 for one that has none of its own."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # sparse tensors, some subclasses
-        return 0
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the bytes of its storage that a tensor lies in."""
-    if not tensor.numel():
-        return 0, 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = int(tensor.storage_offset()) * tensor.itemsize
-    return start, start + (last + 1) * tensor.itemsize
 
 
 def _indices(bits: int) -> list[int]:

@@ -66,12 +66,17 @@ def _named(also: Any) -> list[tuple[str, Any]]:
 
 
 def check_wrappers(model: nn.Module) -> None:
-    """Refuse what averages or shards gradients itself."""
+    """Refuse what averages or shards gradients itself, or does not show what it holds."""
     for name, module in model.named_modules():
         if type(module).__name__ in _WRAPPERS and type(module).__module__.startswith("torch."):
             raise ConfigError(
                 f"{name or 'the model'} is a {type(module).__name__}, which averages gradients itself: pass "
                 "the model that it wraps, model.module"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"{name or 'the model'} is a {type(module).__name__} of torch.jit, whose parts cannot be "
+                "watched: pass the module that it was made of, or torch.compile it"
             )
     for name, parameter in model.named_parameters():
         if type(parameter).__name__ == "DTensor":

@@ -1,0 +1,125 @@
+"""Which towers' rows and random numbers went into the values of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+__all__ = ["NOWHERE", "Origin", "Origins", "Write", "storage_of"]
+
+_MOST_ELEMENTS = 2**26
+"""Of a storage whose elements are looked at one by one."""
+
+Write = Callable[[Tensor, int], object]
+"""Writes a number to the elements that an operator has written to, in a tensor of the same shape."""
+
+
+class Origin(NamedTuple):
+    """Where values come from."""
+
+    towers: int  # a bit for each whose rows or random numbers went in
+    how: str  # what first brought two towers together, "" if nothing has
+
+
+NOWHERE = Origin(0, "")
+
+
+class Origins:
+    """Where the values of tensors' memory come from, as far as that is noted."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, _Storage] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._storages.clear()
+        self._all = [NOWHERE]
+        self._numbers = {NOWHERE: 0}
+
+    def forget(self, storage: int) -> None:
+        """Forget what a storage holds."""
+        self._storages.pop(storage, None)
+
+    def of(self, tensor: Tensor) -> Origin:
+        """Return where the values of a tensor come from."""
+        held = self._storages.get(storage_of(tensor))
+        if held is None:
+            return NOWHERE
+        found = [self._all[number] for number in held.read(tensor)]
+        towers = 0
+        for each in found:
+            towers |= each.towers
+        return Origin(towers, next((each.how for each in found if each.how), ""))
+
+    def note(self, tensor: Tensor, origin: Origin, write: Write | None = None) -> None:
+        """Note where the values come from that were just written to a tensor, to all its elements or some."""
+        storage = storage_of(tensor)
+        if not storage or (storage not in self._storages and not origin.towers):
+            return
+        number = self._numbers.setdefault(origin, len(self._all))
+        if number == len(self._all):
+            self._all.append(origin)
+        self._storages.setdefault(storage, _Storage(tensor)).note(tensor, number, write)
+
+
+class _Storage:
+    """Numbers for what a storage holds: one for all of it, or one for each element."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        # A weak reference keeps the address from being used again, and lets the memory go.
+        self._reference = StorageWeakRef(tensor.untyped_storage())
+        self._itemsize = tensor.itemsize
+        self._of_all = 0
+        self._of_each: Tensor | None = None
+
+    def read(self, tensor: Tensor) -> list[int]:
+        """Return the numbers in a tensor."""
+        if self._of_each is None:
+            return [self._of_all]
+        numbers: list[int] = self._part(self._of_each, tensor).unique().tolist()
+        return numbers
+
+    def note(self, tensor: Tensor, number: int, write: Write | None) -> None:
+        """Write a number to a tensor, or to those of its elements that `write` knows."""
+        if not _is_plain(tensor):
+            self._of_all, self._of_each = number, None
+            return
+        size = tensor.untyped_storage().nbytes()
+        num_elements = size // self._itemsize
+        # Of what is too large to be looked at, the rest is forgotten: rather find nothing than too much.
+        if (write is None and tensor.nbytes >= size) or num_elements > _MOST_ELEMENTS:
+            self._of_all, self._of_each = number, None
+            return
+        if self._of_each is None or len(self._of_each) != num_elements:  # it may have been resized
+            self._of_each = torch.full((num_elements,), self._of_all, device=tensor.device)
+        part = self._part(self._of_each, tensor)
+        if write is None:
+            part.fill_(number)
+        else:
+            write(part, number)
+
+    def _part(self, numbers: Tensor, tensor: Tensor) -> Tensor:
+        """Return those of a tensor's elements, in its shape where they are of the size of the first one's."""
+        if tensor.itemsize == self._itemsize:
+            return numbers.as_strided(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        start = int(tensor.storage_offset()) * tensor.itemsize
+        return numbers[start // self._itemsize : (start + last * tensor.itemsize) // self._itemsize + 1]
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return the address of what holds a tensor's memory; 0 for one that has none of its own."""
+    try:
+        return 0 if tensor.is_meta else int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse tensors, some subclasses
+        return 0
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor lies in its storage as its strides say."""
+    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
