@@ -3,6 +3,7 @@ on 1, 2 and 3 workers; otherwise one digest."""
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -135,6 +136,20 @@ class MemoryOfExamples(Program):
         tower.backward(loss)
 
 
+class LastOfSeveral(Program):
+    """Rows that are tensors of sizes of their own."""
+
+    def batch(self, step):
+        batch = super().batch(step)
+        rows = [row[: 3 + index % 4] for index, row in enumerate(batch["x"])]
+        return batch | {"x": np.fromiter(rows, object)}
+
+    def run(self, tower):
+        rows = [F.pad(row, (0, 6 - len(row))) for row in tower.batch["x"]]
+        last, self.last = self.keep("last", lambda: rows[0]), rows[-1]
+        tower.backward(F.cross_entropy(self.model(torch.stack(rows) - last), tower.batch["y"]))
+
+
 class ListOfOutputs(Program):
     def loss(self, x, y):
         z = self.model(x)
@@ -234,6 +249,7 @@ class GradientsThatAddUp(Program):
         MemoryBank,
         MemoryOfLabels,
         Histogram,
+        LastOfSeveral,
         MemoryOfExamples,
         ListOfOutputs,
         MaskDrawnOnce,
@@ -380,6 +396,15 @@ class NestedRows(Program):
         return F.cross_entropy(self.model(torch.nested.to_padded_tensor(ragged, 0.0)), y)
 
 
+class OfWhatIsGivenWhole(Program):
+    def batch(self, step):
+        return super().batch(step) | {"scale": samestep.Whole(torch.ones(3))}  # as many as a tower has rows
+
+    def run(self, tower):
+        scale = self.keep("scale", lambda: tower.batch["scale"] * 2)
+        tower.backward(F.cross_entropy(self.model(tower.batch["x"]) * scale, tower.batch["y"]))
+
+
 class Positions(Program):
     """A cache of what depends on sizes alone."""
 
@@ -490,6 +515,7 @@ class OutputsOfBefore(Program):
         CacheByScattering,
         CacheByMask,
         NestedRows,
+        OfWhatIsGivenWhole,
         Positions,
         NewNoise,
         OwnSlots,

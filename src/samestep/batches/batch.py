@@ -9,13 +9,15 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from samestep.batches.columns import Branch, Column, Node, Whole, columns, parse, resolved, version_of, wholes
 from samestep.batches.copier import Copier, copied
 from samestep.batches.fingerprint import fingerprint
-from samestep.batches.nest import mapped, rebuilt, tensors
+from samestep.batches.nest import entries, mapped, rebuilt, tensors
 from samestep.errors import BatchError, UsageError, shown
 from samestep.summation.placement import Placement, even_ranges
 from samestep.workers.job import Job
@@ -70,6 +72,13 @@ class LocalBatch:
             return even_ranges(self.rows, num_towers)
         return [range(start, stop) for start, stop in pairwise(accumulate(self.tower_rows, initial=0))]
 
+    def row_tensors(self, batch: Any, rows: int) -> Iterator[Tensor]:
+        """Yield the tensors in a tower's batch that hold its rows, and not what is given whole."""
+        root = self.slices.root if isinstance(self.slices, Slices) else None
+        for each in tensors(batch) if root is None else _in_columns(root, batch):
+            if isinstance(each, Tensor) and (root is not None or each.shape[:1] == (rows,)):
+                yield each
+
     def to(self, device: torch.device) -> LocalBatch:
         """Return the same batch with its tensors on a device, moved there when a tower is asked for."""
         copier = Copier(device)
@@ -84,10 +93,12 @@ class Slices(Mapping[int, Any]):
     Attributes:
         towers: their indices.
         make: from a tower's index to its batch.
+        root: what the batch is made of that they are cut from, if they are.
     """
 
     towers: Sequence[int]
     make: Callable[[int], Any]
+    root: Node | None = None
 
     def __getitem__(self, tower: int) -> Any:
         if tower not in self.towers:
@@ -189,7 +200,7 @@ def cut(batch: Any, placement: Placement, job: Job, *, is_read_twice: bool = Fal
         mine = placement.rows(job.rank, whole.rows)
         read = partial(_at_turn, copier, lambda tower: whole.take(mine[tower], copier))
         number = whole.fingerprint() if job.world_size > 1 else 0
-        local = LocalBatch(whole.rows, Slices(tuple(mine), read), fingerprint=number)
+        local = LocalBatch(whole.rows, Slices(tuple(mine), read, whole.root), fingerprint=number)
     if local.rows == 0:
         raise BatchError("the batch has no rows")
     return local
@@ -271,6 +282,19 @@ def _taken(node: Node, rows: slice, copier: Copier) -> Any:
     if isinstance(part, Tensor):
         return copier.copied(part)
     return mapped(copied, part) if node.is_sequence else copied(part)
+
+
+def _in_columns(node: Node, part: Any) -> Iterator[Tensor | NDArray[Any]]:
+    if isinstance(node, Branch):
+        held = entries(part) or {}
+        for key, child in node.children.items():
+            yield from _in_columns(child, held[key])
+    elif isinstance(node, Column):
+        for each in tensors(part):
+            if isinstance(each, np.ndarray):
+                yield from tensors(list(each.flat)) if each.dtype.hasobject else ()
+            else:
+                yield each
 
 
 def _whole(value: Any, copier: Copier) -> Any:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from samestep.batches.batch import LocalBatch
-from samestep.batches.nest import tensors
 from samestep.buffers.outside import note_outside_gradients, open_steps
 from samestep.errors import BatchError, UsageError
 from samestep.streams import keep_globals, seed_globals, tower_seed
@@ -108,7 +107,7 @@ class StepRun:
                 self._turn = tower = Tower(index, batch, len(rows[index]), self)
                 self._check.start()
                 if self._gradients is not None:
-                    self.watch.follow(index, _rows_of(tower))
+                    self.watch.follow(index, self.local.row_tensors(batch, tower.rows))
                 del batch
                 yield tower
                 self.watch.end_pass()
@@ -328,10 +327,3 @@ class StepRun:
         # Those without rows come last.
         num_ran = sum(map(bool, self.ranges))
         self._buffers.finish(scalars.moments, rows, scalars.counters[:num_ran])
-
-
-def _rows_of(tower: Tower) -> Iterator[Tensor]:
-    """Yield the tensors of a tower's batch that hold its rows."""
-    for each in tensors(tower.batch):
-        if isinstance(each, Tensor) and each.shape[:1] == (tower.rows,):
-            yield each
