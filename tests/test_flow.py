@@ -171,6 +171,18 @@ class MixedWithTheLastRows(Program):
         return F.cross_entropy(self.model(0.7 * x[:rows] + 0.3 * last[:rows]), y[:rows])
 
 
+class SparseMatrixOfTheFirstRows(Program):
+    def loss(self, x, y):
+        sparse = self.keep("sparse", lambda: x.relu().to_sparse().sum(0).to_sparse())
+        return F.cross_entropy(self.model(x - sparse.to_dense()), y)
+
+
+class CompressedMatrixOfTheFirstRows(Program):
+    def loss(self, x, y):
+        compressed = self.keep("compressed", lambda: (x.t() @ x).to_sparse_csr())
+        return F.cross_entropy(self.model(x @ compressed.to_dense()), y)
+
+
 class ScaleOfTheFirstRows(Program):
     def loss(self, x, y):
         scale = self.keep("scale", lambda: x.std())
@@ -239,6 +251,7 @@ class GradientsThatAddUp(Program):
         return F.mse_loss(self.model(x), self.quick(x).detach())
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize(
     "program",
@@ -254,6 +267,8 @@ class GradientsThatAddUp(Program):
         ListOfOutputs,
         MaskDrawnOnce,
         MixedWithTheLastRows,
+        SparseMatrixOfTheFirstRows,
+        CompressedMatrixOfTheFirstRows,
         ScaleOfTheFirstRows,
         NetDrawnInAPass,
         LazyNet,

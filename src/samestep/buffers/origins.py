@@ -11,8 +11,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = ["NOWHERE", "Origin", "Origins", "Write", "storage_of"]
 
-_MOST_ELEMENTS = 2**26
+_MOST_ELEMENTS = 2**24
 """Of a storage whose elements are looked at one by one."""
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 Write = Callable[[Tensor, int], object]
 """Writes a number to the elements that an operator has written to, in a tensor of the same shape."""
@@ -47,6 +49,7 @@ class Origins:
 
     def of(self, tensor: Tensor) -> Origin:
         """Return where the values of a tensor come from."""
+        tensor = _strided(tensor)
         held = self._storages.get(storage_of(tensor))
         if held is None:
             return NOWHERE
@@ -58,6 +61,7 @@ class Origins:
 
     def note(self, tensor: Tensor, origin: Origin, write: Write | None = None) -> None:
         """Note where the values come from that were just written to a tensor, to all its elements or some."""
+        tensor = _strided(tensor)
         storage = storage_of(tensor)
         if not storage or (storage not in self._storages and not origin.towers):
             return
@@ -96,15 +100,17 @@ class _Storage:
             self._of_all, self._of_each = number, None
             return
         if self._of_each is None or len(self._of_each) != num_elements:  # it may have been resized
-            self._of_each = torch.full((num_elements,), self._of_all, device=tensor.device)
+            self._of_each = torch.full((num_elements,), self._of_all, dtype=torch.int32, device=tensor.device)
         part = self._part(self._of_each, tensor)
-        if write is None:
+        if write is None or part.shape != tensor.shape:
             part.fill_(number)
         else:
             write(part, number)
 
     def _part(self, numbers: Tensor, tensor: Tensor) -> Tensor:
         """Return those of a tensor's elements, in its shape where they are of the size of the first one's."""
+        if len(numbers) * self._itemsize < tensor.untyped_storage().nbytes():  # it has been resized
+            return numbers
         if tensor.itemsize == self._itemsize:
             return numbers.as_strided(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -115,9 +121,18 @@ class _Storage:
 def storage_of(tensor: Tensor) -> int:
     """Return the address of what holds a tensor's memory; 0 for one that has none of its own."""
     try:
-        return 0 if tensor.is_meta else int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # sparse tensors, some subclasses
+        return 0 if tensor.is_meta else int(_strided(tensor).untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # some subclasses
         return 0
+
+
+def _strided(tensor: Tensor) -> Tensor:
+    """Return the values of a sparse tensor; any other one as it is."""
+    if tensor.layout is torch.strided or not _is_plain(tensor):
+        return tensor
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values()
+    return tensor.values() if tensor.layout in _COMPRESSED else tensor
 
 
 def _is_plain(tensor: Tensor) -> bool:
