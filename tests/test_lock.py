@@ -288,7 +288,7 @@ class Term:
 
     def __init__(self, name, generation):
         self.name, self.generation = name, generation
-        self.rank, self.world_size = 0, 1
+        self.rank, self.world_size, self.is_closed = 0, 1, False
 
     def term(self):
         return self.name, self.generation

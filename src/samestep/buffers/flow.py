@@ -155,6 +155,7 @@ class FlowWatch(TorchDispatchMode):
             UsageError: gives its shape.
         """
         self.stop()
+        self._origins.clear()
         if self._updated:
             raise UsageError(
                 f"{who} updated {self._updated}, as a pass before it did, so that its value depends on how "
