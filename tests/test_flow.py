@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 import samestep
@@ -183,6 +184,29 @@ class CompressedMatrixOfTheFirstRows(Program):
         return F.cross_entropy(self.model(x @ compressed.to_dense()), y)
 
 
+@torch.library.custom_op("samestep_tests::add_to", mutates_args={"total"})
+def add_to(total: torch.Tensor, values: torch.Tensor) -> None:
+    total.numpy()[...] += values.numpy()
+
+
+class OperatorOfItsOwn(Program):
+    def loss(self, x, y):
+        z, total = self.model(x), self.keep("total", lambda: torch.zeros(3))
+        loss = F.cross_entropy(z - total.clone(), y)
+        add_to(total, z.detach().mean(0))
+        return loss
+
+
+class Attention(Program):
+    """By an operator that is given a function."""
+
+    def loss(self, x, y):
+        z, last = self.model(x), self.keep("last", lambda: torch.zeros(1, 3))
+        query = z.detach()[None, None]
+        self.last = flex_attention(query, query, query, lambda score, *_: 2 * score)[0, 0]
+        return F.cross_entropy(z - last.mean(0), y)
+
+
 class ScaleOfTheFirstRows(Program):
     def loss(self, x, y):
         scale = self.keep("scale", lambda: x.std())
@@ -252,6 +276,7 @@ class GradientsThatAddUp(Program):
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize(
     "program",
@@ -269,6 +294,8 @@ class GradientsThatAddUp(Program):
         MixedWithTheLastRows,
         SparseMatrixOfTheFirstRows,
         CompressedMatrixOfTheFirstRows,
+        OperatorOfItsOwn,
+        Attention,
         ScaleOfTheFirstRows,
         NetDrawnInAPass,
         LazyNet,

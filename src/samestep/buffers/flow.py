@@ -58,6 +58,10 @@ class _Kind(NamedTuple):
     write: Callable[[Sequence[Any], Tensor, int], object] | None  # where it writes to some elements only
 
 
+_HIGHER_ORDER = _Kind((), overwrites=False, is_random=False, takes_shapes_only=False, write=None)
+"""Of operators that are given functions: what they do with them is not looked at."""
+
+
 class FlowWatch(TorchDispatchMode):
     """Follows the values of towers' rows, and of random numbers, through the operators of their passes.
 
@@ -167,12 +171,12 @@ class FlowWatch(TorchDispatchMode):
     ) -> Any:
         """Run an operator, and note where what it made comes from."""
         result = func(*args, **(kwargs or {}))
-        if not self._is_paused and isinstance(func, OpOverload):
+        if not self._is_paused:
             self._follow(func, args, kwargs or {}, result)
         return result
 
-    def _follow(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        kind = _kind_of(func)
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        kind = _kind_of(func) if isinstance(func, OpOverload) else _HIGHER_ORDER
         values = [args[at] if at < len(args) else kwargs.get(name) for at, name in kind.writes]
         written = list(_tensors(values))
         given = list(_tensors((*args, *kwargs.values())))
@@ -195,14 +199,15 @@ class FlowWatch(TorchDispatchMode):
             if storage_of(tensor) not in before:
                 self._origins.note(tensor, origin)
 
-    def _join(self, func: OpOverload, taken: Iterable[Tensor], towers: int) -> Origin:
+    def _join(self, func: Any, taken: Iterable[Tensor], towers: int) -> Origin:
         """Return whose values meet in an operator, and how they did first."""
         how = ""
         for tensor in taken:
             more, before = self._origins.of(tensor)
             towers |= more
             if not how and more & ~(1 << self._tower):
-                how = before or f"a tensor of shape {list(tensor.shape)} that {func.overloadpacket} took"
+                name = getattr(func, "overloadpacket", func)
+                how = before or f"a tensor of shape {list(tensor.shape)} that {name} took"
         return Origin(towers, how)
 
     def _note_parameters(self, given: Iterable[Tensor]) -> None:
