@@ -65,6 +65,31 @@ def test_towers_that_it_does_not_know_are_named():
         assert "for 3 workers, and the job has 2 now: pass them to samestep.Elastic, too" in outcome.text
 
 
+def test_what_passes_keep_is_found_once_the_workers_that_are_left_have_several_towers():
+    """Three workers with a tower each keep a mean of their own; two do not."""
+
+    def work(job):
+        state, [(model, towers, optimizer)] = made(job, "one")
+        kept = {}
+
+        def take_step():
+            for tower in towers(torch.full((6, 2), 1.0 + towers.step)):
+                values = model(tower.batch) - kept.get("mean", 0)
+                kept["mean"] = values.detach().mean()
+                tower.backward(values.square().mean())
+            towers.average()
+            optimizer.step()
+
+        with samestep.Elastic(**state) as elastic:
+            while towers.step < 9:
+                elastic(take_step)
+
+    outcomes = Town(3, 0, Faults(killed={0: 20})).run(work)
+    for outcome in outcomes[1:]:
+        assert isinstance(outcome.error, samestep.Error), outcome.text
+        assert "its loss depends on the rows, or random numbers, of tower" in outcome.text
+
+
 def test_workers_that_make_other_calls_hear_of_it():
     def work(job):
         state, [part] = made(job, "one")

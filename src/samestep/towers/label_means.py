@@ -52,9 +52,10 @@ class LabelMeans:
             labels = _labels(tower, ignored)
             before = self._before.setdefault(ignored, labels)
             found = _first_difference(before, labels)
-            if found is not None and not self._has_warned:
+            if found is not None:
                 self._has_warned = True
                 _warn(ignored, [before.tower, labels.tower], found)
+                return
 
 
 def _labels(tower: Tower, ignored: int) -> _Labels:
