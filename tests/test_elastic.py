@@ -90,6 +90,43 @@ def test_what_passes_keep_is_found_once_the_workers_that_are_left_have_several_t
         assert "its loss depends on the rows, or random numbers, of tower" in outcome.text
 
 
+class Holder:
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.state_dict, self.load_state_dict = optimizer.state_dict, optimizer.load_state_dict
+
+
+@pytest.mark.parametrize(
+    ("make", "wrap", "is_told"),
+    [
+        (lambda towers: torch.optim.Adam(towers.model.parameters()), None, True),
+        (lambda towers: torch.optim.Adam(towers.model.parameters()), lambda own: own, False),
+        (lambda towers: torch.optim.Adam(towers.model.parameters()), Holder, False),
+        (lambda towers: torch.optim.SGD(towers.model.parameters(), 0.1), None, False),  # keeps nothing
+        (lambda towers: torch.optim.Adam(nn.Linear(2, 2).parameters()), None, False),
+        (lambda towers: samestep.ShardedOptimizer(towers, torch.optim.Adam, lr=0.1), lambda own: own, False),
+    ],
+)
+def test_an_optimizer_that_is_left_out_is_told_of(recwarn, make, wrap, is_told):
+    model = nn.Linear(2, 1)
+    towers = samestep.Towers(model, 3)
+    optimizer = make(towers)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    with samestep.Elastic(
+        model=model, towers=towers, optimizer=None if wrap is None else wrap(optimizer)
+    ) as elastic:
+        elastic(take_step, model, towers, optimizer)
+        elastic(take_step, model, towers, optimizer)
+    told = [
+        str(each.message) for each in recwarn if "is not part of the state of Elastic" in str(each.message)
+    ]
+    assert len(told) == is_told
+    take_step(model, towers, optimizer)  # nobody listens any more
+    assert len(recwarn) == is_told
+
+
 def test_workers_that_make_other_calls_hear_of_it():
     def work(job):
         state, [part] = made(job, "one")
