@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -19,10 +18,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 from samestep.app.regroup import meet_again, renewable_of, tell
+from samestep.app.unknown_optimizers import UnknownOptimizers
 from samestep.batches.batch import LocalBatch
 from samestep.checkpoint.handover import Trained, send_state, set_trained, take_state, trained
 from samestep.checkpoint.objects import TrainingObjects
@@ -141,7 +139,7 @@ class Elastic:
         kept = [each for each in (towers, loader, *state.values()) if each is not None]
         self._small = [each for each in kept if not isinstance(each, nn.Module)]
         self._all_towers = [each for each in kept if isinstance(each, Towers)]
-        self._steps = _UnknownSteps(self._all_towers, kept)
+        self._unknown = UnknownOptimizers(self._all_towers, kept)
         self._num_done = -1 if self._job.is_newcomer else 0
         self._result: Any = None
         self._call = ""
@@ -152,7 +150,7 @@ class Elastic:
         self._have_come = False  # whether there were newcomers when the workers met again
 
     def __enter__(self) -> Elastic:
-        self._steps.tell()
+        self._unknown.watch()
         renewable = self._renewable
         if renewable is not None:
             self._before = self._after = self._note()
@@ -166,7 +164,7 @@ class Elastic:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._steps.stop()
+        self._unknown.stop()
         for towers in self._all_towers:
             towers._may_change_workers = False
         if kind is None and self._renewable is not None:
@@ -293,42 +291,6 @@ class Elastic:
             else:
                 each.load_state_dict(copy.deepcopy(state))
         noted.generators.restore()
-
-
-class _UnknownSteps:
-    """Warns of optimizers that update the models and are not part of the state.
-
-    Args:
-        all_towers: of the models.
-        kept: what the state is made of; an optimizer may be held by one of these.
-    """
-
-    def __init__(self, all_towers: Sequence[Towers], kept: Sequence[Any]) -> None:
-        self._models = [towers.model for towers in all_towers]
-        self._kept = {id(each) for one in kept for each in (one, *getattr(one, "__dict__", {}).values())}
-        self._hook: RemovableHandle | None = None
-
-    def tell(self) -> None:
-        """Warn of them, until `stop`."""
-        self._hook = register_optimizer_step_post_hook(self._look)
-
-    def stop(self) -> None:
-        """Warn no more."""
-        if self._hook is not None:
-            self._hook.remove()
-
-    def _look(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if id(optimizer) in self._kept or not optimizer.state:
-            return
-        self._kept.add(id(optimizer))  # it is told of once
-        own = {id(parameter) for model in self._models for parameter in model.parameters()}
-        if own & {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}:
-            warnings.warn(
-                f"{type(optimizer).__name__} updates the model and is not part of the state of Elastic: a "
-                "worker that joins would go on without what it keeps, and end in other weights; pass it, as "
-                "Elastic(..., optimizer=optimizer)",
-                stacklevel=2,
-            )
 
 
 def _hyper_parameters(each: Any) -> Any:
