@@ -114,6 +114,7 @@ def test_an_optimizer_that_is_left_out_is_told_of(recwarn, make, wrap, is_told):
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
+    torch.optim.Adam(model.parameters()).step()  # one of an earlier part of the program
     with samestep.Elastic(
         model=model, towers=towers, optimizer=None if wrap is None else wrap(optimizer)
     ) as elastic:
@@ -123,8 +124,6 @@ def test_an_optimizer_that_is_left_out_is_told_of(recwarn, make, wrap, is_told):
         str(each.message) for each in recwarn if "is not part of the state of Elastic" in str(each.message)
     ]
     assert len(told) == is_told
-    take_step(model, towers, optimizer)  # nobody listens any more
-    assert len(recwarn) == is_told
 
 
 def test_workers_that_make_other_calls_hear_of_it():

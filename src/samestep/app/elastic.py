@@ -150,7 +150,7 @@ class Elastic:
         self._have_come = False  # whether there were newcomers when the workers met again
 
     def __enter__(self) -> Elastic:
-        self._unknown.watch()
+        self._unknown.start()
         renewable = self._renewable
         if renewable is not None:
             self._before = self._after = self._note()
@@ -164,7 +164,6 @@ class Elastic:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._unknown.stop()
         for towers in self._all_towers:
             towers._may_change_workers = False
         if kind is None and self._renewable is not None:
@@ -176,10 +175,12 @@ class Elastic:
         if isinstance(self._objects.loader, StreamLoader):
             _check_in_call((*args, *kwargs.values()))
         if self._renewable is None:
-            return work(*args, **kwargs)
-        name = getattr(work, "__qualname__", type(work).__qualname__)
-        self._make(name, lambda: work(*args, **kwargs))
-        result: T = self._result
+            result = work(*args, **kwargs)
+        else:
+            name = getattr(work, "__qualname__", type(work).__qualname__)
+            self._make(name, lambda: work(*args, **kwargs))
+            result = self._result
+        self._unknown.look()
         return result
 
     def _make(self, name: str, work: Callable[[], Any]) -> None:

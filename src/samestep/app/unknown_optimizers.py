@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
+from samestep.buffers.outside import stepped
 from samestep.towers.towers import Towers
 
 __all__ = ["UnknownOptimizers"]
@@ -25,27 +25,25 @@ class UnknownOptimizers:
 
     def __init__(self, all_towers: Sequence[Towers], kept: Sequence[Any]) -> None:
         self._models = [towers.model for towers in all_towers]
-        self._kept = {id(each) for one in kept for each in (one, *getattr(one, "__dict__", {}).values())}
-        self._hook: RemovableHandle | None = None
+        held = [each for one in kept for each in (one, *getattr(one, "__dict__", {}).values())]
+        self._known = weakref.WeakSet(each for each in held if isinstance(each, Optimizer))
 
-    def watch(self) -> None:
-        """Warn of them, until `stop`."""
-        self._hook = register_optimizer_step_post_hook(self._look)
+    def start(self) -> None:
+        """Forget those that have been stepped before."""
+        stepped.clear()
 
-    def stop(self) -> None:
-        """Warn no more."""
-        if self._hook is not None:
-            self._hook.remove()
+    def look(self) -> None:
+        """Look at those that have been stepped for the first time."""
+        for optimizer in [each for each in stepped if each not in self._known]:
+            self._known.add(optimizer)
+            if optimizer.state and self._updates_model(optimizer):
+                warnings.warn(
+                    f"{type(optimizer).__name__} updates the model and is not part of the state of Elastic: "
+                    "a worker that joins would go on without what it keeps, and end in other weights; pass "
+                    "it, as Elastic(..., optimizer=optimizer)",
+                    stacklevel=3,
+                )
 
-    def _look(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if id(optimizer) in self._kept or not optimizer.state:
-            return
-        self._kept.add(id(optimizer))  # it is told of once
+    def _updates_model(self, optimizer: Optimizer) -> bool:
         own = {id(parameter) for model in self._models for parameter in model.parameters()}
-        if own & {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}:
-            warnings.warn(
-                f"{type(optimizer).__name__} updates the model and is not part of the state of Elastic: a "
-                "worker that joins would go on without what it keeps, and end in other weights; pass it, as "
-                "Elastic(..., optimizer=optimizer)",
-                stacklevel=2,
-            )
+        return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])

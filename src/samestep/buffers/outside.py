@@ -28,6 +28,7 @@ __all__ = [
     "note_outside_gradients",
     "open_steps",
     "step_hooks",
+    "stepped",
 ]
 
 _keys = itertools.count(-1, -1)  # torch's own are not below 0
@@ -46,6 +47,9 @@ _outside_gradients: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValue
 
 open_steps: weakref.WeakKeyDictionary[object, Sequence[Tensor]] = weakref.WeakKeyDictionary()
 """The parameters of each step of this process whose passes have begun, and that has no average yet."""
+
+stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""The optimizers of this process that have been stepped."""
 
 
 def graph_of(losses: Iterable[Tensor]) -> Iterator[Any]:
@@ -68,6 +72,7 @@ def note_outside_gradients(leaves: Iterable[Tensor]) -> None:
 
 
 def _refuse_wrong_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    stepped.add(optimizer)
     if open_steps:
         _refuse_no_average(optimizer)
     if not _outside_gradients:
