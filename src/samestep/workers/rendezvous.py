@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import math
 import os
@@ -110,18 +109,9 @@ def _join(device: torch.device, timeout_s: float) -> Transport:
         _in_thread(partial(_meet_in_store, gpu_of(device), timeout_s), where)
     if not has_group():
         return Alone()
-    if not is_own:
-        atexit.register(_end_group)
     transport = ProcessGroup(device, timeout_s, is_own=is_own)
     _connect(transport)
     return transport
-
-
-def _end_group() -> None:
-    """End the program's group where it has not: one that outlives the interpreter aborts the process."""
-    gc.collect()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _check_group() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import re
@@ -237,9 +238,10 @@ class ProcessGroup:
         self.waiter.close()
         self.waiter.peers.close()
         self.shared.close()
-        # Scripts written for torch's launcher end with this very call.
-        if self._is_own and dist.is_initialized():
-            dist.destroy_process_group()
+        if self._is_own:
+            _end_group(os.getpid())
+        else:  # if the program does not do it before
+            atexit.register(_end_group, os.getpid())
 
     def _is_packed(self, tensors: Sequence[Tensor]) -> bool:
         return len(tensors) > 1 or (self._through_host and tensors[0].device.type != "cpu")
@@ -247,6 +249,13 @@ class ProcessGroup:
     def _device(self, tensors: Sequence[Tensor]) -> torch.device:
         """Return where a message lies: in host memory where the backend cannot send from the GPU."""
         return torch.device("cpu") if self._through_host else tensors[0].device
+
+
+def _end_group(process: int) -> None:
+    """End torch's process group, and not in what that process has forked."""
+    # Scripts written for torch's launcher end with this very call.
+    if os.getpid() == process and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _messages(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
