@@ -184,6 +184,14 @@ def train(job, problem, schedule=0, *, fails=False):
     return samestep.digest(model), reports
 
 
+def mostly_long(numbers, num_short):
+    """Return numbers of which those after the first few are for `make test-all`."""
+    return [
+        *numbers[:num_short],
+        *(pytest.param(each, marks=pytest.mark.long) for each in numbers[num_short:]),
+    ]
+
+
 def check(problem_seed, schedules, *, fails=False):
     """Compare schedules of a run with that of one worker."""
     problem = Problem(problem_seed)
@@ -196,12 +204,12 @@ def check(problem_seed, schedules, *, fails=False):
             assert found == expected, f"problem {problem_seed}, schedule {schedule}, {num_workers} workers"
 
 
-@pytest.mark.parametrize("problem", range(24))
+@pytest.mark.parametrize("problem", mostly_long(range(24), 12))
 def test_every_schedule_takes_the_steps_of_one_worker(problem):
     check(problem, range(3 * problem, 3 * problem + 3))
 
 
-@pytest.mark.parametrize("problem", range(36, 48))
+@pytest.mark.parametrize("problem", mostly_long(range(36, 48), 6))
 def test_a_step_that_failed_on_one_worker_can_be_taken_again(problem):
     check(problem, range(2 * problem, 2 * problem + 2), fails=True)
 
@@ -218,24 +226,17 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def half_of_them_long(stop, step):
-    """Return where parts of a range begin; those from its middle on are for `make test-all`."""
-    return [
-        pytest.param(first, marks=[pytest.mark.long] * (2 * first >= stop)) for first in range(0, stop, step)
-    ]
-
-
 hundred_from = cache(lambda first: schedules.run(range(first, first + 100)))
 
 
-@pytest.mark.parametrize("first", half_of_them_long(2000, 100))
+@pytest.mark.parametrize("first", mostly_long(range(0, 2000, 100), 6))
 def test_whatever_happens_the_bits_or_the_error_are_right(first, one_thread):
     seen, failed = hundred_from(first)
     assert failed == []
     assert seen["schedules"] == 100
 
 
-@pytest.mark.parametrize("first", half_of_them_long(200, 20))
+@pytest.mark.parametrize("first", mostly_long(range(0, 200, 20), 3))
 def test_whatever_happens_with_a_model_the_bits_or_the_error_are_right(first, one_thread):
     assert schedules.run(range(first, first + 20), with_model=True)[1] == []
 

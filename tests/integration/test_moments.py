@@ -80,7 +80,9 @@ def check_interrupted(outcome, number):
         assert (status in (128 + number, -number), len(errors) <= 1) == (True, True), errors
 
 
-@pytest.mark.parametrize(("after_s", "group"), [(0.1, True), (0.5, True), (0.5, False)])
+@pytest.mark.parametrize(
+    ("after_s", "group"), [(0.1, True), pytest.param(0.5, True, marks=pytest.mark.long), (0.5, False)]
+)
 def test_an_interrupt_before_anything_is_imported_is_silent(hit, after_s, group):
     check_interrupted(hit(after_s, signal.SIGINT, group=group), signal.SIGINT)
 
