@@ -16,7 +16,9 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="torch sees no GPU"))
-    gc.freeze()  # what all tests have imported is not looked through at every collection of garbage
+    # What all tests have imported is not looked through for garbage, and what they make less often.
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 @pytest.fixture(scope="session")

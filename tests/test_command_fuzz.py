@@ -36,7 +36,7 @@ from samestep.recipes.lm import recipe as lm
 from samestep.recipes.segmentation import recipe as segmentation
 from samestep.towers.towers import Towers
 
-FIRST, COUNT = map(int, os.environ.get("SAMESTEP_FUZZ", "0:2000").split(":"))
+FIRST, COUNT = map(int, os.environ.get("SAMESTEP_FUZZ", "0:1000").split(":"))
 LIMIT_S = 10.0
 
 RECIPES = ("digits", "cifar10", "segmentation", "lm")

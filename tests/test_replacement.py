@@ -78,15 +78,6 @@ def step_of(path):
     return samestep.load(path, model=nn.Linear(2, 1)).step
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """A child process has only the thread that forked it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize(
     ("before", "exchanges"),
     [(None, True), ("one", True), ("one", False), (".one.replaced", False)],

@@ -362,7 +362,7 @@ def test_a_gradient_that_is_not_finite_is_explained():
 
 @pytest.mark.parametrize("rank", range(3))
 def test_a_worker_that_is_killed_is_named(rank):
-    for event in range(14 + rank, 60, 3):
+    for event in range(14 + rank, 60, 5):
         outcomes = simulate(lambda job: work_on(job), 3, event, Faults(killed={rank: event}))
         assert isinstance(outcomes[rank].error, Killed)
         for other, outcome in enumerate(outcomes):
