@@ -23,10 +23,10 @@ from torch import nn
 
 import samestep
 from samestep.batches.batch import GlobalBatch
-from samestep.buffers.watch import Watch
-from samestep.towers.pass_check import PassCheck
 from samestep.towers.replica import Replica
 from samestep.towers.run import StepRun
+from samestep.watching.pass_check import PassCheck
+from samestep.watching.watch import Watch
 from step import SUBJECTS, Subject, loss_of, pictures, sgd
 
 CHECKS: list[tuple[type, str]] = [

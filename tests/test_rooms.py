@@ -8,7 +8,8 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "samestep"
 ROOMS = (
     *("cli", "recipes", "integrations", "app", "checking", "checkpoint", "data", "sharding", "towers"),
-    *("batches", "buffers", "summation", "workers", "identity", "streams", "errors"),
+    *("watching", "batches", "buffers", "summation", "workers", "memory"),
+    *("identity", "streams", "forks", "errors"),
 )
 FILES = [path for path in SOURCE.rglob("*.py") if path.name not in ("__main__.py",)]
 

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, strategies as st
 
 from samestep.errors import DisagreementError
-from samestep.workers import segments
-from samestep.workers.channel import LONGEST, Channel
-from samestep.workers.shared_memory import SharedMemory
+from samestep.memory import segments
+from samestep.memory.channel import LONGEST, Channel
+from samestep.memory.shared_memory import SharedMemory
 
 LIKE = torch.empty(0)
 FILES = {str(Path(segments.__file__).with_name(f"{name}.py")) for name in ("channel", "shared_memory")}

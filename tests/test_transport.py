@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from samestep.errors import LostWorkerError
+from samestep.memory.shared_memory import SharedMemory
 from samestep.workers.collectives import gather_objects
 from samestep.workers.meeting import meet
 from samestep.workers.peers import Peers
-from samestep.workers.shared_memory import SharedMemory
 from samestep.workers.transport import Alone, ProcessGroup, how_lost, is_lost_connection
 
 SMALL = 2**18 // 4  # float32 numbers up to which a tensor shares a message

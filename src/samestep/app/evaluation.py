@@ -17,10 +17,10 @@ from samestep.batches.batch import GlobalBatch
 from samestep.batches.copier import Copier
 from samestep.buffers.kept_buffers import KeptBuffers
 from samestep.buffers.named_buffers import find_named_parameters
-from samestep.buffers.weight_hash import WeightHash
 from samestep.data.readers import COMPARED, BatchedReader, Reader, Request, compared_at, is_batched
 from samestep.errors import ConfigError, UsageError, shown
 from samestep.streams import keep_globals, seed_globals, stream_seed
+from samestep.watching.weight_hash import WeightHash
 from samestep.workers.agreement import agree
 from samestep.workers.job import Job
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from samestep.buffers.outside import stepped
 from samestep.towers.towers import Towers
+from samestep.watching.outside import stepped
 
 __all__ = ["UnknownOptimizers"]
 

@@ -1,1 +1,1 @@
-"""A module's buffers through a step: normalisation statistics, policies, and the check for changes."""
+"""A module's buffers through a step: normalisation statistics and policies."""

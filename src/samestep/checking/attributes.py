@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from samestep.buffers.own_generators import state_of
 from samestep.checking.surroundings import PLAIN, Place, Surroundings, items_of
 from samestep.identity import digest
+from samestep.watching.own_generators import state_of
 
 __all__ = ["Held", "fingerprint", "held_by"]
 

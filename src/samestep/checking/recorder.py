@@ -18,7 +18,6 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from samestep.batches.nest import tensors
-from samestep.buffers.flow import not_followed
 from samestep.buffers.named_buffers import find_named_buffers
 from samestep.buffers.policies import assign_policies
 from samestep.checking.attributes import fingerprint, held_by
@@ -33,6 +32,7 @@ from samestep.towers.report import Report
 from samestep.towers.step import Step
 from samestep.towers.tower import Tower
 from samestep.towers.towers import Towers
+from samestep.watching.flow import not_followed
 from samestep.workers.job import Job
 
 __all__ = ["Subject", "Trial", "record"]

@@ -29,7 +29,6 @@ from torch.optim import (
 
 from samestep.batches.columns import Whole
 from samestep.batches.fingerprint import fingerprint
-from samestep.buffers.outside import step_hooks
 from samestep.errors import ConfigError, DisagreementError, UsageError, shown
 from samestep.sharding.cuts import divide
 from samestep.sharding.separable import check_separable
@@ -39,6 +38,7 @@ from samestep.towers.division import Division, UpdatesShares
 from samestep.towers.result import StepResult
 from samestep.towers.root import settings_of
 from samestep.towers.towers import Towers
+from samestep.watching.outside import step_hooks
 from samestep.workers.agreement import agree
 from samestep.workers.collectives import post_to_all, unbroken
 

@@ -9,9 +9,9 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from samestep.buffers.weight_hash import Hashes, WeightHash
 from samestep.errors import UsageError
 from samestep.sharding.shares import Share
+from samestep.watching.weight_hash import Hashes, WeightHash
 from samestep.workers.transport import Transport
 
 __all__ = ["Update"]

@@ -14,9 +14,9 @@ from samestep.errors import DisagreementError
 from samestep.summation.exchange import Exchange
 from samestep.summation.plan import Plan
 from samestep.towers.division import Division
-from samestep.towers.must_match import FIRST_EXAMPLE, MustMatch
 from samestep.towers.replica import Kind, Replica
 from samestep.towers.run import StepRun
+from samestep.watching.must_match import FIRST_EXAMPLE, MustMatch
 
 __all__ = ["Opening", "StepOptions"]
 

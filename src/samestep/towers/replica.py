@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from samestep.buffers.kept_buffers import unexpanded
 from samestep.buffers.model_buffers import ModelBuffers
 from samestep.buffers.named_buffers import find_named_buffers
-from samestep.buffers.outside import averaged_parameters
 from samestep.buffers.policies import Policy, check_policies
 from samestep.buffers.statistics import Mode, check_norms
-from samestep.buffers.watch import Watch
 from samestep.errors import ConfigError
 from samestep.summation.gradient_sum import GradientSum
 from samestep.summation.layout import Layout
@@ -25,9 +23,11 @@ from samestep.summation.placement import Placement
 from samestep.summation.plan import ParameterLayout, Plan, grad_dtype
 from samestep.summation.sparse import find_sparse, sparse_weights
 from samestep.towers.division import Division
-from samestep.towers.hooks import HookCheck
-from samestep.towers.label_means import LabelMeans
 from samestep.towers.root import check_module, check_wrappers
+from samestep.watching.hooks import HookCheck
+from samestep.watching.label_means import LabelMeans
+from samestep.watching.outside import averaged_parameters
+from samestep.watching.watch import Watch
 from samestep.workers.collectives import broadcast
 from samestep.workers.environment import under_launcher, warn_if_unranked, world_size
 from samestep.workers.job import Job

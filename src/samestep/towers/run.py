@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from samestep.batches.batch import LocalBatch
-from samestep.buffers.outside import note_outside_gradients, open_steps
 from samestep.errors import BatchError, UsageError
 from samestep.streams import keep_globals, seed_globals, tower_seed
 from samestep.summation.buckets import Average
@@ -21,9 +20,10 @@ from samestep.summation.gradient_sum import GradientSum
 from samestep.summation.scalars import TowerScalars
 from samestep.towers.counts import Count, count_slices, wrong_counts
 from samestep.towers.losses import Contribution, Losses, NamedCounts
-from samestep.towers.pass_check import PassCheck
 from samestep.towers.replica import Replica
 from samestep.towers.tower import Tower
+from samestep.watching.outside import note_outside_gradients, open_steps
+from samestep.watching.pass_check import PassCheck, leaves_of
 from samestep.workers.collectives import gather_rows
 
 __all__ = ["StepRun"]
@@ -52,7 +52,8 @@ class StepRun:
         self.job = replica.job
         self.watch = replica.watch
         self._replica = replica
-        self._check = PassCheck(replica)
+        self._check = PassCheck(replica.parameters, replica.buffers)
+        replica.label_means.start_step()
         self._is_dropped = False
         self.is_interrupted = False  # by the passes of another step in this thread
         self.parameters = replica.parameters
@@ -269,7 +270,11 @@ class StepRun:
 
     def leaves(self, losses: Iterable[Tensor]) -> list[Tensor]:
         """Return the leaves of the losses' graph, in a step that looks."""
-        return self._check.leaves(losses) if self.watch.looks and self._gradients is not None else []
+        if self._gradients is None or not self.watch.looks:
+            return []
+        leaves, is_reentrant = leaves_of(losses)
+        self._replica.has_reentrant |= is_reentrant
+        return leaves
 
     def _start_exchange(self) -> None:
         """Give the scalars of all this worker's towers to the exchange; those without rows count 0."""

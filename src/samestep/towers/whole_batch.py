@@ -31,13 +31,13 @@ from samestep.batches.batch import GlobalBatch, LocalBatch
 from samestep.batches.copier import Copier, copied
 from samestep.batches.nest import mapped
 from samestep.buffers.kept_buffers import KeptBuffers
-from samestep.buffers.outside import note_outside_gradients
 from samestep.errors import UsageError
 from samestep.streams import keep_globals, seed_globals, stream_seed, tower_seed
 from samestep.towers.losses import Contribution, loss_sum
 from samestep.towers.outputs import Outline, gather, take_apart
 from samestep.towers.run import StepRun
 from samestep.towers.tower import Tower
+from samestep.watching.outside import note_outside_gradients
 
 __all__ = ["Forward", "WholeLoss", "run_whole_batch"]
 

@@ -16,11 +16,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from samestep.workers.channel import Channel
+from samestep.memory.channel import Channel
+from samestep.memory.segments import allocate
 from samestep.workers.collectives import gather_objects
 from samestep.workers.peers import Peers
 from samestep.workers.process import open_listener
-from samestep.workers.segments import allocate
 from samestep.workers.transport import Transport
 
 __all__ = ["meet"]

@@ -8,14 +8,13 @@ of a worker, so that all name the same one; and nobody listens but workers that 
 
 from __future__ import annotations
 
-import os
 import socket
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
 
-__all__ = ["Peers", "close_in_child"]
+from samestep.forks import close_in_child
+
+__all__ = ["Peers"]
 
 
 class Peers:
@@ -80,23 +79,3 @@ class Peers:
         """Close all connections."""
         while self._connections:
             self._connections.popitem()[1].close()
-
-
-class _Connections(Protocol):
-    def close(self) -> None: ...
-
-
-_open: weakref.WeakSet[_Connections] = weakref.WeakSet()
-
-
-def close_in_child(connections: _Connections) -> None:
-    """Have a forked process close what it inherits: it may outlive its worker, which is gone then."""
-    _open.add(connections)
-
-
-def _close_all() -> None:
-    for connections in _open:
-        connections.close()
-
-
-os.register_at_fork(after_in_child=_close_all)

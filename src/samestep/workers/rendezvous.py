@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from samestep.errors import ConfigError, LostWorkerError, shown
+from samestep.memory.shared_memory import SharedMemory
 from samestep.workers import environment
 from samestep.workers.device import gpu_of
 from samestep.workers.environment import JOB, NUMBER
 from samestep.workers.meeting import meet
 from samestep.workers.members import Generation, Key, Members
-from samestep.workers.shared_memory import SharedMemory
 from samestep.workers.store import reach_store
 from samestep.workers.transport import (
     Alone,

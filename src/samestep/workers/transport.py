@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.errors import Error, LostWorkerError, UsageError
-from samestep.workers.shared_memory import Delivery, SharedMemory
+from samestep.memory.shared_memory import Delivery, SharedMemory
 from samestep.workers.waiter import Call, Wait, Waiter, Waiting
 
 __all__ = [

@@ -4,38 +4,32 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from samestep.buffers.outside import graph_of
+from samestep.buffers.model_buffers import ModelBuffers
 from samestep.errors import BufferPolicyError, UsageError
+from samestep.watching.outside import graph_of
 from samestep.workers.rendezvous import num_messages
 
-if TYPE_CHECKING:
-    from samestep.towers.replica import Replica
-    from samestep.towers.tower import Tower
-
-__all__ = ["PassCheck"]
+__all__ = ["PassCheck", "leaves_of"]
 
 _grad = operator.attrgetter("grad")
 
 
 class PassCheck:
-    """Looks at the passes of one step, in one tower's turn after the other."""
+    """Looks at the passes of one step, in one tower's turn after the other; errors name the `tower`."""
 
-    def __init__(self, replica: Replica) -> None:
-        self._replica = replica
-        self._parameters = replica.parameters
+    def __init__(self, parameters: Sequence[Tensor], buffers: ModelBuffers) -> None:
+        self._parameters, self._buffers = parameters, buffers
         self._num_messages = 0
-        replica.label_means.start_step()
 
     def start(self) -> None:
         """Begin a tower's turn."""
         self._num_messages = num_messages()
 
-    def check_forward(self, tower: Tower) -> None:
+    def check_forward(self, tower: object) -> None:
         """Check what a tower's forward has left, before samestep's own backward."""
         if self._has_gradients():
             self._let_go_of_zeros()
@@ -53,18 +47,18 @@ class PassCheck:
 
     def start_backward(self) -> None:
         """Note which buffers a tower's forward has changed."""
-        self._changed = self._replica.buffers.changed()
+        self._changed = self._buffers.changed()
 
     def check_backward(self, who: str) -> None:
         """Refuse buffers that the backward alone changes; one that runs a forward again may change those."""
-        late = sorted(self._replica.buffers.changed() - self._changed)
+        late = sorted(self._buffers.changed() - self._changed)
         if late:
             raise BufferPolicyError(
                 f"{who}: backward changed {', '.join(late)}, but a tower's buffers count with what they hold "
                 "when tower.backward is called: change them in the forward, or after average()"
             )
 
-    def not_handed_in(self, tower: Tower) -> UsageError:
+    def not_handed_in(self, tower: object) -> UsageError:
         """Return what is wrong where the loop went on without a tower's loss."""
         called = "the loop went on before backward was called"
         if self._has_gradients():
@@ -80,7 +74,7 @@ class PassCheck:
             if parameter.grad is not None and not parameter.grad.is_sparse and not parameter.grad.any():
                 parameter.grad = None
 
-    def explain(self, tower: Tower, error: RuntimeError) -> UsageError | None:
+    def explain(self, tower: object, error: RuntimeError) -> UsageError | None:
         """Return what is wrong where a backward came to a part of another tower's graph."""
         if "backward through the graph a second time" not in str(error):
             return None
@@ -89,9 +83,9 @@ class PassCheck:
             "that has a gradient within the loop over towers, or detach it"
         )
 
-    def leaves(self, losses: Iterable[Tensor]) -> list[Tensor]:
-        """Return the leaves of the losses' graph; note whether backward may come to a parameter twice."""
-        nodes = list(graph_of(losses))
-        if any(node.name() == "CheckpointFunctionBackward" for node in nodes):  # reentrant
-            self._replica.has_reentrant = True
-        return [node.variable for node in nodes if hasattr(node, "variable")]
+
+def leaves_of(losses: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
+    """Return the leaves of the losses' graph, and whether backward may come to a parameter twice."""
+    nodes = list(graph_of(losses))
+    is_reentrant = any(node.name() == "CheckpointFunctionBackward" for node in nodes)
+    return [node.variable for node in nodes if hasattr(node, "variable")], is_reentrant

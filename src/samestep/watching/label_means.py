@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from samestep.batches.nest import tensors
-from samestep.buffers.outside import graph_of
-
-if TYPE_CHECKING:
-    from samestep.towers.tower import Tower
+from samestep.watching.outside import graph_of
 
 __all__ = ["LabelMeans"]
 
 _NODES = ("NllLossBackward0", "NllLoss2DBackward0")  # of `F.cross_entropy` and `F.nll_loss`
 _MEAN = 1  # torch's number for reduction="mean"
+
+
+class _Tower(Protocol):
+    @property
+    def batch(self) -> Any: ...
+    @property
+    def rows(self) -> int: ...
 
 
 class _Labels(NamedTuple):
@@ -40,7 +44,7 @@ class LabelMeans:
         """Forget the towers of another step."""
         self._before.clear()
 
-    def look(self, tower: Tower, loss: Tensor) -> None:
+    def look(self, tower: _Tower, loss: Tensor) -> None:
         """Look at the graph of a loss that was handed in as a mean over the tower's rows.
 
         Only at attributes that are plain numbers: to read a saved tensor may run a forward again.
@@ -58,7 +62,7 @@ class LabelMeans:
                 return
 
 
-def _labels(tower: Tower, ignored: int) -> _Labels:
+def _labels(tower: _Tower, ignored: int) -> _Labels:
     return _Labels(repr(tower), tower.rows, [_numbers(each, ignored) for each in tensors(tower.batch)])
 
 

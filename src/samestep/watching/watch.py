@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from samestep.buffers.flow import FlowWatch
-from samestep.buffers.modes import Modes
 from samestep.buffers.named_buffers import NamedBuffer, NamedParameter, find_named_parameters, reader
-from samestep.buffers.outside import OutsideNets
-from samestep.buffers.own_generators import OwnGenerators
 from samestep.buffers.policies import Policy
 from samestep.buffers.statistics import is_statistic
-from samestep.buffers.weight_hash import Hashes, WeightHash
 from samestep.errors import BufferPolicyError, Error, UsageError
+from samestep.watching.flow import FlowWatch
+from samestep.watching.modes import Modes
+from samestep.watching.outside import OutsideNets
+from samestep.watching.own_generators import OwnGenerators
+from samestep.watching.weight_hash import Hashes, WeightHash
 
 __all__ = ["Watch"]
 

@@ -17,9 +17,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from samestep.buffers.modes import Modes
 from samestep.errors import BufferPolicyError, UsageError
 from samestep.identity import checksum_of, uncompiled
+from samestep.watching.modes import Modes
 
 __all__ = [
     "OutsideNets",

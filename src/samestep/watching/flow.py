@@ -15,8 +15,8 @@ from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from samestep.buffers.origins import Origin, Origins, storage_of
 from samestep.errors import UsageError
+from samestep.watching.origins import Origin, Origins, storage_of
 
 aten = torch.ops.aten
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from samestep.workers.channel import Channel
+from samestep.memory.channel import Channel
 
 __all__ = ["Bytes", "Segment", "Segments", "allocate", "as_bytes", "mapped"]
 

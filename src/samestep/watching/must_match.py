@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from samestep.buffers.watch import Watch
+from samestep.watching.watch import Watch
 
 __all__ = ["FIRST_EXAMPLE", "MustMatch"]
 

@@ -19,9 +19,9 @@ from itertools import accumulate
 from torch import Tensor
 
 from samestep.errors import DisagreementError
-from samestep.workers.channel import LONGEST, Channel, Kind, Packet
-from samestep.workers.peers import close_in_child
-from samestep.workers.segments import Bytes, Segment, Segments, as_bytes, mapped
+from samestep.forks import close_in_child
+from samestep.memory.channel import LONGEST, Channel, Kind, Packet
+from samestep.memory.segments import Bytes, Segment, Segments, as_bytes, mapped
 
 __all__ = ["Delivery", "SharedMemory"]
 

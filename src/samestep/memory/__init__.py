@@ -1,0 +1,1 @@
+"""Memory that the workers of a host share, and messages through it."""
