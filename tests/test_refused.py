@@ -585,6 +585,7 @@ ONLY_APART = {
 """Programs that are in order where there is one worker."""
 
 
+@pytest.mark.filterwarnings("ignore:passes changed")  # some count how often they run
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_all_workers_are_told(name, num_workers):

@@ -129,7 +129,8 @@ class _Recorder:
         number = self._towers.step
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "a pass (drew from|wrote to) ")  # this finds out more
+                # This finds out more.
+                warnings.filterwarnings("ignore", "(a pass drew from|a pass wrote to|passes changed) ")
                 self._step(batch)
         except Error as error:
             self._recording.error = error

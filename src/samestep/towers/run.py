@@ -104,7 +104,7 @@ class StepRun:
                     batch = self.local.slices[index]
                 self._buffers.start_tower()
                 seed_globals(tower_seed(self.seed, self.step, index), self.job.device)
-                self.watch.start_pass()
+                self.watch.start_pass(index)
                 self._turn = tower = Tower(index, batch, len(rows[index]), self)
                 self._check.start()
                 if self._gradients is not None:

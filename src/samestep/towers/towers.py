@@ -129,25 +129,27 @@ class Towers:
         self._asked = shown(placement)
         self._may_change_workers = False  # between a batch's making and its step
 
-        def prepare() -> None:
+        def prepare() -> Mapping[str, Any]:
             if placement == "auto" or not self.job.is_newcomer:  # which is not one of so many workers yet
                 self.placement = placement
             self._root = together(model, also)
             self._replica = Replica(self._root, self.job, self._settings, sparse_parameters)
+            layers = self._replica.watch.numbers.settings()
+            return {"layers": [f"{name}: {text}" for name, text in layers.items()]}
 
         self._agree(num_towers, prepare)
         self._replica.start_from_first_worker()
 
-    def _agree(self, num_towers: int, prepare: Callable[[], None]) -> None:
+    def _agree(self, num_towers: int, prepare: Callable[[], Mapping[str, Any] | None]) -> None:
         """Place the towers evenly and make the plan; compare it, and settings, with the other workers'."""
         # Every worker checks its own before the first message, so that none waits for one that has raised.
         must_match: dict[str, Any] = {"towers": num_towers, **self._settings.must_match}
         error: Exception | None = None
         try:
             self._placing.begin(num_towers)
-            prepare()
+            of_model = prepare() or {}
             self._opening = Opening(self._replica, self._replica.plan(Kind(self.placement)))
-            must_match |= self._opening.plan.description | {"placement": self._asked}
+            must_match |= {**self._opening.plan.description, "placement": self._asked, **of_model}
         except Exception as found:
             error = found
         mine = fingerprint(self.job.device)

@@ -90,12 +90,13 @@ def _run_ahead(run: StepRun, model: nn.Module, forward: Forward) -> dict[int, _P
             seed_globals(tower_seed(run.seed, run.step, tower), run.job.device)
             # A copy, because a forward may write to its batch, and is to see the same again.
             own_batch = mapped(copied, batch)
-            run.watch.start_pass()
+            run.watch.start_pass(tower)
             try:
                 tensors, outline = take_apart(forward(own_batch))
                 own[tower] = _Pass(outline, [_contiguous_copy(tensor.detach()) for tensor in tensors])
                 run.watch.modes.check(f"step {run.step}, tower {tower}")
                 run.watch.check(f"step {run.step}, tower {tower}")
+                run.watch.numbers.check()
             finally:
                 run.watch.stop_looking()
                 kept.restore()

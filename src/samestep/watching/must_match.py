@@ -33,7 +33,7 @@ class MustMatch:
 
     def hash(self) -> int:
         """Return a 32-bit number that tells apart what workers have."""
-        return zlib.crc32(repr([*self.settings.items(), self.watch.hashes]).encode())
+        return zlib.crc32(repr([*self.settings.items(), self.watch.hashes, self.watch.settings]).encode())
 
     def hash_of_passes(self) -> int:
         """Return a 32-bit number of what the passes so far have seen: the modes of the model's layers."""
@@ -46,6 +46,7 @@ class MustMatch:
         return {
             **{name: repr(value) for name, value in self.settings.items()},
             **{f"hash of the weights in {name}": value for name, value in self.watch.hashes.items()},
+            **{f"the layer {name}": value for name, value in self.watch.settings.items()},
             f"?{FIRST_EXAMPLE}: {_DATA}": self.first_example,
             "modes": modes,
             f"?modes: {_MODES}": modes,

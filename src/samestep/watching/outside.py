@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
 from samestep.errors import BufferPolicyError, UsageError
 from samestep.identity import checksum_of, uncompiled
 from samestep.watching.modes import Modes
+from samestep.watching.own_numbers import OwnNumbers
 
 __all__ = [
     "OutsideNets",
@@ -126,10 +127,11 @@ class OutsideNets:
     Args:
         model: what is inside.
         modes: hears of the layers of the model that run, too.
+        numbers: hears of what else runs.
     """
 
-    def __init__(self, model: nn.Module, modes: Modes) -> None:
-        self._modes = modes
+    def __init__(self, model: nn.Module, modes: Modes, numbers: OwnNumbers) -> None:
+        self._modes, self._numbers = modes, numbers
         modules = list(model.modules())
         self._inside = weakref.WeakSet(modules)
         # A compiled module would run without its parts' hooks, and warn of this one.
@@ -164,6 +166,7 @@ class OutsideNets:
         if module in self._inside:
             self._modes.note(module)
             return
+        self._numbers.note(module)
         if module._buffers and module not in self._seen:
             self._seen[module] = _buffers_of(module)
             self._new[module] = self._num_passes

@@ -15,6 +15,7 @@ from samestep.watching.flow import FlowWatch
 from samestep.watching.modes import Modes
 from samestep.watching.outside import OutsideNets
 from samestep.watching.own_generators import OwnGenerators
+from samestep.watching.own_numbers import OwnNumbers
 from samestep.watching.weight_hash import Hashes, WeightHash
 
 __all__ = ["Watch"]
@@ -37,10 +38,12 @@ class Watch:
     Attributes:
         pointers: where parameters, and buffers that no pass may change, lay when `note` was called.
         num_entries: parameters, buffers and modules that there were then.
+        settings: what torch's own layers are set to, by layer, in every 32nd step.
     """
 
     pointers: list[int]
     num_entries: int
+    settings: Mapping[str, str]
 
     def __init__(self, model: nn.Module, fixed: Sequence[NamedBuffer], shared: Sequence[NamedBuffer]) -> None:
         self._places = [*find_named_parameters(model), *fixed]
@@ -52,7 +55,8 @@ class Watch:
         self._before = self._late = Hashes()
         self._late_after: Hashes | None = None
         self.modes = Modes(model)
-        self.outside = OutsideNets(model, self.modes)
+        self.numbers = OwnNumbers(model)
+        self.outside = OutsideNets(model, self.modes, self.numbers)
         self.flow = FlowWatch()
         self._generators = OwnGenerators(model)
         self._model = model
@@ -68,6 +72,9 @@ class Watch:
         # Less and less often, because operators take longer when they are followed.
         self._follows = has_others or (self.looks and self._num_steps & (self._num_steps - 1) == 0)
         self._num_steps += 1
+        # By the step's own number: newcomers have taken fewer.
+        self.settings = self.numbers.settings() if step % _LOOK_EVERY == 0 else {}
+        self.numbers.start_step()
         self.flow.start_step()
         self.outside.start_step()
         self.modes.start_step()
@@ -89,12 +96,13 @@ class Watch:
         """Hashes that must be the same on all workers: on a GPU those of the step before."""
         return (self._before if self._before.is_ready else self._late).by_name()
 
-    def start_pass(self) -> None:
+    def start_pass(self, tower: int) -> None:
         """Note what a tower's forward may change, in a step that looks."""
         if self.looks:
             self.modes.start_pass()
             self.outside.start_looking()
             self._generators.note()
+            self.numbers.start_pass(tower)
 
     def follow(self, tower: int, rows: Iterable[Tensor]) -> None:
         """Follow where the values of a tower's rows go, in some of the steps that look."""
@@ -122,6 +130,7 @@ class Watch:
         if self.looks:
             self.check(who)
             self._generators.check()
+            self.numbers.check()
             self.flow.check(who, loss)
         else:
             self.outside.check(who)

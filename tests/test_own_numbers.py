@@ -1,0 +1,199 @@
+"""Plain numbers on layers: what passes count there is told, and what one worker alone sets is refused."""
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import samestep
+from samestep import Towers
+from samestep.errors import DisagreementError
+
+from .simulation import simulate, values
+
+NUM_TOWERS = 6
+
+
+class Counting(nn.Linear):
+    """Anneals by the number of calls."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * math.exp(-self.calls / 10)
+
+
+class Averaging(nn.Linear):
+    """Takes off a running mean, as a number."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+        self.mean = 0.0
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.mean().item()
+        return super().forward(x - self.mean)
+
+
+class AveragingInNumPy(nn.Linear):
+    """The same for each feature."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+        self.mean = np.zeros(4, np.float32)
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0).numpy()
+        return super().forward(x - torch.from_numpy(self.mean))
+
+
+class Seen(nn.Linear):
+    """Counts examples, which nothing but the loss of another step could depend on."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+        self.num_seen = np.int64(0)
+
+    def forward(self, x):
+        self.num_seen += len(x)
+        return super().forward(x)
+
+
+class Noting(nn.Linear):
+    """Notes what all passes of a step have alike."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+        self.has_run, self.width, self.progress, self.nothing = False, 0, 0.0, math.nan
+
+    def forward(self, x):
+        self.has_run, self.width, self.nothing = True, x.shape[1], float("nan")
+        return super().forward(x)
+
+
+class Margin(nn.Module):
+    """A loss that gets harder with each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.iteration = 0
+
+    def forward(self, y):
+        self.iteration += 1
+        return y.square().mean() * self.iteration
+
+
+def square(y):
+    return y.square().mean()
+
+
+def train(job, make, loss=square, edit=lambda job, model, step: None, num_steps=3):
+    torch.manual_seed(0)
+    model = make(job)
+    towers = Towers(model, NUM_TOWERS, job=job)
+    for step in range(num_steps):
+        edit(job, model, step)
+        for tower in towers(torch.randn(12, 4, generator=torch.Generator().manual_seed(step))):
+            tower.backward(loss(model(tower.batch)))
+        towers.average()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+    return samestep.digest(model)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("make", "make_loss", "named"),
+    [
+        (Counting, lambda: square, "calls of Counting"),
+        (Averaging, lambda: square, "mean of Averaging"),
+        (AveragingInNumPy, lambda: square, "mean of AveragingInNumPy"),
+        (Seen, lambda: square, "num_seen of Seen"),
+        (lambda: nn.Sequential(nn.Linear(4, 4), Counting()), lambda: square, r"calls of 1 \(Counting\)"),
+        (lambda: nn.Linear(4, 3), Margin, "iteration of Margin"),
+    ],
+)
+def test_what_two_passes_change_is_told_once_on_each_worker(make, make_loss, named, num_workers):
+    with pytest.warns(UserWarning, match=f"^passes changed {named}: what a tower's pass leaves") as told:
+        values(lambda job: train(job, lambda _: make(), make_loss(), num_steps=40), num_workers)
+    assert len(told) == num_workers
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_two_losses_of_a_kind_are_told_apart(num_workers):
+    def work(job):
+        one, other = Margin(), Margin()
+        other.iteration = 7
+        heads = iter([one, other] * 50)
+        return train(job, lambda _: nn.Linear(4, 3), lambda y: next(heads)(y), num_steps=1)
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        values(work, num_workers)
+    assert all("iteration of Margin" in str(each.message) for each in told)
+    assert len(told) == {1: 2, 2: 2, 3: 0}[num_workers]  # where a loss has counted twice on a worker
+
+
+def progress(job, model, step):
+    model.progress = step / 100
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 5])
+def test_sizes_flags_and_what_follows_the_steps_are_let_through(num_workers):
+    found = values(lambda job: train(job, lambda _: Noting(), edit=progress, num_steps=40), num_workers)
+    assert len(set(found)) == 1
+
+
+def test_a_layer_may_be_told_which_tower_it_is():
+    def work(job):
+        model = Noting()
+        towers = Towers(model, NUM_TOWERS, job=job)
+        for tower in towers(torch.ones(12, 4)):
+            model.index = tower.index
+            tower.backward(square(model(tower.batch)))
+        towers.average()
+
+    for num_workers in (1, 2, 3):
+        values(work, num_workers)
+
+
+def dropout(p):
+    return nn.Sequential(nn.Linear(4, 3), nn.Dropout(p))
+
+
+def on_all(job, model, step):
+    model[1].p = 0.01 * step
+
+
+def on_one(job, model, step):
+    if step == 7 and job.rank == 1:
+        model[1].p = 0.5
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_layers_that_are_set_to_other_values_are_refused_at_the_start(num_workers):
+    outcomes = simulate(lambda job: train(job, lambda job: dropout(0.2 if job.rank else 0.1)), num_workers)
+    for outcome in outcomes:
+        assert isinstance(outcome.error, DisagreementError)
+        assert "has layers[2] = 1 (Dropout): p=0." in outcome.text
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_what_one_worker_sets_a_layer_to_is_found_within_32_steps(num_workers):
+    outcomes = simulate(
+        lambda job: train(job, lambda _: dropout(0.1), edit=on_one, num_steps=40), num_workers
+    )
+    for outcome in outcomes:
+        assert isinstance(outcome.error, DisagreementError)
+        assert "step 32: " in outcome.text
+        assert "worker 1 has the layer 1 (Dropout) = p=0.5, inplace=False" in outcome.text
+
+
+def test_what_all_workers_set_alike_is_let_through():
+    work = lambda job: train(job, lambda _: dropout(0.1), edit=on_all, num_steps=40)  # noqa: E731
+    assert len({found for num_workers in (1, 2, 3) for found in values(work, num_workers)}) == 1
