@@ -24,7 +24,9 @@ class OwnNumbers:
     """The numbers that the modules of a model, and those that run beside it, have as attributes."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = [(_named(name, module), module) for name, module in model.named_modules()]
+        modules = [(_named(name, module), module) for name, module in model.named_modules()]
+        self._modules = [module for _, module in modules]
+        self._names = {id(module): name for name, module in modules}
         self._beside: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._before: dict[tuple[int, str], Any] = {}
         self._tower = -1
@@ -38,7 +40,7 @@ class OwnNumbers:
     def start_pass(self, tower: int) -> None:
         """Note what is there before a tower's pass."""
         self._tower = tower
-        self._before = {place: value for place, (_, value) in self._current().items()}
+        self._before = self._current()
 
     def note(self, module: nn.Module) -> None:
         """Note what a module beside the model has, where it runs for the first time."""
@@ -52,13 +54,13 @@ class OwnNumbers:
         Sizes, and what follows the steps, change in the first pass alone; a tower's index may be given.
         """
         found, before, self._before = [], self._before, {}
-        for place, (name, now) in self._current().items() if before else ():
+        for place, now in self._current().items() if before else ():
             if place in self._told or not _differ(before.get(place, now), now):
                 continue
             is_index = now == self._tower and self._changed.get(place, True)
             if place in self._changed and not is_index:
                 self._told.add(place)
-                found.append(name)
+                found.append(f"{place[1]} of {self._names.get(place[0]) or self._name_beside(place[0])}")
             self._changed[place] = is_index
         if found:
             warnings.warn(
@@ -72,8 +74,8 @@ class OwnNumbers:
     def settings(self) -> Mapping[str, str]:
         """Return what torch's own layers are set to, by layer, without what passes change."""
         return {
-            name: ", ".join(self._settings(module))
-            for name, module in self._modules
+            self._names[id(module)]: ", ".join(self._settings(module))
+            for module in self._modules
             if type(module).__module__.startswith("torch.nn.")
         }
 
@@ -83,13 +85,12 @@ class OwnNumbers:
             if is_setting and (id(module), name) not in self._told:
                 yield f"{name}={value!r}"
 
-    def _current(self) -> dict[tuple[int, str], tuple[str, Any]]:
-        modules = [*self._modules, *((_named("", module), module) for module in self._beside)]
-        return {
-            (id(module), attribute): (f"{attribute} of {name}", value)
-            for name, module in modules
-            for attribute, value in _numbers(module)
-        }
+    def _current(self) -> dict[tuple[int, str], Any]:
+        modules = [*self._modules, *self._beside]
+        return {(id(module), name): value for module in modules for name, value in _numbers(module)}
+
+    def _name_beside(self, number: int) -> str:
+        return next(_named("", module) for module in self._beside if id(module) == number)
 
 
 def _named(name: str, module: nn.Module) -> str:
