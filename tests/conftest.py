@@ -1,5 +1,6 @@
 import gc
 import multiprocessing
+import signal
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
@@ -38,6 +39,14 @@ def elsewhere(forkserver):
             return pool.submit(function, *arguments).result(timeout=100)
 
     return call
+
+
+@pytest.fixture
+def heeds_hangups():
+    """A suite that nohup has started ignores SIGHUP, and so would all that a test starts."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture(autouse=True)

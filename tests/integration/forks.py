@@ -73,6 +73,7 @@ def start(role: Callable[[dict[str, Any], int], None], request: dict[str, Any], 
     def play() -> None:
         os.setsid()
         signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells disable in the background
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup this one
         output = request["outputs"][number]
         redirect({0: os.devnull, 1: output, 2: f"{output}.errors"})
         os.environ.update(request["environment"])

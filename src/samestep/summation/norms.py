@@ -74,8 +74,7 @@ def gather_norms(
     """
     norms = _norms_of_all([each.gradient for each in averages if each.gradient is not None])
     if not plan.is_shared_out:
-        whole = {each.parameter: own for each, own in zip(averages, norms, strict=True)}
-        return {index: whole[index] for index in plan.order if index in whole}
+        return {each.parameter: own for each, own in zip(averages, norms, strict=True)}
     found = {(each.parameter, each.start): own for each, own in zip(averages, norms, strict=True)}
     found |= _gather(job, plan, found, dtypes, what)
     parts: dict[int, list[Norms]] = {}
