@@ -404,3 +404,19 @@ def test_a_loss_that_the_launcher_sees_first_is_not_told_of_as_a_newcomer(capsys
     told = capsys.readouterr().err
     assert "samestep: a worker is gone; going on with 2 workers after step " in told
     assert "newcomers" not in told
+
+
+def test_a_loss_is_told_of_though_another_worker_has_come_in_its_place(capsys):
+    def work(job):
+        state, parts = made(job, "one")
+        with samestep.Elastic(**state) as elastic:
+            while parts[0][1].step < 8:
+                elastic(take_step, *parts[0])
+
+    told = []
+    for seed in range(15):
+        Town(2, seed, Faults(killed={0: 12}), arrivals=[100]).run(work)
+        told.append(capsys.readouterr().err)
+    together = [text for text in told if text.count("going on with") == 1 and "with 2 workers" in text]
+    assert together
+    assert all("worker 0 is gone" in text for text in together)

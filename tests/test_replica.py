@@ -154,7 +154,8 @@ def train(job, change):
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_the_gradient_is_right_and_the_bits_are_the_same_for_any_workers(name):
-    digests = {value for num in WORKERS for value in values(lambda job: train(job, CHANGES[name]), num, num)}
+    some = WORKERS if name == "everything" else WORKERS[:3]
+    digests = {value for num in some for value in values(lambda job: train(job, CHANGES[name]), num, num)}
     assert len(digests) == 1
 
 

@@ -46,6 +46,7 @@ def test_any_number_of_workers_gives_the_same_digest(run, nursery, tmp_path, opt
     assert len(checkpoints[0]) == 4
 
 
+@pytest.mark.long
 def test_the_command_as_a_user_types_it(run, tmp_path):
     """Each process starts Python, and takes it down at its end."""
     words = ["train", "digits", *SHORT, "--run-dir", tmp_path / "cold", "--workers", "2"]

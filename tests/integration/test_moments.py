@@ -81,7 +81,8 @@ def check_interrupted(outcome, number):
 
 
 @pytest.mark.parametrize(
-    ("after_s", "group"), [(0.1, True), pytest.param(0.5, True, marks=pytest.mark.long), (0.5, False)]
+    ("after_s", "group"),
+    [(0.1, True), *(pytest.param(0.5, group, marks=pytest.mark.long) for group in (True, False))],
 )
 def test_an_interrupt_before_anything_is_imported_is_silent(hit, after_s, group):
     check_interrupted(hit(after_s, signal.SIGINT, group=group), signal.SIGINT)

@@ -39,6 +39,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _END = "its end"
+_DUE = "a worker is gone"  # as far as a worker knows that has only seen that there is another list
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
@@ -199,7 +200,7 @@ class Elastic:
         if self._call != self._entry:
             self._towers._come_to(self._call)
         elif self._job.is_first and renewable.is_due():  # the others lose this one, and follow
-            raise LostWorkerError("a worker is gone")  # unless one has come
+            raise LostWorkerError(_DUE)  # unless one has come
         result = work()
         if self._call not in self._known:
             _check_picklable(self._call, result)
@@ -217,7 +218,8 @@ class Elastic:
         self._have_come = False
         meet_again(self._job, self._catch_up)
         if self._job.is_first:
-            tell("there are newcomers" if self._have_come else why, self._job, self._towers.step)
+            have_come = self._have_come and why == _DUE  # a loss is told of, whoever has come since
+            tell("there are newcomers" if have_come else why, self._job, self._towers.step)
 
     @property
     def _place(self) -> _Place:
