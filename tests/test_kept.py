@@ -658,7 +658,11 @@ def raising(error, where):
     return fail
 
 
-@pytest.mark.parametrize("settings", [{}, {"statistics": "pooled"}, {"bucket_bytes": 64}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{"statistics": "pooled", "bucket_bytes": 64}, pytest.param({}, marks=pytest.mark.long)],
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("error", "where"),
     [

@@ -25,11 +25,11 @@ def undisturbed(name):
 
 
 def schedules():
-    """Yield programs and seeds: of each the first third, and what was found, in the quick suite, too."""
+    """Yield programs and seeds: of each the first sixth, and what was found, in the quick suite, too."""
     yield from FOUND
     for name, number in NUM_SEEDS.items():
         for seed in range(number):
-            yield pytest.param(name, seed, marks=[pytest.mark.long] if seed >= number // 3 else [])
+            yield pytest.param(name, seed, marks=[pytest.mark.long] if seed >= number // 6 else [])
 
 
 @pytest.mark.parametrize(("name", "seed"), [*schedules()])
