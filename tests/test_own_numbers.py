@@ -106,7 +106,7 @@ def train(job, make, loss=square, edit=lambda job, model, step: None, num_steps=
     return samestep.digest(model)
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
 @pytest.mark.parametrize(
     ("make", "make_loss", "named"),
     [
@@ -137,6 +137,18 @@ def test_two_losses_of_a_kind_are_told_apart(num_workers):
         values(work, num_workers)
     assert all("iteration of Margin" in str(each.message) for each in told)
     assert len(told) == {1: 2, 2: 2, 3: 0}[num_workers]  # where a loss has counted twice on a worker
+
+
+def test_losses_that_are_made_in_each_pass_count_for_themselves():
+    """Also where one is made where another one lay."""
+    model, criterion = nn.Linear(4, 3), None
+    towers = Towers(model, 64)
+    for tower in towers(torch.ones(128, 4)):
+        criterion = None
+        criterion = Margin()
+        tower.backward(criterion(model(tower.batch)))
+    towers.average()
+    assert criterion.iteration == 1
 
 
 def progress(job, model, step):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,18 +21,22 @@ _MOST_NAMES = 4
 _SETTINGS = (bool, int, float, str, tuple)
 
 
+_Place = tuple[weakref.ref[nn.Module], str]
+"""A module, whose id another one may have once it is gone, and the name of an attribute."""
+
+
 class OwnNumbers:
     """The numbers that the modules of a model, and those that run beside it, have as attributes."""
 
     def __init__(self, model: nn.Module) -> None:
-        modules = [(_named(name, module), module) for name, module in model.named_modules()]
-        self._modules = [module for _, module in modules]
-        self._names = {id(module): name for name, module in modules}
-        self._beside: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._before: dict[tuple[int, str], Any] = {}
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        for name, module in model.named_modules():
+            self._names[module] = f"{name} ({type(module).__name__})" if name else type(module).__name__
+        self._layers = [each for each in model.modules() if type(each).__module__.startswith("torch.nn.")]
+        self._before: dict[_Place, Any] = {}
         self._tower = -1
-        self._changed: dict[tuple[int, str], bool] = {}  # in this step; whether to the tower's index alone
-        self._told: set[tuple[int, str]] = set()
+        self._changed: dict[_Place, bool] = {}  # in this step; whether to the tower's index alone
+        self._told: set[_Place] = set()
 
     def start_step(self) -> None:
         """Forget what passes of the step before have changed."""
@@ -44,9 +49,9 @@ class OwnNumbers:
 
     def note(self, module: nn.Module) -> None:
         """Note what a module beside the model has, where it runs for the first time."""
-        if module not in self._beside:
-            self._beside.add(module)
-            self._before.update(((id(module), name), value) for name, value in _numbers(module))
+        if module not in self._names:
+            self._names[module] = type(module).__name__
+            self._before.update(_numbers(module))
 
     def check(self) -> None:
         """Warn, once, of numbers that two passes of a step have changed: each goes on where one before ended.
@@ -60,7 +65,8 @@ class OwnNumbers:
             is_index = now == self._tower and self._changed.get(place, True)
             if place in self._changed and not is_index:
                 self._told.add(place)
-                found.append(f"{place[1]} of {self._names.get(place[0]) or self._name_beside(place[0])}")
+                module, attribute = place
+                found.append(f"{attribute} of {self._names[module()]}")  # type: ignore[index]
             self._changed[place] = is_index
         if found:
             warnings.warn(
@@ -73,37 +79,25 @@ class OwnNumbers:
 
     def settings(self) -> Mapping[str, str]:
         """Return what torch's own layers are set to, by layer, without what passes change."""
-        return {
-            self._names[id(module)]: ", ".join(self._settings(module))
-            for module in self._modules
-            if type(module).__module__.startswith("torch.nn.")
-        }
+        return {self._names[layer]: ", ".join(self._settings(layer)) for layer in self._layers}
 
-    def _settings(self, module: nn.Module) -> Iterator[str]:
-        for name, value in vars(module).items():
+    def _settings(self, layer: nn.Module) -> Iterator[str]:
+        for name, value in vars(layer).items():
             is_setting = isinstance(value, _SETTINGS) and name[0] != "_" and name != "training"
-            if is_setting and (id(module), name) not in self._told:
+            if is_setting and (weakref.ref(layer), name) not in self._told:
                 yield f"{name}={value!r}"
 
-    def _current(self) -> dict[tuple[int, str], Any]:
-        modules = [*self._modules, *self._beside]
-        return {(id(module), name): value for module in modules for name, value in _numbers(module)}
-
-    def _name_beside(self, number: int) -> str:
-        return next(_named("", module) for module in self._beside if id(module) == number)
+    def _current(self) -> dict[_Place, Any]:
+        return dict(chain.from_iterable(map(_numbers, list(self._names))))
 
 
-def _named(name: str, module: nn.Module) -> str:
-    return f"{name} ({type(module).__name__})" if name else type(module).__name__
-
-
-def _numbers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _numbers(module: nn.Module) -> Iterator[tuple[_Place, Any]]:
     for name, value in vars(module).items():
         if isinstance(value, np.ndarray):
             if value.nbytes <= _MOST_BYTES and not value.dtype.hasobject:
-                yield name, value.tobytes()
+                yield (weakref.ref(module), name), value.tobytes()
         elif isinstance(value, (int, float, complex, np.generic)) and name != "training":  # see `Modes`
-            yield name, value
+            yield (weakref.ref(module), name), value
 
 
 def _differ(old: Any, new: Any) -> bool:
