@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep import Job
 from samestep.errors import LostWorkerError
@@ -159,12 +160,13 @@ class World:
         for worker in self.workers:
             worker.streams = outside
             worker.start(work)
-        self.choose()
-        self.pass_on()
-        self.watch()
-        self.is_over = True
-        for worker in self.workers:
-            worker.release()
+        with TorchDispatchMode():  # its end puts back flags of torch's that modes in threads leave mixed up
+            self.choose()
+            self.pass_on()
+            self.watch()
+            self.is_over = True
+            for worker in self.workers:
+                worker.release()
         if outside is not None:
             outside.restore()
         if self.defect is not None:

@@ -484,10 +484,8 @@ def test_code_that_is_compiled_for_the_shapes_that_a_worker_has_met():
     assert finding.remedy == "compile with dynamic=False, or let T divide the batch"
 
 
-def test_watching_leaves_torch_compile_on(monkeypatch):
+def test_watching_leaves_torch_compile_on():
     flags = sys.modules["torch.utils._python_dispatch"]
-    # Whatever simulated workers have left, whose modes overlap in threads of one process.
-    monkeypatch.setattr(flags, "_is_in_torch_dispatch_mode", False)
     finding_of(lambda: (network(planted.Counter()), planted.loss_of), workers=(3,))
     assert not flags._is_in_torch_dispatch_mode
 
