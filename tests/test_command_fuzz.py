@@ -462,10 +462,11 @@ def problem_of(status, said):
 
 
 @pytest.mark.filterwarnings("ignore:tf32=True has no effect")
-def test_whatever_is_given_a_command_ends_and_says_why(stubs, capsys, monkeypatch, memory):
+@pytest.mark.parametrize("first", [FIRST, pytest.param(FIRST + COUNT, marks=pytest.mark.long)])
+def test_whatever_is_given_a_command_ends_and_says_why(first, stubs, capsys, monkeypatch, memory):
     start_s = time.monotonic()
     statuses, problems = Counter(), []
-    for seed in range(FIRST, FIRST + COUNT):
+    for seed in range(first, first + COUNT):
         words, environment, status, said = run_case(seed, capsys, monkeypatch, memory)
         statuses[status] += 1
         if problem := problem_of(status, said):
@@ -474,6 +475,6 @@ def test_whatever_is_given_a_command_ends_and_says_why(stubs, capsys, monkeypatc
                 f"SAMESTEP_FUZZ={seed}:1 {problem}: {cut} {environment} -> {status}, {said[-2000:]}"
             )
     rate = COUNT / (time.monotonic() - start_s)
-    print(f"{COUNT} cases from seed {FIRST}, {rate:.0f} a second: {statuses}", file=sys.__stdout__)
+    print(f"{COUNT} cases from seed {first}, {rate:.0f} a second: {statuses}", file=sys.__stdout__)
     assert not problems, "\n".join([f"{len(problems)} of {COUNT} cases:", *problems[:20]])
     assert COUNT < 1000 or min(statuses[status] for status in (0, 2)) > COUNT / 20

@@ -448,7 +448,7 @@ def test_a_server_that_answers_so(tmp_path, server, monkeypatch, answer):
     assert str(caught.value).isprintable()
     assert left_behind(tmp_path) == []
     del caught
-    gc.collect(1)
+    gc.collect()
 
 
 # ---- hostile archives and folders ----------------------------------------------------------------------

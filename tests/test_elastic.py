@@ -390,32 +390,26 @@ def test_a_newcomer_whose_model_does_not_fit_fails_alone():
     assert "the state of another worker" in newcomer.text
 
 
+def take_eight_steps(job):
+    state, [parts] = made(job, "one")
+    with samestep.Elastic(**state) as elastic:
+        while state["towers"].step < 8:
+            elastic(take_step, *parts)
+
+
 def test_a_loss_that_the_launcher_sees_first_is_not_told_of_as_a_newcomer(capsys):
     """Worker 2 ends with its last message of a step, so that nobody waits for it when the list is new."""
-
-    def work(job):
-        state, parts = made(job, "one")
-        with samestep.Elastic(**state) as elastic:
-            while parts[0][1].step < 8:
-                elastic(take_step, *parts[0])
-
     for at in range(8, 24):
-        Town(3, 0, Faults(killed={2: at})).run(work)
+        Town(3, 0, Faults(killed={2: at})).run(take_eight_steps)
     told = capsys.readouterr().err
     assert "samestep: a worker is gone; going on with 2 workers after step " in told
     assert "newcomers" not in told
 
 
 def test_a_loss_is_told_of_though_another_worker_has_come_in_its_place(capsys):
-    def work(job):
-        state, parts = made(job, "one")
-        with samestep.Elastic(**state) as elastic:
-            while parts[0][1].step < 8:
-                elastic(take_step, *parts[0])
-
     told = []
     for seed in range(15):
-        Town(2, seed, Faults(killed={0: 12}), arrivals=[100]).run(work)
+        Town(2, seed, Faults(killed={0: 12}), arrivals=[100]).run(take_eight_steps)
         told.append(capsys.readouterr().err)
     together = [text for text in told if text.count("going on with") == 1 and "with 2 workers" in text]
     assert together

@@ -49,7 +49,10 @@ def main_of(monkeypatch):
     return read
 
 
-@pytest.mark.parametrize("name", [*[*SMALL][:-1], pytest.param("language_model", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.long] if name == "language_model" else []) for name in SMALL],
+)
 def test_any_number_of_workers_ends_in_the_same_weights(name, main_of, tmp_path, monkeypatch, capsys):
     main, ends = main_of(name), []
     for num_workers in (1, 2, 3):

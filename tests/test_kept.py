@@ -660,7 +660,13 @@ def raising(error, where):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"statistics": "pooled", "bucket_bytes": 64}, pytest.param({}, marks=pytest.mark.long)],
+    [
+        {"statistics": "pooled", "bucket_bytes": 64},
+        *(
+            pytest.param(each, marks=pytest.mark.long)
+            for each in ({}, {"statistics": "pooled"}, {"bucket_bytes": 64})
+        ),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize(

@@ -152,10 +152,14 @@ def train(job, change):
     return samestep.digest(model)
 
 
+@pytest.mark.parametrize(
+    "all_num_workers", [WORKERS[:3], pytest.param(WORKERS, marks=pytest.mark.long)], ids=str
+)
 @pytest.mark.parametrize("name", CHANGES)
-def test_the_gradient_is_right_and_the_bits_are_the_same_for_any_workers(name):
-    some = WORKERS if name == "everything" else WORKERS[:3]
-    digests = {value for num in some for value in values(lambda job: train(job, CHANGES[name]), num, num)}
+def test_the_gradient_is_right_and_the_bits_are_the_same_for_any_workers(name, all_num_workers):
+    digests = {
+        value for num in all_num_workers for value in values(lambda job: train(job, CHANGES[name]), num, num)
+    }
     assert len(digests) == 1
 
 
