@@ -187,7 +187,7 @@ def differences(schedule: Schedule) -> list[str]:
     name, values = {
         "rows": ("rows", (ROWS + 1, ROWS)),
         "rate": ("rate", (RATE + 1, RATE)),
-        "plan": ("loss[0]", ("'other'", loss)),
+        "plan": ("loss", ("'other'", loss)),
     }[apart.what]
     if schedule.num_workers > 2:
         return [f"worker {apart.worker} has {name} = {values[0]}, the others have {values[1]}"]

@@ -239,7 +239,7 @@ def test_a_plan_that_only_some_change_to_stops_all(changed, seed):
 
     for outcome in simulate(work, 3, seed):
         assert isinstance(outcome.error, DisagreementError)
-        assert "has loss[0] = one sum" in outcome.text or "has loss[0] = 'a'" in outcome.text
+        assert "has loss = one sum" in outcome.text or "has loss = 'a'" in outcome.text
 
 
 def test_counts_are_gathered_before_the_passes():

@@ -19,7 +19,7 @@ def parameter(name="0.weight", shape=(4, 3), strides=(3, 1), summed=F32, dtype=F
     return ParameterLayout(name, Layout(shape, strides, summed), dtype, is_sparse)
 
 
-def plan(placement=PLACEMENT, parameters=None, buffers=("0.mean, mean",), bucket_bytes=10**6, **kind):
+def plan(placement=PLACEMENT, parameters=None, buffers=(("0.mean", "mean"),), bucket_bytes=10**6, **kind):
     parameters = parameters or (parameter(), parameter("0.bias", (4,), (1,)))
     counters, moments = kind.pop("counters", 1), kind.pop("moments", 8)
     made = Plan.of(placement, tuple(parameters), BufferLayout(buffers, counters, moments), bucket_bytes)
@@ -31,39 +31,41 @@ def with_first(**changed):
 
 
 OTHERS = {
-    "placement[0] = (0, 2, 5)": {"placement": Placement((0, 2, 5))},
-    "placement[0] = (0, 3, 6)": {"placement": Placement((0, 3, 6))},
-    "loss[0] = 'a', 'b'": {"sums": ("a", "b")},
-    "loss[0] = 'a, b'": {"sums": ("a, b",)},
-    "loss[0] = 'one sum'": {"sums": ("one sum",)},
-    "loss[0] = of the whole batch": {"is_whole_batch": True},
-    "model[0] = 1.weight (4, 3) strides (3, 1) torch.float32": {"parameters": with_first(name="1.weight")},
-    "model[0] = 0.weight (3, 4) strides (4, 1) torch.float32": {
+    "placement = (0, 2, 5)": {"placement": Placement((0, 2, 5))},
+    "placement = (0, 3, 6)": {"placement": Placement((0, 3, 6))},
+    "loss = 'a', 'b'": {"sums": ("a", "b")},
+    "loss = 'a, b'": {"sums": ("a, b",)},
+    "loss = 'one sum'": {"sums": ("one sum",)},
+    "loss = of the whole batch": {"is_whole_batch": True},
+    "trained parameter 0.weight = nothing": {"parameters": with_first(name="1.weight")},
+    "trained parameter 0.weight = (3, 4) strides (4, 1) torch.float32": {
         "parameters": with_first(shape=(3, 4), strides=(4, 1))
     },
-    "model[0] = 0.weight (4, 3) strides (1, 4) torch.float32": {"parameters": with_first(strides=(1, 4))},
-    "model[0] = 0.weight (4, 3) strides (3, 1) torch.bfloat16, summed in torch.float32": {
+    "trained parameter 0.weight = (4, 3) strides (1, 4) torch.float32": {
+        "parameters": with_first(strides=(1, 4))
+    },
+    "trained parameter 0.weight = (4, 3) strides (3, 1) torch.bfloat16, summed in torch.float32": {
         "parameters": with_first(dtype=torch.bfloat16)
     },
-    "model[0] = 0.weight (4, 3) strides (3, 1) torch.float64": {
+    "trained parameter 0.weight = (4, 3) strides (3, 1) torch.float64": {
         "parameters": with_first(dtype=F64, summed=F64)
     },
-    "model[0] = 0.weight (4, 3) strides (3, 1) torch.float32, summed in torch.float64": {
+    "trained parameter 0.weight = (4, 3) strides (3, 1) torch.float32, summed in torch.float64": {
         "parameters": with_first(summed=F64)
     },
-    "model[0] = 0.weight (4, 3) strides (3, 1) torch.float32, perhaps sparse": {
+    "trained parameter 0.weight = (4, 3) strides (3, 1) torch.float32, perhaps sparse": {
         "parameters": with_first(is_sparse=True)
     },
-    "model[0] = 0.bias (4,) strides (1,) torch.float32": {
+    "order of each trained parameter = 0.bias, 0.weight": {
         "parameters": [parameter("0.bias", (4,), (1,)), parameter()]
     },
-    "model[2] = 1.weight (4, 3) strides (3, 1) torch.float32": {
+    "trained parameter 1.weight = (4, 3) strides (3, 1) torch.float32": {
         "parameters": [*with_first(), parameter("1.weight")]
     },
-    "buffers[0] = 0.mean, first": {"buffers": ("0.mean, first",)},
-    "sizes[0] = [32, 32] elements in buckets": {"bucket_bytes": 1},
-    "sizes[1] = 2 counters, 8 moments": {"counters": 2},
-    "sizes[1] = 1 counters, 9 moments": {"moments": 9},
+    "buffer 0.mean = first": {"buffers": (("0.mean", "first"),)},
+    "sizes = [32, 32] elements in buckets, 1 counters, 8 moments": {"bucket_bytes": 1},
+    "sizes = [64] elements in buckets, 2 counters, 8 moments": {"counters": 2},
+    "sizes = [64] elements in buckets, 1 counters, 9 moments": {"moments": 9},
 }
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import samestep
 from samestep import Step, TowerLoader, Towers
@@ -239,13 +240,13 @@ def fails_on_one(change, num_steps=3):
 
 def test_a_layer_frozen_on_one_worker_stops_all_in_that_step():
     for text in fails_on_one(lambda model, towers: model[3].requires_grad_(False)):
-        assert text.startswith("DisagreementError: step 1: worker 1 has model[4] = 5.weight (3, 6)")
+        assert text.startswith("DisagreementError: step 1: worker 1 has trained parameter 3.weight = nothing")
 
 
 def test_a_model_cast_on_one_worker_stops_all_in_that_step():
     for text in fails_on_one(lambda model, towers: model.double()):
-        assert text.startswith("DisagreementError: step 1: worker 1 has model[0] = 0.weight (9, 5)")
-        assert "float64, the others have 0.weight" in text
+        assert text.startswith("DisagreementError: step 1: worker 1 has trained parameter 0.weight = (9, 5)")
+        assert "float64, the others have (9, 5)" in text
 
 
 def test_other_cuts_on_one_worker_stop_all_in_that_step():
@@ -253,13 +254,55 @@ def test_other_cuts_on_one_worker_stop_all_in_that_step():
         towers.placement = Placement((0, 1, 2, 7))
 
     for text in fails_on_one(change):
-        named = "worker 1 has placement[0] = (0, 1, 2, 7), the others have (0, 3, 5, 7)"
+        named = "worker 1 has placement = (0, 1, 2, 7), the others have (0, 3, 5, 7)"
         assert text == f"DisagreementError: step 1: {named}"
 
 
 def test_a_layer_in_eval_mode_on_one_worker_stops_all_in_that_step():
     for text in fails_on_one(lambda model, towers: model[1].eval()):
-        assert text.startswith("DisagreementError: step 1: worker 1 has buffers[0] = 1.running_mean (9,)")
+        assert text.startswith("DisagreementError: step 1: worker 1 has buffer 1.running_mean = (9,)")
+
+
+EDITS = {
+    "layer 6 = ReLU, the others have nothing": lambda model: model.append(nn.ReLU()),
+    "layer 2 = GELU, the others have Tanh": lambda model: model.__setitem__(2, nn.GELU()),
+    "layer 4 = Linear, the others have Tanh": lambda model: model.__delitem__(4),
+    "layer 3 = ParametrizedLinear, the others have Linear": lambda model: weight_norm(model[3]),
+    "new tensor 5.weight = (3, 6) torch.float32, the others have nothing": (
+        lambda model: model.__setitem__(5, nn.Linear(6, 3))
+    ),
+    "buffer seen = (2,) torch.float32, the others have nothing": (
+        lambda model: model.register_buffer("seen", torch.zeros(2))
+    ),
+}
+
+
+@pytest.mark.parametrize("named", EDITS)
+def test_an_edit_on_one_worker_stops_all_in_that_step(named):
+    for text in fails_on_one(lambda model, towers: EDITS[named](model)):
+        assert text == f"DisagreementError: step 1: worker 1 has {named}"
+
+
+def test_a_layer_of_no_parameters_in_place_of_one_alike_on_one_worker_changes_nothing():
+    assert fails_on_one(lambda model, towers: model.__setitem__(2, nn.Tanh())) == [""] * 15
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+def test_new_layers_are_shared_though_workers_have_agreed_again(num_workers):
+    """As where one is lost, after the change, and before the others' first message."""
+
+    def work(job):
+        model = make()
+        towers = Towers(model, NUM_TOWERS, job=job)
+        take_step(towers, 0)
+        torch.manual_seed(100 + job.rank)
+        model[5] = nn.Linear(6, 3)
+        towers._agree_again()
+        take_step(towers, 1)
+        take_step(towers, 2)
+        return samestep.digest(model)
+
+    assert len(set(values(work, num_workers))) == 1
 
 
 def test_a_model_that_cannot_be_trained_on_one_worker_stops_all_in_that_step():
@@ -292,7 +335,7 @@ def test_another_kind_of_step_on_one_worker_stops_all_in_that_step(kind):
 
     for seed in range(5):
         for outcome in simulate(work, 3, seed):
-            assert "step 1: worker 1 has loss[0] = " in outcome.text
+            assert "step 1: worker 1 has loss = " in outcome.text
 
 
 def test_kinds_of_steps_may_alternate():

@@ -241,7 +241,7 @@ def test_a_hook_of_one_worker_is_named():
         train(step)
 
     for outcome in simulate(ends, 3):
-        assert "step 0: worker 1 has averages[0] = on all workers, the others have in sh" in outcome.text
+        assert "step 0: worker 1 has averages = on all workers, the others have in sh" in outcome.text
 
 
 def test_a_bare_loop_goes_on_from_there():

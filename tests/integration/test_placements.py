@@ -66,7 +66,7 @@ def test_same_bits_as_one_worker(results, name, num_workers):
 MESSAGES = {
     "different_num_towers": "Towers: worker 1 has towers = 7, the others have 8",
     "too_few_towers_on_one": "workers = 3: expected 1 <= workers <= towers = 1",
-    "different_model": "Towers: worker 1 has model[0] = 0.weight (32, 7)",
+    "different_model": "Towers: worker 1 has layer 2 = Linear, the others have Dropout",
     "different_policies_for_buffers": "Towers: worker 1 has buffer policies[0] = ('codes', 'first'), the",
     "buffers_without_a_policy": "changed codes, queue, seen, scale, which has no policy: choose one, such",
     "different_rows": "step 0: worker 1 has rows = 18, the others have 16",
@@ -76,7 +76,7 @@ MESSAGES = {
     "bad_batch_on_one_with_counts": "batch['y'] has 5 rows, batch['x'] has 16",
     "bad_count_on_one": "tower 3: the count of kept is -1, expected a finite number of at least 0",
     "sparse_gradient_on_worker_1": "step 0: table got a sparse gradient, which was not expected: list",
-    "different_sparse_parameters": "Towers: worker 1 has model[1] = linear.weight (5, 7) strides",
+    "different_sparse_parameters": "Towers: worker 1 has trained parameter linear.weight = (5, 7) strides",
     "sparse_parameter_of_another_model_on_one": "sparse_parameters[0] is not a parameter of Table that",
     "bad_texts_on_one": "batch['y'] has 5 rows, batch['x'] has 16",
     "bad_batch_on_all": "batch['y'] has 2 rows, batch['x'] has 3",

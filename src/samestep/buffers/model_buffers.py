@@ -57,7 +57,7 @@ class ModelBuffers:
         fixed = {buffer.name for buffer in self.fixed}
         self.shared = [buffer for buffer in self._handed_in if buffer.name not in fixed]
         self.layout = BufferLayout(
-            tuple(f"{buffer.name} {_describe(buffer, assigned.get(buffer.name))}" for buffer in buffers),
+            tuple((buffer.name, _describe(buffer, assigned.get(buffer.name))) for buffer in buffers),
             len(self._counters.shared),
             sum(collector.num_values for collector in self._collectors),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -23,6 +24,9 @@ from samestep.summation.tree import subtrees
 
 __all__ = ["BufferLayout", "ParameterLayout", "Plan", "grad_dtype"]
 
+Named = tuple[tuple[str, str], ...]
+"""Texts by names, in the model's order."""
+
 
 def grad_dtype(parameter: Tensor) -> torch.dtype:
     """Return the dtype of a parameter's gradients: torch's `grad_dtype`, where any is allowed its own."""
@@ -42,14 +46,14 @@ class ParameterLayout:
         kind = ", perhaps sparse" if self.is_sparse else ""
         layout = self.gradient
         dtypes = f"{self.dtype}" if layout.dtype == self.dtype else f"{self.dtype}, summed in {layout.dtype}"
-        return f"{self.name} {layout.shape} strides {layout.strides} {dtypes}{kind}"
+        return f"{layout.shape} strides {layout.strides} {dtypes}{kind}"
 
 
 @dataclass(frozen=True)
 class BufferLayout:
     """What each tower hands in of the model's buffers."""
 
-    names: tuple[str, ...] = ()  # each buffer's name, kind and policy, in words
+    kinds: Named = ()  # each buffer's kind and policy, in words
     num_counters: int = 0  # integer buffers that count, C
     num_moments: int = 0  # numbers that are added over the towers, S
 
@@ -62,10 +66,11 @@ class Plan:
     parameters: tuple[ParameterLayout, ...]  # those that require grad, in the model's order
     buckets: tuple[Bucket, ...]
     buffers: BufferLayout = BufferLayout()
+    layers: Named = ()  # the type of each module
     sums: tuple[str, ...] = ()  # names of the sums that the loss consists of; none where it is one sum
     is_whole_batch: bool = False  # whether the loss is one of the whole batch
     # Put into the model since its values were last shared, in words; all take over the first worker's.
-    new_tensors: tuple[str, ...] = ()
+    new_tensors: Named = ()
     version: int = 0  # how often tensors have been put in
 
     @classmethod
@@ -127,22 +132,25 @@ class Plan:
         return max(1, len(self.sums))
 
     @cached_property
-    def description(self) -> dict[str, list[str]]:
+    def description(self) -> dict[str, str | Mapping[str, str]]:
         """The ingredients in words, for the error where workers differ."""
         kind = "of the whole batch" if self.is_whole_batch else ", ".join(map(repr, self.sums)) or "one sum"
         sizes = f"{[bucket.num_elements for bucket in self.buckets]} elements in buckets"
-        averages = ["on all workers"]
+        averages, shares = "on all workers", ""
         if self.is_shared_out:
-            averages = ["in shares, as neither keep_gradients nor a hook on optimizer.step asks for all"]
-            averages += [str([(piece.parameter, piece.elements) for piece in own]) for own in self.shares]
+            averages = "in shares, as neither keep_gradients nor a hook on optimizer.step asks for all"
+            shares = str([[(piece.parameter, piece.elements) for piece in own] for own in self.shares])
         return {
-            "placement": [str(self.placement.cuts)],
-            "loss": [kind],
+            "placement": str(self.placement.cuts),
+            "loss": kind,
             "averages": averages,
-            "model": [*map(str, self.parameters)],
-            "buffers": [*self.buffers.names],
-            "new tensors": [*self.new_tensors, f"version {self.version}"],
-            "sizes": [sizes, f"{self.buffers.num_counters} counters, {self.buffers.num_moments} moments"],
+            "shares": shares,
+            "layer": dict(self.layers),
+            "trained parameter": {each.name: str(each) for each in self.parameters},
+            "buffer": dict(self.buffers.kinds),
+            "new tensor": dict(self.new_tensors),
+            "changes of tensors": str(self.version),
+            "sizes": f"{sizes}, {self.buffers.num_counters} counters, {self.buffers.num_moments} moments",
         }
 
     @cached_property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,7 +61,9 @@ class Opening:
         numbers = _numbers(step, local, compared)
         if error is not None or plan.fingerprint != self.plan.fingerprint:
             self.exchange = Exchange(self._job, self.plan, numbers)
-            self._agree_on(plan, self.exchange, error)
+            plan = self._agree_on(plan, self.exchange, error)
+        elif plan.new_tensors:  # a worker was lost before they were shared, and the others agreed again
+            plan = self.share(plan)
         self.plan = plan
         watch = self._replica.watch
         watch.start_step(step, self._job.world_size)
@@ -77,12 +79,17 @@ class Opening:
             settings["loss scale"] = options.scaler.get_scale()
         return settings
 
-    def _agree_on(self, plan: Plan, exchange: Exchange, error: Exception | None) -> None:
+    def _agree_on(self, plan: Plan, exchange: Exchange, error: Exception | None) -> Plan:
         with exchange.unbroken():
             if error is not None:
                 exchange.fail(error)
             exchange.change_to(plan)
-            self._replica.start_from_first_worker()
+            return self.share(plan)
+
+    def share(self, plan: Plan) -> Plan:
+        """Give all workers the first one's values of new tensors; return the agreed plan, without those."""
+        self._replica.start_from_first_worker()
+        return replace(plan, new_tensors=())
 
     def come_to(self, what: str, step: int) -> None:
         """Check that all workers have come to the same, no step; one that takes a step hears of it."""

@@ -127,7 +127,8 @@ class Replica:
             plan = Plan.of(kind.placement, self._layouts, self.buffers.layout, self.settings.bucket_bytes)
             shares = None if kind.division is None else kind.division.shares_in(plan, self.parameters)
             plan = plan if shares is None else plan.shared_out(shares)
-            self._plans[plain] = replace(plan, new_tensors=tuple(self._new.values()), version=self.version)
+            new = tuple(self._new.items())
+            self._plans[plain] = replace(plan, layers=self._layers, new_tensors=new, version=self.version)
         if kind not in self._plans:
             self._plans[kind] = replace(
                 self._plans[plain], sums=kind.sums, is_whole_batch=kind.is_whole_batch
@@ -172,6 +173,7 @@ class Replica:
         averaged_parameters[self] = frozenset(map(id, named.values()))
         self.parameters = list(named.values())
         sparse = {*self._listed_sparse, *find_sparse(self.model, ())}
+        self._layers = tuple((n or "(model)", type(m).__name__) for n, m in self.model.named_modules())
         self._layouts = tuple(self._lay_out(name, p, name in sparse) for name, p in named.items())
         self._check_hooks = HookCheck(list(named), self.parameters)
         self.buffers = ModelBuffers(self.model, self.settings.statistics, self.settings.buffers, self.job)
@@ -219,7 +221,7 @@ class Replica:
             parameters = set(map(id, module._parameters.values()))
             self._known |= parameters
             new |= parameters - known
-        found = {n: f"{n} {tuple(t.shape)} {t.dtype}" for n, t in self._named_tensors() if id(t) in new}
+        found = {n: f"{tuple(t.shape)} {t.dtype}" for n, t in self._named_tensors() if id(t) in new}
         self._new |= found
         self.version += bool(found)
 
@@ -256,6 +258,7 @@ class Replica:
         """Give every worker the first worker's values of all tensors that have not been shared before."""
         tensors = [unexpanded(tensor) for name, tensor in self._named_tensors() if name in self._new]
         self._new = {}
+        self._plans = {kind: replace(plan, new_tensors=()) for kind, plan in self._plans.items()}
         values = [tensor.contiguous() for tensor in tensors]
         # As bytes, because no backend knows all dtypes; a tensor of one element may have any strides.
         flat = [value.as_strided((value.numel(),), (1,)).view(torch.uint8) for value in values]

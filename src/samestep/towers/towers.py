@@ -135,10 +135,10 @@ class Towers:
             self._root = together(model, also)
             self._replica = Replica(self._root, self.job, self._settings, sparse_parameters)
             layers = self._replica.watch.numbers.settings()
-            return {"layers": [f"{name}: {text}" for name, text in layers.items()]}
+            return {"settings of": layers}
 
         self._agree(num_towers, prepare)
-        self._replica.start_from_first_worker()
+        self._opening.plan = self._opening.share(self._opening.plan)
 
     def _agree(self, num_towers: int, prepare: Callable[[], Mapping[str, Any] | None]) -> None:
         """Place the towers evenly and make the plan; compare it, and settings, with the other workers'."""

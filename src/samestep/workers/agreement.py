@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, TypeVar
@@ -57,20 +58,42 @@ def difference(all_values: Sequence[Values]) -> str | None:
 
     >>> difference([{"towers": 8}, {"towers": 7}, {"towers": 8}])
     'worker 1 has towers = 7, the others have 8'
+    >>> difference([{"layer": {"0": "Linear"}}, {"layer": {"0": "Linear", "1": "ReLU"}}])
+    'worker 0 has layer 1 = nothing, worker 1 has layer 1 = ReLU'
 
     A value called "?NAME: HINT" may differ; where that called NAME does, too, the hint is given.
     """
     values: dict[str, list[Any]] = {n: [seen.get(n) for seen in all_values] for n in all_values[0]}
-    differing = [name for name, found in values.items() if any(each != found[0] for each in found)]
+    differing = [
+        name for name, found in values.items() if not all(_are_alike(each, found[0]) for each in found)
+    ]
     first = next((name for name in differing if name[0] != "?"), None)
     if first is None:
         return None
     hints = "".join(f"; {name.partition(': ')[2]}" for name in differing if name.startswith(f"?{first}: "))
-    if not isinstance(values[first][0], (list, tuple)):
-        return who_has_what(first, values[first]) + hints
-    rows = enumerate(zip_longest(*values[first], fillvalue="nothing"))
-    index, entries = next((n, row) for n, row in rows if any(entry != row[0] for entry in row))
-    return who_has_what(f"{first}[{index}]", entries) + hints
+    name = first
+    found: Sequence[Any] = values[first]
+    if isinstance(found[0], Mapping):
+        name, found = _first_entry(first, found)
+    elif isinstance(found[0], (list, tuple)):
+        rows = enumerate(zip_longest(*found, fillvalue="nothing"))
+        index, found = next((n, row) for n, row in rows if any(entry != row[0] for entry in row))
+        name = f"{first}[{index}]"
+    return who_has_what(name, found) + hints
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Whether two values are equal; mappings in the same order."""
+    return bool(one == other) and not (isinstance(one, Mapping) and list(one) != list(other))
+
+
+def _first_entry(what: str, mappings: Sequence[Mapping[str, Any]]) -> tuple[str, Sequence[Any]]:
+    """Return the first entry in which mappings differ, or the orders in which they have the same ones."""
+    for key in dict.fromkeys(itertools.chain(*mappings)):
+        entries = [each.get(key, "nothing") for each in mappings]
+        if any(entry != entries[0] for entry in entries):
+            return f"{what} {key}", entries
+    return f"order of each {what}", [", ".join(each) for each in mappings]
 
 
 def from_first_worker(job: Job, work: Callable[[], T], what: str = "what worker 0 found") -> T:
