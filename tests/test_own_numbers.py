@@ -192,7 +192,7 @@ def test_layers_that_are_set_to_other_values_are_refused_at_the_start(num_worker
     outcomes = simulate(lambda job: train(job, lambda job: dropout(0.2 if job.rank else 0.1)), num_workers)
     for outcome in outcomes:
         assert isinstance(outcome.error, DisagreementError)
-        assert "has settings of 1 (Dropout) = p=0." in outcome.text
+        assert "has the layer 1 (Dropout) = p=0." in outcome.text
 
 
 @pytest.mark.parametrize("num_workers", [2, 3])

@@ -56,9 +56,7 @@ OTHERS = {
     "trained parameter 0.weight = (4, 3) strides (3, 1) torch.float32, perhaps sparse": {
         "parameters": with_first(is_sparse=True)
     },
-    "order of each trained parameter = 0.bias, 0.weight": {
-        "parameters": [parameter("0.bias", (4,), (1,)), parameter()]
-    },
+    "trained parameter number 0 = 0.bias": {"parameters": [parameter("0.bias", (4,), (1,)), parameter()]},
     "trained parameter 1.weight = (4, 3) strides (3, 1) torch.float32": {
         "parameters": [*with_first(), parameter("1.weight")]
     },

@@ -90,6 +90,10 @@ class Plan:
         """Return the plan of a step in which each worker gets the averages of its share only."""
         return replace(self, buckets=tuple(lay_out_shares(bucket, shares) for bucket in self.buckets))
 
+    def with_all_shared(self) -> Plan:
+        """Return the plan of the steps after the one that shares its new tensors."""
+        return replace(self, new_tensors=()) if self.new_tensors else self
+
     @property
     def is_whole(self) -> bool:
         """Whether every worker averages everything, as it is little."""

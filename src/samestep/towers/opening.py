@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -89,7 +89,7 @@ class Opening:
     def share(self, plan: Plan) -> Plan:
         """Give all workers the first one's values of new tensors; return the agreed plan, without those."""
         self._replica.start_from_first_worker()
-        return replace(plan, new_tensors=())
+        return plan.with_all_shared()
 
     def come_to(self, what: str, step: int) -> None:
         """Check that all workers have come to the same, no step; one that takes a step hears of it."""

@@ -258,7 +258,7 @@ class Replica:
         """Give every worker the first worker's values of all tensors that have not been shared before."""
         tensors = [unexpanded(tensor) for name, tensor in self._named_tensors() if name in self._new]
         self._new = {}
-        self._plans = {kind: replace(plan, new_tensors=()) for kind, plan in self._plans.items()}
+        self._plans = {kind: plan.with_all_shared() for kind, plan in self._plans.items()}
         values = [tensor.contiguous() for tensor in tensors]
         # As bytes, because no backend knows all dtypes; a tensor of one element may have any strides.
         flat = [value.as_strided((value.numel(),), (1,)).view(torch.uint8) for value in values]

@@ -134,8 +134,7 @@ class Towers:
                 self.placement = placement
             self._root = together(model, also)
             self._replica = Replica(self._root, self.job, self._settings, sparse_parameters)
-            layers = self._replica.watch.numbers.settings()
-            return {"settings of": layers}
+            return {"the layer": self._replica.watch.numbers.settings()}
 
         self._agree(num_towers, prepare)
         self._opening.plan = self._opening.share(self._opening.plan)

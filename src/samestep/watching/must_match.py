@@ -45,8 +45,8 @@ class MustMatch:
         generator = zlib.crc32(bytes(torch.get_rng_state().tolist()))
         return {
             **{name: repr(value) for name, value in self.settings.items()},
-            **{f"hash of the weights in {name}": value for name, value in self.watch.hashes.items()},
-            **{f"the layer {name}": value for name, value in self.watch.settings.items()},
+            "hash of the weights in": self.watch.hashes,
+            "the layer": self.watch.settings,
             f"?{FIRST_EXAMPLE}: {_DATA}": self.first_example,
             "modes": modes,
             f"?modes: {_MODES}": modes,

@@ -88,12 +88,13 @@ def _are_alike(one: Any, other: Any) -> bool:
 
 
 def _first_entry(what: str, mappings: Sequence[Mapping[str, Any]]) -> tuple[str, Sequence[Any]]:
-    """Return the first entry in which mappings differ, or the orders in which they have the same ones."""
+    """Return the first entry in which mappings differ, or the first place where their orders do."""
     for key in dict.fromkeys(itertools.chain(*mappings)):
         entries = [each.get(key, "nothing") for each in mappings]
         if any(entry != entries[0] for entry in entries):
             return f"{what} {key}", entries
-    return f"order of each {what}", [", ".join(each) for each in mappings]
+    place, keys = next((n, row) for n, row in enumerate(zip(*mappings, strict=True)) if len(set(row)) > 1)
+    return f"{what} number {place}", keys
 
 
 def from_first_worker(job: Job, work: Callable[[], T], what: str = "what worker 0 found") -> T:
