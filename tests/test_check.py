@@ -299,6 +299,7 @@ def test_a_counter_of_the_class():
     )
 
 
+@pytest.mark.long
 def test_the_page_on_checks_is_true():
     page = Path(__file__).parents[1] / "docs" / "check.md"
     found = doctest.testfile(str(page), module_relative=False)

@@ -14,6 +14,8 @@ from torch.utils.data import TensorDataset
 
 import samestep
 
+from .cases import mostly_long
+
 ROOT = Path(__file__).parents[1]
 PAGES = {page.stem: page for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
@@ -111,7 +113,13 @@ GIVEN: dict[str, Callable[[Path], Mapping[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name, page in PAGES.items() if blocks_of(page)])
+WITH_CODE = [name for name, page in PAGES.items() if blocks_of(page)]
+TRAINS_LONG = ["trainer"]
+
+
+@pytest.mark.parametrize(
+    "name", mostly_long(sorted(WITH_CODE, key=TRAINS_LONG.count), len(WITH_CODE) - len(TRAINS_LONG))
+)
 def test_the_blocks_of_a_page_run(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["script.py"])

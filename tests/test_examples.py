@@ -14,15 +14,16 @@ import pytest
 import samestep
 from samestep.recipes.digits.data import load_digits
 
+from .cases import mostly_long
 from .simulation import values
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 SMALL = {
     "contrastive": {"STEPS": 2},
+    "gan": {"EPOCHS": 1, "load_digits": lambda: [part[:300] for part in load_digits()]},
     "files": {"STEPS": 3, "PROCESSES": 0},  # the kernel ends them with the thread that started them
     "finetune": {"STEPS": 4, "THAW_AT": 2},
-    "gan": {"EPOCHS": 1, "load_digits": lambda: [part[:300] for part in load_digits()]},
     "language_model": {"STEPS": 2},
 }
 """What stands in for a program's own constants and data here."""
@@ -49,10 +50,7 @@ def main_of(monkeypatch):
     return read
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.long] if name == "language_model" else []) for name in SMALL],
-)
+@pytest.mark.parametrize("name", mostly_long(SMALL, 2))
 def test_any_number_of_workers_ends_in_the_same_weights(name, main_of, tmp_path, monkeypatch, capsys):
     main, ends = main_of(name), []
     for num_workers in (1, 2, 3):

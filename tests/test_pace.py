@@ -17,6 +17,7 @@ from samestep.towers.pace import Pace, fastest, slowest_ns
 from samestep.workers import stopwatch
 from samestep.workers.stopwatch import Stopwatch
 
+from .cases import mostly_long
 from .simulation import simulate, values
 
 TIMES = st.lists(st.integers(1, 10**10), min_size=1, max_size=4)
@@ -203,7 +204,7 @@ def test_the_passes_are_timed_and_not_what_they_wait_for(clock):
             assert pass_ns == len(towers) * (1 + rank) * MS
 
 
-@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize("num_workers", mostly_long([3, 2], 1))
 def test_towers_leave_a_slow_worker_and_the_bits_stay(clock, num_workers):
     def slow_then_fast(rank, step):
         return 5 if rank == 1 and step < 20 else 2
@@ -224,7 +225,7 @@ def test_towers_leave_a_slow_worker_and_the_bits_stay(clock, num_workers):
     assert (cuts[0][-1] != cuts[0][18]) == (num_workers == 2)
 
 
-@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize("num_workers", mostly_long([2, 3], 1))
 def test_whoever_is_slow_when_the_bits_stay(clock, monkeypatch, num_workers):
     monkeypatch.setattr(pace, "_NUM_STRETCHES", 1)
     monkeypatch.setattr(pace, "_NUM_FASTER", 1)

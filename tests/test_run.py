@@ -11,6 +11,7 @@ import samestep
 from samestep import Towers
 from samestep.errors import BatchError, DisagreementError, UsageError
 
+from .cases import mostly_long
 from .simulation import values
 
 
@@ -176,7 +177,9 @@ def loses_its_loss(towers, job, batch):
 
 
 @pytest.mark.parametrize("fails", [reports_a_bad_batch, loses_its_loss])
-@pytest.mark.parametrize(("statistics", "bucket_bytes"), [("mean", 1), ("pooled", 1), ("mean", 10**6)])
+@pytest.mark.parametrize(
+    ("statistics", "bucket_bytes"), mostly_long([("pooled", 1), ("mean", 1), ("mean", 10**6)], 1)
+)
 def test_a_step_that_one_worker_gives_up_leaves_no_trace_on_any(fails, statistics, bucket_bytes):
     def work(job):
         towers = Towers(make(), 5, job=job, statistics=statistics, bucket_bytes=bucket_bytes)

@@ -21,6 +21,7 @@ from samestep.summation.exchange import Exchange
 from samestep.summation.placement import Placement
 
 from . import schedules
+from .cases import mostly_long
 from .simulation import Worker, values
 
 BIG = 140_000  # as many float32 numbers are sent in shards for W > 1
@@ -184,14 +185,6 @@ def train(job, problem, schedule=0, *, fails=False):
     return samestep.digest(model), reports
 
 
-def mostly_long(numbers, num_short):
-    """Return numbers of which those after the first few are for `make test-all`."""
-    return [
-        *numbers[:num_short],
-        *(pytest.param(each, marks=pytest.mark.long) for each in numbers[num_short:]),
-    ]
-
-
 def check(problem_seed, schedules, *, fails=False):
     """Compare schedules of a run with that of one worker."""
     problem = Problem(problem_seed)
@@ -204,12 +197,12 @@ def check(problem_seed, schedules, *, fails=False):
             assert found == expected, f"problem {problem_seed}, schedule {schedule}, {num_workers} workers"
 
 
-@pytest.mark.parametrize("problem", mostly_long(range(24), 8))
+@pytest.mark.parametrize("problem", mostly_long(range(24), 4))
 def test_every_schedule_takes_the_steps_of_one_worker(problem):
     check(problem, range(3 * problem, 3 * problem + 3))
 
 
-@pytest.mark.parametrize("problem", mostly_long(range(36, 48), 4))
+@pytest.mark.parametrize("problem", mostly_long(range(36, 48), 2))
 def test_a_step_that_failed_on_one_worker_can_be_taken_again(problem):
     check(problem, range(2 * problem, 2 * problem + 2), fails=True)
 
@@ -220,14 +213,14 @@ def test_a_step_that_failed_on_one_worker_can_be_taken_again(problem):
 hundred_from = cache(lambda first: schedules.run(range(first, first + 100)))
 
 
-@pytest.mark.parametrize("first", mostly_long(range(0, 2000, 100), 4))
+@pytest.mark.parametrize("first", mostly_long(range(0, 2000, 100), 2))
 def test_whatever_happens_the_bits_or_the_error_are_right(first):
     seen, failed = hundred_from(first)
     assert failed == []
     assert seen["schedules"] == 100
 
 
-@pytest.mark.parametrize("first", mostly_long(range(0, 200, 20), 2))
+@pytest.mark.parametrize("first", mostly_long(range(0, 200, 20), 1))
 def test_whatever_happens_with_a_model_the_bits_or_the_error_are_right(first):
     assert schedules.run(range(first, first + 20), with_model=True)[1] == []
 

@@ -120,10 +120,10 @@ def same(first, second):
 
 OPTIMIZERS = [
     (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
-    (SGD, {"lr": 0.1, "fused": True}),
-    (Adam, {"lr": 0.01, "amsgrad": True, "foreach": True}),
     (AdamW, {"lr": 0.01}),
+    (Adam, {"lr": 0.01, "amsgrad": True, "foreach": True}),
     (AdamW, {"lr": 0.01, "fused": True, "maximize": True}),
+    (SGD, {"lr": 0.1, "fused": True}),
     (optim.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True}),
     (Adagrad, {"lr": 0.01}),
     (optim.NAdam, {"lr": 0.01, "foreach": True}),

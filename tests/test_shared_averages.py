@@ -14,6 +14,7 @@ from samestep.sharding import cuts
 from samestep.summation import buckets, norms
 from samestep.towers import division
 
+from .cases import mostly_long
 from .simulation import Faults, Killed, simulate, values
 from .test_sharded_optimizer import (
     ALONE,
@@ -77,7 +78,9 @@ def check(kind, settings, all_num_workers=(1, 2, 3, 4), **options):
             assert found[2] == expected[2]
 
 
-@pytest.mark.parametrize(("kind", "settings"), OPTIMIZERS, ids=lambda each: getattr(each, "__name__", ""))
+@pytest.mark.parametrize(
+    ("kind", "settings"), mostly_long(OPTIMIZERS, 4), ids=lambda each: getattr(each, "__name__", "")
+)
 def test_weights_state_and_norms_are_those_of_the_plain_optimizer(kind, settings):
     check(kind, settings, (2, 3))
 

@@ -12,6 +12,7 @@ from samestep import Job, Placement, Step, StreamLoader, Towers, digest
 from samestep.errors import BatchError, ConfigError, DisagreementError, UsageError
 from samestep.streams import stream_seed
 
+from .cases import mostly_long
 from .simulation import simulate, values
 
 NUM_TOWERS, BATCH_SIZE = 7, 16
@@ -236,7 +237,9 @@ def test_a_function_that_takes_a_start_reads_nothing_that_was_read():
     assert starts == [0, 0, 9, 9, 6, 6, 6, 6, 6]  # the run's first examples are compared
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 2, "multiprocessing_context": "fork"}])
+@pytest.mark.parametrize(
+    "options", mostly_long([{}, {"num_workers": 2, "multiprocessing_context": "fork"}], 1)
+)
 def test_placements_may_change_between_any_two_batches(options):
     cuts = [(0, 3, 7), (0, 1, 7), (0, 6, 7), (0, 6, 7)]
     workers = values(lambda job: read(job, uneven, placements=cuts, **options), 2)

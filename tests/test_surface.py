@@ -6,6 +6,8 @@ import pkgutil
 import subprocess
 import sys
 
+import pytest
+
 import samestep
 from samestep import errors
 
@@ -57,6 +59,7 @@ def test_public_things_are_documented():
         assert inspect.getdoc(getattr(samestep, name)), name
 
 
+@pytest.mark.long
 def test_the_library_needs_none_of_the_packages_of_the_extra():
     program = """if True:
         import sys

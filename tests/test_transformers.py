@@ -123,6 +123,7 @@ def test_the_loss_of_an_evaluation_is_the_mean_over_all_that_counts(make, tmp_pa
     assert trainer.evaluate()["eval_loss"] == pytest.approx(float(loss.detach()), rel=1e-6)
 
 
+@pytest.mark.long
 def test_a_run_that_is_resumed_ends_in_the_same_weights(tmp_path):
     def model():
         torch.manual_seed(0)

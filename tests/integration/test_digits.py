@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from ..cases import mostly_long
 from ..forgery import contents
 from .nursery import SAMESTEP
 
@@ -25,10 +26,7 @@ def train(run, run_dir, *options):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        ["--towers", "8"],
-        ["--towers", "7", "--autocast", "bf16", "--optimizer", "adamw"],
-    ],
+    mostly_long([["--towers", "7", "--autocast", "bf16", "--optimizer", "adamw"], ["--towers", "8"]], 1),
     ids=" ".join,
 )
 def test_any_number_of_workers_gives_the_same_digest(run, nursery, tmp_path, options):

@@ -47,6 +47,7 @@ def test_the_histogram_of_all_predictions(printed):
     assert "rounding" not in average
 
 
+@pytest.mark.long
 def test_an_example_as_a_user_starts_it():
     finished = subprocess.run(
         [sys.executable, EXAMPLES / "histogram.py"],

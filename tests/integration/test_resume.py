@@ -10,7 +10,7 @@ from ..forgery import contents
 from .nursery import SAMESTEP
 from .test_digits import digest_of
 
-RUN = ["train", "digits", "--steps", "120", "--batch-size", "64", "--towers", "7", "--checkpoint-every", "10"]
+RUN = ["train", "digits", "--steps", "60", "--batch-size", "64", "--towers", "7", "--checkpoint-every", "5"]
 
 
 def words(run_dir, num_workers):

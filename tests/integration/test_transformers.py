@@ -4,15 +4,14 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("peft")
-
 PROGRAM = Path(__file__).with_name("transformers_program.py")
 
 
 @pytest.fixture
 def printed(nursery, tmp_path):
     """Run the program on some workers, or by plain python, and return the lines that worker 0 prints."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
 
     def run(num_workers, *words):
         finished = nursery.run([PROGRAM, *words], tmp_path / "output", num_workers)
