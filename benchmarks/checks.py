@@ -4,8 +4,9 @@
 
 One worker on one CPU thread, in CPU time. Timed are, in a step of each model: the look at the model and its
 hooks, the notes before the passes, the checks after each, those after the last, and the hash of the batch.
-The wider look at graphs and at nets beside the model comes at every 32nd step and is part of it. Apart from
-that: how long a step takes whose values are followed, as those of steps 0, 32, 64, 128, 256 and so on are.
+The wider look at graphs and at nets beside the model comes at every 32nd step and is part of it. What timing
+takes itself, with cold caches, is measured in each pass by timing nothing, and not counted. Apart from that:
+how long a step takes whose values are followed, as those of steps 0, 32, 64, 128, 256 and so on are.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import functools
 import statistics
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -49,22 +50,39 @@ def deep_net() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(128, 10))
 
 
-def timed(spent: Counter[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that adds what it takes, in seconds, to `spent`; not what others in it do twice."""
+class Clock:
+    """The CPU time spent in some functions; not what others of them do within, twice."""
 
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if spent["depth"]:
-            return function(*args, **kwargs)
-        spent["depth"] += 1
-        started = time.thread_time()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            spent[name] += time.thread_time() - started  # type: ignore[assignment]
-            spent["depth"] -= 1
+    def __init__(self) -> None:
+        self.spent_s: dict[str, list[float]] = defaultdict(list)
+        self._is_running = False
 
-    return wrapper
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function, as one whose calls are timed."""
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if self._is_running:
+                return function(*args, **kwargs)
+            self._is_running = True
+            started = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.spent_s[name].append(time.thread_time() - started)
+                self._is_running = False
+
+        return wrapper
+
+    def totals_s(self) -> dict[str, float]:
+        """Return what each function has taken, the longest first, without what timing takes."""
+        empty_s = statistics.mean(self.spent_s["nothing"])
+        totals = {name: sum(times) - len(times) * empty_s for name, times in self.spent_s.items()}
+        return dict(sorted(totals.items(), key=lambda each: -each[1]))
+
+
+def nothing() -> None:
+    """Do nothing, in every pass."""
 
 
 def main() -> None:
@@ -73,20 +91,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=128)
     steps = parser.parse_args().steps
     torch.set_num_threads(1)
-    spent: Counter[str] = Counter()
+    clock = Clock()
     for kind, name in CHECKS:
-        setattr(kind, name, timed(spent, name, getattr(kind, name)))
+        setattr(kind, name, clock.timed(name, getattr(kind, name)))
+    do_nothing = clock.timed("nothing", nothing)
     subjects = {**SUBJECTS, "50 layers": Subject(deep_net, pictures(64), sgd, 128)}
     for label, subject in subjects.items():
         for num_towers in (2, 8):
             towers = samestep.Towers(subject.build(), num_towers)
             batch = subject.batch(subject.rows * num_towers)
-            spent.clear()
-            times = [step_s(towers, batch) for _ in range(steps)]
-            del spent["depth"]
-            checks_s = sum(spent.values()) / steps
+            clock.spent_s.clear()
+            times = [step_s(towers, batch, do_nothing) for _ in range(steps)]
+            totals_s = clock.totals_s()
+            checks_s = sum(totals_s.values()) / steps
             median_s = statistics.median(times)
-            parts = ", ".join(f"{name} {1e6 * s / steps:.0f}" for name, s in spent.most_common())
+            parts = ", ".join(f"{name} {1e6 * s / steps:.0f}" for name, s in totals_s.items() if s)
             share, longer = checks_s / median_s, followed_s(towers, batch) / median_s
             print(
                 f"{label}, {num_towers} towers: step {1e3 * median_s:.2f} ms, checks {1e6 * checks_s:.0f} us "
@@ -94,11 +113,12 @@ def main() -> None:
             )
 
 
-def step_s(towers: samestep.Towers, batch: Any) -> float:
+def step_s(towers: samestep.Towers, batch: Any, in_each_pass: Callable[[], None] = nothing) -> float:
     """Return the CPU time of a step, in seconds."""
     started = time.thread_time()
     for tower in towers(batch):
         tower.backward(loss_of(towers.model, tower.batch))
+        in_each_pass()
     towers.average()
     return time.thread_time() - started
 

@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from samestep.errors import UsageError
 
@@ -15,25 +16,30 @@ __all__ = ["HookCheck"]
 
 _MOST_NAMES = 4
 _hooks = attrgetter("_post_accumulate_grad_hooks", "_backward_hooks")
+_Hooks = tuple[Mapping[int, Any] | None, Mapping[int, Any] | None]
 
 
 class HookCheck:
-    """Looks at the hooks of the same parameters before every step."""
+    """Looks at the hooks of the same parameters before every step in which somebody may have put one."""
 
     def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
         self._names = names
         self._parameters = parameters
         self._none = [(None, None)] * len(parameters)
-        self._sizes = [(0, 0)] * len(parameters)
+        self._next_id = -1  # of torch's hooks, when there was nothing to refuse
+        self._told: set[str] = set()
 
     def __call__(self, *, warn: bool) -> None:
         """Refuse post-accumulate hooks of users; say once, if `warn`, what hooks on gradients see."""
+        next_id = RemovableHandle.next_id
+        if next_id == self._next_id:  # no hook since, on anything in this process
+            return
         held = list(map(_hooks, self._parameters))
-        if held == self._none:  # no hooks at all
-            return
-        sizes = [(len(after or ()), len(before or ())) for after, before in held]
-        if sizes == self._sizes:
-            return
+        if held != self._none:
+            self._look(held, warn=warn)
+        self._next_id = next_id
+
+    def _look(self, held: Sequence[_Hooks], *, warn: bool) -> None:
         foreign = [name for name, (after, _) in zip(self._names, held, strict=True) if _is_users(after)]
         if foreign:
             raise UsageError(
@@ -41,14 +47,15 @@ class HookCheck:
                 "which depend on the number of workers; remove it, and do its work, such as clipping or "
                 "optimizer.step() after average()"
             )
-        self._sizes = sizes
         hooked = [name for name, (_, before) in zip(self._names, held, strict=True) if _is_users(before)]
-        if hooked and warn:
+        new = [name for name in hooked if name not in self._told]
+        self._told.update(new)
+        if new and warn:
             warnings.warn(
-                f"a hook on {', '.join(hooked[:_MOST_NAMES])} sees each tower's sum of gradients, over the "
+                f"a hook on {', '.join(new[:_MOST_NAMES])} sees each tower's sum of gradients, over the "
                 "largest power of two that is at most the batch's rows, not the mean: factors and masks are "
                 "exact, thresholds are not; use those after average()",
-                stacklevel=6,
+                stacklevel=8,
             )
 
 

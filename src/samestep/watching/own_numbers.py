@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -19,6 +20,7 @@ __all__ = ["OwnNumbers"]
 _MOST_BYTES = 2**16
 _MOST_NAMES = 4
 _SETTINGS = (bool, int, float, str, tuple)
+_NO_NUMBERS = frozenset([dict, OrderedDict, set, str, type(None)])
 
 
 _Place = tuple[weakref.ref[nn.Module], str]
@@ -93,6 +95,8 @@ class OwnNumbers:
 
 def _numbers(module: nn.Module) -> Iterator[tuple[_Place, Any]]:
     for name, value in vars(module).items():
+        if type(value) in _NO_NUMBERS:  # most of what a module has: this look is quicker than the next ones
+            continue
         if isinstance(value, np.ndarray):
             if value.nbytes <= _MOST_BYTES and not value.dtype.hasobject:
                 yield (weakref.ref(module), name), value.tobytes()

@@ -57,9 +57,9 @@ def has_group() -> bool:
 
 def num_messages() -> int:
     """Return how many messages and collectives torch's default process group has begun so far."""
-    if not (dist.is_available() and dist.is_initialized()):
+    group: Any = dist.group.WORLD if dist.is_available() else None
+    if group is None:
         return 0
-    group: Any = dist.distributed_c10d._get_default_group()
     try:
         return int(group._get_sequence_number_for_group())
     except RuntimeError:  # a backend that does not count them
