@@ -26,7 +26,7 @@ def test_hooks_are_found_whatever_was_there_before():
     for _ in range(2):
         hook = model.bias.register_post_accumulate_grad_hook(lambda _: None)
         for _ in range(2):
-            with pytest.raises(UsageError, match="^bias: a post-accumulate-grad hook"):
+            with pytest.raises(UsageError, match=r"^bias: a post-accumulate-grad hook"):
                 look()
         hook.remove()
         look()
@@ -38,7 +38,7 @@ def test_a_hook_on_a_gradient_is_told_once_in_the_users_line():
     take_step(towers)
     for parameter in model.parameters():
         hook = parameter.register_hook(lambda gradient: gradient)
-        with pytest.warns(UserWarning, match="^a hook on (weight|bias) sees each tower's sum") as told:
+        with pytest.warns(UserWarning, match=r"^a hook on (weight|bias) sees each tower's sum") as told:
             take_step(towers)
         assert [each.filename for each in told] == [__file__]
         hook.remove()
