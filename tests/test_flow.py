@@ -310,6 +310,51 @@ def test_what_goes_into_another_towers_loss_is_refused(program, num_workers):
     assert all("a tensor of shape" in text and "after average()" in text for text in texts)
 
 
+DRAWS = {
+    "randn": lambda x, own: x + torch.randn(x.shape, generator=own),
+    "randint": lambda x, own: x * torch.randint(0, 3, (len(x), 1), generator=own),
+    "randperm": lambda x, own: x[torch.randperm(len(x), generator=own)],
+    "bernoulli": lambda x, own: x * torch.bernoulli(torch.full(x.shape, 0.5), generator=own),
+    "normal_": lambda x, own: x + torch.empty(x.shape).normal_(generator=own),
+    "multinomial": lambda x, own: x[torch.multinomial(torch.ones(len(x)), 2, generator=own)].repeat(9, 1)[
+        : len(x)
+    ],
+}
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS.keys())
+def test_a_torch_generator_that_goes_on_from_tower_to_tower_is_refused(draw, num_workers):
+    class Drawing(Program):
+        def loss(self, x, y):
+            return super().loss(draw(x, self.keep("own", torch.Generator)), y)
+
+    for text in errors(Drawing, num_workers):
+        assert "step 0, tower" in text
+        assert DEPENDS in text
+        assert "by a torch.Generator that goes on from there" in text
+
+
+def test_a_torch_generator_of_a_module_is_told_of_and_then_refused():
+    class Noise(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.own = torch.Generator()
+
+        def forward(self, x):
+            return x + torch.randn(x.shape, generator=self.own)
+
+    class Noisy(Program):
+        def build(self):
+            return nn.Sequential(Noise(), net())
+
+    with (
+        pytest.warns(UserWarning, match="a pass drew from own of 0"),
+        pytest.raises(samestep.UsageError, match=r"tower 0, by a torch\.Generator that goes on from there"),
+    ):
+        Noisy(samestep.init("cpu"))
+
+
 # ---- what goes into weights beside the model -------------------------------------------------------
 
 
@@ -455,6 +500,25 @@ class Positions(Program):
         return F.cross_entropy(self.model(x + places), y)
 
 
+class SeededNoise(Program):
+    """A generator of its own that each pass seeds, and one that it makes."""
+
+    def run(self, tower):
+        x, own = tower.batch["x"], self.keep("own", torch.Generator)
+        own.manual_seed(tower.index)
+        made = torch.Generator().manual_seed(tower.index)
+        noise = torch.randn(x.shape, generator=own) + torch.empty_like(x).uniform_(generator=own)
+        tower.backward(self.loss(x + noise * torch.randn(x.shape, generator=made), tower.batch["y"]))
+
+
+class GeneratorForOthers(Program):
+    """A generator that goes on from pass to pass, of which no loss depends."""
+
+    def loss(self, x, y):
+        torch.randperm(len(x), generator=self.keep("own", torch.Generator))
+        return super().loss(x + torch.randn(x.shape, generator=torch.default_generator), y)
+
+
 class NewNoise(Program):
     """Random numbers that each pass draws anew, into the same memory."""
 
@@ -559,6 +623,8 @@ class OutputsOfBefore(Program):
         NestedRows,
         OfWhatIsGivenWhole,
         Positions,
+        SeededNoise,
+        GeneratorForOthers,
         NewNoise,
         OwnSlots,
         CopyThatLearns,

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from samestep.errors import UsageError
-from samestep.watching.origins import Origin, Origins, storage_of
+from samestep.watching.origins import NOWHERE, Origin, Origins, storage_of
 
 aten = torch.ops.aten
 
@@ -58,6 +58,16 @@ class _Kind(NamedTuple):
     write: Callable[[Sequence[Any], Tensor, int], object] | None  # where it writes to some elements only
 
 
+class _Drawn(NamedTuple):
+    """What has been drawn from a generator that an operator was given."""
+
+    generator: torch.Generator  # kept, so that no other one gets its id
+    state: Tensor  # after it
+    towers: int  # a bit for each that drew, since it was seeded
+
+
+_GOES_ON = "a torch.Generator that goes on from there"
+
 _HIGHER_ORDER = _Kind((), overwrites=False, is_random=False, takes_shapes_only=False, write=None)
 """Of operators that are given functions: what they do with them is not looked at."""
 
@@ -81,6 +91,7 @@ class FlowWatch(TorchDispatchMode):
         self._is_paused = True
         self._updated = ""
         self._shared: set[int] = set()
+        self._drawn: dict[int, _Drawn] = {}  # in this step, by the generators' ids
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -96,6 +107,7 @@ class FlowWatch(TorchDispatchMode):
         """Forget the step before."""
         self.stop()
         self._origins.clear()
+        self._drawn.clear()
         self._updated = ""
 
     def start_pass(self, tower: int, rows: Iterable[Tensor], shared: Iterable[Tensor]) -> None:
@@ -148,8 +160,9 @@ class FlowWatch(TorchDispatchMode):
             raise UsageError(
                 f"{who}: its loss depends on the rows, or random numbers, of tower {which}, by {how}: a "
                 "hidden state, a running mean, a memory of samples, a mask or the like, which on another "
-                "number of workers would be of other towers; begin anew in each pass, update it after "
-                "average(), or keep it in a buffer with a policy, Towers(..., buffers={pattern: policy})"
+                "number of workers would be of other towers; begin anew in each pass, as the global "
+                "generators do, update it after average(), or keep it in a buffer with a policy, "
+                "Towers(..., buffers={pattern: policy})"
             )
 
     def end_step(self, who: str) -> None:
@@ -160,6 +173,7 @@ class FlowWatch(TorchDispatchMode):
         """
         self.stop()
         self._origins.clear()
+        self._drawn.clear()
         if self._updated:
             raise UsageError(
                 f"{who} updated {self._updated}, as a pass before it did, so that its value depends on how "
@@ -170,13 +184,30 @@ class FlowWatch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operator, and note where what it made comes from."""
-        result = func(*args, **(kwargs or {}))
-        if not self._is_paused:
-            self._follow(func, args, kwargs or {}, result)
+        kwargs = kwargs or {}
+        if self._is_paused:
+            return func(*args, **kwargs)
+        generator = kwargs.get("generator")
+        drawn = NOWHERE if generator is None else self._start_drawing(generator)
+        result = func(*args, **kwargs)
+        if generator is not None:
+            self._drawn[id(generator)] = _Drawn(generator, generator.get_state(), drawn.towers)
+        self._follow(func, args, kwargs, result, drawn)
         return result
 
-    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        kind = _kind_of(func) if isinstance(func, OpOverload) else _HIGHER_ORDER
+    def _start_drawing(self, generator: torch.Generator) -> Origin:
+        """Return whose draws a generator goes on from, unless it has been seeded since, and this tower's."""
+        own = 1 << self._tower
+        last = self._drawn.get(id(generator))
+        if last is None or not torch.equal(generator.get_state(), last.state):
+            return Origin(own, "")
+        goes_on = last.towers & ~own != 0
+        return Origin(last.towers | own, _GOES_ON if goes_on else "")
+
+    def _follow(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, drawn: Origin
+    ) -> None:
+        kind, own = _kind_of(func) if isinstance(func, OpOverload) else _HIGHER_ORDER, 1 << self._tower
         values = [args[at] if at < len(args) else kwargs.get(name) for at, name in kind.writes]
         written = list(_tensors(values))
         given = list(_tensors((*args, *kwargs.values())))
@@ -186,22 +217,22 @@ class FlowWatch(TorchDispatchMode):
         overwrites = kind.overwrites and not adds
         if overwrites:
             taken = [tensor for tensor in taken if not any(tensor is each for each in written)]
-        origin = self._join(func, taken, (1 << self._tower) * kind.is_random)
+        origin = self._join(func, taken, drawn._replace(towers=drawn.towers | own * kind.is_random))
         is_average = not overwrites and any(storage_of(tensor) in self._shared for tensor in taken)
         for tensor in written:
-            own = origin
+            of_this = origin
             if is_average or storage_of(tensor) in self._parameters:
                 self._note_update(tensor, origin.towers)
-                own = origin._replace(towers=origin.towers | 1 << self._tower)
-            self._origins.note(tensor, own, kind.write and partial(kind.write, args))
+                of_this = origin._replace(towers=origin.towers | own)
+            self._origins.note(tensor, of_this, kind.write and partial(kind.write, args))
         before = set(map(storage_of, given))
         for tensor in _tensors((result,)):
             if storage_of(tensor) not in before:
                 self._origins.note(tensor, origin)
 
-    def _join(self, func: Any, taken: Iterable[Tensor], towers: int) -> Origin:
-        """Return whose values meet in an operator, and how they did first."""
-        how = ""
+    def _join(self, func: Any, taken: Iterable[Tensor], drawn: Origin) -> Origin:
+        """Return whose values meet in an operator, beside what it draws, and how they did first."""
+        towers, how = drawn
         for tensor in taken:
             more, before = self._origins.of(tensor)
             towers |= more

@@ -75,6 +75,7 @@ class Watch:
         # By the step's own number: newcomers have taken fewer.
         self.settings = self.numbers.settings() if step % _LOOK_EVERY == 0 else {}
         self.numbers.start_step()
+        self._generators.start_step(searches=self._follows)
         self.flow.start_step()
         self.outside.start_step()
         self.modes.start_step()
