@@ -1,0 +1,117 @@
+"""What functions can reach: their variables, globals and closures, and what lies in these."""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from itertools import islice
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["Named", "in_reach"]
+
+Named = tuple[str, Any]
+"""What somebody calls an object, and the object."""
+
+_MOST_FRAMES = 10
+_MOST_VALUES = 500
+_MOST_PARTS = 64
+_MOST_STEPS = 3
+_LIBRARIES = {"samestep", "torch", "numpy", "builtins", "collections", "weakref", "threading"}
+_EMPTY = CellType()
+
+
+def in_reach(kinds: tuple[type, ...], functions: Iterable[Named]) -> list[Named]:
+    """Return the objects of some kinds that functions, or those in progress in this thread, can reach.
+
+    From what they refer to by name, in up to three steps: to the attributes of an object, to the values in a
+    list, to what a function refers to. Nothing is changed, and what raises an error is passed over.
+    """
+    values = deque((*each, 0) for each in functions)
+    frame = inspect.currentframe()
+    for _ in range(_MOST_FRAMES):
+        if frame is not None:
+            named = [*frame.f_locals.items(), *_globals_of(frame.f_code, frame.f_globals)]
+            values.extend((*each, 0) for each in named)
+            frame = frame.f_back
+    del frame  # its variables would hold it
+    found: dict[int, Named] = {}
+    seen = set[int]()
+    while values and len(seen) < _MOST_VALUES:
+        name, value, steps = values.popleft()
+        kind = type(value)
+        if issubclass(kind, kinds):
+            found.setdefault(id(value), (name, value))
+        elif (kind in _PARTS or _has_attributes(kind)) and id(value) not in seen:
+            seen.add(id(value))
+            if steps < _MOST_STEPS:
+                with suppress(Exception):  # a user's object may be anything, such as a proxy of nothing
+                    parts = islice(_PARTS.get(kind, _parts_of_object)(name, value), _MOST_PARTS)
+                    values.extend((*each, steps + 1) for each in parts)
+    return list(found.values())
+
+
+def _has_attributes(kind: type) -> bool:
+    return kind.__dictoffset__ != 0 and not issubclass(kind, (ModuleType, type, Tensor))
+
+
+def _is_of_library(module: object) -> bool:
+    """Say whether a module is one of those that hold nothing of the user's."""
+    return str(module).partition(".")[0] in _LIBRARIES
+
+
+def _globals_of(code: CodeType, namespace: Mapping[str, Any]) -> Iterator[Named]:
+    """Yield the global names of a user's function, and those in modules among them, that are in its code."""
+    if _is_of_library(namespace.get("__name__")):
+        return
+    for name in code.co_names:
+        value = namespace.get(name)
+        if type(value) is ModuleType:
+            inner = vars(value)
+            yield from ((f"{name}.{each}", inner[each]) for each in code.co_names if each in inner)
+        else:
+            yield name, value
+
+
+def _parts_of_function(name: str, value: FunctionType) -> Iterator[Named]:
+    for each, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+        if cell != _EMPTY:
+            yield each, cell.cell_contents
+    yield from ((name, each) for each in value.__defaults__ or ())
+    yield from _globals_of(value.__code__, value.__globals__)
+
+
+def _parts_of_partial(name: str, value: partial[Any]) -> Iterator[Named]:
+    yield from ((name, each) for each in (value.func, *value.args))
+    yield from value.keywords.items()
+
+
+def _parts_of_dict(name: str, value: Mapping[Any, Any]) -> Iterator[Named]:
+    yield from ((f"{key} of {name}" if type(key) is str else name, each) for key, each in value.items())
+
+
+def _parts_of_object(name: str, value: Any) -> Iterator[Named]:
+    """Yield what calling an object runs, and its attributes; of a library's object those of the user's."""
+    kind = type(value)
+    yield name, kind.forward if issubclass(kind, nn.Module) else kind.__call__
+    is_librarys = _is_of_library(kind.__module__)
+    for attribute, each in vars(value).items():
+        if not is_librarys or type(each) in _FUNCTIONS or not _is_of_library(type(each).__module__):
+            yield f"{attribute} of {name}", each
+
+
+_FUNCTIONS = {FunctionType, MethodType}
+_PARTS: Mapping[type, Callable[[str, Any], Iterator[Named]]] = {
+    FunctionType: _parts_of_function,
+    MethodType: lambda name, value: iter([(name, value.__func__), (name, value.__self__)]),
+    partial: _parts_of_partial,
+    list: lambda name, value: ((name, each) for each in value),
+    tuple: lambda name, value: ((name, each) for each in value),
+    dict: _parts_of_dict,
+}
+"""What refers to other values, and how they are found."""
