@@ -108,7 +108,7 @@ def expected():
     return digest
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_whoever_abandons_whatever_step_the_bits_stay(expected, data):
     kind = data.draw(st.sampled_from(["plain", "counts", "whole"]))
@@ -274,7 +274,7 @@ def uninterrupted(kind):
     return values(lambda job: train_interrupted(job, kind, 64, None, None), 1)[0]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.tuples(st.integers(1, 18), st.booleans()),
     st.sampled_from(["plain", "counts", "whole"]),

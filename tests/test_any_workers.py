@@ -15,7 +15,7 @@ from .cases import mostly_long
 from .simulation import values
 
 NUM_TOWERS = 7
-WORKERS = (2, 3, 5)
+WORKERS = (3, 5)
 
 
 class Net(nn.Module):

@@ -17,6 +17,7 @@ from samestep.errors import BatchError, ConfigError, NonFiniteError, UsageError
 from samestep.streams import generator, seed_globals, stream_seed, uniforms
 from samestep.summation.placement import Placement, even_ranges
 
+from .cases import mostly_long
 from .jobs import job_of
 from .simulation import values
 
@@ -347,7 +348,7 @@ def read_under(placements, rank, **options):
     return batches
 
 
-@pytest.mark.parametrize("placements", [EVERY_STEP, MID_EPOCH])
+@pytest.mark.parametrize("placements", mostly_long([MID_EPOCH, EVERY_STEP], 1))
 @pytest.mark.parametrize(
     ("dataset", "options"),
     [

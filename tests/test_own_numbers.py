@@ -12,6 +12,7 @@ import samestep
 from samestep import Towers
 from samestep.errors import DisagreementError
 
+from .cases import mostly_long
 from .simulation import simulate, values
 
 NUM_TOWERS = 6
@@ -106,7 +107,7 @@ def train(job, make, loss=square, edit=lambda job, model, step: None, num_steps=
     return samestep.digest(model)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", mostly_long([1, 3, 2], 2))
 @pytest.mark.parametrize(
     ("make", "make_loss", "named"),
     [
