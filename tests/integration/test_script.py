@@ -167,6 +167,60 @@ def test_a_process_that_a_worker_forks_ends_by_itself(nursery, tmp_path):
     assert (done.wait(), done.stdout(), done.stderr()) == ([0], "0\n" * 2, "")
 
 
+DRAWING = """
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+import samestep
+from tests.integration.sent_away import Left
+
+torch.seed()  # or all of them would be copies of one process that has drawn
+
+
+def main(job):
+    died, left = Path(sys.argv[1]) / "died", Left()
+    print(f"{random.random()} {np.random.rand()} {torch.rand(())}\\n", end="", flush=True)
+    model = nn.Linear(1, 1)
+    towers = samestep.Towers(model, 5, job=job, noise_every=0)
+
+    def step():
+        for tower in towers(torch.ones(5, 1)):
+            tower.backward(model(tower.batch).square().mean())
+        if job.rank == 1 and not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        towers.average()
+
+    with samestep.Elastic(model=model, towers=towers, left=left) as elastic:
+        while left.steps:
+            elastic(step)
+            time.sleep(0.01)
+            left.steps -= job.world_size == 3 and died.exists()
+
+
+samestep.launch(main, 3, towers=5, device="cpu")
+"""
+
+
+def test_workers_and_newcomers_draw_alike_from_the_start(nursery, tmp_path):
+    """None of them has a seed, so that what each builds would be another net."""
+    script = tmp_path / "drawing.py"
+    script.write_text(DRAWING)
+    done = nursery.run([script, tmp_path], tmp_path / "output")
+    assert done.wait() == [0], done.stderr()
+    drawn = done.stdout().splitlines()
+    assert len(drawn) == 4
+    assert len(set(drawn)) == 1
+
+
 SPAWNING = """
 import sys
 

@@ -109,7 +109,9 @@ def init(
     """Join the job: read torchrun's environment, pick the device, make kernels deterministic.
 
     Workers that have made torch's process group themselves, as under `mp.spawn`, are those of the job.
-    Without a launcher or such a group this is a job of one worker. Call it once, before the model is built.
+    Without a launcher or such a group this is a job of one worker. Call it once, before the model is built,
+    and before anything random: all workers go on from the first one's global generators, those of torch,
+    `random` and `np.random`, so that a program without a seed, too, builds the same on each.
 
     Args:
         device: "cpu", "cuda" (the GPU of this worker's local rank, shared where there are fewer GPUs

@@ -49,6 +49,7 @@ class Key(StrEnum):
     AGAIN = "again"  # a generation could not connect
     DONE = "done"  # a worker has done what others may take over
     OVER = "over"  # any worker has
+    STREAMS = "streams"  # the first worker's global generators as the job began, for newcomers
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,16 @@ class Members:
     def say(self, key: Key, *about: int) -> None:
         """Let the launchers know: of this worker, or of what these numbers name."""
         self._store.set("/".join(map(str, (key, *(about or (self.own,))))), "")
+
+    def keep_streams(self, state: bytes) -> None:
+        """Keep the state of the first worker's generators for newcomers."""
+        self._store.set(Key.STREAMS, state.hex())
+
+    def streams(self) -> bytes | None:
+        """Return what `keep_streams` was given, if it has been called."""
+        return (
+            bytes.fromhex(self._store.get(Key.STREAMS).decode()) if self._store.check([Key.STREAMS]) else None
+        )
 
     def finish(self) -> None:
         """Let the launchers know that what others may take over is done."""

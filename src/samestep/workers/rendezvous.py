@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import pickle
 import socket
 import time
 import warnings
@@ -21,7 +22,9 @@ from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr
 
 from samestep.errors import ConfigError, LostWorkerError, shown
 from samestep.memory.shared_memory import SharedMemory
+from samestep.streams import GlobalStreams
 from samestep.workers import environment
+from samestep.workers.collectives import gather_objects
 from samestep.workers.device import gpu_of
 from samestep.workers.environment import JOB, NUMBER
 from samestep.workers.meeting import meet
@@ -76,7 +79,23 @@ def join(device: torch.device, timeout_s: float) -> Transport:
     last = _Joined.last
     if last is None or last.transport.is_closed or not last.is_current:
         _Joined.last = last = _Joined(_join(device, timeout_s))
+        _draw_alike(last.transport, device)
     return last.transport
+
+
+def _draw_alike(transport: Transport, device: torch.device) -> None:
+    """Go on from the first worker's global generators: what workers draw from now on is alike."""
+    generations = transport if isinstance(transport, Generations) else None
+    if generations is not None and generations.is_outside():
+        kept = generations.members.streams()
+        state = None if kept is None else pickle.loads(kept)
+    else:
+        own = GlobalStreams.capture(device).state_dict() if transport.rank == 0 else None
+        state, *_ = gather_objects(transport, own, "the first worker's random generators")
+        if generations is not None and own is not None:
+            generations.members.keep_streams(pickle.dumps(own))
+    if state is not None:
+        GlobalStreams.from_state_dict(state, device).restore()
 
 
 class _Joined:
@@ -132,6 +151,9 @@ class Generations:
         device: of this worker.
         timeout_s: how long to wait for another worker.
         where: begins the errors of the start, such as "start of 4 workers".
+
+    Attributes:
+        members: this worker's view of who they are.
     """
 
     def __init__(self, device: torch.device, timeout_s: float, where: str) -> None:
@@ -141,8 +163,8 @@ class Generations:
         self._has_finished = self.is_closed = False
         self._job = os.environ[JOB]
         store = PrefixStore(self._job, _in_thread(partial(reach_store, timeout_s), where))
-        self._members = Members(store, int(os.environ[NUMBER]))
-        if self._members.are_known:
+        self.members = Members(store, int(os.environ[NUMBER]))
+        if self.members.are_known:
             self._meet(self._next_store(where), where, _MAKE_S)
 
     @property
@@ -176,24 +198,24 @@ class Generations:
 
     def is_outside(self) -> bool:
         """Whether this worker is a newcomer; see `Renewable`."""
-        return self._members.current.number < 0
+        return self.members.current.number < 0
 
     def is_due(self) -> bool:
         """Whether there are newcomers."""
-        return self._members.has_newer()
+        return self.members.has_newer()
 
     def term(self) -> tuple[str, int]:
         """Return the job's name, and the number of this generation; see `Renewable`."""
-        return self._job, self._members.current.number
+        return self._job, self.members.current.number
 
     def can_go_on(self) -> None:
         """Let others be lost from now on."""
-        self._members.say(Key.GOES_ON)
+        self.members.say(Key.GOES_ON)
 
     def finish(self) -> None:
         """Say that this worker has done its part."""
         self._has_finished = True
-        self._members.finish()
+        self.members.finish()
 
     def has_finished(self) -> bool:
         """Whether it has said so."""
@@ -201,18 +223,18 @@ class Generations:
 
     def send_away(self, ranks: Sequence[int]) -> None:
         """Let newcomers end; see `Renewable`."""
-        members = self._members.current.members
+        members = self.members.current.members
         for rank in ranks:
-            self._members.say(Key.AWAY, members[rank])
+            self.members.say(Key.AWAY, members[rank])
         if self.rank in ranks:
             self._leave()
-            self._members.current = Generation(-1, ())
+            self.members.current = Generation(-1, ())
 
     def regroup(self) -> None:
         """Meet again; see `Renewable`."""
         where = "the workers meet again"
         if self.is_outside():
-            self._members.say(Key.READY)
+            self.members.say(Key.READY)
         self._leave()
         make_s = _MAKE_AGAIN_S
         while True:
@@ -221,15 +243,15 @@ class Generations:
                 return self._meet(store, where, make_s)
             except LostWorkerError:  # another one, meanwhile; or they were too slow
                 self._leave()
-                self._members.say(Key.AGAIN, self._members.current.number)
+                self.members.say(Key.AGAIN, self.members.current.number)
                 make_s = min(2 * make_s, _MAKE_S)
 
     def _next_store(self, where: str) -> Store:
-        return _in_thread(partial(self._members.advance, self._timeout_s), where)
+        return _in_thread(partial(self.members.advance, self._timeout_s), where)
 
     def _meet(self, store: Store, where: str, make_s: float) -> None:
         """Become the group of all who have come to the store, within this time."""
-        rank, world_size = self._members.rank, len(self._members.current.members)
+        rank, world_size = self.members.rank, len(self.members.current.members)
         if world_size > 1:
             make_s = min(make_s, self._timeout_s)
             store.set_timeout(timedelta(seconds=make_s))
@@ -237,13 +259,13 @@ class Generations:
             _in_thread(partial(_make_group, store, gpu, rank, world_size, self._timeout_s, make_s), where)
             store.set_timeout(timedelta(seconds=self._timeout_s))
             self._group = ProcessGroup(self._device, self._timeout_s)
-            _connect(self._group, self._members.loss)
+            _connect(self._group, self.members.loss)
 
     def _leave(self) -> None:
         if isinstance(self._group, ProcessGroup):
             if self._group.waiter.silent is not None:
-                self._members.accuse(self._group.waiter.silent)
-            self._members.report_cut(self._group.waiter.peers.cut())
+                self.members.accuse(self._group.waiter.silent)
+            self.members.report_cut(self._group.waiter.peers.cut())
             self._group.leave()
         self._group = Alone()
         # A group that could not be made has used up the name that the next one has on the other workers.
