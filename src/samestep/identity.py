@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import FunctionType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,6 +31,7 @@ __all__ = [
     "compare",
     "digest",
     "fingerprint",
+    "is_compiled",
     "plain_names",
     "precisions",
     "uncompiled",
@@ -125,6 +127,15 @@ def uncompiled(value: T) -> T:
     """Return the module that `torch.compile` was given, and anything else as it is."""
     inner = value._modules.get(_COMPILED) if isinstance(value, nn.Module) else None
     return value if inner is None else inner  # type: ignore[return-value]
+
+
+def is_compiled(value: object) -> bool:
+    """Say whether this is a module, or a function, of which `torch.compile` has made or will make code."""
+    if isinstance(value, nn.Module):
+        return uncompiled(value) is not value or value._compiled_call_impl is not None
+    # https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/eval_frame.py
+    known = vars(value) if isinstance(value, FunctionType) else {}
+    return "_torchdynamo_orig_callable" in known and not known.get("_torchdynamo_disable")
 
 
 def check_same(saved: Mapping[str, Any], current: Mapping[str, Any], owner: str) -> None:

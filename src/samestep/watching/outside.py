@@ -18,9 +18,10 @@ from torch.optim.optimizer import (
 )
 
 from samestep.errors import BufferPolicyError, UsageError
-from samestep.identity import checksum_of, uncompiled
+from samestep.identity import checksum_of, is_compiled
 from samestep.watching.modes import Modes
 from samestep.watching.own_numbers import OwnNumbers
+from samestep.watching.reach import in_reach
 
 __all__ = [
     "OutsideNets",
@@ -134,8 +135,9 @@ class OutsideNets:
         self._modes, self._numbers = modes, numbers
         modules = list(model.modules())
         self._inside = weakref.WeakSet(modules)
-        # A compiled module would run without its parts' hooks, and warn of this one.
-        self._is_compiled = any(_is_compiled(module) for module in modules)
+        # A compiled module would run without its parts' hooks, warn of this one, and be compiled once more
+        # for the steps in which it is there.
+        self._is_compiled = any(map(is_compiled, modules))
         self._seen: weakref.WeakKeyDictionary[nn.Module, list[_Seen]] = weakref.WeakKeyDictionary()
         self._num_passes = 0
         # Those that ran for the first time in a pass of this step, and in no other since.
@@ -144,8 +146,10 @@ class OutsideNets:
         # which other code runs.
         self._key = next(_keys)
 
-    def start_step(self) -> None:
-        """Note the buffers of all nets that are known."""
+    def start_step(self, *, looks: bool) -> None:
+        """Note the buffers of all nets that are known, and whether a step that looks may look for others."""
+        if looks and not self._is_compiled:
+            self._is_compiled = bool(in_reach(is_compiled))
         for module in list(self._seen) if self._seen else ():
             self._seen[module] = _buffers_of(module)
         self._new.clear()
@@ -199,10 +203,6 @@ class OutsideNets:
                     "net for the pass, update it after average(), or pass it as Towers(model, ..., "
                     "also=net), which shares its buffers"
                 )
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return uncompiled(module) is not module or module._compiled_call_impl is not None
 
 
 def _buffers_of(module: nn.Module) -> list[_Seen]:

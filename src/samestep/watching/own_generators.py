@@ -55,7 +55,7 @@ class OwnGenerators:
         self._reached = []
         if searches and not self._has_told:
             held = {id(value) for _, value in self._held}
-            found = in_reach(_KINDS, self._forwards)
+            found = in_reach(lambda value: issubclass(type(value), _KINDS), self._forwards)
             self._reached = [(n, each) for n, each in found if id(each) not in held and _is_own(each)]
 
     def note(self) -> None:

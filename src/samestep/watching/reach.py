@@ -26,8 +26,8 @@ _LIBRARIES = {"samestep", "torch", "numpy", "builtins", "collections", "weakref"
 _EMPTY = CellType()
 
 
-def in_reach(kinds: tuple[type, ...], functions: Iterable[Named]) -> list[Named]:
-    """Return the objects of some kinds that functions, or those in progress in this thread, can reach.
+def in_reach(is_wanted: Callable[[Any], bool], functions: Iterable[Named] = ()) -> list[Named]:
+    """Return what is wanted of all that functions, or those in progress in this thread, can reach.
 
     From what they refer to by name, in up to three steps: to the attributes of an object, to the values in a
     list, to what a function refers to. Nothing is changed, and what raises an error is passed over.
@@ -40,24 +40,25 @@ def in_reach(kinds: tuple[type, ...], functions: Iterable[Named]) -> list[Named]
             values.extend((*each, 0) for each in named)
             frame = frame.f_back
     del frame  # its variables would hold it
-    found: dict[int, Named] = {}
+    found: list[Named] = []
     seen = set[int]()
     while values and len(seen) < _MOST_VALUES:
         name, value, steps = values.popleft()
-        kind = type(value)
-        if issubclass(kind, kinds):
-            found.setdefault(id(value), (name, value))
-        elif (kind in _PARTS or _has_attributes(kind)) and id(value) not in seen:
-            seen.add(id(value))
-            if steps < _MOST_STEPS:
-                with suppress(Exception):  # a user's object may be anything, such as a proxy of nothing
-                    parts = islice(_PARTS.get(kind, _parts_of_object)(name, value), _MOST_PARTS)
-                    values.extend((*each, steps + 1) for each in parts)
-    return list(found.values())
+        if id(value) in seen:
+            continue
+        with suppress(Exception):  # a user's object may be anything, such as a proxy of nothing
+            if is_wanted(value):
+                seen.add(id(value))
+                found.append((name, value))
+            elif steps < _MOST_STEPS and _has_parts(type(value)):
+                seen.add(id(value))
+                parts = islice(_PARTS.get(type(value), _parts_of_object)(name, value), _MOST_PARTS)
+                values.extend((*each, steps + 1) for each in parts)
+    return found
 
 
-def _has_attributes(kind: type) -> bool:
-    return kind.__dictoffset__ != 0 and not issubclass(kind, (ModuleType, type, Tensor))
+def _has_parts(kind: type) -> bool:
+    return kind in _PARTS or (kind.__dictoffset__ != 0 and not issubclass(kind, (ModuleType, type, Tensor)))
 
 
 def _is_of_library(module: object) -> bool:
