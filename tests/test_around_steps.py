@@ -12,6 +12,7 @@ import samestep
 from samestep import Error, Evaluation, ShardedOptimizer, Step, TowerLoader, Towers
 from samestep.errors import DisagreementError, UsageError
 
+from .cases import mostly_long
 from .nets import batch_of, loss_of, net, run_passes, take_step
 from .simulation import simulate, values
 
@@ -37,7 +38,7 @@ def refused(error, *words, alone=True):
     return register
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", mostly_long([1, 3, 2], 2))
 @pytest.mark.parametrize("name", REFUSED)
 def test_all_workers_are_told(name, num_workers):
     work, error, words, alone = REFUSED[name]

@@ -9,6 +9,7 @@ from torch import nn
 import samestep
 from samestep.errors import ConfigError, DataError, DisagreementError, LostWorkerError, UsageError
 
+from .cases import mostly_long
 from .simulation import Faults, Killed, values
 from .town import Town
 
@@ -338,7 +339,7 @@ def thawed_on_the_way(job, model, towers, optimizer):
     return take
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", mostly_long(range(4), 2))
 @pytest.mark.parametrize("make", [with_float16, of_the_whole_batch, with_counts, thawed_on_the_way])
 def test_steps_of_other_kinds(make, seed):
     def work(job):

@@ -13,6 +13,7 @@ import samestep
 from samestep import Error, Step, Towers
 from samestep.errors import BatchError, BufferPolicyError, ConfigError, DisagreementError, UsageError
 
+from .cases import mostly_long
 from .nets import batch_of, loss_of, net, run_passes
 from .simulation import simulate
 
@@ -586,7 +587,7 @@ ONLY_APART = {
 
 
 @pytest.mark.filterwarnings("ignore:passes changed")  # some count how often they run
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", mostly_long([1, 3, 2], 2))
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_all_workers_are_told(name, num_workers):
     work, error, words = PROGRAMS[name]

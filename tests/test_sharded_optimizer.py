@@ -26,6 +26,7 @@ from samestep import (
 )
 from samestep.sharding.cuts import cut
 
+from .cases import mostly_long
 from .simulation import Faults, simulate, values
 
 ALONE = Job(torch.device("cpu"))
@@ -567,7 +568,7 @@ def test_a_rate_that_is_a_tensor_is_compared():
         assert "has lr of parameter group 0 = tensor(0.0200)" in outcome.text
 
 
-@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("rank", mostly_long(range(3), 2))
 def test_a_worker_that_is_killed_is_named(rank):
     for event in range(20 + rank, 32, 3):
         outcomes = simulate(lambda job: failing(job, id), 3, event, Faults(killed={rank: event}))

@@ -364,7 +364,7 @@ def test_a_gradient_that_is_not_finite_is_explained():
 
 
 @pytest.mark.parametrize("every", [6, pytest.param(3, marks=pytest.mark.long)])
-@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("rank", mostly_long([1, 0, 2], 1))
 def test_a_worker_that_is_killed_is_named(rank, every):
     for event in range(14 + rank, 60, every):
         outcomes = simulate(lambda job: work_on(job), 3, event, Faults(killed={rank: event}))

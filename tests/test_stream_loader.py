@@ -187,7 +187,7 @@ def test_collating_has_its_own_stream_and_the_global_generators_are_left_alone()
     assert get_worker_info() is None
 
 
-@pytest.mark.parametrize(("source", "loader_processes"), [(Asking(), 2), (uneven, 3)])
+@pytest.mark.parametrize(("source", "loader_processes"), mostly_long([(uneven, 3), (Asking(), 2)], 1))
 def test_loader_processes_read_the_same(source, loader_processes):
     options = {"num_workers": loader_processes, "multiprocessing_context": "fork"}
     found = read(make_towers(None).job, source, **options)

@@ -16,6 +16,7 @@ from samestep import ConfigError, DamagedError, MissingFileError, NonFiniteError
 from samestep.integrations import transformers as integration  # noqa: E402
 from samestep.integrations.transformers import NOT_PUBLIC, Trainer  # noqa: E402
 
+from .cases import mostly_long  # noqa: E402
 from .small_language import (  # noqa: E402
     NUM_SENTENCES,
     ROWS,
@@ -63,7 +64,8 @@ def distance(gradients, model, loss):
 
 
 @pytest.mark.parametrize(
-    ("make", "make_rows"), [(gpt2, sentences), (llama, sentences), (masked, sentences), (classifier, classes)]
+    ("make", "make_rows"),
+    mostly_long([(gpt2, sentences), (classifier, classes), (llama, sentences), (masked, sentences)], 2),
 )
 def test_each_step_is_that_of_the_whole_batch(make, make_rows, tmp_path):
     rows, watch = make_rows(NUM_SENTENCES), Watch()

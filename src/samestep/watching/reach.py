@@ -19,7 +19,7 @@ Named = tuple[str, Any]
 """What somebody calls an object, and the object."""
 
 _MOST_FRAMES = 10
-_MOST_VALUES = 500
+_MOST_VALUES = 200
 _MOST_PARTS = 64
 _MOST_STEPS = 3
 _LIBRARIES = {"samestep", "torch", "numpy", "builtins", "collections", "weakref", "threading"}
