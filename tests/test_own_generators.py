@@ -12,7 +12,9 @@ from torch import nn
 
 import samestep
 from samestep import Towers
+from samestep.identity import is_compiled
 from samestep.watching.own_generators import OwnGenerators
+from samestep.watching.reach import in_reach
 
 from .simulation import values
 
@@ -144,14 +146,29 @@ class Hostile:
     __iter__ = __len__ = __bool__ = __eq__ = __hash__ = __getattribute__
 
 
+LOADED = []
+
+
+class Lazy:
+    """A proxy that loads what it stands for as soon as it is asked for its class, or its attributes."""
+
+    def load(self):
+        LOADED.append(self)
+        return {}
+
+    __class__ = __dict__ = property(load)
+
+
 def test_what_lies_around_is_not_disturbed():
-    around = [Hostile(), {Hostile: 1}, type("Slots", (), {"__slots__": ()})(), *range(10**5)]
+    around = [Hostile(), Lazy(), {Hostile: 1}, type("Slots", (), {"__slots__": ()})(), *range(10**5)]
     loop = []
     loop.append(loop)
     rng = random.Random(0)
     before = rng.getstate()
     generators = OwnGenerators(nn.Linear(1, 1))
     generators.start_step(searches=True)
+    assert in_reach(is_compiled) == []
+    assert LOADED == []
     generators.note()
     with warnings.catch_warnings():
         generators.check()

@@ -131,10 +131,12 @@ def uncompiled(value: T) -> T:
 
 def is_compiled(value: object) -> bool:
     """Say whether this is a module, or a function, of which `torch.compile` has made or will make code."""
-    if isinstance(value, nn.Module):
-        return uncompiled(value) is not value or value._compiled_call_impl is not None
+    if issubclass(
+        type(value), nn.Module
+    ):  # `isinstance` would ask a proxy, which may load what it stands for
+        return uncompiled(value) is not value or value._compiled_call_impl is not None  # type: ignore[attr-defined]
     # https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/eval_frame.py
-    known = vars(value) if isinstance(value, FunctionType) else {}
+    known = vars(value) if type(value) is FunctionType else {}
     return "_torchdynamo_orig_callable" in known and not known.get("_torchdynamo_disable")
 
 

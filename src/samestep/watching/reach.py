@@ -46,7 +46,7 @@ def in_reach(is_wanted: Callable[[Any], bool], functions: Iterable[Named] = ()) 
         name, value, steps = values.popleft()
         if id(value) in seen:
             continue
-        with suppress(Exception):  # a user's object may be anything, such as a proxy of nothing
+        with suppress(Exception):  # a user's object may be anything
             if is_wanted(value):
                 seen.add(id(value))
                 found.append((name, value))
@@ -58,7 +58,17 @@ def in_reach(is_wanted: Callable[[Any], bool], functions: Iterable[Named] = ()) 
 
 
 def _has_parts(kind: type) -> bool:
-    return kind in _PARTS or (kind.__dictoffset__ != 0 and not issubclass(kind, (ModuleType, type, Tensor)))
+    if kind in _PARTS:
+        return True
+    has_attributes = kind.__dictoffset__ != 0 and not issubclass(kind, (ModuleType, type, Tensor))
+    return has_attributes and not _is_proxy(kind)
+
+
+def _is_proxy(kind: type) -> bool:
+    """Say whether objects may answer for others, which a question could load, or call."""
+    if type(kind.__getattribute__) is FunctionType:
+        return True
+    return any("__class__" in vars(each) for each in kind.__mro__ if each is not object)
 
 
 def _is_of_library(module: object) -> bool:
