@@ -146,9 +146,9 @@ class OutsideNets:
         # which other code runs.
         self._key = next(_keys)
 
-    def start_step(self, *, looks: bool) -> None:
-        """Note the buffers of all nets that are known, and whether a step that looks may look for others."""
-        if looks and not self._is_compiled:
+    def start_step(self, *, searches: bool) -> None:
+        """Note the buffers of all nets that are known; search, if asked to, for what is compiled."""
+        if searches and not self._is_compiled:
             self._is_compiled = bool(in_reach(is_compiled))
         for module in list(self._seen) if self._seen else ():
             self._seen[module] = _buffers_of(module)

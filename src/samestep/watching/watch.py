@@ -77,7 +77,7 @@ class Watch:
         self.numbers.start_step()
         self._generators.start_step(searches=self._follows)
         self.flow.start_step()
-        self.outside.start_step(looks=self.looks)
+        self.outside.start_step(searches=self._follows)
         self.modes.start_step()
 
     def note(self, *, rehash: bool = False) -> None:
