@@ -188,9 +188,11 @@ class FlowWatch(TorchDispatchMode):
         if self._is_paused:
             return func(*args, **kwargs)
         generator = kwargs.get("generator")
-        drawn = NOWHERE if generator is None else self._start_drawing(generator)
-        result = func(*args, **kwargs)
-        if generator is not None:
+        if not isinstance(generator, torch.Generator):
+            result, drawn = func(*args, **kwargs), NOWHERE
+        else:
+            drawn = self._start_drawing(generator)
+            result = func(*args, **kwargs)
             self._drawn[id(generator)] = _Drawn(generator, generator.get_state(), drawn.towers)
         self._follow(func, args, kwargs, result, drawn)
         return result
