@@ -21,7 +21,9 @@
 
 from __future__ import annotations
 
+import inspect
 import reprlib
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 
@@ -43,6 +45,7 @@ __all__ = [
     "UsageError",
     "one_line",
     "shown",
+    "warn",
     "who_has_what",
 ]
 
@@ -144,6 +147,18 @@ def one_line(text: str, max_chars: int = 200) -> str:
 def shown(value: object, max_chars: int = 80) -> str:
     """Return a value from an unknown source for a message: its `repr`, on one short line."""
     return one_line(repr(value) if isinstance(value, str) else reprlib.repr(value), max_chars)
+
+
+def warn(message: str) -> None:
+    """Warn in the user's line that called samestep, or torch which called it, however deep this is."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and _is_ours(frame.f_globals.get("__name__", "")):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] in ("samestep", "torch")
 
 
 def who_has_what(name: str, values: Sequence[object]) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from torch.optim import Optimizer
 
+from samestep.errors import warn
 from samestep.towers.towers import Towers
 from samestep.watching.outside import stepped
 
@@ -37,11 +37,10 @@ class UnknownOptimizers:
         for optimizer in [each for each in stepped if each not in self._known]:
             self._known.add(optimizer)
             if optimizer.state and self._updates_model(optimizer):
-                warnings.warn(
+                warn(
                     f"{type(optimizer).__name__} updates the model and is not part of the state of Elastic: "
                     "a worker that joins would go on without what it keeps, and end in other weights; pass "
-                    "it, as Elastic(..., optimizer=optimizer)",
-                    stacklevel=3,
+                    "it, as Elastic(..., optimizer=optimizer)"
                 )
 
     def _updates_model(self, optimizer: Optimizer) -> bool:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
-
 from torch import nn
 
+from samestep.errors import warn
 from samestep.identity import uncompiled
 from samestep.summation.placement import even_ranges
 
@@ -32,9 +31,8 @@ def warn_of_single_rows(
                 "another batch_size",
                 *([f"at most {rows // 2} towers"] if rows > 1 else []),
             ]
-            warnings.warn(
+            warn(
                 f"{which} has {num_rows}, and {single} of {num_towers} towers get only one, which "
-                f"BatchNorm1d ({layer}) refuses as [1, features]: use {' or '.join(remedies)}",
-                stacklevel=3,
+                f"BatchNorm1d ({layer}) refuses as [1, features]: use {' or '.join(remedies)}"
             )
             return

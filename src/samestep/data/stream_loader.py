@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
@@ -14,7 +13,7 @@ from samestep.batches.batch import GlobalBatch, LocalBatch
 from samestep.data.dataloader import check_options, reading
 from samestep.data.shard_reader import Ended, ShardReader
 from samestep.data.shards import Source, check_source
-from samestep.errors import BatchError, ConfigError, UsageError
+from samestep.errors import BatchError, ConfigError, UsageError, warn
 from samestep.identity import check_same
 from samestep.summation.placement import Placement, even_ranges
 from samestep.towers.towers import Towers
@@ -283,10 +282,9 @@ class StreamLoader:
         must_match = {name: checksum, f"?{name}: expected {_HINT}": checksum}
         agree(self._towers.job, must_match, where="StreamLoader", error=error)
         if self._checksum not in (None, checksum) and self._towers.job.is_first:
-            warnings.warn(
+            warn(
                 "StreamLoader: the stream begins with other examples than in the run that is continued: "
-                f"expected the same CPU model, and {_HINT}",
-                stacklevel=3,
+                f"expected the same CPU model, and {_HINT}"
             )
         self._checksum, self._is_checked = checksum, True
 

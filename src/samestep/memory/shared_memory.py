@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import select
 import struct
-import warnings
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from samestep.errors import DisagreementError
+from samestep.errors import DisagreementError, warn
 from samestep.forks import close_in_child
 from samestep.memory.channel import LONGEST, Channel, Kind, Packet
 from samestep.memory.segments import Bytes, Segment, Segments, as_bytes, mapped
@@ -68,10 +67,9 @@ class SharedMemory:
                 return self._segments.empty(size, like.dtype)
             except OSError as error:
                 self._has_memory = False
-                warnings.warn(
+                warn(
                     f"worker {self._rank}: no shared memory for {num_bytes} bytes ({error.strerror}): "
-                    "gradients go through sockets from now on, which takes longer",
-                    stacklevel=2,
+                    "gradients go through sockets from now on, which takes longer"
                 )
         return like.new_empty(size)
 

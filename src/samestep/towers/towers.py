@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
@@ -25,7 +24,7 @@ from torch import nn
 from samestep.batches.batch import LocalBatch
 from samestep.buffers.policies import Policy
 from samestep.buffers.statistics import Mode
-from samestep.errors import AbandonedError, DisagreementError, Error, UsageError, one_line, shown
+from samestep.errors import AbandonedError, DisagreementError, Error, UsageError, one_line, shown, warn
 from samestep.identity import check_same, compare, fingerprint
 from samestep.summation.buckets import DEFAULT_BUCKET_BYTES
 from samestep.summation.placement import Placement
@@ -156,7 +155,7 @@ class Towers:
         if errors:
             raise DisagreementError(f"Towers: {errors[0]}")
         if differences and self.job.is_first:
-            warnings.warn(f"{differences[0]}: the bits may depend on which of them computes", stacklevel=3)
+            warn(f"{differences[0]}: the bits may depend on which of them computes")
 
     def _leave_behind(self) -> None:
         """Leave the step that has begun, of which others hear by themselves: a worker was lost in it."""
@@ -469,10 +468,9 @@ class Towers:
     ) -> StepRun:
         """Begin a step, after the last one has ended."""
         if self._run is not None and self._run.is_complete and self.job.is_first:
-            warnings.warn(
+            warn(
                 f"step {self._step} is abandoned, though all its towers have run: call average() after every "
-                "batch; to accumulate gradients, pass one larger batch, with more towers",
-                stacklevel=3,
+                "batch; to accumulate gradients, pass one larger batch, with more towers"
             )
         self.abandon()
         if self.job.is_closed:

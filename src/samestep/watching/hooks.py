@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from samestep.errors import UsageError
+from samestep.errors import UsageError, warn
 
 __all__ = ["HookCheck"]
 
@@ -29,17 +28,17 @@ class HookCheck:
         self._next_id = -1  # of torch's hooks, when there was nothing to refuse
         self._told: set[str] = set()
 
-    def __call__(self, *, warn: bool) -> None:
-        """Refuse post-accumulate hooks of users; say once, if `warn`, what hooks on gradients see."""
+    def __call__(self, *, tells: bool) -> None:
+        """Refuse post-accumulate hooks of users; say once, if it `tells`, what hooks on gradients see."""
         next_id = RemovableHandle.next_id
         if next_id == self._next_id:  # no hook since, on anything in this process
             return
         held = list(map(_hooks, self._parameters))
         if held != self._none:
-            self._look(held, warn=warn)
+            self._look(held, tells=tells)
         self._next_id = next_id
 
-    def _look(self, held: Sequence[_Hooks], *, warn: bool) -> None:
+    def _look(self, held: Sequence[_Hooks], *, tells: bool) -> None:
         foreign = [name for name, (after, _) in zip(self._names, held, strict=True) if _is_users(after)]
         if foreign:
             raise UsageError(
@@ -50,12 +49,11 @@ class HookCheck:
         hooked = [name for name, (_, before) in zip(self._names, held, strict=True) if _is_users(before)]
         new = [name for name in hooked if name not in self._told]
         self._told.update(new)
-        if new and warn:
-            warnings.warn(
+        if new and tells:
+            warn(
                 f"a hook on {', '.join(new[:_MOST_NAMES])} sees each tower's sum of gradients, over the "
                 "largest power of two that is at most the batch's rows, not the mean: factors and masks are "
-                "exact, thresholds are not; use those after average()",
-                stacklevel=8,
+                "exact, thresholds are not; use those after average()"
             )
 
 

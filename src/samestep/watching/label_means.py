@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from samestep.batches.nest import tensors
+from samestep.errors import warn
 from samestep.watching.outside import graph_of
 
 __all__ = ["LabelMeans"]
@@ -91,9 +91,8 @@ def _signed(number: int) -> int:
 
 def _warn(ignored: int, towers: Sequence[str], nums: Sequence[int]) -> None:
     found = ", ".join(f"{num} in {tower}" for num, tower in zip(nums, towers, strict=True))
-    warnings.warn(
+    warn(
         f"a loss is a mean over the labels other than {ignored}: {found}. Towers count by their rows, so "
         "labels do not weigh alike; where they should, hand in their sum and their number: "
-        "tower.backward_sum(total, count), or return a samestep.LossSum from a Step's loss_fn",
-        stacklevel=2,
+        "tower.backward_sum(total, count), or return a samestep.LossSum from a Step's loss_fn"
     )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-import warnings
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from samestep.errors import warn
 from samestep.watching.reach import Named, in_reach
 
 __all__ = ["OwnGenerators", "state_of"]
@@ -68,11 +68,10 @@ class OwnGenerators:
         drawn = [name for (name, _), old, new in triples if new != old]
         if drawn:
             self._held, self._reached, self._before, self._has_told = [], [], [], True
-            warnings.warn(
+            warn(
                 f"a pass drew from {', '.join(drawn)}, a random generator of its own, which goes on from "
                 "tower to tower of a worker: draw from the global generators of torch, random or np.random, "
-                "which are seeded for each, unless each pass seeds it",
-                stacklevel=2,
+                "which are seeded for each, unless each pass seeds it"
             )
 
     def _states(self) -> list[str | None]:

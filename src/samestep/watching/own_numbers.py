@@ -5,7 +5,6 @@ No tensor has them, so nothing follows them from one tower's pass to another's.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,8 @@ from typing import Any
 
 import numpy as np
 from torch import nn
+
+from samestep.errors import warn
 
 __all__ = ["OwnNumbers"]
 
@@ -71,12 +72,11 @@ class OwnNumbers:
                 found.append(f"{attribute} of {self._names[module()]}")  # type: ignore[index]
             self._changed[place] = is_index
         if found:
-            warnings.warn(
+            warn(
                 f"passes changed {', '.join(found[:_MOST_NAMES])}: what a tower's pass leaves there, the "
                 "next one finds, so a loss that depends on it is another one on another number of workers; "
                 "count steps after average(), set it in each pass before it is read, or keep it in a buffer "
-                "with a policy",
-                stacklevel=2,
+                "with a policy"
             )
 
     def settings(self) -> Mapping[str, str]:

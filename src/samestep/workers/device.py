@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import warnings
 
 import torch
 
-from samestep.errors import ConfigError
+from samestep.errors import ConfigError, warn
 
 __all__ = [
     "device_named",
@@ -44,10 +43,9 @@ def make_cuda_deterministic(device: torch.device, *, tf32: bool = False) -> None
     torch.cuda.set_device(device)
     wanted = ":4096:8"
     if os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", wanted) not in (wanted, ":16:8"):
-        warnings.warn(
+        warn(
             f"CUBLAS_WORKSPACE_CONFIG={os.environ['CUBLAS_WORKSPACE_CONFIG']} lets cuBLAS change the bits; "
-            f"unset it or use {wanted}",
-            stacklevel=4,
+            f"unset it or use {wanted}"
         )
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False

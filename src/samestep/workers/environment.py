@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 
-from samestep.errors import ConfigError, shown
+from samestep.errors import ConfigError, shown, warn
 
 __all__ = [
     "JOB",
@@ -128,11 +127,10 @@ def warn_if_unranked() -> None:
     for how_many, which in _STARTED_TOGETHER.items():
         number = os.environ.get(how_many, "")
         if number.isdigit() and int(number) > 1 and os.environ.get(which) == "0":
-            warnings.warn(
+            warn(
                 f"{number} processes were started together ({how_many}={number}), without RANK and "
                 "WORLD_SIZE: each trains all towers by itself; for workers of one job, start them with "
-                "torchrun",
-                stacklevel=3,
+                "torchrun"
             )
             return
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import signal
-import warnings
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 import torch.distributed as dist
 
-from samestep.errors import ConfigError, LostWorkerError
+from samestep.errors import ConfigError, LostWorkerError, warn
 from samestep.workers.collectives import gather_rows
 from samestep.workers.device import device_named, has_tf32, make_cuda_deterministic
 from samestep.workers.environment import (
@@ -145,7 +144,7 @@ def init(
     chosen = device_named(device, local_rank(default=dist.get_rank() if has_group() else 0))
     torch.set_num_threads(threads)
     if tf32 and not has_tf32(chosen):
-        warnings.warn(f"tf32=True has no effect on {chosen}: expected a GPU from Ampere on", stacklevel=2)
+        warn(f"tf32=True has no effect on {chosen}: expected a GPU from Ampere on")
     if chosen.type == "cpu":
         keep_freed_memory()
     else:

@@ -10,12 +10,12 @@ import mmap
 import os
 import secrets
 import socket
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from samestep.errors import warn
 from samestep.memory.channel import Channel
 from samestep.memory.segments import allocate
 from samestep.workers.collectives import gather_objects
@@ -55,10 +55,9 @@ def meet(transport: Transport, *, shares_memory: bool) -> tuple[Peers, dict[int,
     channels = {w: Channel(connection) for w, connection in sorted(local_ones.items())}
     for worker, card in lower:
         if worker not in connections:
-            warnings.warn(
+            warn(
                 f"worker {rank} found no way to {card.host}, where worker {worker} is: that the one is gone, "
-                "the other may see only after the timeout",
-                stacklevel=2,
+                "the other may see only after the timeout"
             )
     if rank == 0:
         _say_who_shares_none(cards, [them for _, them in reached])
@@ -188,9 +187,8 @@ def _say_who_shares_none(cards: Sequence[_Card], reached: Sequence[set[int]]) ->
         near = {w for w, other in enumerate(cards[:worker]) if card.shares_with(other)}
         if card.why or near - reached[worker]:
             why = card.why or "they do not reach each other"
-            warnings.warn(
+            warn(
                 f"worker {worker} shares no memory with others of its host ({why}): gradients go through "
-                "the network, which takes longer",
-                stacklevel=3,
+                "the network, which takes longer"
             )
             return

@@ -8,7 +8,6 @@ import os
 import pickle
 import socket
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from samestep.errors import ConfigError, LostWorkerError, shown
+from samestep.errors import ConfigError, LostWorkerError, shown, warn
 from samestep.memory.shared_memory import SharedMemory
 from samestep.streams import GlobalStreams
 from samestep.workers import environment
@@ -366,10 +365,9 @@ def _agree_on_backend(store: Store, gpu: str, rank: int, world_size: int) -> str
     gpus = [seen.decode() for seen in store.multi_get([f"gpu/{worker}" for worker in range(world_size)])]
     shared = _shared(gpus)
     if shared and rank == 0:
-        warnings.warn(
+        warn(
             f"{shared} compute on one GPU: all gradients travel through host memory (gloo instead of NCCL); "
-            "give each worker a GPU of its own",
-            stacklevel=5,
+            "give each worker a GPU of its own"
         )
     return "cpu:gloo,cuda:nccl" if all(gpus) and not shared else "gloo"
 
