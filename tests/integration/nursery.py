@@ -157,7 +157,7 @@ class Processes:
         deadline_s = time.monotonic() + timeout_s
         while text not in self.output(number):
             assert time.monotonic() < deadline_s, self.output(number)
-            assert self.ended() < len(self.pids), self.output(number)
+            assert self.ended() < len(self.pids), f"{self.output(number)}\nended with {self._ends()}"
             time.sleep(0.002)
 
     def wait_for_step(self, step: int, number: int = 0, timeout_s: float = 60) -> None:
@@ -178,6 +178,9 @@ class Processes:
     def ended(self) -> int:
         """Return how many have ended."""
         return sum(pid in self._statuses for pid in self.pids)
+
+    def _ends(self) -> list[int | None]:
+        return [self._statuses.get(pid) for pid in self.pids]
 
     def signal(self, which: signal.Signals, *numbers: int) -> None:
         """Signal some processes, or all; those that have ended get nothing."""
