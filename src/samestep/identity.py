@@ -131,9 +131,8 @@ def uncompiled(value: T) -> T:
 
 def is_compiled(value: object) -> bool:
     """Say whether this is a module, or a function, of which `torch.compile` has made or will make code."""
-    if issubclass(
-        type(value), nn.Module
-    ):  # `isinstance` would ask a proxy, which may load what it stands for
+    # By its type: `isinstance` would ask a proxy, which may load what it stands for.
+    if issubclass(type(value), nn.Module):
         return uncompiled(value) is not value or value._compiled_call_impl is not None  # type: ignore[attr-defined]
     # https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/eval_frame.py
     known = vars(value) if type(value) is FunctionType else {}

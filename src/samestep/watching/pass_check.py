@@ -31,12 +31,14 @@ class PassCheck:
 
     def check_forward(self, tower: object) -> None:
         """Check what a tower's forward has left, before samestep's own backward."""
-        if self._has_gradients() and not self._are_zeros():
-            raise UsageError(
-                f"{tower!r}: parameters have gradients already; call tower.backward(loss) instead of "
-                "loss.backward(), whose gradients are not averaged; where gradients of inputs are meant, as "
-                "for adversarial examples, torch.autograd.grad(loss, inputs)"
-            )
+        if self._has_gradients():
+            self._let_go_of_zeros()
+            if self._has_gradients():
+                raise UsageError(
+                    f"{tower!r}: parameters have gradients already; call tower.backward(loss) instead of "
+                    "loss.backward(), whose gradients are not averaged; where gradients of inputs are meant, "
+                    "as for adversarial examples, torch.autograd.grad(loss, inputs)"
+                )
         if num_messages() != self._num_messages:
             raise UsageError(
                 f"{tower!r}: its pass called torch.distributed, but workers differ in how many passes "
@@ -66,12 +68,11 @@ class PassCheck:
     def _has_gradients(self) -> bool:
         return any(map(operator.is_not, map(_grad, self._parameters), itertools.repeat(None)))
 
-    def _are_zeros(self) -> bool:
+    def _let_go_of_zeros(self) -> None:
         """Let go of what `zero_grad(set_to_none=False)` has left after a backward of the pass's own."""
         for parameter in self._parameters:
             if parameter.grad is not None and not parameter.grad.is_sparse and not parameter.grad.any():
                 parameter.grad = None
-        return not self._has_gradients()
 
     def explain(self, tower: object, error: RuntimeError) -> UsageError | None:
         """Return what is wrong where a backward came to a part of another tower's graph."""

@@ -124,9 +124,9 @@ class Members:
 
     def streams(self) -> bytes | None:
         """Return what `keep_streams` was given, if it has been called."""
-        return (
-            bytes.fromhex(self._store.get(Key.STREAMS).decode()) if self._store.check([Key.STREAMS]) else None
-        )
+        if not self._store.check([Key.STREAMS]):
+            return None
+        return bytes.fromhex(self._store.get(Key.STREAMS).decode())
 
     def finish(self) -> None:
         """Let the launchers know that what others may take over is done."""
