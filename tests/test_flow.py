@@ -333,7 +333,7 @@ def test_a_torch_generator_that_goes_on_from_tower_to_tower_is_refused(draw, num
     for text in errors(Drawing, num_workers):
         assert "step 0, tower" in text
         assert DEPENDS in text
-        assert "by a torch.Generator that goes on from there" in text
+        assert "by a torch.Generator (own of self) that goes on from there; seed it in each pass" in text
 
 
 def test_a_torch_generator_of_a_module_is_told_of_and_then_refused():
@@ -354,6 +354,26 @@ def test_a_torch_generator_of_a_module_is_told_of_and_then_refused():
         pytest.raises(samestep.UsageError, match=r"tower 0, by a torch\.Generator that goes on from there"),
     ):
         Noisy(samestep.init("cpu"))
+
+
+USES = {
+    "item": lambda x, own: x * torch.rand(1, generator=own).item(),
+    "if": lambda x, own: 2 * x if torch.rand(1, generator=own) < 0.5 else x,
+    "tolist": lambda x, own: x[torch.randperm(len(x), generator=own).tolist()],
+    "for others": lambda x, own: x[: len(torch.randperm(len(x), generator=own))],
+}
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+@pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
+def test_a_generator_that_goes_on_is_told_of_where_its_numbers_cannot_be_followed(use, num_workers):
+    class Drawing(Program):
+        def loss(self, x, y):
+            return super().loss(use(x, self.keep("own", torch.Generator)), y)
+
+    with pytest.warns(UserWarning, match=r"from a torch\.Generator \(own of self\) that goes on") as told:
+        simulate(Drawing, num_workers)
+    assert len(told) <= num_workers  # once on each
 
 
 # ---- what goes into weights beside the model -------------------------------------------------------
@@ -512,14 +532,6 @@ class SeededNoise(Program):
         tower.backward(self.loss(x + noise * torch.randn(x.shape, generator=made), tower.batch["y"]))
 
 
-class GeneratorForOthers(Program):
-    """A generator that goes on from pass to pass, of which no loss depends."""
-
-    def loss(self, x, y):
-        torch.randperm(len(x), generator=self.keep("own", torch.Generator))
-        return super().loss(x + torch.randn(x.shape, generator=torch.default_generator), y)
-
-
 class NewNoise(Program):
     """Random numbers that each pass draws anew, into the same memory."""
 
@@ -626,7 +638,6 @@ class OutputsOfBefore(Program):
         OfWhatIsGivenWhole,
         Positions,
         SeededNoise,
-        GeneratorForOthers,
         NewNoise,
         OwnSlots,
         CopyThatLearns,

@@ -15,8 +15,9 @@ from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from samestep.errors import UsageError
+from samestep.errors import UsageError, warn
 from samestep.watching.origins import NOWHERE, Origin, Origins, storage_of
+from samestep.watching.reach import in_reach
 
 aten = torch.ops.aten
 
@@ -66,7 +67,16 @@ class _Drawn(NamedTuple):
     towers: int  # a bit for each that drew, since it was seeded
 
 
-_GOES_ON = "a torch.Generator that goes on from there"
+_GENERATOR = "a torch.Generator"
+_INSTEAD_OF_DRAWN = (
+    "seed it in each pass, by the step and tower.index, or draw from the global generators, which are seeded "
+    "for each tower"
+)
+_INSTEAD_OF_KEPT = (
+    "a hidden state, a running mean, a memory of samples, a mask or the like, which on another number of "
+    "workers would be of other towers; begin anew in each pass, as the global generators do, update it after "
+    "average(), or keep it in a buffer with a policy, Towers(..., buffers={pattern: policy})"
+)
 
 _HIGHER_ORDER = _Kind((), overwrites=False, is_random=False, takes_shapes_only=False, write=None)
 """Of operators that are given functions: what they do with them is not looked at."""
@@ -92,6 +102,8 @@ class FlowWatch(TorchDispatchMode):
         self._updated = ""
         self._shared: set[int] = set()
         self._drawn: dict[int, _Drawn] = {}  # in this step, by the generators' ids
+        self._goes_on = 0  # the id of one that went on, in this pass, from another tower's draws
+        self._has_told = False
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -118,7 +130,7 @@ class FlowWatch(TorchDispatchMode):
             rows: the tensors that hold its rows.
             shared: the model's own, which the watch compares, or samestep puts back.
         """
-        self._tower = tower
+        self._tower, self._goes_on = tower, 0
         self._parameters.clear()
         self._shared = set(map(storage_of, shared))
         for storage in self._shared:
@@ -157,13 +169,23 @@ class FlowWatch(TorchDispatchMode):
         towers, how = self._origins.of(loss)
         if others := _indices(towers & ~(1 << self._tower)):
             which = ", ".join(map(str, others))
-            raise UsageError(
-                f"{who}: its loss depends on the rows, or random numbers, of tower {which}, by {how}: a "
-                "hidden state, a running mean, a memory of samples, a mask or the like, which on another "
-                "number of workers would be of other towers; begin anew in each pass, as the global "
-                "generators do, update it after average(), or keep it in a buffer with a policy, "
-                "Towers(..., buffers={pattern: policy})"
+            depends = f"{who}: its loss depends on the rows, or random numbers, of tower {which}, by {how}"
+            if how == _GENERATOR:
+                raise UsageError(f"{depends}{self._name()} that goes on from there; {_INSTEAD_OF_DRAWN}")
+            raise UsageError(f"{depends}: {_INSTEAD_OF_KEPT}")
+        if self._goes_on and not self._has_told:  # into no loss, or through `.item()`
+            self._has_told = True
+            warn(
+                f"{who} drew from {_GENERATOR}{self._name()} that goes on from another tower's draws, and on "
+                f"another number of workers would draw other numbers: {_INSTEAD_OF_DRAWN}"
             )
+
+    def _name(self) -> str:
+        """Return what the program calls the generator that went on, in brackets."""
+        state = self._drawn[self._goes_on].state
+        # By state, as operators are given another object.
+        found = in_reach(lambda each: type(each) is torch.Generator and torch.equal(each.get_state(), state))
+        return f" ({found[0][0]})" if found else ""
 
     def end_step(self, who: str) -> None:
         """Raise if two passes of the step have updated the same weights beside the model.
@@ -201,10 +223,10 @@ class FlowWatch(TorchDispatchMode):
         """Return whose draws a generator goes on from, unless it has been seeded since, and this tower's."""
         own = 1 << self._tower
         last = self._drawn.get(id(generator))
-        if last is None or not torch.equal(generator.get_state(), last.state):
+        if last is None or not last.towers & ~own or not torch.equal(generator.get_state(), last.state):
             return Origin(own, "")
-        goes_on = last.towers & ~own != 0
-        return Origin(last.towers | own, _GOES_ON if goes_on else "")
+        self._goes_on = id(generator)
+        return Origin(last.towers | own, _GENERATOR)
 
     def _follow(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, drawn: Origin
