@@ -13,7 +13,7 @@ from torch import nn
 import samestep
 from samestep import Towers
 from samestep.identity import is_compiled
-from samestep.watching.own_generators import OwnGenerators
+from samestep.watching.own_generators import OwnGenerators, is_generator
 from samestep.watching.reach import in_reach
 
 from .simulation import values
@@ -166,7 +166,7 @@ def test_what_lies_around_is_not_disturbed():
     rng = random.Random(0)
     before = rng.getstate()
     generators = OwnGenerators(nn.Linear(1, 1))
-    generators.start_step(searches=True)
+    generators.start_step(in_reach(is_generator))
     assert in_reach(is_compiled) == []
     assert LOADED == []
     generators.note()

@@ -21,7 +21,7 @@ from samestep.errors import BufferPolicyError, UsageError
 from samestep.identity import checksum_of, is_compiled
 from samestep.watching.modes import Modes
 from samestep.watching.own_numbers import OwnNumbers
-from samestep.watching.reach import in_reach
+from samestep.watching.reach import Named
 
 __all__ = [
     "OutsideNets",
@@ -146,10 +146,9 @@ class OutsideNets:
         # which other code runs.
         self._key = next(_keys)
 
-    def start_step(self, *, searches: bool) -> None:
-        """Note the buffers of all nets that are known; search, if asked to, for what is compiled."""
-        if searches and not self._is_compiled:
-            self._is_compiled = bool(in_reach(is_compiled))
+    def start_step(self, in_reach: Iterable[Named]) -> None:
+        """Note the buffers of all nets that are known, and whether passes can reach something compiled."""
+        self._is_compiled = self._is_compiled or any(is_compiled(value) for _, value in in_reach)
         for module in list(self._seen) if self._seen else ():
             self._seen[module] = _buffers_of(module)
         self._new.clear()

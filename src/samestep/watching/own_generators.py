@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,9 @@ import torch
 from torch import nn
 
 from samestep.errors import warn
-from samestep.watching.reach import Named, in_reach
+from samestep.watching.reach import Named
 
-__all__ = ["OwnGenerators", "state_of"]
+__all__ = ["OwnGenerators", "is_generator", "state_of"]
 
 _methods: tuple[Any, ...] = (random.random, np.random.rand)
 _GLOBAL = {id(torch.default_generator), *(id(method.__self__) for method in _methods)}
@@ -32,6 +33,11 @@ def state_of(value: Any) -> str | None:
     return None
 
 
+def is_generator(value: Any) -> bool:
+    """Say whether a value is a random generator of Python's or NumPy's, without asking a proxy."""
+    return issubclass(type(value), _KINDS)
+
+
 class OwnGenerators:
     """The generators that a model's modules have, and those of Python and NumPy that passes can reach.
 
@@ -45,18 +51,15 @@ class OwnGenerators:
             for attribute, value in vars(module).items()
             if _is_own(value)
         ]
-        self._forwards = [(type(module).__name__, type(module).forward) for module in model.modules()]
         self._reached: list[Named] = []
         self._before: list[str | None] = []
         self._has_told = False
 
-    def start_step(self, *, searches: bool) -> None:
-        """Search what the functions in progress can reach, if asked to."""
-        self._reached = []
-        if searches and not self._has_told:
-            held = {id(value) for _, value in self._held}
-            found = in_reach(lambda value: issubclass(type(value), _KINDS), self._forwards)
-            self._reached = [(n, each) for n, each in found if id(each) not in held and _is_own(each)]
+    def start_step(self, in_reach: Iterable[Named]) -> None:
+        """Take those of Python and NumPy among what the passes of the step can reach."""
+        held = {id(value) for _, value in self._held}
+        found = [] if self._has_told else in_reach
+        self._reached = [(n, v) for n, v in found if is_generator(v) and _is_own(v) and id(v) not in held]
 
     def note(self) -> None:
         """Note their states before a pass."""

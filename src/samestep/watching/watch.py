@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -11,11 +12,13 @@ from samestep.buffers.named_buffers import NamedBuffer, NamedParameter, find_nam
 from samestep.buffers.policies import Policy
 from samestep.buffers.statistics import is_statistic
 from samestep.errors import BufferPolicyError, Error, UsageError
+from samestep.identity import is_compiled
 from samestep.watching.flow import FlowWatch
 from samestep.watching.modes import Modes
 from samestep.watching.outside import OutsideNets
-from samestep.watching.own_generators import OwnGenerators
+from samestep.watching.own_generators import OwnGenerators, is_generator
 from samestep.watching.own_numbers import OwnNumbers
+from samestep.watching.reach import in_reach
 from samestep.watching.weight_hash import Hashes, WeightHash
 
 __all__ = ["Watch"]
@@ -59,6 +62,7 @@ class Watch:
         self.outside = OutsideNets(model, self.modes, self.numbers)
         self.flow = FlowWatch()
         self._generators = OwnGenerators(model)
+        self._forwards = [(type(module).__name__, type(module).forward) for module in model.modules()]
         self._model = model
         self._num_steps = self._num_workers = 0
         self.note()
@@ -75,9 +79,10 @@ class Watch:
         # By the step's own number: newcomers have taken fewer.
         self.settings = self.numbers.settings() if step % _LOOK_EVERY == 0 else {}
         self.numbers.start_step()
-        self._generators.start_step(searches=self._follows)
+        found = in_reach(_is_looked_for, self._forwards) if self._follows else []
+        self._generators.start_step(found)
         self.flow.start_step()
-        self.outside.start_step(searches=self._follows)
+        self.outside.start_step(found)
         self.modes.start_step()
 
     def note(self, *, rehash: bool = False) -> None:
@@ -186,6 +191,11 @@ class Watch:
         return BufferPolicyError(
             f"{text}: make all layers, parameters and buffers before Towers, in __init__"
         )
+
+
+def _is_looked_for(value: Any) -> bool:
+    """Say whether it matters that a pass can reach this."""
+    return is_generator(value) or is_compiled(value)
 
 
 def _explain(changed: Sequence[NamedBuffer], empty: Sequence[NamedBuffer] = ()) -> str:
