@@ -1,18 +1,22 @@
 """What watching a step costs: the time in its checks, as a share of the step.
 
-    python benchmarks/checks.py [--steps 128]
+    python benchmarks/checks.py [--steps 128] [--compare 2000]
 
 One worker on one CPU thread, in CPU time. Timed are, in a step of each model: the look at the model and its
 hooks, the notes before the passes, the checks after each, those after the last, and the hash of the batch.
 The wider look at graphs and at nets beside the model comes at every 32nd step and is part of it. What timing
 takes itself, with cold caches, is measured in each pass by timing nothing, and not counted. Apart from that:
 how long a step takes whose values are followed, as those of steps 0, 32, 64, 128, 256 and so on are.
+
+With `--compare`, steps of the digits net with the checks and without them, by turns that are drawn: what the
+checks push out of the caches counts there, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import random
 import statistics
 import time
 from collections import defaultdict
@@ -30,16 +34,27 @@ from samestep.watching.pass_check import PassCheck
 from samestep.watching.watch import Watch
 from step import SUBJECTS, Subject, loss_of, pictures, sgd
 
-CHECKS: list[tuple[type, str]] = [
-    (Replica, "plan"),
-    (Watch, "start_step"),
-    (Watch, "check_pass"),
-    (Watch, "end_step"),
-    (PassCheck, "start"),
-    (PassCheck, "check_forward"),
-    (StepRun, "leaves"),
-    (GlobalBatch, "fingerprint"),
-]
+
+def start_no_look(watch: Watch, *_: object) -> None:
+    """Begin a step in which nothing is looked at."""
+    watch.looks = watch._follows = False
+
+
+def nothing(*_: object, **__: object) -> None:
+    """Do nothing, in every pass."""
+
+
+CHECKS: dict[tuple[type, str], Callable[..., Any]] = {
+    (Replica, "plan"): lambda replica, kind: replica._plans[kind],
+    (Watch, "start_step"): start_no_look,
+    (Watch, "check_pass"): nothing,
+    (Watch, "end_step"): nothing,
+    (PassCheck, "start"): nothing,
+    (PassCheck, "check_forward"): nothing,
+    (StepRun, "leaves"): lambda run, losses: [],
+    (GlobalBatch, "fingerprint"): lambda batch, *_: 0,
+}
+"""What is timed, and what a step without it does."""
 
 
 def deep_net() -> nn.Module:
@@ -81,16 +96,17 @@ class Clock:
         return dict(sorted(totals.items(), key=lambda each: -each[1]))
 
 
-def nothing() -> None:
-    """Do nothing, in every pass."""
-
-
 def main() -> None:
     """Print one line for each model."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=128)
-    steps = parser.parse_args().steps
+    parser.add_argument("--compare", type=int, default=0, help="rounds of a step with checks and one without")
+    arguments = parser.parse_args()
+    steps = arguments.steps
     torch.set_num_threads(1)
+    if arguments.compare:
+        compare(arguments.compare)
+        return
     clock = Clock()
     for kind, name in CHECKS:
         setattr(kind, name, clock.timed(name, getattr(kind, name)))
@@ -111,6 +127,31 @@ def main() -> None:
                 f"{label}, {num_towers} towers: step {1e3 * median_s:.2f} ms, checks {1e6 * checks_s:.0f} us "
                 f"= {100 * share:.2f}% ({parts}); a step that is followed {longer:.2f} times as long"
             )
+
+
+def compare(rounds: int) -> None:
+    """Print how much longer steps with checks take than those without, and the spread of 200 resamples."""
+    has_checks = True
+
+    def switched(check: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: (check if has_checks else instead)(*args, **kwargs)
+
+    for (kind, name), instead in CHECKS.items():
+        setattr(kind, name, switched(getattr(kind, name), instead))
+    subject, draw = SUBJECTS["digits"], random.Random(0)
+    for num_towers in (2, 8):
+        # Without the noise scale, which every 20th step measures.
+        towers = samestep.Towers(subject.build(), num_towers, noise_every=0)
+        batch = subject.batch(subject.rows * num_towers)
+        times: dict[bool, list[float]] = {True: [], False: []}
+        for _ in range(rounds):
+            for has_checks in draw.sample((True, False), 2):
+                times[has_checks].append(step_s(towers, batch))
+        has_checks = True
+        found = 100 * (statistics.median(times[True]) / statistics.median(times[False]) - 1)
+        drawn = [[draw.choices(each, k=rounds) for each in times.values()] for _ in range(200)]
+        ratios = sorted(100 * (statistics.median(a) / statistics.median(b) - 1) for a, b in drawn)
+        print(f"digits, {num_towers} towers: {found:.1f}% longer [{ratios[10]:.1f}, {ratios[190]:.1f}]")
 
 
 def step_s(towers: samestep.Towers, batch: Any, in_each_pass: Callable[[], None] = nothing) -> float:

@@ -39,7 +39,7 @@ class ModelBuffers:
     def __init__(self, model: nn.Module, mode: Mode, policies: Mapping[str, Policy], job: Job) -> None:
         self._nothing = torch.zeros(0, dtype=torch.float64, device=job.device)
         self._norms = [(n, module) for n, module in model.named_modules() if isinstance(module, _NormBase)]
-        self._modes = [norm.training for _, norm in self._norms]
+        self._modes = self._current_modes()
         buffers = find_named_buffers(model)
         assigned = assign_policies(buffers, policies)
         self._handed_in = [buffer for buffer in buffers if assigned.get(buffer.name) != "ignore"]
@@ -65,7 +65,7 @@ class ModelBuffers:
     @property
     def are_current(self) -> bool:
         """Whether layers' modes and buffers' shapes and dtypes are as they were when this was made."""
-        if [norm.training for _, norm in self._norms] != self._modes:
+        if self._current_modes() != self._modes:
             return False
         memory = self._current_memory()
         if memory == self._memory:
@@ -73,10 +73,13 @@ class ModelBuffers:
         self._memory = memory
         return self._current_kinds() == self._kinds
 
-    def _current_memory(self) -> list[tuple[int, int] | None]:
-        """Return what changes where a buffer's kind does, quickly: where it lies, and its size."""
-        found = self._current()
-        return [None if tensor is None else (tensor.data_ptr(), tensor.numel()) for tensor in found]
+    def _current_modes(self) -> list[bool]:
+        return [norm.training for _, norm in self._norms]
+
+    def _current_memory(self) -> list[int]:
+        """Return what changes where a buffer's kind does, quickly: where buffers lie, and their sizes."""
+        found = [tensor for tensor in self._current() if tensor is not None]
+        return [*map(Tensor.data_ptr, found), *map(Tensor.numel, found)]
 
     def _current_kinds(self) -> list[tuple[object, object] | None]:
         return [None if tensor is None else _KIND(tensor) for tensor in self._current()]

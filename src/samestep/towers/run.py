@@ -266,7 +266,7 @@ class StepRun:
         self._replica.has_reentrant |= self._gradients.comes_twice
         note_outside_gradients(leaves)
         self.is_complete = is_last
-        self.watch.flow.resume()  # what the pass keeps may be made after its loss
+        self.watch.go_on()
 
     def leaves(self, losses: Iterable[Tensor]) -> list[Tensor]:
         """Return the leaves of the losses' graph, in a step that looks."""

@@ -146,12 +146,16 @@ class OutsideNets:
         # which other code runs.
         self._key = next(_keys)
 
-    def start_step(self, in_reach: Iterable[Named]) -> None:
-        """Note the buffers of all nets that are known, and whether passes can reach something compiled."""
+    def start_step(self) -> None:
+        """Note the buffers of all nets that are known."""
+        if self._seen:
+            for module in list(self._seen):
+                self._seen[module] = _buffers_of(module)
+            self._new.clear()
+
+    def note_compiled(self, in_reach: Iterable[Named]) -> None:
+        """Put no hook from now on, if something among what passes can reach is compiled."""
         self._is_compiled = self._is_compiled or any(is_compiled(value) for _, value in in_reach)
-        for module in list(self._seen) if self._seen else ():
-            self._seen[module] = _buffers_of(module)
-        self._new.clear()
 
     def start_looking(self) -> None:
         """Note every net that runs, until `stop_looking`."""

@@ -65,6 +65,7 @@ class Watch:
         self._forwards = [(type(module).__name__, type(module).forward) for module in model.modules()]
         self._model = model
         self._num_steps = self._num_workers = 0
+        self.looks = self._follows = False
         self.note()
 
     def start_step(self, step: int, num_workers: int) -> None:
@@ -78,12 +79,15 @@ class Watch:
         self._num_steps += 1
         # By the step's own number: newcomers have taken fewer.
         self.settings = self.numbers.settings() if step % _LOOK_EVERY == 0 else {}
-        self.numbers.start_step()
-        found = in_reach(_is_looked_for, self._forwards) if self._follows else []
-        self._generators.start_step(found)
-        self.flow.start_step()
-        self.outside.start_step(found)
         self.modes.start_step()
+        self.outside.start_step()
+        if self.looks:
+            found = in_reach(_is_looked_for, self._forwards) if self._follows else []
+            self.numbers.start_step()
+            self._generators.start_step(found)
+            self.outside.note_compiled(found)
+        if self._follows:
+            self.flow.start_step()
 
     def note(self, *, rehash: bool = False) -> None:
         """Note what is there now, because what has changed since has changed alike on all workers."""
@@ -117,13 +121,20 @@ class Watch:
 
     def stop_looking(self) -> None:
         """Look no more at what runs, where a tower has handed in, or an error ends its pass."""
-        self.outside.stop_looking()
-        self.flow.pause()
+        if self.looks:
+            self.outside.stop_looking()
+            self.flow.pause()
+
+    def go_on(self) -> None:
+        """Follow a pass again after it has handed in: what it keeps may be made after its loss."""
+        if self._follows:
+            self.flow.resume()
 
     def end_pass(self) -> None:
         """End a tower's turn, if one has begun."""
-        self.outside.stop_looking()
-        self.flow.stop()
+        if self.looks:
+            self.outside.stop_looking()
+            self.flow.stop()
 
     def check_pass(self, who: str, loss: Tensor, *, is_outer: bool) -> None:
         """Check after a tower's forward, in a step that looks more closely.
@@ -159,7 +170,8 @@ class Watch:
     def end_step(self, who: str) -> None:
         """Check once more, after the last backward, and by entries and hashes, too."""
         self.check(who)
-        self.flow.end_step(who)
+        if self._follows:
+            self.flow.end_step(who)
         if sum(map(len, self._registries)) != self.num_entries:
             raise self._explain_entries(who)
         before, after = self._before, self._hash.of(self._step, fixed_only=True)
