@@ -38,6 +38,7 @@ from samestep.towers.outputs import Outline, gather, take_apart
 from samestep.towers.run import StepRun
 from samestep.towers.tower import Tower
 from samestep.watching.outside import note_outside_gradients
+from samestep.watching.repeated import Repeated
 
 __all__ = ["Forward", "WholeLoss", "run_whole_batch"]
 
@@ -66,6 +67,7 @@ class _Pass:
 
     outline: Outline
     outputs: list[Tensor]  # contiguous copies without a graph: they look alike on every worker
+    repeated: Repeated | None  # in a step that looks
     gradients: list[Tensor | None] = field(default_factory=list)  # of the outputs
     of_parameters: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # in tower 0: the loss's own
 
@@ -93,7 +95,8 @@ def _run_ahead(run: StepRun, model: nn.Module, forward: Forward) -> dict[int, _P
             run.watch.start_pass(tower)
             try:
                 tensors, outline = take_apart(forward(own_batch))
-                own[tower] = _Pass(outline, [_contiguous_copy(tensor.detach()) for tensor in tensors])
+                outputs = [_contiguous_copy(tensor.detach()) for tensor in tensors]
+                own[tower] = _Pass(outline, outputs, Repeated(outputs) if run.watch.looks else None)
                 run.watch.modes.check(f"step {run.step}, tower {tower}")
                 run.watch.check(f"step {run.step}, tower {tower}")
                 run.watch.numbers.check()
@@ -151,10 +154,19 @@ def _run_again(
 ) -> tuple[Callable[[], None], list[Tensor]]:
     """Run a tower's forward as before; return what pushes the gradient of its outputs through to leaves."""
     outputs, outline = take_apart(forward(tower.batch))
+    who = f"step {run.step}, tower {tower.index}"
     if outline.kinds != ahead.outline.kinds or outline.spec != ahead.outline.spec:
         raise UsageError(
-            f"step {run.step}, tower {tower.index}: forward returned {ahead.outline.sizes} in the first pass "
-            f"and {outline.sizes} in the second: both passes must compute the same"
+            f"{who}: forward returned {ahead.outline.sizes} in the first pass and {outline.sizes} in the "
+            "second: both passes must compute the same"
+        )
+    run.watch.check_outputs(who, outputs)
+    difference = None if ahead.repeated is None else ahead.repeated.difference(outputs)
+    if difference:
+        raise UsageError(
+            f"{who}: forward's second pass changed {difference}: both passes must compute the same; keep "
+            "nothing from one pass for the next, such as a count or a hidden state, and draw from the global "
+            "generators, which are seeded alike for both"
         )
     return partial(ahead.push, outputs, run.job.device.type), run.leaves(outputs)
 

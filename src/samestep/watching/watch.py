@@ -152,6 +152,11 @@ class Watch:
         else:
             self.outside.check(who)
 
+    def check_outputs(self, who: str, outputs: Iterable[Tensor]) -> None:
+        """Check what a pass of a loss of the whole batch gives, in a step whose values are followed."""
+        for tensor in outputs if self._follows else ():
+            self.flow.check(who, tensor)
+
     def check(self, who: str) -> None:
         """Raise if `who` wrote to one of them or replaced it since `start_step`."""
         now = self._current()

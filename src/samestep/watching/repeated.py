@@ -1,0 +1,52 @@
+"""Finds forwards that run twice, for the same rows under the same streams, and compute something else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["Repeated"]
+
+_MOST_VALUES = 4096
+_PART, _PART_OF_HALF = 0.001, 0.05
+"""How far values may be apart, as a part of the largest; the latter where they are of half precision.
+
+Kernels that run without grad may round otherwise than those that run with it.
+"""
+
+
+class Repeated:
+    """Some values of each tensor that a forward gave, to be compared with those that it gives again."""
+
+    def __init__(self, outputs: Sequence[Tensor]) -> None:
+        self._values = [_some(tensor) for tensor in outputs]
+
+    def difference(self, outputs: Sequence[Tensor]) -> str | None:
+        """Say which of them is another one now, and by how much; shapes and dtypes are the same."""
+        for number, (before, tensor) in enumerate(zip(self._values, outputs, strict=True)):
+            now = _some(tensor)
+            if torch.equal(before, now):
+                continue
+            largest = float(torch.where(before.isfinite(), before, 0).abs().max())
+            apart = float((now - before).abs().nan_to_num(0, 0, 0).max())
+            if apart > _tolerance(tensor) * largest or not torch.equal(before.isfinite(), now.isfinite()):
+                return (
+                    f"tensor {number} of its outputs by up to {apart:.3g}; the largest value is {largest:.3g}"
+                )
+        return None
+
+
+def _some(tensor: Tensor) -> Tensor:
+    """Return up to 4,096 elements, float64 or complex, in memory of their own."""
+    flat = tensor.detach().reshape(-1)
+    values = flat[:: max(1, flat.numel() // _MOST_VALUES)].clone()
+    return values if values.is_complex() else values.double()
+
+
+def _tolerance(tensor: Tensor) -> float:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return 0.0
+    is_half = tensor.dtype.itemsize < 4 or torch.is_autocast_enabled(tensor.device.type)
+    return _PART_OF_HALF if is_half else _PART
