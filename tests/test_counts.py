@@ -1,7 +1,10 @@
 """Losses that are sums over what they count: tokens, rows, nothing at all."""
 
 import math
+import random
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +14,8 @@ import samestep
 from samestep import Step, Towers
 from samestep.errors import BatchError, ConfigError, UsageError
 from samestep.towers.losses import NamedCounts
+
+from .simulation import simulate, values
 
 PADDING = -100
 WORDS = 11
@@ -326,3 +331,51 @@ def test_on_zero_count_is_one_of_two():
 def test_totals_are_exact_for_counts():
     counts = torch.tensor([[2**40 + 1, 0.5], [3, 0.25]], dtype=torch.float64)
     assert NamedCounts(("a", "b"), counts, rows=4).totals == [2**40 + 4, 0.75]
+
+
+# ---- counts that depend on more than rows --------------------------------------------------------------
+
+
+def counted(count, job, steps=2):
+    """Train with a sum that `count(rows, what)` counts, where `what` is a list of this worker's."""
+    torch.manual_seed(0)
+    model, what = nn.Linear(3, 1), []
+    towers = Towers(model, 7, job=job)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(steps):
+        rows = torch.randn(20, 3, generator=torch.Generator().manual_seed(step))
+        for tower in towers(rows, counts={"sum": lambda rows: count(rows, what)}):
+            tower.backward({"sum": model(tower.batch).square().sum()})
+        towers.average()
+        optimizer.step()
+    return samestep.digest(model), torch.rand(1).item()
+
+
+def test_counts_draw_from_a_tower_s_own_streams():
+    def count(rows, _):
+        return 1 + torch.rand(1) + random.random() + np.random.rand()
+
+    before, first = torch.get_rng_state(), values(partial(counted, count), 1)[0]
+    assert {*values(partial(counted, count), 2), *values(partial(counted, count), 3)} == {first}
+    torch.manual_seed(0)
+    nn.Linear(3, 1)
+    assert first[1] == torch.rand(1).item()  # the program's own go on as if nothing had been counted
+    torch.set_rng_state(before)
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_a_count_that_depends_on_those_before_is_refused(num_workers):
+    def count(rows, what):
+        what.append(0)
+        return len(what)
+
+    for outcome in simulate(partial(counted, count), num_workers):
+        assert isinstance(outcome.error, UsageError)
+        assert "the count of sum is 1, and 2 when it is counted again" in outcome.text
+
+
+def test_a_count_may_write_to_its_rows():
+    def count(rows, _):
+        return rows.mul_(2).square().sum()
+
+    assert len({value for num in (1, 2, 3) for value in values(partial(counted, count), num)}) == 1

@@ -1,6 +1,7 @@
 """Forwards of whole-batch losses, which run twice: refused on 1, 2 and 3 workers where they compute something
 else the second time, or go on from another tower's pass."""
 
+import itertools
 import random
 from functools import partial
 
@@ -111,6 +112,85 @@ def test_what_another_tower_left_is_refused_though_both_passes_make_the_same_of_
     ):
         assert isinstance(outcome.error, samestep.UsageError)
         assert "its loss depends on the rows, or random numbers, of tower" in outcome.text
+
+
+def test_a_loss_that_workers_compute_apart_is_refused():
+    def program(job):
+        model = nn.Linear(6, 4)
+        calls = [] if job.rank else [0]  # as a list of negatives that a worker that came later does not have
+        towers = Towers(model, 7, job=job)
+        towers.whole_batch(torch.ones(20, 6), model, lambda outputs, _: outputs.mean() * (1 + len(calls)))
+        towers.average()
+
+    for num_workers in (2, 3):
+        for outcome in simulate(program, num_workers):
+            assert isinstance(outcome.error, samestep.DisagreementError)
+            assert "worker 0 has loss of the whole batch = " in outcome.text
+            assert "expected no state or generator that workers have apart" in outcome.text
+
+
+@pytest.mark.filterwarnings("ignore:worker 0 has CPU")
+def test_workers_with_other_processors_may_round_a_loss_otherwise(monkeypatch):
+    numbers = itertools.count()
+    monkeypatch.setattr("samestep.towers.towers.fingerprint", lambda device: {"CPU": next(numbers)})
+
+    def program(job):
+        model = nn.Linear(6, 4)
+        towers = Towers(model, 7, job=job)
+        towers.whole_batch(
+            torch.ones(20, 6), model, lambda outputs, _: outputs.mean() * (1 + 1e-6 * job.rank)
+        )
+        return towers.average().rows
+
+    assert values(program, 2) == [20, 20]
+
+
+def test_a_loss_may_have_the_same_state_on_all_workers():
+    def program(job):
+        model, negatives = nn.Linear(6, 4, bias=False), []
+        torch.nn.init.eye_(model.weight)
+
+        def loss(outputs, batch):
+            negatives.append(outputs.detach())
+            return F.cross_entropy(outputs @ torch.cat(negatives[-2:]).T, torch.arange(len(outputs)))
+
+        towers = Towers(model, 7, job=job)
+        for step in range(3):
+            rows = torch.randn(20, 6, generator=torch.Generator().manual_seed(step))
+            towers.whole_batch(rows, model, loss)
+            towers.average()
+        return model.weight.grad.tolist()
+
+    assert values(program, 1)[0] == values(program, 2)[1] == values(program, 3)[2]
+
+
+FORWARDS = {
+    "no output of forward requires grad": lambda model, rows: model(rows).detach(),
+    "parameters have gradients already": lambda model, rows: with_own_backward(model(rows)),
+}
+
+
+def with_own_backward(outputs):
+    if outputs.requires_grad:
+        outputs.sum().backward(retain_graph=True)
+    return outputs
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+@pytest.mark.parametrize("forward", FORWARDS.values(), ids=FORWARDS.keys())
+def test_a_gradient_that_is_not_averaged_is_refused(forward, num_workers):
+    wanted = next(text for text, each in FORWARDS.items() if each is forward)
+    for outcome in simulate(partial(train, lambda model, rows, _: forward(model, rows)), num_workers):
+        assert isinstance(outcome.error, samestep.UsageError)
+        assert wanted in outcome.text
+
+
+def test_a_loss_that_trains_itself_needs_no_gradient_of_the_outputs():
+    model = nn.ModuleDict({"net": nn.Linear(6, 4).requires_grad_(False), "head": nn.Linear(4, 1)})
+    towers = Towers(model, 4)
+    towers.whole_batch(torch.ones(8, 6), model["net"], lambda outputs, _: model["head"](outputs).mean())
+    towers.average()
+    assert model["head"].weight.grad is not None
 
 
 def augmented(model, rows, _):

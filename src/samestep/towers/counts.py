@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.errors import BatchError, ConfigError
+from samestep.errors import BatchError, ConfigError, UsageError
+from samestep.streams import keep_globals, seed_globals
 
 __all__ = ["Count", "check_counts", "count_slices", "wrong_counts"]
 
@@ -54,18 +55,28 @@ def check_counts(counts: Mapping[str, Count] | None) -> tuple[str, ...]:
 
 
 def count_slices(
-    counts: Mapping[str, Count], towers: range, slices: Mapping[int, Any], device: torch.device
+    counts: Mapping[str, Count],
+    towers: range,
+    slices: Mapping[int, Any],
+    device: torch.device,
+    *,
+    seed_of: Callable[[int], int],
+    counts_twice: bool,
 ) -> Tensor:
-    """Return what each of a worker's towers counts, float64 [towers, names] on the CPU; 0 without rows."""
+    """Return what each of a worker's towers counts, float64 [towers, names] on the CPU; 0 without rows.
+
+    `seed_of` is that of a tower's random streams. Where it `counts_twice`, the first tower shows whether a
+    count depends on anything else.
+    """
     table = torch.zeros(len(towers), len(counts), dtype=torch.float64, device="cpu")
-    for tower, batch in slices.items():
-        # Gathered on the device, so that a GPU is waited for once a tower.
-        values = [torch.as_tensor(count(batch), device=device).detach() for count in counts.values()]
-        for name, value in zip(counts, values, strict=True):
-            if value.numel() != 1:
-                shape = tuple(value.shape)
-                raise BatchError(f"tower {tower}: the count of {name} has shape {shape}, expected one number")
-        table[tower - towers.start] = torch.stack([value.reshape(()).double() for value in values]).cpu()
+    with keep_globals(device):
+        for tower in slices:
+            seed_globals(seed_of(tower), device)
+            table[tower - towers.start] = found = _count(counts, tower, slices[tower], device)
+            if counts_twice:
+                counts_twice = False
+                seed_globals(seed_of(tower), device)
+                _check_same(counts, tower, found, _count(counts, tower, slices[tower], device))
     wrong = _first_wrong(table)
     if wrong is not None:
         row, column = wrong
@@ -74,6 +85,26 @@ def count_slices(
             "expected a finite number of at least 0"
         )
     return table
+
+
+def _count(counts: Mapping[str, Count], tower: int, batch: Any, device: torch.device) -> Tensor:
+    # Gathered on the device, so that a GPU is waited for once a tower.
+    values = [torch.as_tensor(count(batch), device=device).detach() for count in counts.values()]
+    for name, value in zip(counts, values, strict=True):
+        if value.numel() != 1:
+            shape = tuple(value.shape)
+            raise BatchError(f"tower {tower}: the count of {name} has shape {shape}, expected one number")
+    return torch.stack([value.reshape(()).double() for value in values]).cpu()
+
+
+def _check_same(counts: Mapping[str, Count], tower: int, found: Tensor, again: Tensor) -> None:
+    for name, first, second in zip(counts, found.tolist(), again.tolist(), strict=True):
+        if first != second and not math.isnan(first):
+            raise UsageError(
+                f"tower {tower}: the count of {name} is {first:g}, and {second:g} when it is counted again: "
+                "expected a function of the tower's rows and the weights; the global generators are seeded "
+                "for each tower"
+            )
 
 
 def _first_wrong(counts: Tensor) -> list[int] | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from samestep.batches.batch import LocalBatch
 from samestep.errors import BatchError, UsageError
-from samestep.streams import keep_globals, seed_globals, tower_seed
+from samestep.streams import keep_globals, seed_globals, stream_seed, tower_seed
 from samestep.summation.buckets import Average
 from samestep.summation.exchange import Exchange
 from samestep.summation.gradient_sum import GradientSum
@@ -77,10 +77,17 @@ class StepRun:
         """The rows of the global batch that each tower has."""
         return self.local.ranges(self.plan.placement.num_towers)
 
+    @property
+    def bits_must_match(self) -> bool:
+        """Whether all workers compute the same bits from the same numbers."""
+        return self._replica.bits_must_match
+
     def count(self, counts: Mapping[str, Count]) -> None:
         """Find out what the sums of the loss count in the towers of all workers."""
         try:
-            own = count_slices(counts, self.own_towers, self.local.slices, self.job.device)
+            seed_of = partial(stream_seed, self.seed, "counts", self.step)
+            where = (self.own_towers, self.local.slices, self.job.device)
+            own = count_slices(counts, *where, seed_of=seed_of, counts_twice=self.watch.looks)
         except Exception as error:
             self.exchange.fail(error)
         self.losses.named = named = NamedCounts(tuple(counts), self.exchange.compare(own), self.local.rows)
@@ -214,6 +221,10 @@ class StepRun:
             raise UsageError(
                 f"{tower!r} {why}: call backward once for each tower, inside the loop over towers(batch)"
             )
+        self.check_forward(tower)
+
+    def check_forward(self, tower: Tower) -> None:
+        """Check what a tower's forward has left."""
         self._check.check_forward(tower)
 
     def _take(self, tower: Tower, loss: Contribution) -> None:

@@ -154,6 +154,7 @@ class Towers:
         errors, differences = compare(agree(self.job, must_match, where="Towers", error=error, message=mine))
         if errors:
             raise DisagreementError(f"Towers: {errors[0]}")
+        self._replica.bits_must_match = not differences
         if differences and self.job.is_first:
             warn(f"{differences[0]}: the bits may depend on which of them computes")
 
@@ -255,7 +256,8 @@ class Towers:
             counts: for a loss that is a sum of several means, each over something else: what each of them
                 counts, by name, as `count(tower_batch)` -> a number or 0-dim tensor. Each tower then hands
                 in a mapping with a sum for each name. The loss is the sum over names of all towers' sums
-                over all towers' counts; a name that counts 0 adds nothing.
+                over all towers' counts; a name that counts 0 adds nothing. Functions draw from each tower's
+                own streams, and may depend on nothing but its rows and the weights.
             scaler: its scale multiplies each loss before backward; the average is scaled, the report is not.
             flags: called once a step, just before this worker sends its first message: returns an int
                 whose bits are OR-ed over all workers into `Report.flags`, such as a request to stop.

@@ -70,6 +70,7 @@ class _Pass:
     repeated: Repeated | None  # in a step that looks
     gradients: list[Tensor | None] = field(default_factory=list)  # of the outputs
     of_parameters: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # in tower 0: the loss's own
+    needs_grad: bool = False  # the loss has no gradient but through outputs
 
     def push(self, outputs: Sequence[Tensor], device_type: str) -> None:
         """Leave the gradients on the parameters, given the outputs of the second pass."""
@@ -143,9 +144,12 @@ def _differentiate(run: StepRun, own: dict[int, _Pass], batch: Any, loss: WholeL
         slices = [of_outputs.get(id(tensor)) for tensor in each.outputs]
         each.gradients = [None if gradient is None else _contiguous_copy(gradient) for gradient in slices]
         each.outputs = []
+        each.needs_grad = all(gradient is None for gradient in found[len(wanted) :])
     if 0 in own:
         of_parameters = zip(run.parameters, found[len(wanted) :], strict=False)
         own[0].of_parameters = [(p, _as_grad(p, g)) for p, g in of_parameters if g is not None]
+    if value.device.type == "cpu" and run.bits_must_match:  # a GPU would be waited for
+        run.watch.loss = float(value.detach())
     return value.detach().reshape(()).to(run.job.device)
 
 
@@ -160,6 +164,9 @@ def _run_again(
             f"{who}: forward returned {ahead.outline.sizes} in the first pass and {outline.sizes} in the "
             "second: both passes must compute the same"
         )
+    if ahead.needs_grad and not any(tensor.requires_grad for tensor in outputs):
+        raise UsageError(f"{who}: no output of forward requires grad, so it has no gradient")
+    run.check_forward(tower)
     run.watch.check_outputs(who, outputs)
     difference = None if ahead.repeated is None else ahead.repeated.difference(outputs)
     if difference:

@@ -20,6 +20,10 @@ _DATA = (
     "expected the same data in the same order on all workers: sort what a folder lists, seed what is "
     "shuffled or split, and give no worker a part"
 )
+_LOSS = (
+    "all workers compute it from the same outputs: expected no state or generator that workers have apart, "
+    "and no rank"
+)
 _MODES = "call train(), or eval(), on all workers alike, also after an evaluation on one of them"
 
 
@@ -36,8 +40,9 @@ class MustMatch:
         return zlib.crc32(repr([*self.settings.items(), self.watch.hashes, self.watch.settings]).encode())
 
     def hash_of_passes(self) -> int:
-        """Return a 32-bit number of what the passes so far have seen: the modes of the model's layers."""
-        return self.watch.modes.hash()
+        """Return a 32-bit number of what the passes so far have seen: the layers' modes, a common loss."""
+        modes, loss = self.watch.modes.hash(), self.watch.loss
+        return modes if loss is None else zlib.crc32(f"{modes} {loss}".encode())
 
     def in_words(self) -> dict[str, object]:
         """Return it by name, with a hint where batches or modes differ."""
@@ -51,4 +56,6 @@ class MustMatch:
             "modes": modes,
             f"?modes: {_MODES}": modes,
             f"?batch fingerprint: {_DRAWN}": generator,
+            "loss of the whole batch": self.watch.loss,
+            f"?loss of the whole batch: {_LOSS}": self.watch.loss,
         }

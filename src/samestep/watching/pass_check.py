@@ -35,9 +35,10 @@ class PassCheck:
             self._let_go_of_zeros()
             if self._has_gradients():
                 raise UsageError(
-                    f"{tower!r}: parameters have gradients already; call tower.backward(loss) instead of "
-                    "loss.backward(), whose gradients are not averaged; where gradients of inputs are meant, "
-                    "as for adversarial examples, torch.autograd.grad(loss, inputs)"
+                    f"{tower!r}: parameters have gradients already; call tower.backward(loss), or leave it "
+                    "to whole_batch, instead of loss.backward(), whose gradients are not averaged; where "
+                    "gradients of inputs are meant, as for adversarial examples, "
+                    "torch.autograd.grad(loss, inputs)"
                 )
         if num_messages() != self._num_messages:
             raise UsageError(

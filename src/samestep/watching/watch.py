@@ -42,11 +42,13 @@ class Watch:
         pointers: where parameters, and buffers that no pass may change, lay when `note` was called.
         num_entries: parameters, buffers and modules that there were then.
         settings: what torch's own layers are set to, by layer, in every 32nd step.
+        loss: of the whole batch, which all workers compute, once it is known in this step.
     """
 
     pointers: list[int]
     num_entries: int
     settings: Mapping[str, str]
+    loss: float | None
 
     def __init__(self, model: nn.Module, fixed: Sequence[NamedBuffer], shared: Sequence[NamedBuffer]) -> None:
         self._places = [*find_named_parameters(model), *fixed]
@@ -70,7 +72,7 @@ class Watch:
 
     def start_step(self, step: int, num_workers: int) -> None:
         """Note what else is there, after `note` and before the first pass."""
-        self._step = step
+        self._step, self.loss = step, None
         self._late, self._before = self._before, self._hash.of(step)
         has_others, self._num_workers = self._num_workers != num_workers, num_workers
         self.looks = has_others or self._num_steps % _LOOK_EVERY == 0  # whether this step is one of those
