@@ -1,5 +1,8 @@
 """Counting over the test examples on several workers, of which one fails or is lost."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -7,7 +10,7 @@ from torch import nn
 from samestep.app.evaluation import Evaluation
 from samestep.errors import DisagreementError, LostWorkerError
 
-from .simulation import Faults, Killed, simulate
+from .simulation import Faults, Killed, simulate, values
 
 NUM_WORKERS = 3
 
@@ -70,3 +73,36 @@ def test_a_worker_that_is_lost_is_named(event):
             assert isinstance(outcome.error, LostWorkerError)
             assert str(outcome.error).startswith("evaluation: worker ")
     assert event == 4 or any(outcome.error for outcome in outcomes[::2])
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize(
+    ("make", "draw"),
+    [
+        (torch.Generator, lambda own: torch.rand(1, generator=own)),
+        (random.Random, lambda own: own.random()),
+        (np.random.default_rng, lambda own: own.random()),
+    ],
+)
+def test_a_generator_of_its_own_is_told_of(make, draw, num_workers):
+    def evaluate(job):
+        own = make()
+
+        def measure(model, batch):
+            return {"sum": (batch.sum() * draw(own), 1)}
+
+        Evaluation([1.0] * 20, measure, rows=4)(nn.Identity(), job)
+
+    with pytest.warns(UserWarning, match="an evaluation drew from own, a random generator") as told:
+        simulate(evaluate, num_workers)
+    assert len(told) == num_workers
+
+
+def test_what_it_draws_from_the_global_generators_is_the_same_on_any_workers():
+    def measure(model, batch):
+        return {"sum": (torch.rand(1).item() + np.random.rand() + random.random(), 1)}
+
+    def evaluate(job):
+        return Evaluation([1.0] * 20, measure, rows=4)(nn.Identity(), job)["sum"]
+
+    assert values(evaluate, 1)[0] == values(evaluate, 2)[1] == values(evaluate, 3)[2]

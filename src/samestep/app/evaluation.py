@@ -20,6 +20,8 @@ from samestep.buffers.named_buffers import find_named_parameters
 from samestep.data.readers import COMPARED, BatchedReader, Reader, Request, compared_at, is_batched
 from samestep.errors import ConfigError, UsageError, shown
 from samestep.streams import keep_globals, seed_globals, stream_seed
+from samestep.watching.own_generators import OwnGenerators, is_generator
+from samestep.watching.reach import in_reach
 from samestep.watching.weight_hash import WeightHash
 from samestep.workers.agreement import agree
 from samestep.workers.job import Job
@@ -38,7 +40,8 @@ class Evaluation:
     Workers take batches of `rows` examples in turn, so that each has the same shape, and so the same bits,
     wherever it is computed. Integers add up exactly; floating-point totals are added in float64, in the
     order of the batches. The model is in evaluation mode and no gradients are kept; random numbers come from
-    streams of their own, which training does not draw from. Afterwards modes and buffers are as before.
+    streams of their own, which training does not draw from. Afterwards modes and buffers are as before. What
+    `measure` keeps elsewhere is of this worker's batches alone.
 
     Args:
         dataset: map-style (`len(dataset)` and `dataset[example]`), or a `BatchedDataset`.
@@ -93,9 +96,13 @@ class Evaluation:
         must_match: dict[str, Any] = {}
         error = None
         try:
+            generators = OwnGenerators(model)
+            generators.start_step(in_reach(_is_generator, [("measure", self.measure)]))
+            generators.note()
             with keep_globals(job.device), evaluation_mode(model), _unchanged(model), torch.no_grad():
                 parts = _merged(self._measured(model, job))
                 must_match = self._must_match
+            generators.check("an evaluation", "from batch to batch")
         except Exception as raised:
             error = raised
         gathered = agree(job, must_match, where="evaluation", error=error, message=parts)
@@ -165,6 +172,10 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
             f"measure wrote to {', '.join(written[:4])}: each worker measures other batches, so that workers "
             "would come apart; write to a copy of the model, or between two evaluations"
         )
+
+
+def _is_generator(value: Any) -> bool:
+    return type(value) is torch.Generator or is_generator(value)
 
 
 def _checked(measured: Any) -> _Part:

@@ -56,25 +56,25 @@ class OwnGenerators:
         self._has_told = False
 
     def start_step(self, in_reach: Iterable[Named]) -> None:
-        """Take those of Python and NumPy among what the passes of the step can reach."""
+        """Take those among what the passes of the step can reach."""
         held = {id(value) for _, value in self._held}
         found = [] if self._has_told else in_reach
-        self._reached = [(n, v) for n, v in found if is_generator(v) and _is_own(v) and id(v) not in held]
+        self._reached = [(n, value) for n, value in found if _is_own(value) and id(value) not in held]
 
     def note(self) -> None:
         """Note their states before a pass."""
         self._before = self._states()
 
-    def check(self) -> None:
+    def check(self, who: str = "a pass", until: str = "from tower to tower") -> None:
         """Warn, once, of those that a pass has drawn from."""
         triples = zip([*self._held, *self._reached], self._before, self._states(), strict=True)
         drawn = [name for (name, _), old, new in triples if new != old]
         if drawn:
             self._held, self._reached, self._before, self._has_told = [], [], [], True
             warn(
-                f"a pass drew from {', '.join(drawn)}, a random generator of its own, which goes on from "
-                "tower to tower of a worker: draw from the global generators of torch, random or np.random, "
-                "which are seeded for each, unless each pass seeds it"
+                f"{who} drew from {', '.join(drawn)}, a random generator of its own, which goes on {until} "
+                "of a worker: draw from the global generators of torch, random or np.random, which are "
+                "seeded for each, unless it is seeded for each, too"
             )
 
     def _states(self) -> list[str | None]:
