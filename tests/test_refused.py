@@ -547,6 +547,25 @@ def one_bit_of_a_large_layer_on_the_last_worker(job):
     train(model, job, steps=40, after=after, optimizer=optimizer)
 
 
+def autocast_loss(job, dtypes):
+    def loss(model, batch):
+        dtype = dtypes[job.rank == job.world_size - 1]
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            return loss_of(model, batch)
+
+    return loss
+
+
+@refused(DisagreementError, "step 0", "autocast in the passes = torch.bfloat16", "no autocast")
+def autocast_on_the_last_worker(job):
+    train(net(), job, loss=autocast_loss(job, [None, torch.bfloat16]))
+
+
+@refused(DisagreementError, "step 0", "autocast in the passes = torch.float16", "torch.bfloat16")
+def another_dtype_of_autocast_on_the_last_worker(job):
+    train(net(), job, loss=autocast_loss(job, [torch.bfloat16, torch.float16]))
+
+
 @refused(DisagreementError, "worker", "batch")
 def one_changed_value_in_the_batch(job):
     model = net()
@@ -582,6 +601,8 @@ ONLY_APART = {
     "an_edit_on_the_first_worker",
     "one_bit_of_a_large_layer_on_the_last_worker",
     "one_changed_value_in_the_batch",
+    "autocast_on_the_last_worker",
+    "another_dtype_of_autocast_on_the_last_worker",
 }
 """Programs that are in order where there is one worker."""
 

@@ -1,4 +1,4 @@
-"""The modes of a model's layers, training or evaluation, which all towers of a step must see alike."""
+"""The modes of a model's layers, training or evaluation, and autocast, which all must see alike."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import operator
 import zlib
 from typing import NoReturn
 
+import torch
 from torch import nn
 
 from samestep.errors import UsageError
@@ -22,9 +23,11 @@ class Modes:
         self._names, self._modules = zip(*model.named_modules(), strict=True)
         self.start_step()
 
-    def start_step(self) -> None:
+    def start_step(self, *, notes_autocast: bool = False) -> None:
         """Forget those of the step before."""
         self._noted: list[bool] | None = None  # when the first loss of the step was handed in
+        self._notes_autocast = notes_autocast
+        self.autocast: list[str] = []  # the dtypes in which layers ran in the first pass, if noted
         self._ran: dict[nn.Module, bool] = {}  # in the passes before this one
         self.start_pass()
 
@@ -35,6 +38,8 @@ class Modes:
     def note(self, module: nn.Module) -> None:
         """Note the mode in which a layer first runs in this pass."""
         self._runs.setdefault(module, module.training)
+        if self._notes_autocast and not self._ran:
+            self.autocast = sorted({*self.autocast, *_autocast()})
 
     def check(self, who: str) -> None:
         """Raise if `who` ran, or hands in its loss, in another mode than a tower before it."""
@@ -51,8 +56,10 @@ class Modes:
                 self._fail(who, "ran", self._in_words(number, mode))
 
     def hash(self) -> int:
-        """Return a 32-bit number of the modes in which losses were handed in; 0 where none was."""
-        return 0 if self._noted is None else zlib.crc32(bytes(map(bool, self._noted)))
+        """Return a 32-bit number of both, as losses were handed in; 0 where none was."""
+        if self._noted is None:
+            return 0
+        return zlib.crc32(bytes(map(bool, self._noted)), zlib.crc32(repr(self.autocast).encode()))
 
     def in_words(self) -> list[str]:
         """Return them, layer by layer."""
@@ -72,3 +79,8 @@ class Modes:
             "depends on the number of workers: let each pass put back what it sets, such as by model.train() "
             "after model.eval(), or do it after average()"
         )
+
+
+def _autocast() -> list[str]:
+    enabled = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    return [str(torch.get_autocast_dtype(device)) for device in enabled] or ["no autocast"]

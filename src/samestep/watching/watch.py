@@ -66,7 +66,7 @@ class Watch:
         self._generators = OwnGenerators(model)
         self._forwards = [(type(module).__name__, type(module).forward) for module in model.modules()]
         self._model = model
-        self._num_steps = self._num_workers = 0
+        self._num_workers = 0
         self.looks = self._follows = False
         self.note()
 
@@ -75,13 +75,14 @@ class Watch:
         self._step, self.loss = step, None
         self._late, self._before = self._before, self._hash.of(step)
         has_others, self._num_workers = self._num_workers != num_workers, num_workers
-        self.looks = has_others or self._num_steps % _LOOK_EVERY == 0  # whether this step is one of those
-        # Less and less often, because operators take longer when they are followed.
-        self._follows = has_others or (self.looks and self._num_steps & (self._num_steps - 1) == 0)
-        self._num_steps += 1
         # By the step's own number: newcomers have taken fewer.
-        self.settings = self.numbers.settings() if step % _LOOK_EVERY == 0 else {}
-        self.modes.start_step()
+        do_all_look = step % _LOOK_EVERY == 0
+        # Less and less often, because operators take longer when they are followed.
+        do_all_follow = do_all_look and step & (step - 1) == 0
+        self.looks = has_others or do_all_look  # whether this step is one of those
+        self._follows = has_others or do_all_follow
+        self.settings = self.numbers.settings() if do_all_look else {}
+        self.modes.start_step(notes_autocast=do_all_follow)
         self.outside.start_step()
         if self.looks:
             found = in_reach(_is_looked_for, self._forwards) if self._follows else []
