@@ -13,6 +13,8 @@ from samestep import cli
 from samestep.app.output import lasting_output
 from samestep.app.run_folder import all_checkpoints
 
+from .cases import mostly_long
+
 
 class Terminal(io.StringIO):
     """A file that raises what the system said, from the second line on."""
@@ -116,7 +118,7 @@ def test_a_pipe_that_is_full_for_now_is_not_given_up(monkeypatch, capfd):
 @pytest.mark.parametrize(
     "redirection", [">/dev/full", ">&-", ">&- 2>&-", "<&- >&- 2>&-", "2>/dev/full", "| true"]
 )
-@pytest.mark.parametrize(("line", "status"), [("--help", 0), ("learn", 2)])
+@pytest.mark.parametrize(("line", "status"), mostly_long([("--help", 0), ("learn", 2)], 1))
 def test_the_exit_status_stands(redirection, line, status):
     program = f"{sys.executable} -m samestep {line} {redirection}; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=False)

@@ -156,7 +156,7 @@ def progress(job, model, step):
     model.progress = step / 100
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_workers", mostly_long([1, 5, 2, 3], 2))
 def test_sizes_flags_and_what_follows_the_steps_are_let_through(num_workers):
     found = values(lambda job: train(job, lambda _: Noting(), edit=progress, num_steps=33), num_workers)
     assert len(set(found)) == 1

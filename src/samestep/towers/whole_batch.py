@@ -18,7 +18,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -138,19 +138,33 @@ def _differentiate(run: StepRun, own: dict[int, _Pass], batch: Any, loss: WholeL
         if leaf.grad is None:  # else it is the program's own
             leaf.grad = gradient
             note_outside_gradients([leaf])
-    of_outputs = {id(tensor): gradient for tensor, gradient in zip(wanted, found, strict=False)}
+    _hand_out(own, run.parameters, wanted, found)
+    if value.device.type == "cpu" and run.bits_must_match:  # a GPU would be waited for
+        run.watch.loss = float(value.detach())
+    return value.detach().reshape(()).to(run.job.device)
+
+
+def _hand_out(
+    own: Mapping[int, _Pass],
+    parameters: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+) -> None:
+    """Give this worker's towers the gradients of their outputs, and tower 0 those of the loss's parameters.
+
+    `gradients` are of all towers' outputs, then of the parameters, then of what else the loss trains.
+    """
+    of_outputs = {id(tensor): gradient for tensor, gradient in zip(outputs, gradients, strict=False)}
+    beside_outputs = gradients[len(outputs) :]
     for each in own.values():
         # Copies, so that the gradient of all towers' outputs can go.
         slices = [of_outputs.get(id(tensor)) for tensor in each.outputs]
         each.gradients = [None if gradient is None else _contiguous_copy(gradient) for gradient in slices]
         each.outputs = []
-        each.needs_grad = all(gradient is None for gradient in found[len(wanted) :])
+        each.needs_grad = all(gradient is None for gradient in beside_outputs)
     if 0 in own:
-        of_parameters = zip(run.parameters, found[len(wanted) :], strict=False)
+        of_parameters = zip(parameters, beside_outputs, strict=False)
         own[0].of_parameters = [(p, _as_grad(p, g)) for p, g in of_parameters if g is not None]
-    if value.device.type == "cpu" and run.bits_must_match:  # a GPU would be waited for
-        run.watch.loss = float(value.detach())
-    return value.detach().reshape(()).to(run.job.device)
 
 
 def _run_again(
