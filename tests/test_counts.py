@@ -355,12 +355,12 @@ def test_counts_draw_from_a_tower_s_own_streams():
     def count(rows, _):
         return 1 + torch.rand(1) + random.random() + np.random.rand()
 
-    before, first = torch.get_rng_state(), values(partial(counted, count), 1)[0]
+    first = values(partial(counted, count), 1)[0]
     assert {*values(partial(counted, count), 2), *values(partial(counted, count), 3)} == {first}
-    torch.manual_seed(0)
-    nn.Linear(3, 1)
-    assert first[1] == torch.rand(1).item()  # the program's own go on as if nothing had been counted
-    torch.set_rng_state(before)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        nn.Linear(3, 1)
+        assert first[1] == torch.rand(1).item()  # the program's own go on as if nothing had been counted
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])

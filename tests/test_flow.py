@@ -311,6 +311,16 @@ def test_what_goes_into_another_towers_loss_is_refused(program, num_workers):
     assert all("a tensor of shape" in text and "after average()" in text for text in texts)
 
 
+def drawing(draw):
+    """Return a program whose passes draw from one generator that it keeps."""
+
+    class Drawing(Program):
+        def loss(self, x, y):
+            return super().loss(draw(x, self.keep("own", torch.Generator)), y)
+
+    return Drawing
+
+
 DRAWS = {
     "randn": lambda x, own: x + torch.randn(x.shape, generator=own),
     "randint": lambda x, own: x * torch.randint(0, 3, (len(x), 1), generator=own),
@@ -326,11 +336,7 @@ DRAWS = {
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS.keys())
 def test_a_torch_generator_that_goes_on_from_tower_to_tower_is_refused(draw, num_workers):
-    class Drawing(Program):
-        def loss(self, x, y):
-            return super().loss(draw(x, self.keep("own", torch.Generator)), y)
-
-    for text in errors(Drawing, num_workers):
+    for text in errors(drawing(draw), num_workers):
         assert "step 0, tower" in text
         assert DEPENDS in text
         assert "by a torch.Generator (own of self) that goes on from there; seed it in each pass" in text
@@ -367,12 +373,8 @@ USES = {
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
 def test_a_generator_that_goes_on_is_told_of_where_its_numbers_cannot_be_followed(use, num_workers):
-    class Drawing(Program):
-        def loss(self, x, y):
-            return super().loss(use(x, self.keep("own", torch.Generator)), y)
-
     with pytest.warns(UserWarning, match=r"from a torch\.Generator \(own of self\) that goes on") as told:
-        simulate(Drawing, num_workers)
+        simulate(drawing(use), num_workers)
     assert len(told) <= num_workers  # once on each
 
 

@@ -177,9 +177,8 @@ def with_own_backward(outputs):
 
 
 @pytest.mark.parametrize("num_workers", WORKERS)
-@pytest.mark.parametrize("forward", FORWARDS.values(), ids=FORWARDS.keys())
-def test_a_gradient_that_is_not_averaged_is_refused(forward, num_workers):
-    wanted = next(text for text, each in FORWARDS.items() if each is forward)
+@pytest.mark.parametrize(("wanted", "forward"), FORWARDS.items())
+def test_a_gradient_that_is_not_averaged_is_refused(wanted, forward, num_workers):
     for outcome in simulate(partial(train, lambda model, rows, _: forward(model, rows)), num_workers):
         assert isinstance(outcome.error, samestep.UsageError)
         assert wanted in outcome.text

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from . import hanging
 from .machines import Machines, has_namespaces
-from .nursery import SHORT, digests_of
+from .nursery import SHORT, digests_of, text_of
 
 STEPS = 100
 LONGER = (*SHORT, "--steps", STEPS)
@@ -65,8 +65,7 @@ def highest(pattern, outputs):
 
 
 def reported_in(outputs):
-    files = [file for output in outputs for file in (output, output.with_suffix(".errors"))]
-    return "".join(file.read_text() for file in files if file.exists())
+    return "".join(text_of(each) for output in outputs for each in (output, output.with_suffix(".errors")))
 
 
 # ---- real torchruns, and machines with a network of their own --------------------------------------

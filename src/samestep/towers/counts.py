@@ -70,13 +70,11 @@ def count_slices(
     """
     table = torch.zeros(len(towers), len(counts), dtype=torch.float64, device="cpu")
     with keep_globals(device):
-        for tower in slices:
-            seed_globals(seed_of(tower), device)
-            table[tower - towers.start] = found = _count(counts, tower, slices[tower], device)
-            if counts_twice:
-                counts_twice = False
-                seed_globals(seed_of(tower), device)
-                _check_same(counts, tower, found, _count(counts, tower, slices[tower], device))
+        for number, tower in enumerate(slices):
+            seed = seed_of(tower)
+            table[tower - towers.start] = found = _count(counts, tower, slices[tower], device, seed)
+            if counts_twice and number == 0:
+                _check_same(counts, tower, found, _count(counts, tower, slices[tower], device, seed))
     wrong = _first_wrong(table)
     if wrong is not None:
         row, column = wrong
@@ -87,7 +85,8 @@ def count_slices(
     return table
 
 
-def _count(counts: Mapping[str, Count], tower: int, batch: Any, device: torch.device) -> Tensor:
+def _count(counts: Mapping[str, Count], tower: int, batch: Any, device: torch.device, seed: int) -> Tensor:
+    seed_globals(seed, device)
     # Gathered on the device, so that a GPU is waited for once a tower.
     values = [torch.as_tensor(count(batch), device=device).detach() for count in counts.values()]
     for name, value in zip(counts, values, strict=True):

@@ -108,7 +108,6 @@ class Replica:
         self._plans: dict[Kind, Plan] = {}
         self.has_reentrant = False  # whether a backward may come to a parameter twice
         self.label_means = LabelMeans()
-        self.bits_must_match = True  # not where workers have other processors
         check_wrappers(model)
         check_norms(model, settings.statistics)
         check_policies(find_named_buffers(model), settings.buffers)

@@ -77,17 +77,17 @@ class StepRun:
         """The rows of the global batch that each tower has."""
         return self.local.ranges(self.plan.placement.num_towers)
 
-    @property
-    def bits_must_match(self) -> bool:
-        """Whether all workers compute the same bits from the same numbers."""
-        return self._replica.bits_must_match
-
     def count(self, counts: Mapping[str, Count]) -> None:
         """Find out what the sums of the loss count in the towers of all workers."""
         try:
-            seed_of = partial(stream_seed, self.seed, "counts", self.step)
-            where = (self.own_towers, self.local.slices, self.job.device)
-            own = count_slices(counts, *where, seed_of=seed_of, counts_twice=self.watch.looks)
+            own = count_slices(
+                counts,
+                self.own_towers,
+                self.local.slices,
+                self.job.device,
+                seed_of=partial(stream_seed, self.seed, "counts", self.step),
+                counts_twice=self.watch.looks,
+            )
         except Exception as error:
             self.exchange.fail(error)
         self.losses.named = named = NamedCounts(tuple(counts), self.exchange.compare(own), self.local.rows)

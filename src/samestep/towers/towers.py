@@ -154,7 +154,7 @@ class Towers:
         errors, differences = compare(agree(self.job, must_match, where="Towers", error=error, message=mine))
         if errors:
             raise DisagreementError(f"Towers: {errors[0]}")
-        self._replica.bits_must_match = not differences
+        self._bits_must_match = not differences
         if differences and self.job.is_first:
             warn(f"{differences[0]}: the bits may depend on which of them computes")
 
@@ -342,7 +342,7 @@ class Towers:
         """Run a step whose loss is no sum over rows; see `whole_batch`."""
         self._run = run = self._begin(batch, options, is_whole_batch=True)
         with self._ending_on_error(run):
-            run_whole_batch(run, self._root, batch, forward, loss)
+            run_whole_batch(run, self._root, batch, forward, loss, compares_loss=self._bits_must_match)
 
     def slices(self, batches: Iterable[Any], *, rows: NumRows = None) -> Iterator[LocalBatch]:
         """Make each T small batches one batch, of which tower t has the t-th: for loops that accumulated.

@@ -49,10 +49,18 @@ WholeLoss = Callable[[Any, Any], Tensor]
 """loss(all_outputs, batch) -> a scalar, from the outputs of all towers and the global batch."""
 
 
-def run_whole_batch(run: StepRun, model: nn.Module, batch: Any, forward: Forward, loss: WholeLoss) -> None:
-    """Run the forwards of this worker's towers, the loss of all outputs, and the towers' second passes."""
+def run_whole_batch(
+    run: StepRun, model: nn.Module, batch: Any, forward: Forward, loss: WholeLoss, *, compares_loss: bool
+) -> None:
+    """Run the forwards of this worker's towers, the loss of all outputs, and the towers' second passes.
+
+    Where it `compares_loss`, all workers must come to the same bits of it.
+    """
     own = _run_ahead(run, model, forward)
     value = _differentiate(run, own, batch, loss)
+    if compares_loss:
+        run.watch.note_loss(value)
+    value = value.to(run.job.device)
     run.watch.note(rehash=True)  # what the loss writes is the same on all workers
     for tower in run.turns():
         # The loss counts once, as tower 0's. Nothing here may hold on to a tower's outputs.
@@ -139,9 +147,7 @@ def _differentiate(run: StepRun, own: dict[int, _Pass], batch: Any, loss: WholeL
             leaf.grad = gradient
             note_outside_gradients([leaf])
     _hand_out(own, run.parameters, wanted, found)
-    if value.device.type == "cpu" and run.bits_must_match:  # a GPU would be waited for
-        run.watch.loss = float(value.detach())
-    return value.detach().reshape(()).to(run.job.device)
+    return value.detach().reshape(())
 
 
 def _hand_out(

@@ -39,10 +39,10 @@ class Repeated:
 
 
 def _some(tensor: Tensor) -> Tensor:
-    """Return up to 4,096 elements, float64 or complex, in memory of their own."""
+    """Return some 4,096 elements, float64 or complex128, in memory of their own."""
     flat = tensor.detach().reshape(-1)
-    values = flat[:: max(1, flat.numel() // _MOST_VALUES)].clone()
-    return values if values.is_complex() else values.double()
+    values = flat[:: max(1, flat.numel() // _MOST_VALUES)]
+    return values.to(torch.complex128 if values.is_complex() else torch.float64, copy=True)
 
 
 def _tolerance(tensor: Tensor) -> float:

@@ -104,6 +104,11 @@ class Watch:
         self.pointers = list(map(Tensor.data_ptr, self._present))
         self.num_entries = sum(map(len, self._registries))
 
+    def note_loss(self, loss: Tensor) -> None:
+        """Note the loss of the whole batch; not on a GPU, which would be waited for."""
+        if loss.device.type == "cpu":
+            self.loss = float(loss)
+
     @property
     def hashes(self) -> Mapping[str, int]:
         """Hashes that must be the same on all workers: on a GPU those of the step before."""
