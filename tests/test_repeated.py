@@ -247,5 +247,5 @@ def test_values_are_compared_as_their_dtype_allows():
     assert Repeated([ones * 0]).difference([ones])
     nan = torch.full((3,), torch.nan)
     assert Repeated([nan]).difference([nan]) is None
-    assert Repeated([nan]).difference([torch.ones(3)])
+    assert "finite in one pass alone" in Repeated([nan]).difference([torch.ones(3)])
     assert Repeated([torch.ones(3) / 0]).difference([nan - nan]) is None

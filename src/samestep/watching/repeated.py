@@ -29,9 +29,11 @@ class Repeated:
             now = _some(tensor)
             if torch.equal(before, now):
                 continue
+            if not torch.equal(before.isfinite(), now.isfinite()):
+                return f"tensor {number} of its outputs, of which some values are finite in one pass alone"
             largest = float(torch.where(before.isfinite(), before, 0).abs().max())
             apart = float((now - before).abs().nan_to_num(0, 0, 0).max())
-            if apart > _tolerance(tensor) * largest or not torch.equal(before.isfinite(), now.isfinite()):
+            if apart > _tolerance(tensor) * largest:
                 return (
                     f"tensor {number} of its outputs by up to {apart:.3g}; the largest value is {largest:.3g}"
                 )
