@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from samestep.errors import LostWorkerError
+from samestep.errors import Error, LostWorkerError
 from samestep.memory.shared_memory import SharedMemory
 from samestep.workers.collectives import gather_objects
 from samestep.workers.meeting import meet
@@ -84,9 +84,9 @@ def groups_small_tensors_into_one_message(transport):
     messages = []
 
     class Noted(dist.P2POp):
-        def __new__(cls, op, tensor, peer):
+        def __new__(cls, op, tensor, peer, *, tag):
             messages.append((op.__name__, peer, tensor.nbytes))
-            return P2POp(op, tensor, peer)
+            return P2POp(op, tensor, peer, tag=tag)
 
     P2POp, dist.P2POp = dist.P2POp, Noted
     try:
@@ -182,6 +182,36 @@ def names_a_worker_that_is_silent(transport):
         assert is_over.wait(30 * TIMEOUT_S)
 
 
+def tells_of_other_calls(transport):
+    """Worker 1 has left a call out: what it sends has another size than 0 waits for."""
+    other, sizes = 1 - transport.rank, (3, 5, 7)
+    for what, size in zip(("one", "two", "three"), sizes, strict=True):
+        if (what, transport.rank) == ("two", 1):
+            continue
+        found = {other: [torch.zeros(size)]}
+        if what == "one":
+            transport.post({other: [torch.ones(size)]}, found, what).wait()
+            continue
+        here, there = (what, "three") if transport.rank == 0 else (what, "two")
+        instead = f"worker {other} is at '{there}' instead: expected all workers to make the same calls"
+        back = f"worker {transport.rank} is at '{here}' instead: expected all workers to make the same calls"
+        with pytest.raises(Error, match=f"^{here}: ({instead}|{there}: {back}) in the same order$"):
+            transport.post({other: [torch.ones(size)]}, found, what).wait()
+        with pytest.raises(LostWorkerError, match=r"^four: .* is at"):
+            transport.post({other: [torch.ones(size)]}, found, "four")
+        return
+
+
+def is_not_asked_too_often(transport):
+    """Who is always late never has to wait, and so never reads what it is asked."""
+    found, other = torch.zeros(1), 1 - transport.rank
+    for number in range(3):
+        if transport.rank == 1:
+            time.sleep(1.5)
+        transport.post({other: [torch.ones(1) + number]}, {other: [found]}, f"step {number}").wait()
+    assert transport.waiter.peers.num_asked[other] == (transport.rank == 0)
+
+
 def goes_on_after_both_were_stopped(transport):
     """For longer than the timeout, while 0 waits for 1, which works before and after."""
     pids = gather_objects(transport, os.getpid(), "pids")
@@ -257,11 +287,16 @@ JOBS = [
         ],
     ),
     ([0, 1], TIMEOUT_S, [goes_on_after_both_were_stopped]),
+    ([0, 1], 30, [is_not_asked_too_often, tells_of_other_calls]),
 ]
 """The workers, the timeout, and what they do; in the last check of three workers, worker 2 is lost."""
 
 KINDS = ("gloo", "shared memory")
-OF_GLOO = (groups_small_tensors_into_one_message, finds_a_worker_that_dies_with_messages_on_their_way)
+OF_GLOO = (
+    groups_small_tensors_into_one_message,
+    finds_a_worker_that_dies_with_messages_on_their_way,
+    is_not_asked_too_often,
+)
 
 
 def checks_of(kind, checks):

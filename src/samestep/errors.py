@@ -46,6 +46,7 @@ __all__ = [
     "one_line",
     "shown",
     "warn",
+    "who_calls_what",
     "who_has_what",
 ]
 
@@ -159,6 +160,14 @@ def warn(message: str) -> None:
 
 def _is_ours(module: str) -> bool:
     return module.partition(".")[0] in ("samestep", "torch")
+
+
+def who_calls_what(own: str, worker: int, theirs: str) -> str:
+    """Say that another worker makes another call than this one."""
+    return (
+        f"{own}: worker {worker} is at {theirs!r} instead: expected all workers to make the same calls in "
+        "the same order"
+    )
 
 
 def who_has_what(name: str, values: Sequence[object]) -> str:

@@ -17,7 +17,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from samestep.errors import DisagreementError, warn
+from samestep.errors import DisagreementError, warn, who_calls_what
 from samestep.forks import close_in_child
 from samestep.memory.channel import LONGEST, Channel, Kind, Packet
 from samestep.memory.segments import Bytes, Segment, Segments, as_bytes, mapped
@@ -265,10 +265,7 @@ class Delivery:
     def _look(self) -> bool:
         for worker, incoming in self.received.items():
             if incoming.is_instead is not None:
-                self.error = DisagreementError(
-                    f"{self.what}: worker {worker} is at {incoming.is_instead!r} instead: expected all "
-                    "workers to make the same calls in the same order"
-                )
+                self.error = DisagreementError(who_calls_what(self.what, worker, incoming.is_instead))
                 return True
             if not incoming.is_complete:
                 return self._is_lost(worker, is_lost=self.channels[worker].is_closed)

@@ -6,6 +6,7 @@ import atexit
 import gc
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.errors import Error, LostWorkerError, UsageError
+from samestep.errors import DisagreementError, Error, LostWorkerError, UsageError, who_calls_what
 from samestep.memory.shared_memory import Delivery, SharedMemory
+from samestep.workers.ledger import Ledger, Message
 from samestep.workers.waiter import Call, Wait, Waiter, Waiting
 
 __all__ = [
@@ -37,6 +39,9 @@ Tensors = Mapping[int, Sequence[Tensor]]
 
 _SMALL_BYTES = 2**18
 """Tensors up to here are worth a copy to save a message."""
+
+_ASK_AFTER = 10
+"""How often a worker looks in vain for a message before it first asks for it: for about a second."""
 
 _FOREVER = timedelta(days=10_000)
 """gloo's own timeout also counts the time in which all workers were stopped, and closes all connections."""
@@ -173,6 +178,7 @@ class ProcessGroup:
         self.waiter = Waiter(timeout_s)
         self.shared = SharedMemory(self.rank, {})
         self.is_on_cpu = device.type == "cpu"
+        self._ledger = Ledger()
         self._through_host = device.type == "cuda" and "nccl" not in dist.get_backend_config()
         self._is_own = is_own
         self.is_closed = False
@@ -188,17 +194,19 @@ class ProcessGroup:
         loss = self.waiter.peers.loss()
         if loss is not None:  # what was posted before may still be received, in the place of this
             raise LostWorkerError(f"{what}: {loss}")
-        posted = _Posted(what, self.waiter)
+        posted = _Posted(what, self.waiter, self._ledger)
         operations: list[dist.P2POp] = []
         for distance in range(1, self.world_size):
             source = (self.rank - distance) % self.world_size
             target = (self.rank + distance) % self.world_size
-            if source not in self.shared:
-                to_fill = self._to_fill(incoming.get(source, ()), posted)
-                operations += [dist.P2POp(dist.irecv, message, source) for message in to_fill]
-            if target not in self.shared:
-                to_send = self._to_send(outgoing.get(target, ()))
-                operations += [dist.P2POp(dist.isend, message, target) for message in to_send]
+            if source not in self.shared and (num_bytes := _num_bytes(incoming.get(source, ()))):
+                to_fill = self._to_fill(incoming[source], posted)
+                message = posted.expected[source] = self._ledger.expect(source, num_bytes, what)
+                operations += [dist.P2POp(dist.irecv, part, source, tag=message.tag) for part in to_fill]
+            if target not in self.shared and (num_bytes := _num_bytes(outgoing.get(target, ()))):
+                to_send = self._to_send(outgoing[target])
+                message = self._ledger.send(target, num_bytes, what)
+                operations += [dist.P2POp(dist.isend, part, target, tag=message.tag) for part in to_send]
         posted.delivery = self.shared.post(outgoing, incoming, what)
         posted.start([operation for operation in operations if operation.tensor.device.type == "cpu"])
         posted.start_batch([operation for operation in operations if operation.tensor.device.type == "cuda"])
@@ -274,21 +282,27 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
+def _num_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
 @dataclass
 class _Posted:
     what: str
     waiter: Waiter
+    ledger: Ledger
+    expected: dict[int, Message] = field(default_factory=dict)  # through gloo or NCCL, by worker
     calls: list[Call] = field(default_factory=list)  # that wait for gloo's works
     batch: list[dist.Work] = field(default_factory=list)  # NCCL's
     packed: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)
-    waiting: Wait | None = None
+    waiting: _Watched | None = None
     delivery: Delivery | None = None  # to workers of this host
 
     def start(self, operations: Sequence[dist.P2POp]) -> None:
         """Start operations on gloo, which takes them one by one, so that an error names the worker."""
         for operation in operations:
             with self._naming(operation.peer):
-                work = operation.op(operation.tensor, operation.peer)
+                work = operation.op(operation.tensor, operation.peer, tag=operation.tag)
             self.calls.append((operation.peer, partial(work.wait, _FOREVER)))
 
     def start_batch(self, operations: list[dist.P2POp]) -> None:
@@ -301,7 +315,7 @@ class _Posted:
         if self.delivery is not None:
             self._wait_for(self.delivery)
         if self.calls and self.waiting is None:
-            self.waiting = self.waiter.start(self.calls)
+            self.waiting = _Watched(self.waiter.start(self.calls), self)
         if self.waiting is not None:
             self._wait_for(self.waiting)
         for work in self.batch:
@@ -319,6 +333,7 @@ class _Posted:
         except LostWorkerError as error:
             raise self._lost(str(error)) from None
         if isinstance(waiting.error, Error):
+            self.waiter.leave_thread()
             self.waiter.peers.tell(str(waiting.error))
             raise waiting.error
         if waiting.error is not None:
@@ -335,6 +350,36 @@ class _Posted:
 
     def _lost(self, sentence: str) -> LostWorkerError:
         return LostWorkerError(f"{self.what}: {self.waiter.first_loss(sentence)}")
+
+
+class _Watched:
+    """gloo's calls; after a while in vain, this worker says what it waits for, and hears what others do."""
+
+    def __init__(self, calls: Wait, posted: _Posted) -> None:
+        self._calls, self._posted = calls, posted
+        self._num_looks = Counter[int]()  # by worker
+        self._other_call: DisagreementError | None = None
+
+    @property
+    def worker(self) -> int | None:
+        return self._calls.worker
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._other_call or self._calls.error
+
+    def is_done(self, timeout_s: float) -> bool:
+        if self._calls.is_done(timeout_s):
+            return True
+        posted, peers = self._posted, self._posted.waiter.peers
+        if self.worker is not None and self.worker in posted.expected:
+            self._num_looks[self.worker] += 1
+            # Longer each time, as who is asked may never have to wait, and then does not read it.
+            if self._num_looks[self.worker] == _ASK_AFTER << peers.num_asked[self.worker]:
+                peers.ask_for(self.worker, posted.expected[self.worker])
+        for other, message in posted.ledger.others(peers.asked).items():
+            self._other_call = DisagreementError(who_calls_what(posted.what, other, message.what))
+        return self._other_call is not None
 
 
 def how_lost(error: BaseException, worker: int | None = None) -> str:

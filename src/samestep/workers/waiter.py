@@ -152,12 +152,16 @@ class Waiter:
         return sentence
 
     def _give_up(self, sentence: str) -> LostWorkerError:
+        self.leave_thread()
+        return LostWorkerError(sentence)
+
+    def leave_thread(self) -> None:
+        """Let the thread be, which may wait for ever."""
         if self._thread is not None:
             # A thread that comes back from C++ while Python ends aborts the process, and mostly it soon does.
             atexit.register(self._thread.join, _GRACE_S)
             _left.append(self._thread)
-        self.close()  # the thread may wait for ever
-        return LostWorkerError(sentence)
+        self.close()
 
     def close(self) -> None:
         """End the thread once it has made its calls; others get a new one."""
