@@ -2,13 +2,18 @@
 
 import os
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import pytest
+from torch.distributed import PrefixStore
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from samestep.app.launching import host_rendezvous
+from samestep.app.launching import host_rendezvous, hosts as hosts_module
 from samestep.app.launching.host_rendezvous import Rendezvous
+from samestep.app.launching.hosts import Hosts
 from samestep.app.launching.nodes import Nodes
 from samestep.errors import ConfigError, LostWorkerError
 from samestep.workers.environment import PER_HOST
@@ -60,6 +65,37 @@ def test_a_host_joins_a_job_that_was_started_like_itself(nodes):
     ):
         Rendezvous(replace(begun, must_match={"--steps": "8"}), 4)
     for each in (joins, trains):
+        each.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_there", [True, False])
+def test_hosts_that_meet_without_those_who_train_join_them(is_there, nodes, monkeypatch):
+    """Who trains was silent for longer than torch waits, but its launcher counts on."""
+    monkeypatch.setattr(hosts_module, "LOST_S", 1.0)
+
+    def start(number, keep_alive_s):
+        parameters = partial(RendezvousParameters, keep_alive_interval=keep_alive_s)
+        monkeypatch.setattr(host_rendezvous, "RendezvousParameters", parameters)
+        return Rendezvous(replace(nodes, fewest=1), number)
+
+    trains = start(2, 1000)
+    trains.leave()
+    job = trains.place.job
+    hosts, is_over = Hosts(PrefixStore(job, trains.open()), 0), threading.Event()
+
+    def count():
+        while is_there and not is_over.wait(0.1):
+            hosts.look()
+
+    with ThreadPoolExecutor(1) as thread:
+        counting = thread.submit(count)
+        comes = start(3, 1)
+        is_over.set()
+        counting.result()
+    first = [PER_HOST + seat for seat in range(3)]
+    assert (comes.place.job == job, comes.place.members) == (is_there, None if is_there else first)
+    for each in (comes, trains):
         each.close()
 
 

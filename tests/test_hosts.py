@@ -111,3 +111,25 @@ def test_one_that_has_left_is_not_waited_for(pair):
     there.leave()
     here.look()
     here.wait_for_others(lambda: pytest.fail("it waits"))
+
+
+# ---- of a job to which one does not belong -----------------------------------------------------------
+
+
+def test_a_job_runs_while_any_host_counts(clock, monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda seconds: clock.run(seconds))
+    store = HashStore()
+    assert not hosts.is_running(store)  # nobody has ever been there
+    here, there = Hosts(store, 0), Hosts(store, 7)
+    begin_s = clock.now_s
+    assert not hosts.is_running(store)
+    assert clock.now_s - begin_s >= hosts.LOST_S
+
+    def count(seconds):
+        clock.run(seconds, there)
+
+    monkeypatch.setattr(time, "sleep", count)
+    here.leave()
+    assert hosts.is_running(store)
+    monkeypatch.setattr(time, "sleep", lambda seconds: clock.run(seconds) or there.leave())
+    assert not hosts.is_running(store)

@@ -15,7 +15,7 @@ from . import hanging
 from .machines import Machines, has_namespaces
 from .nursery import SHORT, digests_of
 
-STEPS = 200
+STEPS = 400  # enough for hosts that come back to take part, on a machine that does much else
 WHERE = ["on loopback", "on a network"]
 CUT_OFF = (
     "samestep: error: the job's store has not answered for 10 s: this host was cut off, and its workers were "

@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
+from samestep.app.launching.hosts import is_running
 from samestep.app.launching.nodes import Nodes
 from samestep.app.launching.place import Place
 from samestep.errors import ConfigError, LostWorkerError, one_line
@@ -41,6 +42,8 @@ _LOOK_S = 1.0
 _CLOSE_S = 3.0
 _LAST_CALL_S = 3
 """How long those who are enough wait for more; who comes later joins, which takes no restart."""
+
+_LAST = "last job"
 
 _Card = dict[str, Any]
 
@@ -106,8 +109,8 @@ class Rendezvous:
 
     def _meet(self) -> Place:
         nodes = self._nodes
-        store = PrefixStore(f"samestep/rendezvous/{nodes.job_id}", self._meeting_store)
-        own = store.add("hosts", 1) - 1
+        self._jobs = PrefixStore(f"samestep/rendezvous/{nodes.job_id}", self._meeting_store)
+        own = self._jobs.add("hosts", 1) - 1
         self._card: _Card = {
             "host": own,
             "workers": self._num_workers,
@@ -137,7 +140,7 @@ class Rendezvous:
 
     def _place(self, info: RendezvousInfo) -> Place:
         cards = _cards(info)
-        begun = next((card for card in cards if card["job"] is not None), None)
+        begun = next((card for card in cards if card["job"] is not None), None) or self._begun(info, cards[0])
         if begun is not None:
             self._check_same(begun)
         self._card["job"] = begun["job"] if begun else cards[0]["token"]
@@ -152,6 +155,20 @@ class Rendezvous:
             world_size=self._num_workers if begun else len(members),
             members=None if begun else members,
         )
+
+    def _begun(self, info: RendezvousInfo, first: _Card) -> _Card | None:
+        """Return the card of a job that runs, though nobody who has met belongs to it; None where none does.
+
+        Its hosts may have been cut off for longer than torch waits for them. The first who has met looks.
+        """
+        if info.rank == 0:
+            last = json.loads(self._jobs.compare_set(_LAST, "", json.dumps(None)))
+            runs = last is not None and is_running(PrefixStore(last["job"], self._store))
+            if not runs:
+                self._jobs.set(_LAST, json.dumps(first | {"job": first["token"]}))
+            info.store.set(_LAST, json.dumps(last if runs else None))
+        found: _Card | None = json.loads(info.store.get(_LAST))
+        return found
 
     def _check_same(self, begun: _Card) -> None:
         """Raise a `ConfigError` where this host, which would join a job, was started in another way."""

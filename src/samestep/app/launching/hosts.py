@@ -13,7 +13,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from samestep.app.launching.roster import PromptStore
 from samestep.workers.waiter import Patience
 
-__all__ = ["CUT_S", "LOST_S", "Ending", "Hosts"]
+__all__ = ["CUT_S", "LOST_S", "Ending", "Hosts", "is_running"]
 
 LOST_S = 5.0
 """A launcher of which nothing is heard for so long is lost, and its host with it."""
@@ -21,6 +21,7 @@ LOST_S = 5.0
 CUT_S = 1.0
 """So long where a connection to its workers has ended, too, as they do when a host's processes are killed."""
 
+_PREFIX = "samestep/hosts"
 _NUM_HOSTS, _NAME, _BEAT, _ENDED = "hosts", "name", "beat", "ended"
 _LEFT = -(10**9)
 _POLL_S = 0.1
@@ -61,7 +62,7 @@ class Hosts:
         self.names: dict[int, str] = {}
         self.lost: set[int] = set()
         self.ending: Ending | None = None
-        self._store = PromptStore(store, "samestep/hosts")
+        self._store = PromptStore(store, _PREFIX)
         self._counts: dict[int, int] = {}
         self._cut: dict[int, int] = {}  # how far a host had counted when it was last said to be cut
         self._silent: dict[int, tuple[Patience, Patience]] = {}  # since it counted; both are asked each time
@@ -119,3 +120,19 @@ class Hosts:
         while self.names.keys() - self.lost - {self.own} and not is_interrupted():
             time.sleep(_POLL_S)
             self.look()
+
+
+def is_running(store: Store) -> bool:
+    """Say whether any host of a job counts on, given the store in which its hosts meet."""
+    prompt, patience = PromptStore(store, _PREFIX), Patience(LOST_S)
+    before = counts = prompt.ask(_counts)
+    while counts == before and not patience.is_over():
+        time.sleep(_POLL_S)
+        counts = prompt.ask(_counts)
+    return any(counts[host] >= 0 and counts[host] != before.get(host) for host in counts)
+
+
+def _counts(store: Store) -> dict[int, int]:
+    names = [f"{_NAME}/{entry}" for entry in range(1, store.add(_NUM_HOSTS, 0) + 1)]
+    hosts = [json.loads(store.get(name))[0] for name in names if store.check([name])]
+    return {host: store.add(f"{_BEAT}/{host}", 0) for host in hosts}
