@@ -175,7 +175,7 @@ class ProcessGroup:
     def __init__(self, device: torch.device, timeout_s: float, *, is_own: bool = True) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self.waiter = Waiter(timeout_s)
+        self.waiter = Waiter(timeout_s, self.rank)
         self.shared = SharedMemory(self.rank, {})
         self.is_on_cpu = device.type == "cpu"
         self._ledger = Ledger()

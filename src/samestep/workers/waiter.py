@@ -21,6 +21,9 @@ _SLICE_S = 0.1
 _GRACE_S = 1.0
 """What a worker sent before it ended may be on its way for so long."""
 
+_APART_S = 2.0
+"""So much longer each worker waits for its thread than the one before, which takes a while to end."""
+
 _NEWS_S = 0.02
 """What the first to notice a loss says of it may arrive so long after its own end has been noticed."""
 
@@ -90,16 +93,18 @@ class Waiter:
 
     Args:
         timeout_s: how long to wait for a worker.
+        rank: of this worker.
 
     Attributes:
         peers: says who is gone.
         silent: the worker that did not answer within the timeout.
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, rank: int = 0) -> None:
         self.peers = Peers({})
         self.silent: int | None = None
         self._timeout_s = timeout_s
+        self._rank = rank
         self._waits: SimpleQueue[Wait | None] | None = None
         self._thread: threading.Thread | None = None
 
@@ -158,8 +163,9 @@ class Waiter:
     def leave_thread(self) -> None:
         """Let the thread be, which may wait for ever."""
         if self._thread is not None:
-            # A thread that comes back from C++ while Python ends aborts the process, and mostly it soon does.
-            atexit.register(self._thread.join, _GRACE_S)
+            # A thread that comes back from C++ while Python ends aborts the process, and mostly it soon does:
+            # the end of the worker that it waits for wakes it.
+            atexit.register(self._thread.join, _GRACE_S + _APART_S * self._rank)
             _left.append(self._thread)
         self.close()
 
