@@ -17,9 +17,11 @@ import torch.distributed as dist
 from samestep.errors import Error, LostWorkerError
 from samestep.memory.shared_memory import SharedMemory
 from samestep.workers.collectives import gather_objects
+from samestep.workers.ledger import Ledger, Message
 from samestep.workers.meeting import meet
 from samestep.workers.peers import Peers
-from samestep.workers.transport import Alone, ProcessGroup, how_lost, is_lost_connection
+from samestep.workers.transport import Alone, ProcessGroup, _Posted, _Watched, how_lost, is_lost_connection
+from samestep.workers.waiter import Waiter
 
 SMALL = 2**18 // 4  # float32 numbers up to which a tensor shares a message
 LARGE = 2**25  # numbers of which some are on their way for a while
@@ -202,16 +204,6 @@ def tells_of_other_calls(transport):
         return
 
 
-def is_not_asked_too_often(transport):
-    """Who is always late never has to wait, and so never reads what it is asked."""
-    found, other = torch.zeros(1), 1 - transport.rank
-    for number in range(3):
-        if transport.rank == 1:
-            time.sleep(1.5)
-        transport.post({other: [torch.ones(1) + number]}, {other: [found]}, f"step {number}").wait()
-    assert transport.waiter.peers.num_asked[other] == (transport.rank == 0)
-
-
 def goes_on_after_both_were_stopped(transport):
     """For longer than the timeout, while 0 waits for 1, which works before and after."""
     pids = gather_objects(transport, os.getpid(), "pids")
@@ -287,16 +279,12 @@ JOBS = [
         ],
     ),
     ([0, 1], TIMEOUT_S, [goes_on_after_both_were_stopped]),
-    ([0, 1], 30, [is_not_asked_too_often, tells_of_other_calls]),
+    ([0, 1], 30, [tells_of_other_calls]),
 ]
 """The workers, the timeout, and what they do; in the last check of three workers, worker 2 is lost."""
 
 KINDS = ("gloo", "shared memory")
-OF_GLOO = (
-    groups_small_tensors_into_one_message,
-    finds_a_worker_that_dies_with_messages_on_their_way,
-    is_not_asked_too_often,
-)
+OF_GLOO = (groups_small_tensors_into_one_message, finds_a_worker_that_dies_with_messages_on_their_way)
 
 
 def checks_of(kind, checks):
@@ -396,6 +384,47 @@ def test_nothing_is_posted_after_an_interrupt_among_messages_and_others_know(mon
     assert other.loss() == sentence
     here.close()
     there.close()
+
+
+def test_who_waits_asks_twice_as_late_each_time():
+    """Who is always late never has to wait, and so never reads what it is asked."""
+    message = Message(4, 640, "step 2, the update")
+    waiter, asked, looks = Waiter(1.0), [], []
+    waiter.peers.ask_for = lambda worker, wanted: asked.append((worker, wanted, len(looks)))
+    posted = _Posted("step 2", waiter, Ledger(), {1: message})
+    calls = mock.Mock(worker=1, error=None, is_done=lambda timeout_s: False)
+    watched = _Watched(calls, posted)
+    while len(looks) < 200:
+        looks.append(None)
+        waiter.peers.num_asked[1] = len(asked)
+        assert not watched.is_done(0)
+    assert asked == [
+        (1, message, 10),
+        (1, message, 20),
+        (1, message, 40),
+        (1, message, 80),
+        (1, message, 160),
+    ]
+    for _ in range(1000):  # further waits of ten seconds each
+        later = _Watched(calls, posted)
+        waiter.peers.num_asked[1] = len(asked)
+        assert not any(later.is_done(0) for _ in range(100))
+    assert len(asked) == 5
+
+
+def test_who_has_sent_another_message_says_so_at_once():
+    waiter, ledger = Waiter(1.0), Ledger()
+    for num_bytes in (8, 640):
+        ledger.send(1, num_bytes, "step 3, gradients")
+    waiter.peers.asked[1] = Message(2, 12, "not sent yet")
+    calls = mock.Mock(worker=1, error=None, is_done=lambda timeout_s: False)
+    watched = _Watched(calls, _Posted("step 3, gradients", waiter, ledger))
+    assert not watched.is_done(0)
+    waiter.peers.asked[1] = Message(1, 640, "as it was sent")
+    assert not watched.is_done(0)
+    waiter.peers.asked[1] = Message(1, 12, "step 2, the update")
+    assert watched.is_done(0)
+    assert str(watched.error).startswith("step 3, gradients: worker 1 is at 'step 2, the update' instead: ")
 
 
 def test_a_worker_alone_has_nobody_to_wait_for():

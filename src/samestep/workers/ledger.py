@@ -59,7 +59,7 @@ class Ledger:
         self._num_expected[worker] += 1
         return message
 
-    def others(self, asked: Mapping[int, Message]) -> dict[int, Message]:
+    def unmet(self, asked: Mapping[int, Message]) -> dict[int, Message]:
         """Return what workers ask for that have been sent another message in its place."""
         return {
             worker: message

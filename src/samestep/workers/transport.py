@@ -377,7 +377,7 @@ class _Watched:
             # Longer each time, as who is asked may never have to wait, and then does not read it.
             if self._num_looks[self.worker] == _ASK_AFTER << peers.num_asked[self.worker]:
                 peers.ask_for(self.worker, posted.expected[self.worker])
-        for other, message in posted.ledger.others(peers.asked).items():
+        for other, message in posted.ledger.unmet(peers.asked).items():
             self._other_call = DisagreementError(who_calls_what(posted.what, other, message.what))
         return self._other_call is not None
 

@@ -13,6 +13,7 @@ from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
 from samestep.errors import LostWorkerError
+from samestep.workers.environment import launched_by_samestep
 from samestep.workers.peers import Peers
 
 __all__ = ["Call", "Patience", "Wait", "Waiter", "Waiting", "end_with_threads", "in_thread"]
@@ -22,7 +23,10 @@ _GRACE_S = 1.0
 """What a worker sent before it ended may be on its way for so long."""
 
 _APART_S = 2.0
-"""So much longer each worker waits for its thread than the one before, which takes a while to end."""
+"""So much longer each worker waits for its thread than the one before, which takes a while to end.
+
+Not under our launcher: there `end_with_threads` has the last word.
+"""
 
 _NEWS_S = 0.02
 """What the first to notice a loss says of it may arrive so long after its own end has been noticed."""
@@ -165,7 +169,8 @@ class Waiter:
         if self._thread is not None:
             # A thread that comes back from C++ while Python ends aborts the process, and mostly it soon does:
             # the end of the worker that it waits for wakes it.
-            atexit.register(self._thread.join, _GRACE_S + _APART_S * self._rank)
+            apart_s = 0 if launched_by_samestep() else _APART_S * self._rank
+            atexit.register(self._thread.join, _GRACE_S + apart_s)
             _left.append(self._thread)
         self.close()
 

@@ -140,7 +140,9 @@ class Rendezvous:
 
     def _place(self, info: RendezvousInfo) -> Place:
         cards = _cards(info)
-        begun = next((card for card in cards if card["job"] is not None), None) or self._begun(info, cards[0])
+        begun = next((card for card in cards if card["job"] is not None), None)
+        if begun is None:
+            begun = self._unheard(info, cards[0])
         if begun is not None:
             self._check_same(begun)
         self._card["job"] = begun["job"] if begun else cards[0]["token"]
@@ -156,17 +158,18 @@ class Rendezvous:
             members=None if begun else members,
         )
 
-    def _begun(self, info: RendezvousInfo, first: _Card) -> _Card | None:
-        """Return the card of a job that runs, though nobody who has met belongs to it; None where none does.
+    def _unheard(self, info: RendezvousInfo, first: _Card) -> _Card | None:
+        """Return the card of a job that runs, though nobody of it has come to this round; None if none does.
 
-        Its hosts may have been cut off for longer than torch waits for them. The first who has met looks.
+        Its hosts may have been silent for longer than torch waits for them. The first of this round looks.
         """
         if info.rank == 0:
-            last = json.loads(self._jobs.compare_set(_LAST, "", json.dumps(None)))
-            runs = last is not None and is_running(PrefixStore(last["job"], self._store))
-            if not runs:
+            last = json.loads(self._jobs.get(_LAST)) if self._jobs.check([_LAST]) else None
+            if last is not None and not is_running(PrefixStore(last["job"], self._store)):
+                last = None
+            if last is None:
                 self._jobs.set(_LAST, json.dumps(first | {"job": first["token"]}))
-            info.store.set(_LAST, json.dumps(last if runs else None))
+            info.store.set(_LAST, json.dumps(last))
         found: _Card | None = json.loads(info.store.get(_LAST))
         return found
 

@@ -90,12 +90,7 @@ class Hosts:
                 self.lost.add(host)
 
     def _look(self, store: Store) -> None:
-        entries = [f"{_NAME}/{entry}" for entry in range(1, store.add(_NUM_HOSTS, 0) + 1)]
-        for entry in entries[len(self.names) :]:
-            if not store.check([entry]):
-                break  # it is about to be written
-            host, name = json.loads(store.get(entry))
-            self.names[host] = name
+        self.names |= _hosts(store, len(self.names))
         for host in self.names:
             count = store.add(f"{_BEAT}/{host}", int(host == self.own))
             if count != self._counts.get(host):
@@ -133,6 +128,15 @@ def is_running(store: Store) -> bool:
 
 
 def _counts(store: Store) -> dict[int, int]:
-    names = [f"{_NAME}/{entry}" for entry in range(1, store.add(_NUM_HOSTS, 0) + 1)]
-    hosts = [json.loads(store.get(name))[0] for name in names if store.check([name])]
-    return {host: store.add(f"{_BEAT}/{host}", 0) for host in hosts}
+    return {host: store.add(f"{_BEAT}/{host}", 0) for host in _hosts(store)}
+
+
+def _hosts(store: Store, num_known: int = 0) -> dict[int, str]:
+    """Return the names of the hosts that came after those that are known, by their numbers."""
+    found = {}
+    for entry in range(num_known + 1, store.add(_NUM_HOSTS, 0) + 1):
+        if not store.check([f"{_NAME}/{entry}"]):
+            break  # it is about to be written
+        host, name = json.loads(store.get(f"{_NAME}/{entry}"))
+        found[host] = name
+    return found
