@@ -308,6 +308,10 @@ def test_weights_that_are_none(weight, as_tensor):
         (lambda part: math.inf, "tower 0: the count of a is inf, expected"),
         (lambda part: math.nan, "tower 0: the count of a is nan, expected"),
         (lambda part: part, r"tower 0: the count of a has shape \(2, 3\), expected one number"),
+        (lambda part: None, "tower 0: the count of a is None, expected a number or 0-dim tensor"),
+        (lambda part: "3", "tower 0: the count of a is '3', expected a number or 0-dim tensor"),
+        (lambda part: {"tokens": 3}, "tower 0: the count of a is {'tokens': 3}, expected a number"),
+        (lambda part: torch.tensor(3j), "tower 0: the count of a is complex, expected a real number"),
     ],
 )
 def test_counts_that_are_none(count, message):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.errors import BatchError, ConfigError, UsageError
+from samestep.errors import BatchError, ConfigError, UsageError, shown
 from samestep.streams import keep_globals, seed_globals
 
 __all__ = ["Count", "check_counts", "count_slices", "wrong_counts"]
@@ -88,12 +88,23 @@ def count_slices(
 def _count(counts: Mapping[str, Count], tower: int, batch: Any, device: torch.device, seed: int) -> Tensor:
     seed_globals(seed, device)
     # Gathered on the device, so that a GPU is waited for once a tower.
-    values = [torch.as_tensor(count(batch), device=device).detach() for count in counts.values()]
-    for name, value in zip(counts, values, strict=True):
-        if value.numel() != 1:
-            shape = tuple(value.shape)
-            raise BatchError(f"tower {tower}: the count of {name} has shape {shape}, expected one number")
+    values = [
+        _as_number(f"tower {tower}: the count of {name}", count(batch), device)
+        for name, count in counts.items()
+    ]
     return torch.stack([value.reshape(()).double() for value in values]).cpu()
+
+
+def _as_number(what: str, value: Any, device: torch.device) -> Tensor:
+    try:
+        found = torch.as_tensor(value, device=device).detach()
+    except (TypeError, ValueError, RuntimeError):  # torch has no kind of its own for what is no number
+        raise BatchError(f"{what} is {shown(value)}, expected a number or 0-dim tensor") from None
+    if found.numel() != 1:
+        raise BatchError(f"{what} has shape {tuple(found.shape)}, expected one number")
+    if found.is_complex():
+        raise BatchError(f"{what} is complex, expected a real number")
+    return found
 
 
 def _check_same(counts: Mapping[str, Count], tower: int, found: Tensor, again: Tensor) -> None:
