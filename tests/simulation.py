@@ -4,12 +4,12 @@ Each worker runs in a thread of its own, but only one at a time: it passes the t
 message. Which worker goes on, when a message arrives, whether a sender has to wait for it, and which worker
 is killed or stops, and when, all come from the seed, so a seed that fails is a test case.
 
-Messages between two workers arrive in order, as over gloo. What would abort a process there (a message of
-another size than its receiver expects) is an `AssertionError` here. Memory that a message should fill holds
-garbage until then, and one that a sender still owns is read as late as possible; what lies in the transport's
-own memory, later still. Posting to a worker that
-is gone fails at once, or when the post is waited for, and whoever has met a loss can post no more. Whoever
-waits for `TIMEOUT` without an answer hangs up.
+Messages between two workers arrive in order, as over gloo. What differs there between calls (a message of
+another size or name than its receiver expects) is an `AssertionError` here. Memory that a message should fill
+holds garbage until then, and one that a sender still owns is read as late as possible; what lies in the
+transport's own memory, later still. Posting to a worker that is gone fails at once, or when the post is
+waited for, and whoever has met a loss can post no more. Whoever waits for `TIMEOUT` without an answer hangs
+up.
 What a process has for itself, its generators, is put away and back where the turn goes to another worker.
 """
 
@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep import Job
-from samestep.errors import LostWorkerError
+from samestep.errors import LostWorkerError, kind_of_call
 from samestep.streams import GlobalStreams
 
 CPU = torch.device("cpu")
@@ -106,6 +106,7 @@ class Message:
     """What one post sends to one worker."""
 
     tensors: list[Tensor]  # as bytes
+    kind: str
     arrives: int
     has_arrived: bool = False
 
@@ -115,6 +116,7 @@ class Receive:
     """What one post expects from one worker."""
 
     tensors: list[Tensor]  # as bytes
+    kind: str
     has_arrived: bool = False
 
 
@@ -201,17 +203,17 @@ class World:
             assert len(self.events) > num_events, f"worker {self.chosen.number} hangs outside waits"
             num_events = len(self.events)
 
-    def send(self, source: int, target: int, tensors: Sequence[Tensor]) -> Message:
+    def send(self, source: int, target: int, tensors: Sequence[Tensor], kind: str) -> Message:
         # In order between two workers, as late as chance has it; sometimes the sender may go on at once.
         pair = (source, target)
         self.newest[pair] = max(self.newest[pair], self.time) + self.random.choice((0, 1, 5, 50))
         is_buffered = self.random.random() < 0.5
         lent = self.workers[source].lent if is_buffered else {}
         held = [t if not is_buffered or address(t) in lent else t.clone() for t in tensors]
-        message = Message(held, self.newest[pair])
+        message = Message(held, kind, self.newest[pair])
         self.sent[pair].append(message)
         if is_buffered:
-            return Message([], 0, has_arrived=True)
+            return Message([], kind, 0, has_arrived=True)
         return message
 
     def deliver(self) -> None:
@@ -220,8 +222,10 @@ class World:
             expected = self.expected[pair]
             while messages and expected and messages[0].arrives <= self.time:
                 message, receive = messages.popleft(), expected.popleft()
-                sizes = [[tensor.nbytes for tensor in each.tensors] for each in (message, receive)]
-                assert sizes[0] == sizes[1], f"{pair[0]} sends {sizes[0]}, {pair[1]} expects {sizes[1]}"
+                both = [
+                    (each.kind, [tensor.nbytes for tensor in each.tensors]) for each in (message, receive)
+                ]
+                assert both[0] == both[1], f"{pair[0]} sends {both[0]}, {pair[1]} expects {both[1]}"
                 for tensor, content in zip(receive.tensors, message.tensors, strict=True):
                     tensor.copy_(content)
                 message.has_arrived = receive.has_arrived = True
@@ -404,12 +408,13 @@ class Worker:
         lost = [*self.lost_sources(to_fill), *self.lost_targets(to_send)]
         if lost and self.world.random.random() < 0.5:
             raise self.lost_worker(what, lost)
-        received = {source: Receive(tensors) for source, tensors in to_fill.items()}
+        kind = kind_of_call(what)
+        received = {source: Receive(tensors, kind) for source, tensors in to_fill.items()}
         for source, receive in received.items():
             for tensor in receive.tensors:
                 tensor.fill_(GARBAGE)
             self.world.expected[source, self.number].append(receive)
-        sent = {target: self.world.send(self.number, target, tensors) for target, tensors in to_send.items()}
+        sent = {number: self.world.send(self.number, number, t, kind) for number, t in to_send.items()}
         self.call(is_after=True)
         return Posted(self, what, received, sent)
 

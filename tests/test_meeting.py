@@ -48,8 +48,8 @@ def test_every_two_are_connected(num_workers):
         others = [peers for rank, peers in enumerate(everyone) if rank > lost]
         everyone[lost].close()
         for peers in others:
-            until(lambda peers=peers, lost=lost: peers.look() or peers.loss(lost))
-            assert all(peers.loss(rank) is None for rank in range(lost + 1, num_workers))
+            until(lambda peers=peers, lost=lost: peers.look() or peers.error(lost))
+            assert all(peers.error(rank) is None for rank in range(lost + 1, num_workers))
 
 
 def test_strangers_are_let_go(monkeypatch):
@@ -70,7 +70,7 @@ def test_strangers_are_let_go(monkeypatch):
     first, second = meet_all(2)
     assert all(each.fileno() == -1 for each in listeners)
     second.close()
-    until(lambda: first.look() or first.loss(1))
+    until(lambda: first.look() or first.error(1))
 
 
 @pytest.mark.parametrize("whose", ["nobody's", "somebody else's"])
@@ -90,8 +90,8 @@ def test_workers_that_cannot_be_connected_are_named_and_the_job_goes_on(whose, r
     ]
     everyone[0].close()
     everyone[2].close()
-    until(lambda: everyone[1].look() or everyone[1].loss(2))
-    assert everyone[1].loss(0) is None
+    until(lambda: everyone[1].look() or everyone[1].error(2))
+    assert everyone[1].error(0) is None
 
 
 def test_a_host_tells_how_it_reaches_the_store(monkeypatch):

@@ -7,6 +7,8 @@ import warnings
 
 import pytest
 
+from samestep.errors import DisagreementError, LostWorkerError
+from samestep.workers.ledger import Message
 from samestep.workers.peers import Peers
 
 from .jobs import until
@@ -28,18 +30,18 @@ def pair():
 def test_nothing_is_known_of_those_who_are_there(pair):
     for peers, other in zip(pair, (1, 0), strict=True):
         peers.look()
-        assert peers.loss() is None
-        assert peers.loss(other) is None
+        assert peers.error() is None
+        assert peers.error(other) is None
 
 
 def test_an_end_without_a_word_is_told_from_one_that_was_announced():
     here, there = zip(*(socket.socketpair() for _ in range(3)), strict=True)
     peers = Peers(dict(enumerate(here, start=1)))
     leaving = Peers({0: there[1]})
-    leaving.tell("worker 4 is gone")
+    leaving.announce(LostWorkerError("worker 4 is gone"))
     leaving.close()
     there[2].close()
-    until(lambda: peers.cut() == {3} and peers.loss(2) == "worker 4 is gone")
+    until(lambda: peers.cut() == {3} and str(peers.error(2)) == "worker 4 is gone")
     assert peers.cut() == {3}
     peers.close()
     there[0].close()
@@ -48,11 +50,12 @@ def test_an_end_without_a_word_is_told_from_one_that_was_announced():
 def test_an_end_is_known_of_that_worker_alone(pair):
     ours, theirs = pair
     theirs.close()
-    until(lambda: ours.look() or ours.loss(1))
-    assert ours.loss(1).startswith("worker 1 is gone (")
-    assert ours.loss() is None
-    assert ours.loss(2) is None
-    assert ours.loss(None) is None
+    until(lambda: ours.look() or ours.error(1))
+    assert isinstance(ours.error(1), LostWorkerError)
+    assert str(ours.error(1)).startswith("worker 1 is gone (")
+    assert ours.error() is None
+    assert ours.error(2) is None
+    assert ours.error(None) is None
     ours.look()
 
 
@@ -60,29 +63,40 @@ def test_a_connection_that_is_reset_is_at_its_end():
     with socket.create_server(("localhost", 0)) as listener:
         peers = Peers({1: socket.create_connection(listener.getsockname())})
         other, _ = listener.accept()
-        peers.tell("worker 2 is gone")  # which the other does not read
+        peers.announce(LostWorkerError("worker 2 is gone"))  # which the other does not read
         until(lambda: other.recv(1, socket.MSG_PEEK))
         other.close()
         peers = Peers(peers._connections)
-        until(lambda: peers.look() or peers.loss(1))
+        until(lambda: peers.look() or peers.error(1))
 
 
-def test_the_first_loss_that_is_told_names_the_worker(pair):
+@pytest.mark.parametrize("kind", [LostWorkerError, DisagreementError])
+def test_the_first_error_that_is_announced_is_everybodys(pair, kind):
     ours, theirs = pair
-    theirs.tell("worker 3 is gone (x)")
-    theirs.tell("worker 4 is gone (y)")
+    theirs.announce(kind("worker 3 is gone (x)"))
+    theirs.announce(LostWorkerError("worker 4 is gone (y)"))
     theirs.close()
-    until(lambda: ours.look() or ours.loss(1))
-    assert ours.loss() == ours.loss(1) == ours.loss(5) == "worker 3 is gone (x)"
-    ours.tell("worker 1 is gone (z)")
-    assert ours.loss() == "worker 3 is gone (x)"
+    until(lambda: ours.look() or ours.error(1))
+    assert ours.error() is ours.error(1) is ours.error(5)
+    assert (type(ours.error()), str(ours.error())) == (kind, "worker 3 is gone (x)")
+    ours.announce(LostWorkerError("worker 1 is gone (z)"))
+    assert str(ours.error()) == "worker 3 is gone (x)"
 
 
-def test_telling_those_who_are_gone_does_nothing(pair):
+def test_announcing_to_those_who_are_gone_does_nothing(pair):
     ours, theirs = pair
     theirs.close()
-    ours.tell("worker 1 is gone")
-    assert ours.loss() == "worker 1 is gone"
+    ours.announce(LostWorkerError("worker 1 is gone"))
+    assert str(ours.error()) == "worker 1 is gone"
+
+
+def test_what_a_worker_waits_for_is_no_error(pair):
+    ours, theirs = pair
+    message = Message(3, 640, "step 2, the update")
+    theirs.ask_for(0, message)
+    until(lambda: ours.look() or ours.asked)
+    assert ours.asked == {1: message}
+    assert ours.error(1) is None
 
 
 def test_others_are_asked_while_there_is_no_connection_that_tells(pair):
@@ -90,12 +104,12 @@ def test_others_are_asked_while_there_is_no_connection_that_tells(pair):
     known = iter([None, "worker 2 is gone (the launchers say so)"])
     ours.ask = lambda: next(known)
     ours.look()
-    assert ours.loss() is None
+    assert ours.error() is None
     ours.look()
     ours.look()  # and no more, once they know
-    assert ours.loss() == ours.loss(1) == "worker 2 is gone (the launchers say so)"
-    ours.tell("worker 1 is gone (reset)")
-    assert ours.loss() == "worker 1 is gone (reset)"  # which all have heard, and name alike
+    assert str(ours.error()) == str(ours.error(1)) == "worker 2 is gone (the launchers say so)"
+    ours.announce(LostWorkerError("worker 1 is gone (reset)"))
+    assert str(ours.error()) == "worker 1 is gone (reset)"  # which all have heard, and name alike
 
 
 def test_a_forked_process_keeps_nobody_alive(pair):
@@ -106,7 +120,7 @@ def test_a_forked_process_keeps_nobody_alive(pair):
         child.start()
     try:
         theirs.close()
-        until(lambda: ours.look() or ours.loss(1))
+        until(lambda: ours.look() or ours.error(1))
     finally:
         child.kill()
         child.join()

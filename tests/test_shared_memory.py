@@ -250,16 +250,32 @@ def test_a_worker_that_takes_no_more():
         assert (post.worker, post.error is None) == (0, False)
 
 
-def test_workers_that_make_different_calls_are_told_so():
+@pytest.mark.parametrize("sizes", [[3, 7], [8]], ids=["another size", "the same size"])
+def test_workers_that_make_different_calls_are_told_so(sizes):
     with Team(2) as team:
-        team[0].post({1: [torch.ones(3), torch.ones(7)]}, {}, "checkpoint D")
+        team[0].post({1: list(map(torch.ones, sizes))}, {}, "checkpoint D")
         post = team[1].post({}, {0: [torch.ones(8)]}, "step 3, gradients")
         assert post.is_done(0)
         assert type(post.error) is DisagreementError
         assert str(post.error) == (
-            "step 3, gradients: worker 0 is at 'checkpoint D' instead: expected all workers to make the same "
-            "calls in the same order"
+            "worker 0 is at 'checkpoint D', and worker 1 at 'step 3, gradients': expected all workers to "
+            "make the same calls in the same order"
         )
+
+
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [
+        ("step 3, gradients", "step 12, gradients"),
+        ("saving a checkpoint (/mnt/a)", "saving a checkpoint (/data/b (2))"),
+        (300 * "é", 300 * "é"),
+    ],
+)
+def test_numbers_and_what_is_in_brackets_may_differ(here, there):
+    with Team(2) as team:
+        received = torch.zeros(8)
+        finish(team[0].post({1: [torch.ones(8)]}, {}, here), team[1].post({}, {0: [received]}, there))
+        assert received.all()
 
 
 def test_nobody_waits_for_what_was_not_asked_for():

@@ -80,20 +80,29 @@ def test_one_worker_runs_at_a_time():
 # ---- messages ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("sent", "expected"), [([4], [3]), ([4], [5]), ([4], [4, 4]), ([4, 4], [8])])
+@pytest.mark.parametrize(
+    ("sent", "expected", "what"),
+    [
+        ([4], [3], "greeting"),
+        ([4], [5], "greeting"),
+        ([4], [4, 4], "greeting"),
+        ([4, 4], [8], "greeting"),
+        ([4], [4], "farewell"),
+    ],
+)
 @pytest.mark.parametrize("seed", range(4))
-def test_a_message_of_another_size_is_no_error_that_a_worker_could_catch(seed, sent, expected):
+def test_a_message_of_another_call_is_no_error_that_a_worker_could_catch(seed, sent, expected, what):
     def work(job):
         post = job.transport.post
         try:
             if job.rank == 0:
                 post({1: [torch.ones(size) for size in sent]}, {}, "greeting").wait()
             else:
-                post({}, {0: [torch.ones(size) for size in expected]}, "greeting").wait()
+                post({}, {0: [torch.ones(size) for size in expected]}, what).wait()
         except Exception:
             return "caught"
 
-    with pytest.raises(AssertionError, match=r"0 sends \[.*\], 1 expects \["):
+    with pytest.raises(AssertionError, match=r"0 sends \('greeting', \[.*\]\), 1 expects \("):
         simulate(work, 2, seed)
 
 

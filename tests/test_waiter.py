@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from samestep.errors import LostWorkerError
+from samestep.errors import DisagreementError, LostWorkerError
 from samestep.workers import waiter as module
 from samestep.workers.waiter import Patience, Waiter
 
@@ -30,18 +30,19 @@ class Clock:
 class Known:
     """Peers of whom something is known from the start."""
 
-    def __init__(self, sentence=None, gone=()):
-        self.sentence, self.gone = sentence, gone
-        self.told = []
+    def __init__(self, announced=None, gone=()):
+        self.announced, self.gone = announced, gone
+        self.sent = []
 
     def look(self):
         pass
 
-    def loss(self, worker=None):
-        return self.sentence or (f"worker {worker} is gone" if worker in self.gone else None)
+    def error(self, worker=None):
+        lost = LostWorkerError(f"worker {worker} is gone") if worker in self.gone else None
+        return self.announced or lost
 
-    def tell(self, sentence):
-        self.told.append(sentence)
+    def announce(self, error):
+        self.sent.append(error)
 
     def close(self):
         pass
@@ -166,11 +167,18 @@ def test_a_silent_worker_is_named_and_others_can_be_waited_for(blocked):
     waiter.close()
 
 
-@pytest.mark.parametrize(("peers", "who"), [(Known(gone=(2,)), 2), (Known("worker 7 is gone"), 7)])
-def test_a_worker_that_is_gone_is_named_long_before_the_timeout(peers, who, blocked):
+@pytest.mark.parametrize(
+    ("peers", "error"),
+    [
+        (Known(gone=(2,)), LostWorkerError("worker 2 is gone")),
+        (Known(LostWorkerError("worker 7 is gone")), LostWorkerError("worker 7 is gone")),
+        (Known(DisagreementError("worker 7 is elsewhere")), DisagreementError("worker 7 is elsewhere")),
+    ],
+)
+def test_what_is_known_of_workers_is_raised_long_before_the_timeout(peers, error, blocked):
     waiter = Waiter(LONG_S)
     waiter.peers = peers
-    with pytest.raises(LostWorkerError, match=f"^worker {who} is gone$"):
+    with pytest.raises(type(error), match=f"^{error}$"):
         waiter.finish(waiter.start([(2, blocked)]))
 
 
@@ -191,14 +199,13 @@ def test_that_another_one_is_gone_ends_no_wait(blocked):
         waiter.finish(waiter.start([(2, blocked)]))
 
 
-@pytest.mark.parametrize(
-    ("known", "said"), [(None, "worker 1 is gone"), ("worker 7 is gone", "worker 7 is gone")]
-)
-def test_the_first_loss_is_told_to_all(known, said):
+@pytest.mark.parametrize("known", [None, LostWorkerError("worker 7 is gone"), DisagreementError("no")])
+def test_the_first_error_is_announced_to_all(known):
+    own = LostWorkerError("worker 1 is gone")
     waiter = Waiter(LONG_S)
     waiter.peers = Known(known)
-    assert waiter.first_loss("worker 1 is gone") == said
-    assert waiter.peers.told == [said]
+    assert waiter.first_error(own) is (known or own)
+    assert waiter.peers.sent == [known or own]
 
 
 # ---- time --------------------------------------------------------------------------------------------

@@ -111,12 +111,12 @@ class Town(World):
         self.was_early |= is_killed and not self.all_go_on
         self.plan(lambda: self.see_end(number, is_killed=is_killed))
 
-    def send(self, source: int, target: int, tensors: Sequence[Tensor]) -> Message:
+    def send(self, source: int, target: int, tensors: Sequence[Tensor], kind: str) -> Message:
         if self.workers[source].is_gone(target):  # the connection is closed
-            return Message([], 0)
+            return Message([], kind, 0)
         if (source in self.cut) != (target in self.cut):
-            return Message([], 0)
-        sent = super().send(source, target, tensors)
+            return Message([], kind, 0)
+        sent = super().send(source, target, tensors, kind)
         self.generations[id(self.sent[source, target][-1])] = self.workers[source].generation
         return sent
 

@@ -22,6 +22,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import reprlib
 import warnings
 from collections import Counter
@@ -43,10 +44,11 @@ __all__ = [
     "NonFiniteError",
     "StorageError",
     "UsageError",
+    "calls_differ",
+    "kind_of_call",
     "one_line",
     "shown",
     "warn",
-    "who_calls_what",
     "who_has_what",
 ]
 
@@ -162,12 +164,28 @@ def _is_ours(module: str) -> bool:
     return module.partition(".")[0] in ("samestep", "torch")
 
 
-def who_calls_what(own: str, worker: int, theirs: str) -> str:
-    """Say that another worker makes another call than this one."""
-    return (
-        f"{own}: worker {worker} is at {theirs!r} instead: expected all workers to make the same calls in "
-        "the same order"
+def calls_differ(one: tuple[int, str], other: tuple[int, str]) -> DisagreementError:
+    """Return the error of two workers, each with what it calls, alike on both."""
+    (first, here), (second, there) = sorted((one, other))
+    return DisagreementError(
+        f"worker {first} is at {here!r}, and worker {second} at {there!r}: expected all workers to make the "
+        "same calls in the same order"
     )
+
+
+def kind_of_call(what: str) -> str:
+    """Return what must be the same on all workers in the name of a message: all but numbers and brackets.
+
+    The messages of a step have its number, too, and say more where workers are at different ones; a path in
+    brackets may lead to one folder from several hosts.
+
+    >>> kind_of_call("step 12, writing a checkpoint (/runs/1)")
+    'step , writing a checkpoint'
+    """
+    return _MAY_DIFFER.sub("", what)
+
+
+_MAY_DIFFER = re.compile(r" \(.*\)|\d+")
 
 
 def who_has_what(name: str, values: Sequence[object]) -> str:

@@ -38,7 +38,7 @@ __all__ = ["Elastic"]
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_END = "its end"
+_END = "the end of the Elastic block"
 _DUE = "a worker is gone"  # as far as a worker knows that has only seen that there is another list
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 

@@ -59,7 +59,7 @@ class RunLock:
 
     def __enter__(self) -> RunLock:
         if not self.job.is_newcomer:  # to a job that holds it
-            from_first_worker(self.job, self._acquire, f"{self.run_dir}, which worker 0 locks")
+            from_first_worker(self.job, self._acquire, f"locking the run folder ({self.run_dir})")
         return self
 
     def take_over(self) -> None:

@@ -108,7 +108,7 @@ def resume(trainer: Trainer, lock: RunLock) -> None:
     """
     job, run_dir = trainer.job, lock.run_dir
     result = from_first_worker(
-        job, lambda: newest_whole(run_dir), f"{run_dir}, where worker 0 reads a checkpoint"
+        job, lambda: newest_whole(run_dir), f"loading the newest checkpoint ({run_dir})"
     )
     if result.found is not None:
         snapshot, path = result.found.snapshot, result.found.path

@@ -78,7 +78,9 @@ class CheckpointWriter:
             StorageError: the disk did not take the one before.
         """
         former, self._path = self._path, checkpoint_path(self._lock.run_dir, step)
-        self._on_first(lambda: self._begin(take), f"step {step}, checkpoint {former or self._path}")
+        self._on_first(
+            lambda: self._begin(take), f"step {step}, writing a checkpoint ({former or self._path})"
+        )
 
     def wait(self) -> None:
         """Wait for the snapshot that is being written, if there is one.
@@ -87,10 +89,10 @@ class CheckpointWriter:
             StorageError: the disk did not take it; earlier checkpoints are untouched.
         """
         path, self._path = self._path, None
-        self._on_first(self._finish, "the last checkpoint" if path is None else f"checkpoint {path}")
+        self._on_first(self._finish, f"writing the last checkpoint ({path or self._lock.run_dir})")
 
     def _on_first(self, work: Callable[[], None], what: str) -> None:
-        from_first_worker(self._lock.job, work, f"{what}, which worker 0 writes")
+        from_first_worker(self._lock.job, work, what)
 
     def _begin(self, take: Callable[[], Snapshot]) -> None:
         self._finish()  # before the copy, so that there is never more than one

@@ -88,7 +88,7 @@ def save(  # noqa: PLR0913 - what a run's state consists of
     towers._check_no_step(f"save {path}")
     if rng:
         _check_generators(towers.job, path)
-    what, objects = f"checkpoint {path}, which worker 0 writes", objects.gathered()
+    what, objects = f"saving a checkpoint ({path})", objects.gathered()
     return from_first_worker(towers.job, lambda: write(take_snapshot(objects), path), what)
 
 
@@ -142,7 +142,7 @@ def load(
     if towers is not None:
         towers._check_no_step(f"load {path}")
     job = None if towers is None else towers.job
-    what = f"checkpoint {path}, which worker 0 reads"
+    what = f"loading a checkpoint ({path})"
     found = _read(path) if job is None else from_first_worker(job, lambda: _read(path), what)
     left = restore(found.snapshot, objects, path, job)
     return replace(found.manifest, state=left)
@@ -163,7 +163,7 @@ def _check_generators(job: Job, path: Path) -> None:
     agree(
         job,
         {names[name]: f"state {_hash(state)}" for name, state in states.items()},
-        where=f"saving {path} with rng=True, for which all workers must have drawn the same numbers",
+        where=f"saving a checkpoint ({path}) with rng=True: all workers must have drawn the same numbers",
     )
 
 

@@ -130,7 +130,7 @@ def restore(
         except Error as found:
             error = found
         if job is not None:
-            agree(job, {}, where=str(path), error=error)
+            agree(job, {}, where=f"loading a checkpoint ({path})", error=error)
         elif error is not None:
             raise error
         undo.pop_all()  # nothing can fail from here on

@@ -17,7 +17,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from samestep.errors import DisagreementError, warn, who_calls_what
+from samestep.errors import calls_differ, kind_of_call, warn
 from samestep.forks import close_in_child
 from samestep.memory.channel import LONGEST, Channel, Kind, Packet
 from samestep.memory.segments import Bytes, Segment, Segments, as_bytes, mapped
@@ -80,17 +80,17 @@ class SharedMemory:
         received, sent = {}, {}
         for worker, tensors in incoming.items():
             if worker in self and any(tensor.numel() for tensor in tensors):
-                received[worker] = self._expect(worker, tensors)
+                received[worker] = self._expect(worker, tensors, what)
         for worker, tensors in outgoing.items():
             if worker in self and any(tensor.numel() for tensor in tensors):
                 sent[worker] = self._send(worker, [tensor for tensor in tensors if tensor.numel()], what)
         for segment in self._segments.let_go():
             for channel in segment.sent:
                 channel.post(Kind.FORGET, [_MEMORY.pack(segment.number, 0)])
-        return Delivery(self, self._channels, received, sent, what)
+        return Delivery(self, self._rank, self._channels, received, sent)
 
-    def _expect(self, worker: int, tensors: Sequence[Tensor]) -> _Incoming:
-        found = _Incoming(tensors)
+    def _expect(self, worker: int, tensors: Sequence[Tensor], what: str) -> _Incoming:
+        found = _Incoming(tensors, what)
         self._expected[worker, self._num_expected[worker]] = found
         self._num_expected[worker] += 1
         return found
@@ -99,7 +99,7 @@ class SharedMemory:
         """Send one message, and return the number of its last packet."""
         channel, number, position = self._channels[worker], self._num_messages[worker], 0
         self._num_messages[worker] += 1
-        name, size = what.encode()[:_LONGEST_NAME], sum(tensor.nbytes for tensor in tensors)
+        name, size = _named(what), sum(tensor.nbytes for tensor in tensors)
         for content, segments, num_bytes in _packets(self._parts(channel, tensors)):
             for segment in segments:
                 segment.sent[channel] = channel.num_posted + 1
@@ -150,8 +150,9 @@ class SharedMemory:
         if incoming is None:
             return bool(number < self._num_expected[worker])
         offset += _MESSAGE.size
-        if num_bytes != incoming.num_bytes:
-            incoming.is_instead = bytes(content[_MESSAGE.size : offset]).decode(errors="replace")
+        name = bytes(content[_MESSAGE.size : offset]).decode()
+        if (num_bytes, kind_of_call(name)) != incoming.kind:
+            incoming.is_instead = name
             return True
         while offset < len(content):
             segment, start, size = _PART.unpack_from(content, offset)
@@ -187,6 +188,11 @@ class SharedMemory:
         self._theirs.clear()
 
 
+def _named(what: str) -> bytes:
+    """Return a message's name, as short as has to be."""
+    return what.encode()[:_LONGEST_NAME].decode(errors="ignore").encode()
+
+
 _Part = tuple[list[bytes | memoryview], Segment | None, int]
 """What is sent of a tensor, the segment that it lies in, and how many of the message's bytes it is."""
 
@@ -212,21 +218,23 @@ class _Incoming:
     """A message that is asked for, and what has come of it.
 
     Attributes:
-        num_bytes: of all of it.
-        is_instead: what has come in its place, if that has another size.
+        what: names it.
+        kind: the bytes of all of it, and what its name has in common with the sender's.
+        is_instead: the name of what has come in its place, if that is of another kind.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], what: str) -> None:
         self._places = [as_bytes(tensor) for tensor in tensors if tensor.numel()]
         self._ends = list(accumulate(map(len, self._places)))
         self._filled = 0
-        self.num_bytes = self._ends[-1]
+        self.what = what
+        self.kind = (self._ends[-1], kind_of_call(_named(what).decode()))
         self.is_instead: str | None = None
 
     @property
     def is_complete(self) -> bool:
         """Whether all has come."""
-        return self._filled == self.num_bytes
+        return self._filled == self._ends[-1]
 
     def fill(self, position: int, content: memoryview) -> None:
         """Copy what belongs at this place of the message: a part of one tensor."""
@@ -247,10 +255,10 @@ class Delivery:
     """
 
     shared: SharedMemory
+    rank: int
     channels: Mapping[int, Channel]
     received: Mapping[int, _Incoming]
     sent: Mapping[int, int]  # the number of each message's last packet
-    what: str
     worker: int | None = None
     error: Exception | None = None
 
@@ -265,7 +273,7 @@ class Delivery:
     def _look(self) -> bool:
         for worker, incoming in self.received.items():
             if incoming.is_instead is not None:
-                self.error = DisagreementError(who_calls_what(self.what, worker, incoming.is_instead))
+                self.error = calls_differ((self.rank, incoming.what), (worker, incoming.is_instead))
                 return True
             if not incoming.is_complete:
                 return self._is_lost(worker, is_lost=self.channels[worker].is_closed)

@@ -15,6 +15,7 @@ A worker has committed to the step once it has sent its last bucket: others may 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -66,7 +67,7 @@ class Exchange:
     Args:
         job: of this worker.
         plan: that all workers have agreed on.
-        must_match: numbers that must be the same on every worker, "step" among them.
+        must_match: numbers and names that must be the same on every worker, "step" among them.
         rest: what else must be the same; its words say more where workers differ.
         flags: called once, when the first bucket is sent; its bits are OR-ed over all workers.
         pass_ns: how long this worker's passes of the step before took.
@@ -79,7 +80,7 @@ class Exchange:
         self,
         job: Job,
         plan: Plan,
-        must_match: Mapping[str, int],
+        must_match: Mapping[str, int | str],
         *,
         rest: MustMatch | None = None,
         flags: Callable[[], int] = int,
@@ -142,7 +143,7 @@ class Exchange:
             self._status, self._error = _FAILED, error
         try:
             self._tell()
-        except LostWorkerError:  # what went wrong here says more
+        except (DisagreementError, LostWorkerError):  # what went wrong here says more
             self.is_over = True
         except BaseException as raised:
             if raised is not self._error:
@@ -265,8 +266,8 @@ class Exchange:
     @property
     def _header(self) -> list[int]:
         of_passes = 0 if self._rest is None else self._rest.hash_of_passes()
-        must_match = [*self._must_match.values(), self._hash_of_rest, of_passes]
-        return [self._status, self.plan.fingerprint, *must_match]
+        own = [v if isinstance(v, int) else zlib.crc32(v.encode()) for v in self._must_match.values()]
+        return [self._status, self.plan.fingerprint, *own, self._hash_of_rest, of_passes]
 
     def _for_all(self, own: Sequence[int]) -> list[Tensor]:
         """Return this worker's numbers, int64 [n], and memory for those of each other worker."""

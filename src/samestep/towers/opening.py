@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import torch
 
 from samestep.batches.batch import LocalBatch, cut
-from samestep.errors import DisagreementError
 from samestep.summation.exchange import Exchange
 from samestep.summation.plan import Plan
 from samestep.towers.division import Division
@@ -93,14 +91,11 @@ class Opening:
 
     def come_to(self, what: str, step: int) -> None:
         """Check that all workers have come to the same, no step; one that takes a step hears of it."""
-        numbers = _numbers(step, LocalBatch(0, {}, fingerprint=zlib.crc32(what.encode())))
-        try:
-            Exchange(self._job, self.plan, numbers).change_to(self.plan)
-        except DisagreementError as error:
-            raise DisagreementError(f"{error}; worker {self._job.rank} has come to {what}") from None
+        numbers = _numbers(step, LocalBatch(0, {}), call=what)
+        Exchange(self._job, self.plan, numbers).change_to(self.plan)
 
 
-def _numbers(step: int, local: LocalBatch, compared: int = 0) -> dict[str, int]:
-    """Return what the header of a step's first message has of its batch."""
+def _numbers(step: int, local: LocalBatch, compared: int = 0, call: str = "a step") -> dict[str, int | str]:
+    """Return what the header of a step's first message says of the call and of its batch."""
     rows = {"rows": local.rows, "batch fingerprint": local.fingerprint}
-    return {"step": step, **rows, FIRST_EXAMPLE: compared}
+    return {"step": step, "call": call, **rows, FIRST_EXAMPLE: compared}

@@ -1,8 +1,9 @@
 """The messages between this worker and each other one, by number, so that calls that differ are told.
 
-gloo takes a message by its tag, which here is made of the message's number and size: what does not belong
-together never meets, where gloo would end the process. So a worker whose message does not come says which one
-it is (`Peers.ask_for`), and the other one sees that it has sent something else in its place.
+gloo takes a message by its tag, which here is made of the message's number, size and name: what does not
+belong together never meets, where gloo would end the process, or take one for the other. So a worker whose
+message does not come says which one it is (`Peers.ask_for`), and the other one sees that it has sent
+something else in its place.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from samestep.errors import kind_of_call
 
 __all__ = ["Ledger", "Message"]
 
@@ -25,7 +28,7 @@ class Message:
     Attributes:
         number: of those from that one to that other.
         num_bytes: of all of its tensors.
-        what: names it, as the worker does that sends it, or that asks for it.
+        what: names it, on the worker that sends it, or that asks for it.
     """
 
     number: int
@@ -35,7 +38,9 @@ class Message:
     @property
     def tag(self) -> int:
         """What gloo takes it by, on both ends."""
-        return zlib.crc32(struct.pack("<QQ", self.number, self.num_bytes)) >> 1  # a positive int32
+        kind = kind_of_call(self.what).encode()
+        # Of 31 bits, as it has to be a positive int32.
+        return zlib.crc32(struct.pack("<QQ", self.number, self.num_bytes) + kind) >> 1
 
 
 class Ledger:
@@ -59,11 +64,11 @@ class Ledger:
         self._num_expected[worker] += 1
         return message
 
-    def unmet(self, asked: Mapping[int, Message]) -> dict[int, Message]:
-        """Return what workers ask for that have been sent another message in its place."""
+    def unmet(self, asked: Mapping[int, Message]) -> dict[int, tuple[Message, Message]]:
+        """Return, by worker, what it asks for and what it has been sent in its place."""
         return {
-            worker: message
+            worker: (message, sent)
             for worker, message in asked.items()
             for sent in self._sent[worker]
-            if sent.number == message.number and sent.num_bytes != message.num_bytes
+            if sent.number == message.number and sent.tag != message.tag
         }

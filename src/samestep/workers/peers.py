@@ -2,9 +2,9 @@
 
 The kernel closes it when a process ends, however it ends. gloo's connections alone do not do: it wakes nobody
 whose message was on its way when the other end died, see `rx_` and `tx_` in
-https://github.com/pytorch/gloo/blob/main/gloo/transport/tcp/pair.cc. Nothing is sent here but, once, the loss
-of a worker, so that all name the same one, and which message one has waited for too long. Each is a line, and
-nobody listens but workers that wait.
+https://github.com/pytorch/gloo/blob/main/gloo/transport/tcp/pair.cc. Two things are sent here, each as a line
+of JSON: once, the error that ended the exchange, so that all workers raise the same one; and which message a
+worker has waited for too long. Only workers that wait read them.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ from __future__ import annotations
 import json
 import socket
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import astuple
 from typing import Any
 
+from samestep.errors import DisagreementError, Error, LostWorkerError
 from samestep.forks import close_in_child
 from samestep.workers.ledger import Message
 
 __all__ = ["Peers"]
+
+_KINDS = {kind.__name__: kind for kind in (DisagreementError, LostWorkerError)}
 
 
 class Peers:
@@ -30,7 +33,7 @@ class Peers:
         connections: to them; of those without one it knows nothing by itself.
 
     Attributes:
-        ask: asks others who was lost: the launchers, as a host that is cut off closes no connection.
+        ask: asks the launchers who was lost, as a host that is cut off closes no connection.
         asked: the message that each worker has asked this one for last.
         num_asked: how often this one has asked each of them.
     """
@@ -41,10 +44,10 @@ class Peers:
         self.ask: Callable[[], str | None] | None = None
         self.asked: dict[int, Message] = {}
         self.num_asked = Counter[int]()
-        self._heard: str | None = None  # from those
+        self._error: Error | None = None  # the first that any worker has announced, this one included
+        self._loss_by_launchers: str | None = None
         self._gone: set[int] = set()
-        self._talked: set[int] = set()
-        self._told: str | None = None  # the first loss that any worker told of
+        self._announced: set[int] = set()  # workers that have announced an error
         for connection in connections.values():
             connection.setblocking(False)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -54,54 +57,59 @@ class Peers:
         """Take in what has happened since."""
         for worker, connection in list(self._connections.items()):
             try:
-                said = connection.recv(4096)
+                received = connection.recv(4096)
             except BlockingIOError:
                 continue
             except OSError:  # reset, which is what an end without reading everything looks like
-                said = b""
-            if said:
-                *lines, self._unread[worker] = (self._unread[worker] + said).split(b"\n")
+                received = b""
+            if received:
+                *lines, self._unread[worker] = (self._unread[worker] + received).split(b"\n")
                 for line in lines:
-                    self._hear(worker, json.loads(line))
+                    self._take(worker, **json.loads(line))
             else:
                 self._gone.add(worker)
                 self._connections.pop(worker).close()
-        if self.ask is not None and self._heard is None:
-            self._heard = self.ask()
+        if self.ask is not None and self._loss_by_launchers is None:
+            self._loss_by_launchers = self.ask()
 
-    def _hear(self, worker: int, said: str | list[Any]) -> None:
-        if isinstance(said, str):
-            self._told = self._told or said
-            self._talked.add(worker)
+    def _take(self, worker: int, *, error: Sequence[str] = (), waits_for: Sequence[Any] = ()) -> None:
+        """Take in one line from a worker."""
+        if waits_for:
+            self.asked[worker] = Message(*waits_for)
         else:
-            self.asked[worker] = Message(*said)
+            kind, sentence = error
+            self._error = self._error or _KINDS[kind](sentence)
+            self._announced.add(worker)
 
-    def loss(self, worker: int | None = None) -> str | None:
-        """Return the sentence that says who was lost: as a worker told it, or because `worker` is gone."""
+    def error(self, worker: int | None = None) -> Error | None:
+        """Return the error that a worker has announced; else a loss: of `worker`, or that launchers know."""
+        if self._error is not None:
+            return self._error
         gone = f"worker {worker} is gone (its connections are closed)" if worker in self._gone else None
-        return self._told or gone or self._heard
+        sentence = gone or self._loss_by_launchers
+        return None if sentence is None else LostWorkerError(sentence)
 
     def cut(self) -> set[int]:
-        """Return those whose connections have ended without a word, as where they were killed."""
+        """Return those whose connections have ended unannounced, as where they were killed."""
         self.look()
-        return self._gone - self._talked
+        return self._gone - self._announced
 
-    def tell(self, sentence: str) -> None:
-        """Let all others know whom this worker has lost, before they lose this one."""
-        if self._told is None:
-            self._told = sentence
+    def announce(self, error: Error) -> None:
+        """Let all others raise this worker's error, too, before they lose this one."""
+        if self._error is None:
+            self._error = error
             for worker in self._connections:
-                self._say(worker, sentence)
+                self._send(worker, error=(type(error).__name__, str(error)))
 
     def ask_for(self, worker: int, message: Message) -> None:
         """Let a worker know which of its messages this one waits for."""
         self.num_asked[worker] += 1
         if worker in self._connections:
-            self._say(worker, astuple(message))
+            self._send(worker, waits_for=astuple(message))
 
-    def _say(self, worker: int, what: str | tuple[Any, ...]) -> None:
+    def _send(self, worker: int, **line: Any) -> None:
         with suppress(OSError):
-            self._connections[worker].send(json.dumps(what).encode() + b"\n")
+            self._connections[worker].send(json.dumps(line).encode() + b"\n")
 
     def close(self) -> None:
         """Close all connections."""

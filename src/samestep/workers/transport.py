@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.errors import DisagreementError, Error, LostWorkerError, UsageError, who_calls_what
+from samestep.errors import DisagreementError, Error, LostWorkerError, UsageError, calls_differ
 from samestep.memory.shared_memory import Delivery, SharedMemory
 from samestep.workers.ledger import Ledger, Message
 from samestep.workers.waiter import Call, Wait, Waiter, Waiting
@@ -58,7 +58,8 @@ class Transport(Protocol):
     """Sends tensors to the other workers and receives theirs.
 
     Between two workers, messages arrive in the order in which they were posted; each must be received with
-    the sizes with which it was sent. All messages between workers go through `post`.
+    the sizes, and under the name but for its numbers, with which it was sent. All messages between workers go
+    through `post`.
     """
 
     @property
@@ -191,10 +192,10 @@ class ProcessGroup:
         """Start to send to and to receive from other workers; see `Transport`."""
         if self.is_closed:
             raise UsageError(f"{what}: this worker has left the job: expected job.close() as the last call")
-        loss = self.waiter.peers.loss()
-        if loss is not None:  # what was posted before may still be received, in the place of this
-            raise LostWorkerError(f"{what}: {loss}")
-        posted = _Posted(what, self.waiter, self._ledger)
+        error = self.waiter.peers.error()
+        if error is not None:  # what was posted before may still be received, in the place of this
+            raise _at(what, error)
+        posted = _Posted(what, self.rank, self.waiter, self._ledger)
         operations: list[dist.P2POp] = []
         for distance in range(1, self.world_size):
             source = (self.rank - distance) % self.world_size
@@ -233,7 +234,8 @@ class ProcessGroup:
 
     def give_up(self, what: str) -> None:
         """Let all others know that this worker was interrupted, and refuse to post."""
-        self.waiter.peers.tell(f"worker {self.rank} was interrupted in the middle of {what}")
+        sentence = f"worker {self.rank} was interrupted in the middle of {what}"
+        self.waiter.peers.announce(LostWorkerError(sentence))
 
     def close(self) -> None:
         """Leave the job for good."""
@@ -289,6 +291,7 @@ def _num_bytes(tensors: Sequence[Tensor]) -> int:
 @dataclass
 class _Posted:
     what: str
+    rank: int
     waiter: Waiter
     ledger: Ledger
     expected: dict[int, Message] = field(default_factory=dict)  # through gloo or NCCL, by worker
@@ -330,14 +333,13 @@ class _Posted:
     def _wait_for(self, waiting: Waiting) -> None:
         try:
             self.waiter.finish(waiting)
-        except LostWorkerError as error:
-            raise self._lost(str(error)) from None
+        except Error as error:
+            raise self._first(error) from None
         if isinstance(waiting.error, Error):
             self.waiter.leave_thread()
-            self.waiter.peers.tell(str(waiting.error))
-            raise waiting.error
+            raise self._first(waiting.error)
         if waiting.error is not None:
-            raise self._lost(how_lost(waiting.error, waiting.worker)) from waiting.error
+            raise self._first(how_lost(waiting.error, waiting.worker)) from waiting.error
 
     @contextmanager
     def _naming(self, peer: int | None = None) -> Iterator[None]:
@@ -346,10 +348,14 @@ class _Posted:
         except RuntimeError as error:
             if not is_lost_connection(error):
                 raise
-            raise self._lost(how_lost(error, peer)) from error
+            raise self._first(how_lost(error, peer)) from error
 
-    def _lost(self, sentence: str) -> LostWorkerError:
-        return LostWorkerError(f"{self.what}: {self.waiter.first_loss(sentence)}")
+    def _first(self, error: Error) -> Error:
+        return _at(self.what, self.waiter.first_error(error))
+
+
+def _at(what: str, error: Error) -> Error:
+    return type(error)(f"{what}: {error}")
 
 
 class _Watched:
@@ -377,18 +383,18 @@ class _Watched:
             # Longer each time, as who is asked may never have to wait, and then does not read it.
             if self._num_looks[self.worker] == _ASK_AFTER << peers.num_asked[self.worker]:
                 peers.ask_for(self.worker, posted.expected[self.worker])
-        for other, message in posted.ledger.unmet(peers.asked).items():
-            self._other_call = DisagreementError(who_calls_what(posted.what, other, message.what))
+        for other, (asked, sent) in posted.ledger.unmet(peers.asked).items():
+            self._other_call = calls_differ((posted.rank, sent.what), (other, asked.what))
         return self._other_call is not None
 
 
-def how_lost(error: BaseException, worker: int | None = None) -> str:
-    """Return a sentence that says which worker is gone, or silent, as an exception of torch's shows it."""
+def how_lost(error: BaseException, worker: int | None = None) -> LostWorkerError:
+    """Return the error that says which worker is gone, or silent, as an exception of torch's shows it."""
     who = "another worker" if worker is None else f"worker {worker}"
     # without gloo's source line
     why = re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]
     is_silent = ("timed out" in why.lower() or "timeout" in why.lower()) and "refused" not in why
-    return f"{who} {'did not answer' if is_silent else 'is gone'} ({why})"
+    return LostWorkerError(f"{who} {'did not answer' if is_silent else 'is gone'} ({why})")
 
 
 def is_lost_connection(error: BaseException) -> bool:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
-from samestep.errors import LostWorkerError
+from samestep.errors import Error, LostWorkerError
 from samestep.workers.environment import launched_by_samestep
 from samestep.workers.peers import Peers
 
@@ -28,8 +28,8 @@ _APART_S = 2.0
 Not under our launcher: there `end_with_threads` has the last word.
 """
 
-_NEWS_S = 0.02
-"""What the first to notice a loss says of it may arrive so long after its own end has been noticed."""
+_ANNOUNCED_WITHIN_S = 0.02
+"""The error of the first worker to notice a loss may arrive so long after its own end has been noticed."""
 
 _left: list[threading.Thread] = []
 """Threads that were left in C++, where they may wait for ever."""
@@ -100,7 +100,7 @@ class Waiter:
         rank: of this worker.
 
     Attributes:
-        peers: says who is gone.
+        peers: knows who is gone, and what error others have met.
         silent: the worker that did not answer within the timeout.
     """
 
@@ -127,19 +127,22 @@ class Waiter:
     def finish(self, wait: Waiting) -> None:
         """Wait until all is done, or has gone wrong; or raise a `LostWorkerError` that names the worker.
 
-        Called again, after an interrupt, it goes on waiting.
+        Where another worker has announced an error meanwhile, that one is raised. Called again, after an
+        interrupt, it goes on waiting.
         """
         patience, grace = Patience(self._timeout_s), Patience(_GRACE_S)
         while not wait.is_done(_SLICE_S):
             self.peers.look()
-            loss = self.peers.loss(wait.worker)
-            if loss is None:
+            error = self.peers.error(wait.worker)
+            if error is None:
                 grace = Patience(_GRACE_S)
             elif grace.is_over():
-                raise self._give_up(loss)
+                self.leave_thread()
+                raise error
             if patience.is_over():
                 self.silent = wait.worker
-                raise self._give_up(
+                self.leave_thread()
+                raise LostWorkerError(
                     f"worker {wait.worker} did not answer for {patience.timeout_s:g} s (nothing came)"
                 )
 
@@ -152,17 +155,13 @@ class Waiter:
             raise wait.error
         return found[0]
 
-    def first_loss(self, sentence: str) -> str:
-        """Say who was lost first, of which this may be a consequence, and let the others know."""
-        time.sleep(_NEWS_S)
+    def first_error(self, error: Error) -> Error:
+        """Return the first error that any worker met, of which this may be a consequence; announce it."""
+        time.sleep(_ANNOUNCED_WITHIN_S)
         self.peers.look()
-        sentence = self.peers.loss() or sentence
-        self.peers.tell(sentence)
-        return sentence
-
-    def _give_up(self, sentence: str) -> LostWorkerError:
-        self.leave_thread()
-        return LostWorkerError(sentence)
+        error = self.peers.error() or error
+        self.peers.announce(error)
+        return error
 
     def leave_thread(self) -> None:
         """Let the thread be, which may wait for ever."""
