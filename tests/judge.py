@@ -30,7 +30,7 @@ from .simulation import TIMEOUT, Killed, Outcome, World
 if TYPE_CHECKING:
     from .schedules import Schedule
 
-REFUSED = "when other workers may have taken it"
+REFUSED = "other workers may have completed it"
 GAVE_UP = "was interrupted in the middle of"
 FATAL = ("killed", "stopped", "stalled")
 

@@ -191,7 +191,7 @@ class PlainTowers:
         exchange = self.exchange or self.opening
         if exchange is not None and exchange.is_committed:
             self.job.transport.give_up(exchange.where)
-            raise UsageError(f"step {self.step} was interrupted, when other workers may have taken it")
+            raise UsageError(f"step {self.step} was interrupted, and other workers may have completed it")
         self.opening = None
         if self.exchange is None:
             return

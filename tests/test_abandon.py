@@ -294,7 +294,7 @@ def test_an_interrupt_in_an_exchange_ends_the_step_on_all_or_is_said_to_come_too
         outcomes = simulate(work, 2 + seed % 2, seed)
     texts = [outcome.text for outcome in outcomes]
     if any(texts):
-        assert "was interrupted in an exchange" in texts[1] or texts[1].startswith("KeyboardInterrupt")
+        assert "was interrupted during an exchange" in texts[1] or texts[1].startswith("KeyboardInterrupt")
         assert all("is gone" in text for text in texts[:1] + texts[2:] if text)
     assert {outcome.value for outcome in outcomes if outcome.error is None} <= {expected}
 
@@ -320,7 +320,7 @@ def test_after_an_error_that_all_workers_meet_at_the_end_the_step_can_be_taken_a
         for tower in towers(batch):
             losses = [model(tower.batch).mean() for _ in range(1 + tower.index % 2)]
             tower.backward(losses[0])
-        with pytest.raises(samestep.BufferPolicyError, match="integer buffers must count alike"):
+        with pytest.raises(samestep.BufferPolicyError, match="integer buffers must count the same"):
             towers.average()
         assert model.linear.weight.grad is None
         assert model.calls == 0

@@ -146,7 +146,7 @@ def a_layer_in_eval_mode_while_the_others_train(job):
 # ---- Towers, batches and reports as objects ----------------------------------------------------------
 
 
-@refused(UsageError, "was left in its turn", "average()")
+@refused(UsageError, "was abandoned during this tower's turn", "average()")
 def a_loop_within_a_loop(job):
     towers = Towers(dropout_net(), 7, job=job)
     for tower in towers(batch_of(0)):
@@ -207,7 +207,7 @@ def train_on(job, data, **options):
     return samestep.digest(model)
 
 
-OTHER_DATA = (DisagreementError, "worker", "first example", "sort what a folder lists")
+OTHER_DATA = (DisagreementError, "worker", "first example", "sort directory listings")
 
 
 @refused(*OTHER_DATA, alone=False)

@@ -223,7 +223,7 @@ def test_a_batch_that_is_written_to_before_all_turns_is_refused():
     tower = next(turns)
     tower.backward(towers.model(tower.batch["x"]).mean())
     batch["x"].mul_(2)
-    with pytest.raises(BatchError, match=r"batch\['x'\] was written to after the step began"):
+    with pytest.raises(BatchError, match=r"batch\['x'\] was modified after the step began"):
         next(turns)
 
 

@@ -320,7 +320,7 @@ def test_a_buffer_that_a_backward_changes():
         model.memory.add_(1)
 
     model.linear.weight.register_hook(hook)
-    with pytest.warns(UserWarning, match=r"a hook on linear\.weight sees each tower's sum of gradients"):
+    with pytest.warns(UserWarning, match=r"a hook on linear\.weight sees each tower's summed gradient"):
         message = message_of(model, batch_of(4), num_towers=1)
     assert message.startswith("step 0: a pass changed memory")
 
@@ -421,7 +421,7 @@ def test_a_counter_that_depends_on_rows_says_what_to_write():
     model = Keeper(torch.tensor(2**62), count_rows)
     assert message_of(copy.deepcopy(model), batch_of(5)) == (
         f"buffer memory is {2**62 + 2} after tower 1, {2**62 + 3} after tower 0: integer buffers must "
-        "count alike in all towers; to keep tower 0's value, use Towers(..., buffers={'memory': 'first'})"
+        "count the same in all towers; to keep tower 0's value, use Towers(..., buffers={'memory': 'first'})"
     )
     run(Towers(model, 2, buffers={"memory": "first"}), batch_of(5))
     assert model.memory == 2**62 + 3

@@ -273,7 +273,7 @@ AB = {"a": len, "b": len}
             "loss is a Tensor, expected a mapping with a sum for each name in counts: a, b",
         ),
         (lambda x: {"a": x, "b": x[None].expand(2)}, None, AB, r"loss\['b'\] has shape \(2,\)"),
-        (lambda x: {"a": x.detach(), "b": x.detach()}, None, AB, "no sum requires grad"),
+        (lambda x: {"a": x.detach(), "b": x.detach()}, None, AB, "none of the sums requires grad"),
         (lambda x: {"a": x, "b": x}, 3, AB, "backward_sum cannot be used in a step .* with counts"),
         (lambda x: {"a": x}, None, None, r"the step was started without counts: .*counts={name: count"),
         (lambda x: x, torch.ones(2), None, r"count has shape \(2,\)"),

@@ -88,7 +88,7 @@ def test_what_passes_keep_is_found_once_the_workers_that_are_left_have_several_t
     outcomes = Town(3, 0, Faults(killed={0: 20})).run(work)
     for outcome in outcomes[1:]:
         assert isinstance(outcome.error, samestep.Error), outcome.text
-        assert "its loss depends on the rows, or random numbers, of tower" in outcome.text
+        assert "its loss depends on rows or random numbers of tower" in outcome.text
 
 
 class Holder:

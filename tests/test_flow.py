@@ -19,7 +19,7 @@ from .nets import batch_of, loss_of, net
 from .simulation import simulate, values
 
 WORKERS = mostly_long([1, 3, 2], 2)
-DEPENDS = "its loss depends on the rows, or random numbers, of tower"
+DEPENDS = "its loss depends on rows or random numbers of tower"
 
 
 class Program:
@@ -339,7 +339,10 @@ def test_a_torch_generator_that_goes_on_from_tower_to_tower_is_refused(draw, num
     for text in errors(drawing(draw), num_workers):
         assert "step 0, tower" in text
         assert DEPENDS in text
-        assert "by a torch.Generator (own of self) that goes on from there; seed it in each pass" in text
+        assert (
+            "through a torch.Generator (own of self) that continues from that tower's draws; seed it in each "
+            "pass from the step"
+        ) in text
 
 
 def test_a_torch_generator_of_a_module_is_told_of_and_then_refused():
@@ -357,7 +360,9 @@ def test_a_torch_generator_of_a_module_is_told_of_and_then_refused():
 
     with (
         pytest.warns(UserWarning, match="a pass drew from own of 0"),
-        pytest.raises(samestep.UsageError, match=r"tower 0, by a torch\.Generator that goes on from there"),
+        pytest.raises(
+            samestep.UsageError, match=r"tower 0, through a torch\.Generator that continues from that"
+        ),
     ):
         Noisy(samestep.init("cpu"))
 
@@ -373,7 +378,7 @@ USES = {
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
 def test_a_generator_that_goes_on_is_told_of_where_its_numbers_cannot_be_followed(use, num_workers):
-    with pytest.warns(UserWarning, match=r"from a torch\.Generator \(own of self\) that goes on") as told:
+    with pytest.warns(UserWarning, match=r"from a torch\.Generator \(own of self\) that continues") as told:
         simulate(drawing(use), num_workers)
     assert len(told) <= num_workers  # once on each
 
@@ -424,7 +429,7 @@ class AveragedModel(Program):
 @pytest.mark.parametrize("program", [AverageOfWeights, AverageByData, AverageInTensors, AveragedModel])
 def test_weights_beside_the_model_that_several_passes_update_are_refused(program, num_workers):
     texts = errors(program, num_workers)
-    assert all("that is not the model's" in text and "after average()" in text for text in texts)
+    assert all("that is not part of the model" in text and "after average()" in text for text in texts)
 
 
 @pytest.mark.parametrize("num_workers", WORKERS)

@@ -38,7 +38,9 @@ def test_a_hook_on_a_gradient_is_told_once_in_the_users_line():
     take_step(towers)
     for parameter in model.parameters():
         hook = parameter.register_hook(lambda gradient: gradient)
-        with pytest.warns(UserWarning, match=r"^a hook on (weight|bias) sees each tower's sum") as told:
+        with pytest.warns(
+            UserWarning, match=r"^a hook on (weight|bias) sees each tower's summed gradient"
+        ) as told:
             take_step(towers)
         assert [each.filename for each in told] == [__file__]
         hook.remove()

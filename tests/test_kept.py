@@ -761,7 +761,7 @@ def test_batches_that_are_never_averaged_are_told_of():
         towers.average()
 
     for num_workers in (1, 2, 3):
-        with pytest.warns(UserWarning, match="step 0 is abandoned, though all its towers have run"):
+        with pytest.warns(UserWarning, match="step 0 is abandoned, although all its towers have run"):
             values(work, num_workers)
 
 

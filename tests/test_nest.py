@@ -236,7 +236,7 @@ class Graph:
         ),
         (
             [X[:1], X[:2]],
-            r"batch\[1\] has 2 rows, batch\[0\] has 1: .*where batch has .*fromiter\(batch, object\)",
+            r"batch\[1\] has 2 rows, batch\[0\] has 1: .*if batch has .*fromiter\(batch, object\)",
         ),
         ([(X[:3], {"y": X[:1]})], r"batch\[0\]\[1\]\['y'\] has 1 rows, .*np.fromiter\(batch, object\)"),
         ({"names": ["a"], "x": X}, r"batch\['names'\] is a list of 1 entries, batch\['x'\] has 6 rows"),
@@ -263,7 +263,9 @@ def test_lists_that_can_be_read_in_two_ways_are_refused():
     for batch in ((X[:3], square), square, strings, {"x": X[:2], "pairs": strings}):
         with pytest.raises(BatchError, match=r"batch.* of [23] entries and can be read in two ways.*dict of"):
             GlobalBatch.open(batch)
-    with pytest.raises(BatchError, match=r"batch\[1\] is a list of 3 entries and has neither"):
+    with pytest.raises(
+        BatchError, match=r"batch\[1\] is a list of 3 entries and cannot be read in either way"
+    ):
         GlobalBatch.open((X, square))
 
 

@@ -120,7 +120,7 @@ def train(job, make, loss=square, edit=lambda job, model, step: None, num_steps=
     ],
 )
 def test_what_two_passes_change_is_told_once_on_each_worker(make, make_loss, named, num_workers):
-    with pytest.warns(UserWarning, match=f"^passes changed {named}: what a tower's pass leaves") as told:
+    with pytest.warns(UserWarning, match=f"^passes changed {named}: a tower's pass starts from") as told:
         values(lambda job: train(job, lambda _: make(), make_loss(), num_steps=33), num_workers)
     assert len(told) == num_workers
 

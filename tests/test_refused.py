@@ -242,7 +242,7 @@ def a_clamp_in_a_post_accumulate_hook(job):
     train(model, job)
 
 
-@refused(UsageError, "0.weight", "post-accumulate", "optimizer.step() after average()")
+@refused(UsageError, "0.weight", "post-accumulate", "optimizer.step(), after average()")
 def an_optimizer_in_backward(job):
     model = net()
     optimizers = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
@@ -578,7 +578,7 @@ def one_changed_value_in_the_batch(job):
     towers.average()
 
 
-@refused(DisagreementError, "worker", "batch fingerprint", "one worker alone drew from it")
+@refused(DisagreementError, "worker", "batch fingerprint", "only one worker drew from it")
 def an_evaluation_on_the_first_worker_that_shifts_the_order(job):
     torch.manual_seed(0)
     model, data = net(), torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
@@ -647,7 +647,7 @@ def clipping_and_a_step_in_the_loop(job):
     towers.average()
 
 
-@refused(UsageError, "shares a part of its graph", "within the loop")
+@refused(UsageError, "shares part of its graph", "inside the loop")
 def a_prompt_encoded_before_the_loop(job):
     model, encoder = net(), nn.Sequential(nn.Linear(2, 6), nn.Tanh())
     towers = Towers(model, 7, job=job, also=encoder)
@@ -657,7 +657,7 @@ def a_prompt_encoded_before_the_loop(job):
     towers.average()
 
 
-@refused(UsageError, "count requires grad", "hand in their sum")
+@refused(UsageError, "count requires grad", "pass their sum")
 def two_losses_for_a_sum_and_its_count(job):
     model = net()
 
@@ -678,7 +678,7 @@ def a_loss_and_its_accuracy(job):
     Step(Towers(model, 7, job=job), loss_and_accuracy, torch.optim.SGD(model.parameters(), 0.1))(batch_of(0))
 
 
-@refused(BatchError, "samestep.Whole", "written to")
+@refused(BatchError, "samestep.Whole", "modified after the step began")
 def a_mask_that_decays_in_each_pass(job):
     model = net()
     towers = Towers(model, 7, job=job)
@@ -758,7 +758,7 @@ def test_a_module_that_keeps_a_global_generator_is_not_told_of(generator):
 @pytest.mark.parametrize("make", [torch.jit.script, lambda part: torch.jit.trace(part, torch.zeros(2, 6))])
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_scripted_models_are_refused(make):
-    with pytest.raises(ConfigError, match=r"1 is a .* of torch\.jit.* pass the module that it was made of"):
+    with pytest.raises(ConfigError, match=r"1 is a .* of torch\.jit.* pass the module that it was made from"):
         Towers(nn.Sequential(nn.Identity(), make(net())), 2)
 
 

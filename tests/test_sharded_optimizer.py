@@ -211,10 +211,22 @@ class Own(SGD):
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     [
-        (Clipping, {"lr": 0.1}, "Clipping cannot be sharded: what it does to a parameter depends on others"),
-        (Noisy, {"lr": 0.1}, "Noisy cannot be sharded: what it does to a parameter depends on others"),
-        (Counting, {"lr": 0.1}, "Counting cannot be sharded: it keeps more than something for each"),
-        (Own, {"lr": 0.1}, "Own cannot be sharded: it keeps more than something for each"),
+        (
+            Clipping,
+            {"lr": 0.1},
+            "Clipping cannot be sharded: its update of a parameter depends on other parameters",
+        ),
+        (
+            Noisy,
+            {"lr": 0.1},
+            "Noisy cannot be sharded: its update of a parameter depends on other parameters",
+        ),
+        (
+            Counting,
+            {"lr": 0.1},
+            "Counting cannot be sharded: it keeps state that belongs to no single parameter",
+        ),
+        (Own, {"lr": 0.1}, "Own cannot be sharded: it keeps state that belongs to no single parameter"),
         (optim.LBFGS, {"lr": 0.1}, r"LBFGS cannot be sharded: .* missing 1 required positional argument"),
         (AdamW, {"differentiable": True}, "differentiable = True: no gradient flows"),
         (torch.optim, {}, "optimizer_class = <module .*>: expected a class, such as torch.optim.AdamW"),
@@ -415,7 +427,9 @@ def test_a_step_without_an_average():
     optimizer = ShardedOptimizer(Towers(model, 2), AdamW, lr=0.1)
     optimizer.step()  # nothing has a gradient, as where a schedule is made before the first step
     model(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(UsageError, match=r"shape \[1, 2\] has a gradient that is no average over all towers"):
+    with pytest.raises(
+        UsageError, match=r"shape \[1, 2\] has a gradient that is not an average over all towers"
+    ):
         optimizer.step()
 
 
@@ -453,7 +467,9 @@ def test_a_parameter_of_another_format_is_named():
     towers = Towers(model, 2)
     optimizer = ShardedOptimizer(towers, AdamW, lr=0.1)
     model.to(memory_format=torch.channels_last)
-    with pytest.raises(UsageError, match=r"\[4, 4, 3, 3\], strides .* make the ShardedOptimizer after that"):
+    with pytest.raises(
+        UsageError, match=r"\[4, 4, 3, 3\], strides .* create the ShardedOptimizer after such a change"
+    ):
         optimizer.step()
 
 

@@ -342,7 +342,7 @@ def test_backward_past_the_tower_and_then_through_it():
     towers = Towers(perceptron(), 4)
     tower = next(towers(batch_of(8)))
     loss_of(towers.model, tower.batch).backward()
-    with pytest.raises(UsageError, match="parameters have gradients already"):
+    with pytest.raises(UsageError, match="parameters already have gradients"):
         tower.backward(loss_of(towers.model, tower.batch))
 
 

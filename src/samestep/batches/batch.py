@@ -62,8 +62,8 @@ class LocalBatch:
     def __getitem__(self, key: Any) -> NoReturn:
         """Say what holds the rows, where a loop written for a DataLoader asks this for its parts."""
         raise UsageError(
-            "a loader's batch has no parts, only this worker's towers, each by itself: loop over "
-            "towers(batch), and take the parts of tower.batch"
+            "a loader's batch cannot be indexed or unpacked, because it holds this worker's towers one by "
+            "one: loop over towers(batch), and index tower.batch"
         )
 
     def ranges(self, num_towers: int) -> list[range]:
@@ -143,7 +143,7 @@ class GlobalBatch:
             rows = _rows(root)
         if rows is None:
             raise BatchError(
-                f"batch is a {type(batch).__name__} without tensors, arrays or lists with one entry a row: "
+                f"batch is a {type(batch).__name__} without tensors, arrays or lists with one entry per row: "
                 "expected a nest of them"
             )
         root = resolved(root, rows)
@@ -162,8 +162,8 @@ class GlobalBatch:
         """
         if any(version_of(tensor) != version for tensor, version in self.versions):
             raise BatchError(
-                "a tensor in samestep.Whole was written to after the step began, so that towers would see "
-                "other values: expected one that stays as it is until average(); write to a clone of it"
+                "a tensor in samestep.Whole was modified after the step began, so towers would see different "
+                "values: expected one that stays unchanged until average(); modify a clone instead"
             )
         return _taken(self.root, slice(rows.start, rows.stop), copier)
 
@@ -224,7 +224,7 @@ def _check_tower_rows(local: LocalBatch, num_towers: int) -> None:
     if len(rows) != num_towers or sum(rows) != local.rows or min(rows) < 0 or any(rows[first_empty:]):
         raise BatchError(
             f"tower_rows = {shown([*rows])}: expected {num_towers} numbers of rows, {local.rows} in all, "
-            "with those of towers without rows last"
+            "zeros last"
         )
 
 
@@ -256,11 +256,11 @@ def _check_rows(found: list[Column]) -> None:
     if other.is_sequence:
         raise BatchError(
             f"{other.path} is a {type(other.value).__name__} of {other.rows} entries, {first.path} has "
-            f"{first.rows} rows: expected one entry a row; samestep.Whole({other.path}) is given to every "
-            "tower as it is"
+            f"{first.rows} rows: expected one entry per row; use samestep.Whole({other.path}) to give it to "
+            "every tower unchanged"
         )
     lists = dict.fromkeys(each for each in (other.in_list, first.in_list) if each)
-    hint = "".join(f"; where {each} has an entry a row, pass np.fromiter({each}, object)" for each in lists)
+    hint = "".join(f"; if {each} has one entry per row, pass np.fromiter({each}, object)" for each in lists)
     raise BatchError(
         f"{other.path} has {other.rows} rows, {first.path} has {first.rows}: "
         f"expected the same number of rows in all tensors of a batch{hint}"
@@ -275,8 +275,8 @@ def _taken(node: Node, rows: slice, copier: Copier) -> Any:
         return _whole(node.value, copier)
     if node.version != version_of(node.value):
         raise BatchError(
-            f"{node.path} was written to after the step began, before all towers had their turn: expected a "
-            "batch that stays as it is until average(), such as a clone of a tensor that is used again"
+            f"{node.path} was modified after the step began, before all towers had their turn: expected a "
+            "batch that stays unchanged until average(); pass a clone of a tensor that is reused"
         )
     part = node.value[rows]
     if isinstance(part, Tensor):

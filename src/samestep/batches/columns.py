@@ -100,11 +100,11 @@ class Undecided:
             return Column(self.path, self.value)
         if branch is not None and (not has_entry_a_row or rows == 1):
             return branch
-        what = "can be read in two ways" if branch is not None else "has neither"
+        what = "can be read in two ways" if branch is not None else "cannot be read in either way"
         raise BatchError(
             f"{self.path} is a {type(self.value).__name__} of {len(self.value)} entries and {what}: expected "
-            f"one entry a row, such as np.fromiter({self.path}, object), or columns of the batch's rows, "
-            f"such as a dict of them; samestep.Whole({self.path}) is given to every tower as it is"
+            f"one entry per row, such as np.fromiter({self.path}, object), or columns with the batch's rows, "
+            f"such as a dict of them; use samestep.Whole({self.path}) to give it to every tower unchanged"
         )
 
     def _as_branch(self, rows: int | None) -> Branch | None:
@@ -148,7 +148,8 @@ def parse(value: Any, path: str = "batch", in_list: str = "") -> Node:
     if held is None:
         raise BatchError(
             f"{path} is {_named(value)}, which cannot be cut along rows: expected nested tensors, arrays, "
-            f"lists with an entry a row, and numbers; samestep.Whole({path}) is given to every tower as it is"
+            f"lists with one entry per row, and numbers; use samestep.Whole({path}) to give it to every "
+            "tower unchanged"
         )
     in_list = path if isinstance(value, list) else in_list
     return Branch(value, {key: parse(each, path + _step(value, key), in_list) for key, each in held.items()})
@@ -213,13 +214,13 @@ def _check_can_be_cut(value: Tensor | NDArray[Any], path: str) -> None:
     if isinstance(value, Tensor) and (value.layout != torch.strided or value.is_nested):
         raise BatchError(
             f"{path} is a {'nested' if value.is_nested else value.layout} tensor, which cannot be cut along "
-            f"rows: expected a dense one; samestep.Whole({path}) is given to every tower as it is"
+            f"rows: expected a dense one; use samestep.Whole({path}) to give it to every tower unchanged"
         )
     if value.ndim == 0:
         what = "tensor" if isinstance(value, Tensor) else "array"
         raise BatchError(
-            f"{path} is a 0-dimensional {what}: expected rows along the first dimension; "
-            f"samestep.Whole({path}) is given to every tower as it is"
+            f"{path} is a 0-dimensional {what}: expected rows along the first dimension; use "
+            f"samestep.Whole({path}) to give it to every tower unchanged"
         )
 
 

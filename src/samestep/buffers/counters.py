@@ -75,7 +75,7 @@ class Counters(SharedBuffers):
         tower, column = differ.nonzero()[0].tolist()
         name, values = self._buffers[column].name, self._start[column] + counted[:, column].to(torch.int64)
         raise BufferPolicyError(
-            f"buffer {name} is {int(values[tower])} after tower {tower}, "
-            f"{int(values[0])} after tower 0: integer buffers must count alike in all towers; to "
-            f"keep tower 0's value, use Towers(..., buffers={{{name!r}: 'first'}})"
+            f"buffer {name} is {int(values[tower])} after tower {tower}, {int(values[0])} after tower 0: "
+            "integer buffers must count the same in all towers; to keep tower 0's value, use Towers(..., "
+            f"buffers={{{name!r}: 'first'}})"
         )

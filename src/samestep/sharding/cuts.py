@@ -108,7 +108,7 @@ def _check(parameters: Sequence[Tensor]) -> None:
         if not is_dense(parameter):
             raise ConfigError(
                 f"a parameter of shape {list(parameter.shape)}, strides {parameter.stride()}, does not fill "
-                "its memory: make it of a contiguous tensor"
+                "its memory: create it from a contiguous tensor"
             )
     if len(set(map(id, parameters))) < len(parameters):
-        raise ConfigError("a parameter is there twice: list each of them once")
+        raise ConfigError("a parameter is listed twice: list each of them once")

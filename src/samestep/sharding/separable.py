@@ -63,14 +63,14 @@ def check_separable(
         raise ConfigError(f"{name} cannot be sharded: with two small matrices, it raised {why}") from error
     if not all(map(torch.equal, both, first + second)):
         raise ConfigError(
-            f"{name} cannot be sharded: what it does to a parameter depends on others, as with a norm of all "
-            "gradients, or on random numbers; use it unsharded, or without that"
+            f"{name} cannot be sharded: its update of a parameter depends on other parameters, as with a "
+            "norm over all gradients, or on random numbers; use it unsharded, or without that option"
         )
     plain = Optimizer.state_dict, Optimizer.load_state_dict
     is_plain = (optimizer_class.state_dict, optimizer_class.load_state_dict) == plain
     if not (is_plain and all(isinstance(key, Tensor) for key in optimizer.state)):
         raise ConfigError(
-            f"{name} cannot be sharded: it keeps more than something for each parameter; use it unsharded"
+            f"{name} cannot be sharded: it keeps state that belongs to no single parameter; use it unsharded"
         )
 
 

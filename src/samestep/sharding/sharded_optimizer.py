@@ -170,8 +170,8 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
 
     def __getstate__(self) -> dict[str, Any]:
         raise UsageError(
-            "a ShardedOptimizer cannot be copied or pickled, as its state lies on all workers: use its "
-            "state_dict(), called on all of them"
+            "a ShardedOptimizer cannot be copied or pickled, because its state is spread over all workers: "
+            "call state_dict() on all of them"
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -212,7 +212,7 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
             post_to_all(job.transport, [[each, *content] for each, content in contents], where).wait()
         if error is not None or any(not torch.equal(each, header) for each in headers):
             agree(job, words, where=where, error=error)
-            raise DisagreementError(f"{where}: workers differ, and none of them can say in what")
+            raise DisagreementError(f"{where}: workers differ, but the difference could not be identified")
         shared = self._shared_out()
         updated = [p for p in update.parameters if p.grad is not None] if shared is None else shared.averaged
         increment_version(updated)  # their memory has changed
@@ -308,7 +308,7 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
         known = {id(share.tensor) for share in own}
         if not isinstance(self.state, defaultdict) or any(id(key) not in known for key in self.state):
             raise UsageError(
-                "optimizer.state was replaced by one that is not of this worker's shares: use "
+                "optimizer.state was replaced by one that does not belong to this worker's shares: use "
                 "load_state_dict(), on all workers, or an empty defaultdict(dict) to start over"
             )
         return self.state

@@ -56,7 +56,7 @@ class Share:
             shape, strides = self._format
             raise UsageError(
                 f"a parameter of shape {list(shape)}, strides {strides}, now has {list(parameter.shape)}, "
-                f"{parameter.stride()}: make the ShardedOptimizer after that, or make another one"
+                f"{parameter.stride()}: create the ShardedOptimizer after such a change, or create a new one"
             )
         self._pointer = parameter.data_ptr()
         self._view = self._of(parameter)

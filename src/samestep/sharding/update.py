@@ -75,9 +75,9 @@ class Update:
         for parameter in self._others:
             if parameter.grad is not None:
                 raise UsageError(
-                    f"a parameter of shape {list(parameter.shape)} has a gradient that is no average over "
-                    "all towers: call towers.average() before optimizer.step(), and zero_grad() where others "
-                    "leave one"
+                    f"a parameter of shape {list(parameter.shape)} has a gradient that is not an average "
+                    "over all towers: call towers.average() before optimizer.step(), and zero_grad() to "
+                    "clear other gradients"
                 )
 
     def contents(self, transport: Transport) -> list[list[Tensor]]:

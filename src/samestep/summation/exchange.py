@@ -290,4 +290,6 @@ class Exchange:
             rest = {} if self._rest is None else self._rest.in_words()
             agree(self._job, {**self._described, **rest}, where=self.where, error=self._error)
         if self._status != _CHANGED:
-            raise DisagreementError(f"{self.where}: workers differ, and none of them can say in what")
+            raise DisagreementError(
+                f"{self.where}: workers differ, but the difference could not be identified"
+            )

@@ -184,7 +184,7 @@ class GradientSum:
             if parameter.grad is not None:
                 self._fail(
                     f"{layout.name} has a gradient that did not come from tower.backward(loss), and would "
-                    "not be averaged: call backward() of penalties and the like after average()"
+                    "not be averaged: call backward() on penalties and the like after average()"
                 )
 
     def _send_rest(self) -> None:

@@ -139,7 +139,8 @@ def _check_towers(towers: list[list[tuple[Tensor | None, Tensor]]], weights: lis
     for index, pairs in enumerate(towers):
         if len(pairs) != len(towers[0]):
             raise ConfigError(
-                f"tower {index} has {len(pairs)} gradients, tower 0 has {len(towers[0])}: expected as many"
+                f"tower {index} has {len(pairs)} gradients, tower 0 has {len(towers[0])}: expected the same "
+                "number"
             )
         for position, (gradient, _) in enumerate(pairs):
             expected = towers[0][position][1].shape

@@ -142,7 +142,7 @@ class Plan:
         sizes = f"{[bucket.num_elements for bucket in self.buckets]} elements in buckets"
         averages, shares = "on all workers", ""
         if self.is_shared_out:
-            averages = "in shares, as neither keep_gradients nor a hook on optimizer.step asks for all"
+            averages = "in shares, because neither keep_gradients nor a hook on optimizer.step needs all"
             shares = str([[(piece.parameter, piece.elements) for piece in own] for own in self.shares])
         return {
             "placement": str(self.placement.cuts),

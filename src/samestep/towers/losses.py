@@ -95,8 +95,8 @@ class Losses:
             raise UsageError(f"{tower!r}: count is {count!r}, expected a number or 0-dim tensor")
         if isinstance(count, Tensor) and count.requires_grad:
             raise UsageError(
-                f"{tower!r}: count requires grad: expected what the sum is divided by, such as a number "
-                "of tokens; where a loss has several terms, hand in their sum"
+                f"{tower!r}: count requires grad: expected the number that the sum is divided by, such as a "
+                "number of tokens; if a loss has several terms, pass their sum"
             )
         return loss_sum(f"{tower!r}: total", total, 1 / self.unit, count / self.unit)
 
@@ -158,7 +158,7 @@ class NamedCounts:
         means = [s * (self.rows / (n * unit)) for s, n in zip(sums, self.totals, strict=True) if n > 0]
         total = reduce(torch.add, means)
         if not total.requires_grad and bool(self.counts[tower].any()):
-            raise UsageError(f"{who}: no sum requires grad, so it has no gradient")
+            raise UsageError(f"{who}: none of the sums requires grad, so there is no gradient")
         return Contribution(total, torch.stack([s.detach().double() for s in sums]) / unit, share)
 
     def _in_order(self, who: str, losses: Any) -> list[Tensor]:
@@ -180,7 +180,7 @@ class NamedCounts:
 
 def _check_scalar(what: str, value: Tensor) -> None:
     if not isinstance(value, Tensor):
-        hint = "; for a sum and what it counts, call tower.backward_sum(total, count)"
+        hint = "; for a sum and its count, call tower.backward_sum(total, count)"
         raise UsageError(
             f"{what} is a {type(value).__name__}, expected a scalar tensor{hint * isinstance(value, tuple)}"
         )

@@ -73,7 +73,8 @@ def take_apart(outputs: Any) -> tuple[list[Tensor], Outline]:
         pickle.dumps(nest)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UsageError(
-            f"forward returned what cannot be sent to other workers ({error}): use dicts and tuples"
+            f"forward returned a structure that cannot be sent to other workers ({error}): use dicts and "
+            "tuples"
         ) from None
     return tensors, Outline(tuple(_Kind(t.dtype, t.device.type, tuple(t.shape)) for t in tensors), nest)
 

@@ -190,7 +190,7 @@ class Replica:
             if tensor.layout != torch.strided:
                 raise ConfigError(
                     f"{kind} {name} is {tensor.layout}: workers compare and share dense tensors only; "
-                    "register its indices and values, and make the sparse tensor of them in forward"
+                    "register its indices and values, and build the sparse tensor from them in forward"
                 )
             if tensor.device != self.job.device:
                 raise ConfigError(

@@ -75,8 +75,8 @@ def check_wrappers(model: nn.Module) -> None:
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise ConfigError(
-                f"{name or 'the model'} is a {type(module).__name__} of torch.jit, whose parts cannot be "
-                "watched: pass the module that it was made of, or torch.compile it"
+                f"{name or 'the model'} is a {type(module).__name__} of torch.jit, which samestep cannot "
+                "inspect: pass the module that it was made from, or use torch.compile"
             )
     for name, parameter in model.named_parameters():
         if type(parameter).__name__ == "DTensor":
@@ -94,7 +94,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, averaged: Iterable[nn.Para
             if parameter.requires_grad and id(parameter) not in known:
                 raise ConfigError(
                     f"optimizer: parameter {position} of group {number}, {list(parameter.shape)}, is not "
-                    "part of the model, so nobody averages its gradient: pass it as Towers(model, ..., "
+                    "part of the model, so its gradient is not averaged: pass it as Towers(model, ..., "
                     "also=...), or create the optimizer again if a layer was replaced"
                 )
 
@@ -112,8 +112,8 @@ def check_can_step(name: str, value: object) -> None:
     needed = [p.name for p in parameters if p.default is p.empty and p.kind in _POSITIONAL]
     if needed:
         raise ConfigError(
-            f"{name} is a {type(value).__name__}, whose step() needs {', '.join(needed)}, which a Step does "
-            "not have: call it in a loop of your own, after the step"
+            f"{name} is a {type(value).__name__}, whose step() needs {', '.join(needed)}, which a Step "
+            "cannot pass: call it in your own loop, after the step"
         )
 
 

@@ -206,15 +206,15 @@ class StepRun:
     def _check_turn(self, tower: Tower) -> None:
         if self._is_dropped:
             raise UsageError(
-                f"{tower!r}: step {self.step} was left in its turn, by abandon() or another towers(batch): "
-                "let loops follow each other, each with its average()"
+                f"{tower!r}: step {self.step} was abandoned during this tower's turn, by abandon() or "
+                "another towers(batch): finish each loop, and call its average(), before the next one"
             )
         if self._gradients is not None and self.exchange.is_over:
-            raise UsageError(f"{tower!r}: step {self.step} is over, because a worker met an error in it")
+            raise UsageError(f"{tower!r}: step {self.step} has ended, because a worker raised an error in it")
         if self.is_interrupted:
             raise UsageError(
-                f"{tower!r}: in its turn, a loop over other Towers began: let the loops follow each other, "
-                "or make one Towers of both models, in an nn.ModuleList"
+                f"{tower!r}: a loop over other Towers began during this tower's turn: run one loop after the "
+                "other, or put both models into one nn.ModuleList with one Towers"
             )
         if tower.index in self._done or tower is not self._turn:
             why = "has run backward already" if tower.index in self._done else "is not the current tower"

@@ -66,19 +66,19 @@ def _made(small: Iterable[Any], towers: Towers, rows: NumRows, position: int) ->
 
 def _measured(batch: Any, name: str, towers: Towers, rows: NumRows) -> tuple[int, int]:
     """Return a small batch's rows, and its fingerprint where there is somebody to compare it with."""
-    told = rows(batch) if callable(rows) else rows
+    given_rows = rows(batch) if callable(rows) else rows
     try:
         whole = GlobalBatch.open(batch)
     except BatchError as error:
-        if told is None:
+        if given_rows is None:
             raise BatchError(
                 f"{name}: {error}; or say how many rows it has: slices(..., rows=...)"
             ) from error
-        return _checked(told, name), 0
+        return _checked(given_rows, name), 0
     number = whole.fingerprint() if towers.job.world_size > 1 else 0
     if isinstance(rows, int) and whole.rows != rows:
         raise BatchError(f"{name} has {whole.rows} rows: expected {rows}; without rows=, they are counted")
-    return _checked(whole.rows if told is None else told, name), number
+    return _checked(whole.rows if given_rows is None else given_rows, name), number
 
 
 def _checked(rows: object, name: str) -> int:

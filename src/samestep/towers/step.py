@@ -176,9 +176,9 @@ class Step:
             tower.backward_sum(result.total, result.count)
         elif isinstance(result, tuple):
             raise UsageError(
-                f"{tower!r}: loss_fn returned a tuple of {len(result)}: expected the mean loss over the "
-                "tower's rows alone, without metrics, or samestep.LossSum(total, count) for a sum over "
-                "tokens or pixels and what it counts"
+                f"{tower!r}: loss_fn returned a tuple of {len(result)}: expected only the mean loss over the "
+                "tower's rows, without metrics, or samestep.LossSum(total, count) for a sum over tokens or "
+                "pixels"
             )
         else:
             tower.backward(result)

@@ -156,7 +156,7 @@ class Towers:
             raise DisagreementError(f"Towers: {errors[0]}")
         self._bits_must_match = not differences
         if differences and self.job.is_first:
-            warn(f"{differences[0]}: the bits may depend on which of them computes")
+            warn(f"{differences[0]}: the result may depend on which worker runs which towers")
 
     def _leave_behind(self) -> None:
         """Leave the step that has begun, of which others hear by themselves: a worker was lost in it."""
@@ -202,7 +202,8 @@ class Towers:
 
     def __getstate__(self) -> NoReturn:
         raise UsageError(
-            "Towers cannot be copied or pickled: save their state_dict(), and make others of the copied model"
+            "Towers cannot be copied or pickled: save state_dict(), and create new Towers for the copied "
+            "model"
         )
 
     @property
@@ -426,8 +427,8 @@ class Towers:
         if exchange is not None and exchange.is_committed:
             self.job.transport.give_up(exchange.where)
             raise UsageError(
-                f"step {self._step} was interrupted in an exchange, when other workers may have taken it: "
-                "end this process, and go on from a checkpoint"
+                f"step {self._step} was interrupted during an exchange, and other workers may have completed "
+                "it: end this process, and continue from a checkpoint"
             )
         self._opening.exchange = None
         if run is None:
@@ -471,8 +472,8 @@ class Towers:
         """Begin a step, after the last one has ended."""
         if self._run is not None and self._run.is_complete and self.job.is_first:
             warn(
-                f"step {self._step} is abandoned, though all its towers have run: call average() after every "
-                "batch; to accumulate gradients, pass one larger batch, with more towers"
+                f"step {self._step} is abandoned, although all its towers have run: call average() after "
+                "every batch; to accumulate gradients, pass one larger batch, with more towers"
             )
         self.abandon()
         if self.job.is_closed:

@@ -185,15 +185,15 @@ def _run_again(
             "second: both passes must compute the same"
         )
     if ahead.needs_grad and not any(tensor.requires_grad for tensor in outputs):
-        raise UsageError(f"{who}: no output of forward requires grad, so it has no gradient")
+        raise UsageError(f"{who}: no output of forward requires grad, so there is no gradient")
     run.check_forward(tower)
     run.watch.check_outputs(who, outputs)
     difference = None if ahead.repeated is None else ahead.repeated.difference(outputs)
     if difference:
         raise UsageError(
-            f"{who}: forward's second pass changed {difference}: both passes must compute the same; keep "
-            "nothing from one pass for the next, such as a count or a hidden state, and draw from the global "
-            "generators, which are seeded alike for both"
+            f"{who}: forward's second pass changed {difference}: both passes must compute the same; carry no "
+            "state, such as a count or a hidden state, from one pass to the next, and draw from the global "
+            "generators, which are seeded the same for both"
         )
     return partial(ahead.push, outputs, run.job.device.type), run.leaves(outputs)
 
@@ -212,8 +212,8 @@ class _AbsentBatch:
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise UsageError(
-            "the loss uses its batch, but the batch is a LocalBatch, of which each worker has only its own "
-            "rows: return what the loss needs, such as labels, from forward"
+            "the loss uses its batch, but the batch is a LocalBatch, and each worker has only its own rows "
+            "of it: return what the loss needs, such as labels, from forward"
         )
 
     __getattr__ = __getitem__ = __iter__ = __len__ = __contains__ = _refuse

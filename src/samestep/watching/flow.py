@@ -69,13 +69,13 @@ class _Drawn(NamedTuple):
 
 _GENERATOR = "a torch.Generator"
 _INSTEAD_OF_DRAWN = (
-    "seed it in each pass, by the step and tower.index, or draw from the global generators, which are seeded "
-    "for each tower"
+    "seed it in each pass from the step and tower.index, or draw from the global generators, which are "
+    "seeded for each tower"
 )
 _INSTEAD_OF_KEPT = (
-    "a hidden state, a running mean, a memory of samples, a mask or the like, which on another number of "
-    "workers would be of other towers; begin anew in each pass, as the global generators do, update it after "
-    "average(), or keep it in a buffer with a policy, Towers(..., buffers={pattern: policy})"
+    "a hidden state, a running mean, a memory of samples, a mask or the like, which with another number of "
+    "workers would come from other towers; reset it in each pass, update it after average(), or keep it in a "
+    "buffer with a policy, Towers(..., buffers={pattern: policy})"
 )
 
 _HIGHER_ORDER = _Kind((), overwrites=False, is_random=False, takes_shapes_only=False, write=None)
@@ -103,7 +103,7 @@ class FlowWatch(TorchDispatchMode):
         self._shared: set[int] = set()
         self._drawn: dict[int, _Drawn] = {}  # in this step, by the generators' ids
         self._goes_on = 0  # the id of one that went on, in this pass, from another tower's draws
-        self._has_told = False
+        self._has_warned = False
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -169,15 +169,17 @@ class FlowWatch(TorchDispatchMode):
         towers, how = self._origins.of(loss)
         if others := _indices(towers & ~(1 << self._tower)):
             which = ", ".join(map(str, others))
-            depends = f"{who}: its loss depends on the rows, or random numbers, of tower {which}, by {how}"
+            depends = f"{who}: its loss depends on rows or random numbers of tower {which}, through {how}"
             if how == _GENERATOR:
-                raise UsageError(f"{depends}{self._name()} that goes on from there; {_INSTEAD_OF_DRAWN}")
+                raise UsageError(
+                    f"{depends}{self._name()} that continues from that tower's draws; {_INSTEAD_OF_DRAWN}"
+                )
             raise UsageError(f"{depends}: {_INSTEAD_OF_KEPT}")
-        if self._goes_on and not self._has_told:  # into no loss, or through `.item()`
-            self._has_told = True
+        if self._goes_on and not self._has_warned:  # into no loss, or through `.item()`
+            self._has_warned = True
             warn(
-                f"{who} drew from {_GENERATOR}{self._name()} that goes on from another tower's draws, and on "
-                f"another number of workers would draw other numbers: {_INSTEAD_OF_DRAWN}"
+                f"{who} drew from {_GENERATOR}{self._name()} that continues from another tower's draws, so "
+                f"its numbers depend on the number of workers: {_INSTEAD_OF_DRAWN}"
             )
 
     def _name(self) -> str:
@@ -198,8 +200,9 @@ class FlowWatch(TorchDispatchMode):
         self._drawn.clear()
         if self._updated:
             raise UsageError(
-                f"{who} updated {self._updated}, as a pass before it did, so that its value depends on how "
-                "many towers share a worker: update averages of weights, and other nets, after average()"
+                f"{who} updated {self._updated}, which an earlier pass of the step also updated, so its "
+                "value depends on how many towers share a worker: update averages of weights, and other "
+                "nets, after average()"
             )
 
     def __torch_dispatch__(
@@ -262,7 +265,7 @@ class FlowWatch(TorchDispatchMode):
             towers |= more
             if not how and more & ~(1 << self._tower):
                 name = getattr(func, "overloadpacket", func)
-                how = before or f"a tensor of shape {list(tensor.shape)} that {name} took"
+                how = before or f"a tensor of shape {list(tensor.shape)} that {name} read"
         return Origin(towers, how)
 
     def _note_parameters(self, given: Iterable[Tensor]) -> None:
@@ -275,7 +278,7 @@ class FlowWatch(TorchDispatchMode):
     def _note_update(self, tensor: Tensor, towers: int) -> None:
         """Note that a pass has written weights beside the model, which go on from another pass's."""
         if towers & ~(1 << self._tower):
-            self._updated = f"a tensor of shape {list(tensor.shape)} that is not the model's"
+            self._updated = f"a tensor of shape {list(tensor.shape)} that is not part of the model"
 
 
 @functools.cache

@@ -26,7 +26,7 @@ class HookCheck:
         self._parameters = parameters
         self._none = [(None, None)] * len(parameters)
         self._next_id = -1  # of torch's hooks, when there was nothing to refuse
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def __call__(self, *, tells: bool) -> None:
         """Refuse post-accumulate hooks of users; say once, if it `tells`, what hooks on gradients see."""
@@ -42,18 +42,18 @@ class HookCheck:
         foreign = [name for name, (after, _) in zip(self._names, held, strict=True) if _is_users(after)]
         if foreign:
             raise UsageError(
-                f"{', '.join(foreign[:_MOST_NAMES])}: a post-accumulate-grad hook would see sums of towers, "
-                "which depend on the number of workers; remove it, and do its work, such as clipping or "
-                "optimizer.step() after average()"
+                f"{', '.join(foreign[:_MOST_NAMES])}: a post-accumulate-grad hook would see partial sums "
+                "over towers, which depend on the number of workers; remove it, and do its work, such as "
+                "clipping or optimizer.step(), after average()"
             )
         hooked = [name for name, (_, before) in zip(self._names, held, strict=True) if _is_users(before)]
-        new = [name for name in hooked if name not in self._told]
-        self._told.update(new)
+        new = [name for name in hooked if name not in self._reported]
+        self._reported.update(new)
         if new and tells:
             warn(
-                f"a hook on {', '.join(new[:_MOST_NAMES])} sees each tower's sum of gradients, over the "
+                f"a hook on {', '.join(new[:_MOST_NAMES])} sees each tower's summed gradient, divided by the "
                 "largest power of two that is at most the batch's rows, not the mean: factors and masks are "
-                "exact, thresholds are not; use those after average()"
+                "exact, thresholds are not; apply thresholds after average()"
             )
 
 

@@ -92,7 +92,7 @@ def _signed(number: int) -> int:
 def _warn(ignored: int, towers: Sequence[str], nums: Sequence[int]) -> None:
     found = ", ".join(f"{num} in {tower}" for num, tower in zip(nums, towers, strict=True))
     warn(
-        f"a loss is a mean over the labels other than {ignored}: {found}. Towers count by their rows, so "
-        "labels do not weigh alike; where they should, hand in their sum and their number: "
+        f"a loss is a mean over the labels other than {ignored}: {found}. Towers are weighted by their rows, "
+        "so labels do not all weigh the same; if they should, pass their sum and their number: "
         "tower.backward_sum(total, count), or return a samestep.LossSum from a Step's loss_fn"
     )

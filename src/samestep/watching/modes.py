@@ -75,9 +75,9 @@ class Modes:
 
     def _fail(self, who: str, did: str, what: str) -> NoReturn:
         raise UsageError(
-            f"{who} {did} with {what}, and an earlier tower did not; which towers see such a change "
-            "depends on the number of workers: let each pass put back what it sets, such as by model.train() "
-            "after model.eval(), or do it after average()"
+            f"{who} {did} with {what}, unlike an earlier tower; which towers see such a change depends on "
+            "the number of workers: let each pass restore the mode, such as by model.train() after "
+            "model.eval(), or change it after average()"
         )
 
 

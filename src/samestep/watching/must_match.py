@@ -15,16 +15,16 @@ __all__ = ["FIRST_EXAMPLE", "MustMatch"]
 
 FIRST_EXAMPLE = "checksum of the batch's first example"
 
-_DRAWN = "torch's global generator differs, too: one worker alone drew from it, as in an evaluation"
+_DRAWN = "torch's global generator also differs: only one worker drew from it, as in an evaluation"
 _DATA = (
-    "expected the same data in the same order on all workers: sort what a folder lists, seed what is "
-    "shuffled or split, and give no worker a part"
+    "expected the same data in the same order on all workers: sort directory listings, seed shuffles and "
+    "splits, and give every worker the whole dataset"
 )
 _LOSS = (
-    "all workers compute it from the same outputs: expected no state or generator that workers have apart, "
-    "and no rank"
+    "all workers compute it from the same outputs: expected it to use no state or generator that differs "
+    "between workers, and no rank"
 )
-_MODES = "call train(), or eval(), on all workers alike, also after an evaluation on one of them"
+_MODES = "call train(), or eval(), on all workers, also after an evaluation on only one of them"
 
 
 @dataclass(frozen=True)

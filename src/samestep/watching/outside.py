@@ -97,8 +97,8 @@ def _refuse_no_average(optimizer: Optimizer) -> None:
         waiting = [parameter for parameter in held if id(parameter) in known]
         if waiting and all(parameter.grad is None for parameter in waiting):
             raise UsageError(
-                f"{type(optimizer).__name__}.step() has no gradients yet, as the step is open: call "
-                "average() after the loop over towers, then clip, step and the like"
+                f"{type(optimizer).__name__}.step() has no gradients yet, because average() has not been "
+                "called: call it after the loop over towers, then clip and step"
             )
 
 

@@ -53,12 +53,12 @@ class OwnGenerators:
         ]
         self._reached: list[Named] = []
         self._before: list[str | None] = []
-        self._has_told = False
+        self._has_warned = False
 
     def start_step(self, in_reach: Iterable[Named]) -> None:
         """Take those among what the passes of the step can reach."""
         held = {id(value) for _, value in self._held}
-        found = [] if self._has_told else in_reach
+        found = [] if self._has_warned else in_reach
         self._reached = [(n, value) for n, value in found if _is_own(value) and id(value) not in held]
 
     def note(self) -> None:
@@ -70,11 +70,11 @@ class OwnGenerators:
         triples = zip([*self._held, *self._reached], self._before, self._states(), strict=True)
         drawn = [name for (name, _), old, new in triples if new != old]
         if drawn:
-            self._held, self._reached, self._before, self._has_told = [], [], [], True
+            self._held, self._reached, self._before, self._has_warned = [], [], [], True
             warn(
-                f"{who} drew from {', '.join(drawn)}, a random generator of its own, which goes on {until} "
-                "of a worker: draw from the global generators of torch, random or np.random, which are "
-                "seeded for each, unless it is seeded for each, too"
+                f"{who} drew from {', '.join(drawn)}, a random generator of its own, which continues {until} "
+                "on a worker: draw from the global generators of torch, random or np.random, which are "
+                "seeded for each, or seed it for each"
             )
 
     def _states(self) -> list[str | None]:

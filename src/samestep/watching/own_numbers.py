@@ -39,7 +39,7 @@ class OwnNumbers:
         self._before: dict[_Place, Any] = {}
         self._tower = -1
         self._changed: dict[_Place, bool] = {}  # in this step; whether to the tower's index alone
-        self._told: set[_Place] = set()
+        self._reported: set[_Place] = set()
 
     def start_step(self) -> None:
         """Forget what passes of the step before have changed."""
@@ -63,20 +63,19 @@ class OwnNumbers:
         """
         found, before, self._before = [], self._before, {}
         for place, now in self._current().items() if before else ():
-            if place in self._told or not _differ(before.get(place, now), now):
+            if place in self._reported or not _differ(before.get(place, now), now):
                 continue
             is_index = now == self._tower and self._changed.get(place, True)
             if place in self._changed and not is_index:
-                self._told.add(place)
+                self._reported.add(place)
                 module, attribute = place
                 found.append(f"{attribute} of {self._names[module()]}")  # type: ignore[index]
             self._changed[place] = is_index
         if found:
             warn(
-                f"passes changed {', '.join(found[:_MOST_NAMES])}: what a tower's pass leaves there, the "
-                "next one finds, so a loss that depends on it is another one on another number of workers; "
-                "count steps after average(), set it in each pass before it is read, or keep it in a buffer "
-                "with a policy"
+                f"passes changed {', '.join(found[:_MOST_NAMES])}: a tower's pass starts from what the pass "
+                "before left there, so a loss that uses it depends on the number of workers; count steps "
+                "after average(), set it in each pass before reading it, or keep it in a buffer with a policy"
             )
 
     def settings(self) -> Mapping[str, str]:
@@ -86,7 +85,7 @@ class OwnNumbers:
     def _settings(self, layer: nn.Module) -> Iterator[str]:
         for name, value in vars(layer).items():
             is_setting = isinstance(value, _SETTINGS) and name[0] != "_" and name != "training"
-            if is_setting and (weakref.ref(layer), name) not in self._told:
+            if is_setting and (weakref.ref(layer), name) not in self._reported:
                 yield f"{name}={value!r}"
 
     def _current(self) -> dict[_Place, Any]:

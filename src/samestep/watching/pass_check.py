@@ -35,15 +35,14 @@ class PassCheck:
             self._let_go_of_zeros()
             if self._has_gradients():
                 raise UsageError(
-                    f"{tower!r}: parameters have gradients already; call tower.backward(loss), or leave it "
-                    "to whole_batch, instead of loss.backward(), whose gradients are not averaged; where "
-                    "gradients of inputs are meant, as for adversarial examples, "
-                    "torch.autograd.grad(loss, inputs)"
+                    f"{tower!r}: parameters already have gradients; call tower.backward(loss), or leave it "
+                    "to whole_batch, instead of loss.backward(), which is not averaged; for gradients of "
+                    "inputs, as for adversarial examples, use torch.autograd.grad(loss, inputs)"
                 )
         if num_messages() != self._num_messages:
             raise UsageError(
-                f"{tower!r}: its pass called torch.distributed, but workers differ in how many passes "
-                "they run, and in their rows: do it after average(), whose report is of all towers"
+                f"{tower!r}: its pass called torch.distributed, but workers run different numbers of passes, "
+                "on different rows: do it after average(), which reports on all towers"
             )
 
     def start_backward(self) -> None:
@@ -55,8 +54,8 @@ class PassCheck:
         late = sorted(self._buffers.changed() - self._changed)
         if late:
             raise BufferPolicyError(
-                f"{who}: backward changed {', '.join(late)}, but a tower's buffers count with what they hold "
-                "when tower.backward is called: change them in the forward, or after average()"
+                f"{who}: backward changed {', '.join(late)}, but a tower's buffers are read when "
+                "tower.backward is called: change them in the forward, or after average()"
             )
 
     def not_handed_in(self, tower: object) -> UsageError:
@@ -80,8 +79,8 @@ class PassCheck:
         if "backward through the graph a second time" not in str(error):
             return None
         return UsageError(
-            f"{tower!r}: its loss shares a part of its graph with the tower before: compute all "
-            "that has a gradient within the loop over towers, or detach it"
+            f"{tower!r}: its loss shares part of its graph with the tower before: compute everything that "
+            "needs a gradient inside the loop over towers, or detach it"
         )
 
 

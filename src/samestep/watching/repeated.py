@@ -30,7 +30,7 @@ class Repeated:
             if torch.equal(before, now):
                 continue
             if not torch.equal(before.isfinite(), now.isfinite()):
-                return f"tensor {number} of its outputs, of which some values are finite in one pass alone"
+                return f"tensor {number} of its outputs, where some values are finite in only one pass"
             largest = float(torch.where(before.isfinite(), before, 0).abs().max())
             apart = float((now - before).abs().nan_to_num(0, 0, 0).max())
             if apart > _tolerance(tensor) * largest:
