@@ -133,7 +133,7 @@ def test_a_list_of_tensors_is_one_batch_and_a_loader_is_many():
 
 STREAM = "draw from the global generators"
 NO_GENERATOR = "leave out generator=: the global generators are seeded for each step and tower"
-PURE = "a tower may depend on its rows, the weights and the global random generators alone"
+PURE = "a tower may depend only on its rows, the weights and the global random generators"
 
 
 @pytest.mark.parametrize(
@@ -145,11 +145,11 @@ PURE = "a tower may depend on its rows, the weights and the global random genera
         (planted.PythonGenerator, "aten.mul.", "stream of 1 (PythonGenerator) is a random", STREAM),
         (planted.Counter, "aten.mul.", "calls of 1 (Counter) is kept from tower to tower", PURE),
         (planted.Branch, "aten.", "calls of 1 (Branch) is kept from tower to tower", PURE),
-        (planted.MovingAverage, "aten.mul.", "average of 1 (MovingAverage) is a tensor that one tower", PURE),
-        (planted.Time, "aten.mul.", "it takes in other Python numbers: ", PURE),
+        (planted.MovingAverage, "aten.mul.", "average of 1 (MovingAverage) is a tensor that carries", PURE),
+        (planted.Time, "aten.mul.", "its Python numbers differ: ", PURE),
         (planted.Thread, "aten.rand_like.", "random stream has moved", "a generator of its own"),
-        (planted.Kernel, "planted.noisy.", "same inputs, other values", "use_deterministic_algorithms"),
-        (planted.KernelInBackward, "planted.noisy.", "same inputs, other values", "deterministic kernel"),
+        (planted.Kernel, "planted.noisy.", "same inputs, different values", "use_deterministic_algorithms"),
+        (planted.KernelInBackward, "planted.noisy.", "same inputs, different values", "deterministic kernel"),
     ],
 )  # fmt: skip
 def test_a_fault_is_named(kind, operator, cause, remedy):
@@ -249,7 +249,7 @@ def test_a_change_of_threads():
 def test_a_difference_that_cannot_be_watched():
     finding = finding_of(with_fault(planted.ShyNoise))
     assert (finding.module, finding.operator, finding.parameter) == (None, None, "5.bias")
-    assert finding.cause.startswith("the difference was gone while every operator was watched")
+    assert finding.cause.startswith("the difference disappeared while every operator was watched")
 
 
 def test_rows_that_differ():
@@ -272,7 +272,7 @@ def test_what_has_no_effect_yet_is_noted():
     assert result.same
     assert result.notes == [
         STAND_INS,
-        "calls of 1 (HarmlessCounter) is not the same in all placements, without effect on these steps",
+        "calls of 1 (HarmlessCounter) is not the same in all placements, but had no effect on these steps",
     ]
 
 

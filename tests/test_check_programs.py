@@ -205,9 +205,9 @@ def with_criterion():
 )
 def test_a_parameter_outside_the_model(build, name):
     finding = finding_of(build)
-    assert finding.what == "cannot train: the optimizer updates what is no parameter of the model"
+    assert finding.what == "cannot train: the optimizer updates tensors that are not parameters of the model"
     assert (finding.module, finding.parameter) == ("the optimizer", name)
-    assert f"nobody averages the gradient of {name}" in finding.cause
+    assert f"the gradient of {name} is not averaged" in finding.cause
 
 
 class Adversary:
@@ -292,14 +292,14 @@ def with_norm():
     [
         (
             lambda: (nn.Linear(5, 4), Adversary().loss),
-            "weight of judge (Linear) of the loss function is a tensor that one tower leaves to the next",
+            "weight of judge (Linear) of the loss function is a tensor that carries over from one tower",
         ),
         (
             lambda: (Student(), planted.loss_of),
-            "weight of teacher (Linear) of the model (Student) is a tensor that one tower leaves to the next",
+            "weight of teacher (Linear) of the model (Student) is a tensor that carries over from one tower",
         ),
-        (lambda: (network(Memory()), planted.loss_of), "last of 1 (Memory) is a tensor that one tower"),
-        (lambda: (network(Cached()), planted.loss_of), "mask of 1 (Cached) is a tensor that one tower"),
+        (lambda: (network(Memory()), planted.loss_of), "last of 1 (Memory) is a tensor that carries over"),
+        (lambda: (network(Cached()), planted.loss_of), "mask of 1 (Cached) is a tensor that carries over"),
         (
             with_history,
             "norms of the function around with_history.<locals>.scaled is kept from tower to tower",

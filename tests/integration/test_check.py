@@ -58,7 +58,7 @@ def test_real_workers_do_the_same(workers, num_workers):
         ),
         (
             built(planted.Buffer, buffers={"1.average": "ignore"}),
-            "average of 1 (Buffer) is a tensor that one",
+            "average of 1 (Buffer) is a tensor that carries over",
         ),
         (
             built(planted.DrawnInBuild, planted.build_without_seed),

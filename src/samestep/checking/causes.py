@@ -7,7 +7,7 @@ from samestep.checking.surroundings import OPTIMIZER, Place
 
 __all__ = ["cause_of"]
 
-_PURE = "a tower may depend on its rows, the weights and the global random generators alone"
+_PURE = "a tower may depend only on its rows, the weights and the global random generators"
 
 
 def cause_of(difference: Difference, num_workers: int) -> tuple[str, str]:
@@ -16,13 +16,13 @@ def cause_of(difference: Difference, num_workers: int) -> tuple[str, str]:
     one, two = difference.expected, difference.found
     if difference.when.part == "build":
         return (
-            "build() makes other weights each time",
+            "build() makes different weights each time",
             "seed inside build(), such as with torch.manual_seed(0), and draw from no unseeded generator",
         )
     if event.kind == "rows":
         return (
             "the rows that the tower is given are not the same",
-            "let an example depend on its index and torch's, random's or np.random's global generator alone",
+            "let an example depend only on its index and torch's, random's and np.random's global generators",
         )
     if event.stream == "own":
         return _own_stream(difference)
@@ -30,7 +30,8 @@ def cause_of(difference: Difference, num_workers: int) -> tuple[str, str]:
         return _update(difference, num_workers)
     if _is_kernel(one, two):
         return (
-            "same inputs, other values: its kernel is not deterministic (on a GPU, mostly atomic additions)",
+            "same inputs, different values: its kernel is not deterministic (on a GPU, mostly atomic "
+            "additions)",
             "use torch.use_deterministic_algorithms(True), or an operator that has a deterministic kernel",
         )
     place = _suspect(difference)
@@ -38,9 +39,9 @@ def cause_of(difference: Difference, num_workers: int) -> tuple[str, str]:
         return _held(difference, place, num_workers)
     if one is not None and two is not None and one.stream != two.stream:
         return (
-            "the tower's random stream has moved: something beside the pass draws from the global "
-            "generators, such as another thread",
-            "give what runs beside the pass a generator of its own",
+            "the tower's random stream has moved: something outside the pass, such as another thread, draws "
+            "from the global generators",
+            "give code that runs outside the pass a generator of its own",
         )
     return _unknown(one, two)
 
@@ -76,7 +77,7 @@ def _update(difference: Difference, num_workers: int) -> tuple[str, str]:
         which = f"{place} differs {when}{_values(difference, place, num_workers)}"
     return (
         f"the towers' average is the same and the update is not: {which}",
-        "let the update depend on the gradients and the number of the step alone",
+        "let the update depend only on the gradients and the step number",
     )
 
 
@@ -95,8 +96,8 @@ def _held(difference: Difference, place: Place, num_workers: int) -> tuple[str, 
     kinds = {held.kind for held in (one, two) if held is not None}
     if place in difference.as_built:
         return (
-            f"{place} differs from the start, and is neither parameter nor buffer"
-            f"{_values(difference, place, num_workers)}",
+            f"{place} differs from the start, and is neither a parameter nor a "
+            f"buffer{_values(difference, place, num_workers)}",
             "draw it inside build(), seeded; or register it as a buffer: all workers start from worker 0's",
         )
     if "random stream" in kinds:
@@ -107,7 +108,8 @@ def _held(difference: Difference, place: Place, num_workers: int) -> tuple[str, 
         )
     if kinds & {"tensor", "buffer"}:
         return (
-            f"{place} is a tensor that one tower leaves to the next in its process, and it is not averaged",
+            f"{place} is a tensor that carries over from one tower to the next in its process, and it is not "
+            "averaged",
             f"{_PURE}: update it once a step, outside the towers, or let a normalisation layer keep it",
         )
     return (
@@ -124,15 +126,15 @@ def _unknown(one: Event | None, two: Event | None) -> tuple[str, str]:
         )
     if one.kind != "operator":
         return (
-            "no watched operator gave other values: a custom backward, or code that cannot be watched",
+            "no watched operator gave different values: a custom backward, or code that cannot be watched",
             f"{_PURE}",
         )
     if one.numbers != two.numbers:
-        what = f"it takes in other Python numbers: {one.numbers} and {two.numbers}"
+        what = f"its Python numbers differ: {one.numbers} and {two.numbers}"
     else:
         named = [name for (name, _) in set(one.outside) ^ set(two.outside) if name]
         tensor = named[0] if named else "a tensor that no operator of the pass made"
-        what = f"it takes in {tensor}, which is not the same"
+        what = f"its input differs: {tensor}"
     return (
         what,
         f"{_PURE}: look for what comes from the time, the process, or a random stream that is not global",
@@ -141,7 +143,7 @@ def _unknown(one: Event | None, two: Event | None) -> tuple[str, str]:
 
 def _other_operators(one: Event | None, two: Event | None) -> str:
     names = [event.name if event and event.kind == "operator" else "nothing" for event in (one, two)]
-    return f"other operators run: {names[0]} in one, {names[1]} in the other"
+    return f"different operators run: {names[0]} in one, {names[1]} in the other"
 
 
 def _is_kernel(one: Event | None, two: Event | None) -> bool:

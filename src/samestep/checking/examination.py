@@ -130,7 +130,10 @@ class Examination:
         if self._plan.workers and not self._has_processes:
             how = "check with processes=True as well"
             if self._why_not is not None:
-                how = f"build and batch cannot be sent to another ({self._why_not}); define build in a file"
+                how = (
+                    f"build and batch cannot be sent to another process ({self._why_not}); define build in a "
+                    "file"
+                )
             self.notes.append(f"{_STAND_INS}: {how}")
         again = compiled_again(reference)
         if again is not None:
@@ -144,7 +147,7 @@ class Examination:
         is_shared = place.owner.startswith(("the Python module", "the class"))
         if is_shared and not self._has_processes:
             return f"{place} is changed by a pass, and stand-ins share it"
-        return f"{place} is not the same in all placements, without effect on these steps"
+        return f"{place} is not the same in all placements, but had no effect on these steps"
 
     def _record(self, placement: _Placement, *, operators: bool = False) -> list[Recording]:
         trial = Trial(next(self._numbers), self._plan.steps, operators)

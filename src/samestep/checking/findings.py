@@ -56,13 +56,13 @@ def explain_vanished(difference: Difference, num_workers: int, compiled_again: W
     """Explain a difference that was gone when every operator was watched."""
     if compiled_again is not None:
         cause = (
-            "the difference was gone without torch.compile, whose code depends on the shapes that a worker "
-            f"has met before: it compiled again in {compiled_again}"
+            "the difference disappeared without torch.compile, whose code depends on the shapes that a "
+            f"worker has met before: it compiled again in {compiled_again}"
         )
         remedy = "compile with dynamic=False, or let T divide the batch"
     else:
         cause = (
-            "the difference was gone while every operator was watched: a kernel that adds in the order in "
+            "the difference disappeared while every operator was watched: a kernel that adds in the order in "
             "which threads arrive, a race with another thread, code that watching switches off "
             "(torch.compile), or a build() that does something else each time"
         )
@@ -133,7 +133,8 @@ def _changed_settings(recording: Recording, turn: Turn) -> Finding | None:
         return None
     return _finding(
         f"not the same bits everywhere: {turn.when} changes a setting of its process",
-        f"it sets {', '.join(changes)}, in this process only, and kernels may give other bits from here on",
+        f"it sets {', '.join(changes)}, in this process only, and kernels may give different bits from here "
+        "on",
         "leave it out of the passes: threads is an option of samestep.init, check and train, and the rest is "
         "to be set before the model is built, in every process",
         module=next((event.module for event in turn.events if event.kind == "setting"), ""),
@@ -151,8 +152,8 @@ def _written_parameter(turn: Turn) -> Finding | None:
         writer.module if writer else owner,
         f"{writer.name}, {writer.phase}" if writer else None,
         name,
-        "towers that come later on the same worker see other weights than those on other workers, and each "
-        "worker is left with its own",
+        "later towers on the same worker see different weights than towers on other workers, and the workers "
+        "end with different weights",
         "write to it between steps, after the optimizer's update (max_norm= too); or make it a buffer that "
         "Towers(..., buffers={...}) gives a policy",
     )
@@ -162,8 +163,8 @@ def _unaveraged(recording: Recording) -> Finding:
     """Find that the optimizer updates what is no parameter of the model."""
     names = ", ".join(recording.unaveraged)
     return _finding(
-        "cannot train: the optimizer updates what is no parameter of the model",
-        f"nobody averages the gradient of {names}: each worker would follow its own towers",
+        "cannot train: the optimizer updates tensors that are not parameters of the model",
+        f"the gradient of {names} is not averaged: each worker would follow only its own towers",
         "make it part of the model that Towers is given: an nn.Parameter or a submodule of it",
         module=OPTIMIZER,
         parameter=recording.unaveraged[0],

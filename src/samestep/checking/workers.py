@@ -101,8 +101,8 @@ def recordings(outcomes: Sequence[Any]) -> list[Recording]:
             "a worker process ended before it had done anything: in a script, call samestep.check under "
             "`if __name__ == '__main__':`, because every worker imports the script"
         ) from first
-    is_told = any(recording.error is not None for recording in found)
-    if first is not None and not (is_told and _is_of_another_worker(first)):
+    is_explained = any(recording.error is not None for recording in found)
+    if first is not None and not (is_explained and _is_of_another_worker(first)):
         raise first
     return found
 
