@@ -586,7 +586,11 @@ def test_what_no_memory_can_hold_is_not_read(path):
     values = json.loads((path / "manifest.json").read_text())
     values["files"] = files | {"model.safetensors": [128 * 2**40, "0" * 64]}
     forgery.seal(path / "manifest.json", values)
-    refused(path, "has 140737488[0-9]* bytes by its manifest, this machine's memory [0-9]+$", DataError)
+    refused(
+        path,
+        "needs 140737488[0-9]* bytes by its manifest, but this machine has [0-9]+ bytes of memory$",
+        DataError,
+    )
 
 
 def test_memory_that_is_forbidden_is_one_line(path, monkeypatch):

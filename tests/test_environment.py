@@ -139,7 +139,9 @@ def test_a_place_that_the_process_before_has_taken_is_refused(put):
     note_joined()  # by the same process
     taken = os.environ["SAMESTEP_JOINED"].partition(" ")[2]
     put(SAMESTEP_JOINED=f"1 {taken}")
-    with pytest.raises(ConfigError, match="RANK=1 is the rank of process 1, which has started this one"):
+    with pytest.raises(
+        ConfigError, match="RANK=1 is the rank of process 1, which started this one: remove RANK"
+    ):
         note_joined()
     put(SAMESTEP_JOINED=f"1 {taken}", RANK="2")  # another launcher in between
     note_joined()

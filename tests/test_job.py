@@ -45,7 +45,7 @@ def test_a_process_group_of_other_workers_than_the_launchers_is_refused(monkeypa
         monkeypatch.setenv(name, value)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        message = "process group has this worker as 0 of 1, and the environment as RANK=1 of WORLD_SIZE=2"
+        message = "is rank 0 of 1 in torch's process group, but the environment has RANK=1, WORLD_SIZE=2"
         with pytest.raises(ConfigError, match=message):
             samestep.init("cpu")
     finally:

@@ -563,7 +563,7 @@ class OwnState(Rows):
 )
 def test_a_dataset_with_a_generator_of_its_own_is_refused(kind, options):
     loader = make_loader(OwnState(kind), **options)
-    with pytest.raises(UsageError, match=r"^OwnState: example \d+ is another one when it is read again"):
+    with pytest.raises(UsageError, match=r"^OwnState: example \d+ is different when it is read again"):
         next(iter(loader)).slices[0]
 
 

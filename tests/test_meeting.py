@@ -86,7 +86,7 @@ def test_workers_that_cannot_be_connected_are_named_and_the_job_goes_on(whose, r
         everyone = meet_all(3, unreachable)
     texts = sorted(str(warning.message) for warning in recwarn)
     assert [text.partition(":")[0] for text in texts] == [
-        f"worker {rank} found no way to nowhere.invalid, where worker 0 is" for rank in (1, 2)
+        f"worker {rank} could not connect to worker 0 on nowhere.invalid" for rank in (1, 2)
     ]
     everyone[0].close()
     everyone[2].close()
@@ -154,7 +154,8 @@ def test_without_shared_memory_the_network_does_it_and_worker_0_says_why(monkeyp
             monkeypatch.setattr(meeting, "allocate", refuse)
 
     expected = (
-        r"^worker 1 shares no memory with others of its host \(.*Operation not permitted\): gradients go"
+        r"^worker 1 shares no memory with other workers of its host \(.*Operation not permitted\): "
+        r"gradients go"
     )
     with pytest.warns(UserWarning, match=expected) as said:
         assert found(monkeypatch, refused) == [set(), set()]
@@ -179,7 +180,7 @@ def test_those_who_cannot_connect_say_so(monkeypatch):
         return connected(address)
 
     monkeypatch.setattr(meeting, "_connected", only_by_address)
-    with pytest.warns(UserWarning, match=r"^worker 1 shares .* \(they do not reach each other\): "):
+    with pytest.warns(UserWarning, match=r"^worker 1 shares .* \(they cannot connect to each other\): "):
         assert found(monkeypatch) == [set(), set()]
 
 

@@ -141,7 +141,7 @@ def test_orders_that_are_no_indices_are_refused(order, named):
 
 def test_an_order_that_is_another_one_each_time_is_refused():
     own = np.random.default_rng(0)
-    with pytest.raises(ConfigError, match=r"order\(3, 0\) gives other indices when it is asked again"):
+    with pytest.raises(ConfigError, match=r"order\(3, 0\) gives different indices when it is called again"):
         make_loader(order=lambda seed, epoch: own.permutation(NUM_EXAMPLES))
 
 

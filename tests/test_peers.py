@@ -101,13 +101,13 @@ def test_what_a_worker_waits_for_is_no_error(pair):
 
 def test_others_are_asked_while_there_is_no_connection_that_tells(pair):
     ours, _ = pair
-    known = iter([None, "worker 2 is gone (the launchers say so)"])
+    known = iter([None, "worker 2 is gone (reported by the launchers)"])
     ours.ask = lambda: next(known)
     ours.look()
     assert ours.error() is None
     ours.look()
     ours.look()  # and no more, once they know
-    assert str(ours.error()) == str(ours.error(1)) == "worker 2 is gone (the launchers say so)"
+    assert str(ours.error()) == str(ours.error(1)) == "worker 2 is gone (reported by the launchers)"
     ours.announce(LostWorkerError("worker 1 is gone (reset)"))
     assert str(ours.error()) == "worker 1 is gone (reset)"  # which all have heard, and name alike
 

@@ -56,7 +56,7 @@ def test_workers_on_one_gpu_stay_with_gloo_which_is_said_once(gpus, who):
     backends, said = agree(gpus)
     assert backends == ["gloo"] * len(gpus)
     assert said == [
-        f"{who} compute on one GPU: all gradients travel through host memory (gloo instead of NCCL); give "
+        f"{who} share one GPU: all gradients travel through host memory (gloo instead of NCCL); give "
         "each worker a GPU of its own"
     ]
 

@@ -168,10 +168,10 @@ def file(path):
 
 
 PRECIOUS = {
-    notes: "notes.txt: is not of a checkpoint, so its folder is not replaced: choose another path",
-    with_notes: "notes.txt: is not of a checkpoint",
-    file: "is no folder, so it is not replaced: choose another path",
-    os.mkfifo: "is no folder, so it is not replaced",
+    notes: "notes.txt: does not belong to a checkpoint, so its folder is not replaced: choose another path",
+    with_notes: "notes.txt: does not belong to a checkpoint",
+    file: "is not a folder, so it is not replaced: choose another path",
+    os.mkfifo: "is not a folder, so it is not replaced",
 }
 
 

@@ -116,9 +116,9 @@ def test_a_worker_learns_who_was_left_behind_while_it_waits(store, monkeypatch):
     worker.current = worker.newest()
     assert worker.loss() is None
     here.without([THERE[0]])
-    assert worker.loss() == "worker 2 is gone (the launchers say so)"
+    assert worker.loss() == "worker 2 is gone (reported by the launchers)"
     here.without(THERE)
-    assert worker.loss() == "workers 2, 3 are gone (the launchers say so)"
+    assert worker.loss() == "workers 2, 3 are gone (reported by the launchers)"
     here.close()  # of which it hears when it meets the others
     assert worker.loss() is None
 

@@ -64,7 +64,7 @@ def test_a_taken_port_is_not_taken_for_a_lost_worker(at):
 def test_a_host_that_cannot_be_is_named(at, monkeypatch):
     at(1, 29500)
     monkeypatch.setenv("MASTER_ADDR", "no..host\x1b[2J")
-    with pytest.raises(LostWorkerError, match=r"no store .*29500") as raised:
+    with pytest.raises(LostWorkerError, match=r"cannot reach the job's store.*29500") as raised:
         reach_store(0.2)
     assert str(raised.value).isprintable()
 
@@ -73,12 +73,14 @@ def test_an_address_without_a_store_is_named(at):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     at(1, port)
-    with pytest.raises(LostWorkerError, match=f"no store .* 127.0.0.1:{port}, .*refused"):
+    with pytest.raises(LostWorkerError, match=f"cannot reach the job's store.* 127.0.0.1:{port} .*refused"):
         reach_store(1)
 
 
 def test_a_program_that_is_no_store_is_not_waited_for_longer_than_the_timeout(at):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         at(1, silent.getsockname()[1])
-        with pytest.raises(LostWorkerError, match=r"no store .*what listens there does not answer"):
+        with pytest.raises(
+            LostWorkerError, match=r"cannot reach the job's store.*: what listens there does not answer"
+        ):
             reach_store(1)

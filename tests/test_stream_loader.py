@@ -331,7 +331,7 @@ def test_a_stream_without_a_whole_batch_is_an_error_on_all_workers(num_workers):
     for outcome in simulate(lambda job: read(job, short), num_workers):
         assert isinstance(outcome.error, BatchError)
         assert (
-            "epoch 0 of the stream has no batch: tower 5's shard ended after 1 examples, and a batch has 2"
+            "epoch 0 of the stream has no batch: tower 5's shard ended after 1 examples, but a batch takes 2"
             in outcome.text
         )
 
@@ -341,7 +341,7 @@ def test_a_stream_that_is_another_one_each_time_is_refused():
         return np.random.default_rng().permutation(1000)
 
     with pytest.raises(
-        UsageError, match="tower 0 gets other examples when they are read again: expected a sou"
+        UsageError, match="tower 0 gets different examples when they are read again: expected a sou"
     ):
         next(iter(StreamLoader(shuffled, BATCH_SIZE, make_towers(None))))
 
@@ -366,7 +366,7 @@ def test_a_run_that_goes_on_with_another_stream_is_warned():
     other = StreamLoader(NotAsking(), BATCH_SIZE, make_towers(None), seed=3)
     other.load_state_dict(loader.state_dict())
     with pytest.warns(
-        UserWarning, match="the stream begins with other examples than in the run that is continued"
+        UserWarning, match="the stream begins with different examples than in the run that is continued"
     ):
         next(iter(other))
 
@@ -378,7 +378,7 @@ def test_a_dataset_that_asks_for_its_part_too_late_is_refused():
             worker = get_worker_info()
             yield from range(worker.id, 100, worker.num_workers)
 
-    with pytest.raises(UsageError, match=r"Late asked get_worker_info\(\) for its part after its first"):
+    with pytest.raises(UsageError, match=r"Late called get_worker_info\(\) after its first"):
         next(iter(StreamLoader(Late(), BATCH_SIZE, make_towers(None))))
 
 
@@ -390,7 +390,7 @@ def test_a_dataset_that_asks_for_its_part_too_late_is_refused():
         ({"source": [1, 2]}, "source is a list, which has a length and indices: use a TowerLoader"),
         ({"source": iter([1])}, "source is a list_iterator, which can be read only once"),
         ({"source": uneven(0, 7, 0, 0)}, "source is a generator, which can be read only once"),
-        ({"source": DataLoader(Asking())}, "source is a DataLoader: give its dataset"),
+        ({"source": DataLoader(Asking())}, "source is a DataLoader: pass its dataset"),
         ({"source": 5}, "source is a int: expected an iterable"),
         ({"shuffle": True}, "shuffle is not an option of StreamLoader: a stream has the order of its source"),
         ({"drop_last": False}, "drop_last is not an option of StreamLoader"),
@@ -465,7 +465,7 @@ def test_webdatasets(tmp_path, monkeypatch):
         assert (ids[:6] == ids[6:]) == (source is dataset)
         for num_workers in (2, 3):
             assert read_everywhere(num_workers, source) == expected
-    with pytest.raises(UsageError, match="tower 0 gets other examples when they are read again"):
+    with pytest.raises(UsageError, match="tower 0 gets different examples when they are read again"):
         read_everywhere(1, dataset.shuffle(5))
     with pytest.raises(ValueError, match="explicit nodesplitter"):
         read_everywhere(1, webdataset.WebDataset(files, shardshuffle=False))

@@ -135,7 +135,7 @@ class FileLock:
             return descriptor
         os.close(descriptor)
         path = self._folder.path / self._name
-        raise StorageError(f"{path}: is a pipe, a device or a second name of a file: remove it")
+        raise StorageError(f"{path}: is a pipe, a device or a hard link: remove it")
 
 
 def _close_in_child() -> None:

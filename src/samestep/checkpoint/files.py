@@ -166,7 +166,10 @@ def _read(path: Path, folder: Folder) -> Found:
 def _check_memory(path: Path, num_bytes: int) -> None:
     there_is = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if num_bytes > there_is:
-        raise DataError(f"{path}: has {num_bytes} bytes by its manifest, this machine's memory {there_is}")
+        raise DataError(
+            f"{path}: needs {num_bytes} bytes by its manifest, but this machine has {there_is} bytes of "
+            "memory"
+        )
 
 
 def _snapshot(path: Path, manifest: Manifest, contents: dict[str, bytes]) -> Snapshot:

@@ -88,13 +88,13 @@ def _check_replaceable(parent: Folder, name: str, files: Collection[str]) -> Non
         return
     path = parent.path / name
     if not stat.S_ISDIR(found.st_mode):
-        raise StorageError(f"{path}: is no folder, so it is not replaced: choose another path")
+        raise StorageError(f"{path}: is not a folder, so it is not replaced: choose another path")
     with parent.folder(name) as folder:
         others = [other for other in folder.names() if other not in files and not _is_of_system(other)]
     if others:
         raise StorageError(
-            f"{path / one_line(others[0])}: is not of a checkpoint, so its folder is not replaced: choose "
-            "another path"
+            f"{path / one_line(others[0])}: does not belong to a checkpoint, so its folder is not replaced: "
+            "choose another path"
         )
 
 

@@ -23,7 +23,7 @@ from samestep.workers.waiter import Patience
 __all__ = ["read_through", "start_loader_process", "timeout_option"]
 
 _SLICE_S = 0.2
-_NEWS_S = 1.0
+_EXIT_WAIT_S = 1.0
 _CAUGHT = "Caught "
 """How DataLoader begins the words of what a loader process has met."""
 
@@ -48,7 +48,7 @@ def _say_unless_orphaned(
     """
     worker = multiprocessing.parent_process()
     if worker is not None and isinstance(error, ConnectionError | EOFError):
-        worker.join(_NEWS_S)  # in which this process is killed
+        worker.join(_EXIT_WAIT_S)  # in which this process is killed
         if not worker.is_alive():
             return
     say(kind, error, trace)
@@ -94,14 +94,14 @@ def _named(call: Callable[[], Any], loader: DataLoader[Any], rank: int, timeout_
         except (ConnectionError, EOFError) as error:
             if str(error).startswith(_CAUGHT):  # in a loader process, which is there
                 raise
-            time.sleep(_NEWS_S)  # a loader process has just ended: SIGCHLD says more
+            time.sleep(_EXIT_WAIT_S)  # a loader process has just ended: SIGCHLD says more
             what = one_line(f"{type(error).__name__}: {error}")
             raise LoaderError(f"a loader process of worker {rank} is gone: {what}") from error
         if loader.timeout >= timeout_s or patience.is_over():
             _wake_stopped()
             raise LoaderError(
-                f"worker {rank}: its loader processes have handed in nothing for {timeout_s:g} s: one is "
-                "stopped or waits for a file; if reading takes that long, raise the timeout"
+                f"worker {rank}: its loader processes have handed in nothing for {timeout_s:g} s: one of "
+                "them is stopped or waits for a file; if reading takes that long, raise the timeout"
             )
 
 

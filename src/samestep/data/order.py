@@ -71,8 +71,9 @@ class CustomOrder:
         first, again = (indices_of(order, seed, 0, num_examples) for _ in range(2))
         if not np.array_equal(first, again):
             raise ConfigError(
-                f"order({seed}, 0) gives other indices when it is asked again: expected a function of seed "
-                "and epoch alone, which may draw from the global generators, but from none that it keeps"
+                f"order({seed}, 0) gives different indices when it is called again: expected a function of "
+                "only seed and epoch, which may draw from the global generators, but not from one that it "
+                "keeps"
             )
         return cls(order, seed, num_examples, len(first), zlib.crc32(first.tobytes()))
 

@@ -133,9 +133,9 @@ class Reader(Dataset[dict[int, Any]]):
             found.append(self.collate_fn(each))
         if fingerprint(Whole(found[0])) != fingerprint(Whole(found[1])):
             raise UsageError(
-                "collate_fn makes another batch of the same examples when it is called again: expected one "
-                "that depends on them, and on torch's, Python's and NumPy's global generators, which are "
-                "seeded for it, not on a generator or a counter that it keeps"
+                "collate_fn makes a different batch of the same examples when it is called again: expected "
+                "it to depend only on them, and on torch's, Python's and NumPy's global generators, which "
+                "are seeded for it, not on a generator or a counter that it keeps"
             )
         return found[1]
 
@@ -147,8 +147,8 @@ class Reader(Dataset[dict[int, Any]]):
         if first not in (None, number):
             example = request.compared % len(self.dataset)
             raise UsageError(
-                f"{type(self.dataset).__name__}: example {example} is another one when it is read again: "
-                "expected one that depends on its index, and on torch's, Python's and NumPy's global "
+                f"{type(self.dataset).__name__}: example {example} is different when it is read again: "
+                "expected it to depend only on its index, and on torch's, Python's and NumPy's global "
                 "generators, which are seeded for it, not on a generator or a counter of the dataset"
             )
         return {COMPARED: number}

@@ -103,8 +103,8 @@ def _own_examples(examples: Iterable[Any], worker: VirtualWorker) -> Iterator[An
             gives_part = worker.was_asked
         elif gives_part != worker.was_asked:
             raise UsageError(
-                f"{type(worker.dataset).__name__} asked get_worker_info() for its part after its first "
-                "example: expected before, or never, which means every T-th example for each tower"
+                f"{type(worker.dataset).__name__} called get_worker_info() after its first example: expected "
+                "the call before it, or none at all, so that each tower takes every T-th example"
             )
         if gives_part or number % num_towers == tower:
             yield example
@@ -119,7 +119,7 @@ def check_source(source: Any) -> None:
     name = type(source).__name__
     if isinstance(source, DataLoader):
         raise ConfigError(
-            "source is a DataLoader: give its dataset to StreamLoader, or, where that has a length, use "
+            "source is a DataLoader: pass its dataset to StreamLoader, or, if that has a length, use "
             "TowerLoader.from_dataloader"
         )
     if hasattr(source, "__getitem__") and hasattr(source, "__len__"):

@@ -219,8 +219,9 @@ class StreamLoader:
             rows = even_ranges(self.batch_size, num_towers)[ended.tower]
             raise BatchError(
                 f"epoch {self._epoch} of the stream has no batch: tower {ended.tower}'s shard ended after "
-                f"{ended.num_examples} examples, and a batch has {len(rows)} of its rows: expected a stream "
-                f"that gives each of {num_towers} towers as many, such as {num_towers} files or more"
+                f"{ended.num_examples} examples, but a batch takes {len(rows)} from it: expected a stream "
+                f"that gives each of {num_towers} towers enough rows for a batch, such as {num_towers} files "
+                "or more"
             )
         return None
 
@@ -274,7 +275,8 @@ class StreamLoader:
             checksum, again = self._first_checksum(), self._first_checksum()
             if checksum != again:
                 raise UsageError(
-                    f"StreamLoader: tower 0 gets other examples when they are read again: expected {_HINT}"
+                    "StreamLoader: tower 0 gets different examples when they are read again: expected "
+                    f"{_HINT}"
                 )
         except Exception as found:
             error = found
@@ -283,7 +285,7 @@ class StreamLoader:
         agree(self._towers.job, must_match, where="StreamLoader", error=error)
         if self._checksum not in (None, checksum) and self._towers.job.is_first:
             warn(
-                "StreamLoader: the stream begins with other examples than in the run that is continued: "
+                "StreamLoader: the stream begins with different examples than in the run that is continued: "
                 f"expected the same CPU model, and {_HINT}"
             )
         self._checksum, self._is_checked = checksum, True

@@ -114,8 +114,8 @@ def note_joined() -> None:
     process, _, taken = os.environ.get(_JOINED, "").partition(" ")
     if taken == place and process != str(os.getpid()):
         raise ConfigError(
-            f"RANK={rank()} is the rank of process {process}, which has started this one: start what does "
-            "not belong to the job without RANK and WORLD_SIZE in its environment"
+            f"RANK={rank()} is the rank of process {process}, which started this one: remove RANK and "
+            "WORLD_SIZE from the environment of programs that do not belong to the job"
         )
     os.environ[_JOINED] = f"{os.getpid()} {place}"
 
@@ -129,8 +129,8 @@ def warn_if_unranked() -> None:
         if number.isdigit() and int(number) > 1 and os.environ.get(which) == "0":
             warn(
                 f"{number} processes were started together ({how_many}={number}), without RANK and "
-                "WORLD_SIZE: each trains all towers by itself; for workers of one job, start them with "
-                "torchrun"
+                "WORLD_SIZE: each trains all towers by itself; to make them workers of one job, start them "
+                "with torchrun"
             )
             return
 

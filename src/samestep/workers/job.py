@@ -138,7 +138,7 @@ def init(
     check_environment()
     if imports_script():
         raise ConfigError(
-            "init: called as a process of multiprocessing, such as a DataLoader's, imports the script: call "
+            "init: called while a multiprocessing process, such as a DataLoader's, imports the script: call "
             'it under `if __name__ == "__main__":`'
         )
     chosen = device_named(device, local_rank(default=dist.get_rank() if has_group() else 0))

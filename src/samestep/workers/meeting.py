@@ -49,15 +49,15 @@ def meet(transport: Transport, *, shares_memory: bool) -> tuple[Peers, dict[int,
         reached = gather_objects(transport, [set(way.called) for way in ways], _WHAT)
         for way, whom in zip(ways, zip(*reached, strict=True), strict=True):
             way.accept(_who_names(rank, whom), own.token)
-        heard = gather_objects(transport, [set(way.accepted) for way in ways], _WHAT)
-    of_ways = zip(ways, zip(*heard, strict=True), strict=True)
+        accepted = gather_objects(transport, [set(way.accepted) for way in ways], _WHAT)
+    of_ways = zip(ways, zip(*accepted, strict=True), strict=True)
     connections, local_ones = (way.connections(_who_names(rank, whom)) for way, whom in of_ways)
     channels = {w: Channel(connection) for w, connection in sorted(local_ones.items())}
     for worker, card in lower:
         if worker not in connections:
             warn(
-                f"worker {rank} found no way to {card.host}, where worker {worker} is: that the one is gone, "
-                "the other may see only after the timeout"
+                f"worker {rank} could not connect to worker {worker} on {card.host}: if one of them is lost, "
+                "the other may notice only after the timeout"
             )
     if rank == 0:
         _say_who_shares_none(cards, [them for _, them in reached])
@@ -83,9 +83,9 @@ class _Way:
                 else:
                     self.accepted[caller] = connection
 
-    def connections(self, heard_by: set[int]) -> dict[int, socket.socket]:
+    def connections(self, accepted_by: set[int]) -> dict[int, socket.socket]:
         """Return what has led to its worker, and close the rest: an address may be somebody else's."""
-        for worker in self.called.keys() - heard_by:
+        for worker in self.called.keys() - accepted_by:
             self.called.pop(worker).close()
         return self.accepted | self.called
 
@@ -186,9 +186,9 @@ def _say_who_shares_none(cards: Sequence[_Card], reached: Sequence[set[int]]) ->
     for worker, card in enumerate(cards):
         near = {w for w, other in enumerate(cards[:worker]) if card.shares_with(other)}
         if card.why or near - reached[worker]:
-            why = card.why or "they do not reach each other"
+            why = card.why or "they cannot connect to each other"
             warn(
-                f"worker {worker} shares no memory with others of its host ({why}): gradients go through "
-                "the network, which takes longer"
+                f"worker {worker} shares no memory with other workers of its host ({why}): gradients go "
+                "through the network, which is slower"
             )
             return

@@ -105,7 +105,7 @@ class Members:
         newest = self._look(_LOOK_S).members
         left = [rank for rank, number in enumerate(self.current.members) if newest and number not in newest]
         is_or_are = "are" if len(left) > 1 else "is"
-        return f"{_workers(left)} {is_or_are} gone (the launchers say so)" if left else None
+        return f"{_workers(left)} {is_or_are} gone (reported by the launchers)" if left else None
 
     def _look(self, every_s: float) -> Generation:
         if time.monotonic() - self._looked_s >= every_s:

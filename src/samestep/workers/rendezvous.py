@@ -138,8 +138,9 @@ def _check_group() -> None:
     expected = environment.rank(), environment.world_size()
     if environment.under_launcher() and found != expected:
         raise ConfigError(
-            f"torch's process group has this worker as {found[0]} of {found[1]}, and the environment as "
-            f"RANK={expected[0]} of WORLD_SIZE={expected[1]}: expected the same; samestep.init() can make it"
+            f"this worker is rank {found[0]} of {found[1]} in torch's process group, but the environment has "
+            f"RANK={expected[0]}, WORLD_SIZE={expected[1]}: expected the same; or let samestep.init() make "
+            "the group"
         )
 
 
@@ -366,8 +367,8 @@ def _agree_on_backend(store: Store, gpu: str, rank: int, world_size: int) -> str
     shared = _shared(gpus)
     if shared and rank == 0:
         warn(
-            f"{shared} compute on one GPU: all gradients travel through host memory (gloo instead of NCCL); "
-            "give each worker a GPU of its own"
+            f"{shared} share one GPU: all gradients travel through host memory (gloo instead of NCCL); give "
+            "each worker a GPU of its own"
         )
     return "cpu:gloo,cuda:nccl" if all(gpus) and not shared else "gloo"
 

@@ -94,7 +94,7 @@ def _connected(
         is_silent, where = isinstance(error, LostWorkerError), one_line("{}:{}".format(*address))
         why = "what listens there does not answer" if is_silent else one_line(str(error).partition(". ")[0])
         raise LostWorkerError(
-            f"no store of this job at {named}, {where}, where its workers find each other ({why})"
+            f"cannot reach the job's store, where workers meet, at {where} (from {named}): {why}"
         ) from error
 
 
