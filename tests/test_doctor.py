@@ -246,12 +246,12 @@ def test_the_same_weights_after_all_that_may_happen(tried):
 
 def test_other_weights_a_run_that_ended_and_one_that_began_again(tried):
     said = tried(Canned(told("a"), told("b"), "", told("a"), told("a")))
-    other = "FAILED: other weights: sha256 bbbbbbbbbbbbbbbb..., not aaaaaaaaaaaaaaaa..."
+    other = "FAILED: different weights: sha256 bbbbbbbbbbbbbbbb..., not aaaaaaaaaaaaaaaa..."
     assert said[1:] == [
         other,
-        "FAILED: it has printed no digest of the weights",
-        "FAILED: the others have not gone on without it",
-        "FAILED: it was not continued from a checkpoint",
+        "FAILED: no digest of the weights was printed",
+        "FAILED: the other workers did not go on without it",
+        "FAILED: the run was not continued from a checkpoint",
     ]
 
 
@@ -287,7 +287,7 @@ def test_waits_for_a_gpu_are_counted_and_other_warnings_are_not(monkeypatch):
 @pytest.mark.parametrize("printed", ["", "warning\n"])
 def test_a_measurement_without_figures(printed):
     (_, speed), _ = Measurements(Canned(printed), "cpu", 2)
-    assert outcome(speed) == f"FAILED: it has printed no figures, but {printed!r}"
+    assert outcome(speed) == f"FAILED: it printed {printed!r} instead of measurements"
 
 
 # ---- programs --------------------------------------------------------------------------------------------
@@ -333,7 +333,7 @@ def test_a_program_that_hangs(started, monkeypatch):
 
 
 def test_a_program_that_ends_before_its_step(started):
-    with started, pytest.raises(Fault, match=r"has not told of step 3"):
+    with started, pytest.raises(Fault, match=r"has not reported step 3"):
         started.start("-c", "").reach(3)
 
 

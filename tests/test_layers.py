@@ -1,4 +1,4 @@
-"""A room imports only from those below it, as ARCHITECTURE.md draws them."""
+"""A layer imports only from those below it, as ARCHITECTURE.md draws them."""
 
 import ast
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "samestep"
-ROOMS = (
+LAYERS = (
     *("cli", "recipes", "integrations", "app", "checking", "checkpoint", "data", "sharding", "towers"),
     *("watching", "batches", "buffers", "summation", "workers", "memory"),
     *("identity", "streams", "forks", "errors"),
@@ -14,10 +14,10 @@ ROOMS = (
 FILES = [path for path in SOURCE.rglob("*.py") if path.name not in ("__main__.py",)]
 
 
-def room_of(module):
-    """Return the place in `ROOMS` of a module of ours; None for other packages, and for samestep itself."""
+def layer_of(module):
+    """Return the place in `LAYERS` of a module of ours; None for other packages, and for samestep itself."""
     package, _, rest = module.partition(".")
-    return ROOMS.index(rest.partition(".")[0]) if package == "samestep" and rest else None
+    return LAYERS.index(rest.partition(".")[0]) if package == "samestep" and rest else None
 
 
 def imported(path):
@@ -33,5 +33,5 @@ def test_imports_go_downwards_only(path):
     place = path.relative_to(SOURCE).with_suffix("").parts[0]
     if place == "__init__":
         return
-    above = [m for m in imported(path) if (r := room_of(m)) is not None and r < ROOMS.index(place)]
+    above = [m for m in imported(path) if (r := layer_of(m)) is not None and r < LAYERS.index(place)]
     assert not above

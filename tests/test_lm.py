@@ -210,9 +210,12 @@ def test_a_compiler_that_is_not_there_is_named(settings, monkeypatch):
     ("options", "message"),
     [
         ({"width": 100}, "--width 100: not a multiple of 8, twice --heads 4; give --width 104"),
-        ({"vocabulary": 300}, "--vocabulary 300: is for files; leave it out, or give their folder by"),
-        ({"token_dtype": "uint16"}, "--token-dtype uint16: is for files"),
-        ({"document_end": 0}, "--document-end 0: is for files"),
+        (
+            {"vocabulary": 300},
+            "--vocabulary 300: applies only to files; leave it out, or give their folder by",
+        ),
+        ({"token_dtype": "uint16"}, "--token-dtype uint16: applies only to files"),
+        ({"document_end": 0}, "--document-end 0: applies only to files"),
         ({"document_end": 256}, "--document-end 256: expected a token below --vocabulary 256"),
         ({"context": 0}, "--context 0: expected an integer from 1 to 65536"),
         ({"clip_norm": 0.0}, "--clip-norm 0.0: expected a number above 0"),

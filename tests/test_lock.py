@@ -234,7 +234,7 @@ def test_a_folder_that_is_another_one_is_not_written_to(tmp_path, change):
             with pytest.raises(StorageError) as caught:
                 write()
             assert str(caught.value) == (
-                f"{place}: was moved, deleted or replaced while the run was on: nothing more is written "
+                f"{place}: was moved, deleted or replaced during the run: nothing more is written "
                 "there; put it back, or choose another --run-dir"
             )
             assert caught.value.exit_status == 1
@@ -316,13 +316,15 @@ def test_a_later_generation_takes_over_from_one_that_still_runs(tmp_path, monkey
         after.take_over()
         after.check()
         with pytest.raises(
-            StorageError, match=r"PID .*, job a, generation 2 trains .* job a, generation 0, and w"
+            StorageError, match=r"PID .*, job a, generation 2 trains .* job a, generation 0, was left behind"
         ):
             before.check()
         third = held_by(tmp_path, "a", 3)
         third.take_over()
         for left_behind in (before, after):
-            with pytest.raises(StorageError, match="generation 3 trains there: nothing more is written"):
+            with pytest.raises(
+                StorageError, match=r"generation 3 trains there: this worker, of .* writes nothing more"
+            ):
                 _ = left_behind.checkpoints
         third.check()
         third.__exit__()

@@ -245,7 +245,7 @@ def test_once_one_has_done_its_part_nobody_comes_and_nobody_waits_for_it(launch)
     job.end_with(1, 0)
     job.look()
     assert job.roster.members == (2,)  # which has lost worker 0 in what worker 1 has done
-    assert (job.left_behind(), newcomer.told) == ([0, 3, 4], signal.SIGKILL)
+    assert (job.left_behind(), newcomer.last_signal) == ([0, 3, 4], signal.SIGKILL)
 
 
 def test_one_that_is_stopped_when_others_have_done_their_part_is_killed(launch, monkeypatch):
@@ -266,7 +266,7 @@ def test_nobody_is_let_in_or_replaced_once_one_has_finished(launch):
     Members(job.store, 3).say(Key.READY)
     Members(job.store, 1).finish()
     job.look()
-    assert (job.roster.members, job.workers[3].told) == ((1, 2), signal.SIGKILL)
+    assert (job.roster.members, job.workers[3].last_signal) == ((1, 2), signal.SIGKILL)
     job.end_with(1, -signal.SIGKILL)
     job.look()
     assert job.left_behind() == [0, 3]  # so the supervisor ends the job
@@ -365,7 +365,7 @@ def test_a_host_that_was_left_behind_and_wakes_up_ends(pair):
     here.look()
     with pytest.raises(
         LostWorkerError,
-        match=r"^the other hosts went on without this one, of which they heard nothing for 1 s or more: ",
+        match=r"^the other hosts went on without this one after hearing nothing from it for 1 s or more: ",
     ):
         there.look()
 
@@ -376,7 +376,9 @@ def test_a_host_that_is_lost_too_early_ends_the_job(launch):
     here.go_on(0, THERE[0])
     here.look()
     here.hosts.lost.add(1)
-    with pytest.raises(LostWorkerError, match=r"^the host .* was lost before all could go on without it$"):
+    with pytest.raises(
+        LostWorkerError, match=r"^the host .* was lost before the job could go on without it$"
+    ):
         here.look()
 
 
@@ -390,7 +392,7 @@ def test_newcomers_alone_do_not_go_on(launch):
         Members(store, number).say(Key.READY)
     assert members_of(joins, another) == (0, PER_HOST, 2 * PER_HOST)
     joins.hosts.lost.add(0)
-    with pytest.raises(LostWorkerError, match="was lost before all could go on"):
+    with pytest.raises(LostWorkerError, match="was lost before the job could go on"):
         joins.look()
 
 
@@ -432,7 +434,7 @@ def test_once_a_host_has_done_its_part_newcomers_of_another_are_sent_away(pair):
     there.look()
     Members(here.store, 0).finish()
     there.look()
-    assert there.workers[2].told == signal.SIGKILL
+    assert there.workers[2].last_signal == signal.SIGKILL
     there.look()
     assert not there.replacement.is_due
 

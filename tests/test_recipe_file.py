@@ -95,7 +95,7 @@ def test_a_run_folder_does_not_say_which_code_is_run(recipe, tmp_path, capsys):
         ("x = 1\0", ": SyntaxError: source code string cannot contain null bytes"),
         (
             "import samestep\nsamestep.launch(print, 2)",
-            ": it calls samestep.launch where it is imported, which starts workers of its own: expected",
+            ": it calls samestep.launch on import, which would start workers of its own: expected",
         ),
     ],
 )

@@ -170,7 +170,7 @@ def test_nobody_goes_on_without_a_lost_worker(tmp_path, capsys):
     assert isinstance(outcomes[1].error, Killed)
     for rank in (0, 2):
         assert isinstance(outcomes[rank].error, LostWorkerError)
-    line = "samestep: the optimizer is sharded, so all end if a worker is lost, and the same command then"
+    line = "samestep: the optimizer is sharded, so all workers end if one is lost; the same command then"
     assert capsys.readouterr().err.count(line) == 1
     plain = trainer_of(ALONE, tmp_path / "plain", sharded=False, steps=30).run()
     assert values(lambda job: trainer_of(job, tmp_path, sharded=True, steps=30).run(), 2) == [plain] * 2

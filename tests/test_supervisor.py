@@ -45,7 +45,7 @@ def test_workers_get_a_place_each_and_an_address_for_all(run, tmp_path):
 def test_when_one_fails_the_others_are_told_to_end(run):
     found = run("[ $RANK = 1 ] && exit 5; exec sleep 60", 3)
     assert statuses(found) == [-signal.SIGTERM, 5, -signal.SIGTERM]
-    assert [worker.told for worker in found.workers] == [signal.SIGTERM, None, signal.SIGTERM]
+    assert [worker.last_signal for worker in found.workers] == [signal.SIGTERM, None, signal.SIGTERM]
 
 
 def test_those_that_do_not_end_are_killed_after_the_grace_period(run, tmp_path, monkeypatch):
@@ -77,7 +77,7 @@ def test_a_signal_is_passed_on(heeds_hangups, run, tmp_path, number):
     name = number.name.removeprefix("SIG")
     found = run(f"trap 'exit 9' {name}; : > {tmp_path}/ready-$RANK; while :; do sleep 0.05; done")
     assert found.received == number
-    assert [worker.told for worker in found.workers] == [number] * 2
+    assert [worker.last_signal for worker in found.workers] == [number] * 2
     if number != signal.SIGINT:  # which a worker has yet to let through
         assert statuses(found) == [9, 9]
     assert signal.getsignal(number) == before

@@ -217,7 +217,7 @@ def test_a_logger_that_fails_is_left_out_and_the_run_goes_on(tmp_path, whole, ca
 
     assert run(tmp_path, loggers=[Broken()]) == whole
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == "samestep: Broken failed (No space left on device); going on without"
+    assert line == "samestep: Broken failed (No space left on device); going on without it"
 
 
 def test_a_term_that_fails_is_left_out(tmp_path, whole, capsys):
@@ -326,7 +326,10 @@ def test_a_session_without_a_script_starts_no_workers(monkeypatch, capsys):
     assert capsys.readouterr().out == "1\n"
     with pytest.raises(SystemExit):
         samestep.launch(print, workers=2)
-    assert "launch: each worker runs the script again, and there is none here" in capsys.readouterr().err
+    assert (
+        "launch: each worker runs the script again, but this program has no script file"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_worker_whose_script_never_comes_to_its_call_fails(monkeypatch, capsys):
@@ -337,7 +340,7 @@ def test_a_worker_whose_script_never_comes_to_its_call_fails(monkeypatch, capsys
     calls = script._Calls("launch(main), call 2")
     script._end_in_vain(calls)
     assert statuses == [1]
-    assert "launch(main), call 2: a worker's script has ended without it" in capsys.readouterr().err
+    assert "launch(main), call 2: a worker's script ended without this call" in capsys.readouterr().err
     script._end_in_vain(calls)  # once
     assert statuses == [1]
 
@@ -348,4 +351,4 @@ def test_a_process_of_multiprocessing_launches_no_workers(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         samestep.launch(print, workers=2)
     assert ended.value.code == 2
-    assert "workers run the script again, and this is a process of multiprocessing" in capsys.readouterr().err
+    assert "workers run the script again, but this is a multiprocessing process" in capsys.readouterr().err

@@ -73,13 +73,15 @@ def test_whatever_fails_there_training_goes_on(tmp_path, stub, capsys, failing):
     stub.failing = (failing,)
     assert run(tmp_path / "run", steps=7, loggers=[samestep.WandB("mine")]) == whole
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == f"samestep: WandB failed (RuntimeError: {failing} failed); going on without"
+    assert line == f"samestep: WandB failed (RuntimeError: {failing} failed); going on without it"
 
 
 def test_without_the_package_training_goes_on(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     run(tmp_path, steps=1, loggers=[samestep.WandB("mine")])
-    told = "samestep: WandB failed (wandb is not installed: pip install 'samestep[wandb]'); going on without"
+    told = (
+        "samestep: WandB failed (wandb is not installed: pip install 'samestep[wandb]'); going on without it"
+    )
     assert told in capsys.readouterr().err
 
 

@@ -52,7 +52,7 @@ class Display(Logger):
     def __init__(self) -> None:
         self._bar: Progress | None = None
         self._noise: NoiseScale | None = None
-        self._told = 0.0
+        self._last_printed = 0.0
         self._memory_bytes = math.inf
         self._placement: Placement | None = None
 
@@ -99,9 +99,9 @@ class Display(Logger):
     def _print_noise_scale(self) -> None:
         """Print it where it has changed by a quarter."""
         scale = None if self._noise is None or not self._noise.is_settled else self._noise.value
-        if scale is None or not math.isfinite(scale) or 0.8 < scale / (self._told or math.inf) < 1.25:
+        if scale is None or not math.isfinite(scale) or 0.8 < scale / (self._last_printed or math.inf) < 1.25:
             return
-        self._told = scale
+        self._last_printed = scale
         rounded = float(f"{scale:.2g}")  # it is an estimate
         print(f"noise scale {rounded:,.0f} rows: batches up to about that size pay off", flush=True)
 

@@ -169,8 +169,8 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
     written = list(dict.fromkeys(name for old, now in pairs for name in now if now[name] != old.get(name)))
     if written:
         raise UsageError(
-            f"measure wrote to {', '.join(written[:4])}: each worker measures other batches, so that workers "
-            "would come apart; write to a copy of the model, or between two evaluations"
+            f"measure wrote to {', '.join(written[:4])}: each worker measures different batches, so the "
+            "workers' models would diverge; write to a copy of the model, or between two evaluations"
         )
 
 
@@ -183,9 +183,7 @@ def _checked(measured: Any) -> _Part:
         isinstance(pair, tuple | list) and len(pair) == 2 for pair in measured.values()
     )
     if not is_right:
-        raise UsageError(
-            f"measure returned {shown(measured)}: expected a dict of (a sum, what it counts) by name"
-        )
+        raise UsageError(f"measure returned {shown(measured)}: expected a dict from names to (sum, count)")
     return {str(name): (_total_of(total), _total_of(count)) for name, (total, count) in measured.items()}
 
 
@@ -222,7 +220,7 @@ def _added(left: _Part, right: _Part) -> _Part:
 def _means(totals: Totals) -> dict[str, float]:
     for name, (total, count) in totals.items():
         if total.numel() != 1 or count.numel() != 1:
-            raise UsageError(f"measure: {name!r} is no number: give `metrics`, a function of the totals")
+            raise UsageError(f"measure: {name!r} is not a number: pass `metrics`, a function of the totals")
     return {
         name: float(total) / float(count) if count else math.nan for name, (total, count) in totals.items()
     }

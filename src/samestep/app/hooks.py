@@ -44,8 +44,8 @@ class Hooks:
         self._lock = lock
         self._loggers: list[Logger] = []
         self._scalars: dict[int | None, Scalars] = {}
-        self._told: list[Callable[[Logger], None]] = []  # what was measured after the newest such step
-        self._told_step = -1
+        self._logged: list[Callable[[Logger], None]] = []  # what was measured after the newest such step
+        self._logged_step = -1
         self._gradients_every: set[int | None] = set()  # after how many steps `p.grad` is looked at
 
     def __enter__(self) -> Hooks:
@@ -94,8 +94,8 @@ class Hooks:
             self._log(lambda logger: logger.on_regroup(self._trainer, why))
         else:
             self._start_loggers()
-            if self._told_step == self._trainer.step.towers.step:
-                for action in self._told:  # which the other one may not have come to
+            if self._logged_step == self._trainer.step.towers.step:
+                for action in self._logged:  # which the other one may not have come to
                     self._log(action)
 
     def before_step(self, batch: Any) -> None:
@@ -154,9 +154,9 @@ class Hooks:
 
     def _tell(self, step: int, action: Callable[[Logger], None]) -> None:
         """Do something with each logger, and again should this worker take over from worker 0 now."""
-        if step != self._told_step:
-            self._told, self._told_step = [], step
-        self._told.append(action)
+        if step != self._logged_step:
+            self._logged, self._logged_step = [], step
+        self._logged.append(action)
         self._log(action)
 
     def _log(self, action: Callable[[Logger], None]) -> None:
@@ -170,6 +170,6 @@ class Hooks:
 
 
 def _say(what: str, error: Exception) -> None:
-    told = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
-    reason = getattr(error, "strerror", None) or told
-    print(f"samestep: {what} failed ({one_line(reason)}); going on without", file=sys.stderr, flush=True)
+    text = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
+    reason = getattr(error, "strerror", None) or text
+    print(f"samestep: {what} failed ({one_line(reason)}); going on without it", file=sys.stderr, flush=True)

@@ -106,8 +106,8 @@ class RunLock:
                 places.append(self.run_dir / "lock")
         if places:
             raise StorageError(
-                f"{places[0]}: was moved, deleted or replaced while the run was on: nothing more is written "
-                "there; put it back, or choose another --run-dir"
+                f"{places[0]}: was moved, deleted or replaced during the run: nothing more is written there; "
+                "put it back, or choose another --run-dir"
             )
         with storage(self.run_dir):
             self._lock.try_again()
@@ -157,8 +157,8 @@ class RunLock:
             return
         if _is_later(found, own) or (is_held and found[0] != own[0]):
             raise StorageError(
-                f"{self.run_dir}: {one_line(text)} trains there: nothing more is written by this worker, "
-                f"which is of job {own[0]}, generation {own[1]}, and was left behind"
+                f"{self.run_dir}: {one_line(text)} trains there: this worker, of job {own[0]}, generation "
+                f"{own[1]}, was left behind and writes nothing more"
             )
 
     def _explain(self, text: str) -> str:

@@ -175,7 +175,7 @@ class Loop:
                 return batch
             self._batches = None
         name = type(self._trainer.loader).__name__
-        raise DataError(f"{name} gave no batch: expected one or more an epoch")
+        raise DataError(f"{name} gave no batch: expected at least one per epoch")
 
     # ---- what follows a step -------------------------------------------------------------------------
 

@@ -44,10 +44,10 @@ def is_stdout_lost() -> bool:
 class _Lasting:
     """A text file that drops what the one below it does not take, and says so once in another."""
 
-    def __init__(self, name: str, file: TextIO | None, told: _Lasting | None = None) -> None:
+    def __init__(self, name: str, file: TextIO | None, complaints: _Lasting | None = None) -> None:
         self._name = name
         self._file = file
-        self._told = told
+        self._complaints = complaints
         self.is_lost = False
 
     def __getattr__(self, name: str) -> Any:
@@ -77,12 +77,12 @@ class _Lasting:
         except (OSError, ValueError) as error:
             self.is_lost = True
             _discard(self._file)
-            if self._told is not None:
+            if self._complaints is not None:
                 reason = getattr(error, "strerror", None) or error
-                self._told.write(
+                self._complaints.write(
                     f"samestep: {self._name} cannot be written to ({reason}); going on without it\n"
                 )
-                self._told.flush()
+                self._complaints.flush()
 
 
 def _write(file: TextIO, text: str) -> None:

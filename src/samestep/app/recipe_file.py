@@ -81,7 +81,7 @@ def check_class(kind: type[Settings], where: str) -> None:
             describe(kinds_of(kind).get(name, str))
         except Exception as error:
             raise ConfigError(
-                f"{where}: class {kind.__name__}: the type of {name} cannot be used ({_told(error)}): "
+                f"{where}: class {kind.__name__}: the type of {name} cannot be used ({_described(error)}): "
                 "expected bool, int, float, str, Path, a Literal of texts, or one of these | None"
             ) from error
 
@@ -100,7 +100,7 @@ def _imported(path: Path) -> ModuleType:
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{path}{_line_of(error, path)}: {_told(error)}") from error
+        raise ConfigError(f"{path}{_line_of(error, path)}: {_described(error)}") from error
     finally:
         _being_imported.clear()
 
@@ -113,7 +113,7 @@ def check_no_import(call: str) -> None:
     """
     if _being_imported:
         raise ConfigError(
-            f"{_being_imported[0]}: it calls {call} where it is imported, which starts workers of its own: "
+            f"{_being_imported[0]}: it calls {call} on import, which would start workers of its own: "
             'expected the call under `if __name__ == "__main__":`'
         )
 
@@ -131,6 +131,6 @@ def _line_of(error: BaseException, path: Path) -> str:
     return f", line {lines[-1]}" if lines else ""
 
 
-def _told(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     text = error.msg if isinstance(error, SyntaxError) else str(error)
     return one_line(f"{type(error).__name__}: {text}")

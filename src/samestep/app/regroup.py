@@ -21,8 +21,8 @@ def renewable_of(job: Job, objects: TrainingObjects) -> Renewable | None:
         raise ConfigError("a worker cannot join a run whose optimizer is sharded: nobody else has its share")
     if job.is_first:
         sys.stderr.write(
-            "samestep: the optimizer is sharded, so all end if a worker is lost, and the same command then "
-            "goes on from the last checkpoint\n"
+            "samestep: the optimizer is sharded, so all workers end if one is lost; the same command then "
+            "continues from the last checkpoint\n"
         )
     return None
 

@@ -79,9 +79,9 @@ class Settings(abc.ABC):
     nnodes: str | None = None
     """Hosts of the job, as a number or MIN:MAX, each with a command like this one; see docs/clusters.md."""
     rdzv_endpoint: str | None = None
-    """HOST or HOST:PORT where several hosts meet: one of them, which must not be lost."""
+    """HOST or HOST:PORT at which several hosts meet: that of one of them, which must not be lost."""
     rdzv_id: str = DEFAULT_ID
-    """Tells a job of several hosts from others that meet at the same place."""
+    """Name of a job of several hosts; jobs that meet at the same place need different names."""
     threads: Threads = 1
     """CPU threads of each worker; another number may change the last bits of the result."""
     placement: Literal["auto", "even"] = "auto"
@@ -99,7 +99,7 @@ class Settings(abc.ABC):
     autocast: Literal["none", "bf16", "fp16"] = "none"
     """Dtype of mixed precision (torch.autocast)."""
     tf32: bool = False
-    """Let GPUs multiply float32 numbers rounded to 11 significant bits (TF32): faster, and another result."""
+    """Let GPUs multiply float32 numbers rounded to 11 significant bits (TF32): faster; the result differs."""
     log_every: Count = 50
     """Steps between printed lines."""
     summary_every: Count = 100

@@ -152,7 +152,7 @@ class Trainer:
                 raise ConfigError(f"must_match: {name} = {shown(value)}: expected a number, text or None")
         if not hasattr(self.loader, "state_dict"):
             raise ConfigError(
-                f"loader is a {type(self.loader).__name__}: expected a TowerLoader, or another with "
+                f"loader is a {type(self.loader).__name__}: expected a TowerLoader, or another loader with "
                 "state_dict and load_state_dict, so that the run can be continued"
             )
 

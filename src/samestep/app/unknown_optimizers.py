@@ -38,9 +38,9 @@ class UnknownOptimizers:
             self._known.add(optimizer)
             if optimizer.state and self._updates_model(optimizer):
                 warn(
-                    f"{type(optimizer).__name__} updates the model and is not part of the state of Elastic: "
-                    "a worker that joins would go on without what it keeps, and end in other weights; pass "
-                    "it, as Elastic(..., optimizer=optimizer)"
+                    f"{type(optimizer).__name__} updates the model but is not part of the state of Elastic: "
+                    "a worker that joins would lack its state, and end with different weights; pass it as "
+                    "Elastic(..., optimizer=optimizer)"
                 )
 
     def _updates_model(self, optimizer: Optimizer) -> bool:

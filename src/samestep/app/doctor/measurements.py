@@ -46,7 +46,7 @@ class Measurements:
         try:
             return json.loads(printed.splitlines()[-1])
         except (ValueError, IndexError):
-            raise Fault(f"it has printed no figures, but {shown(printed)}") from None
+            raise Fault(f"it printed {shown(printed)} instead of measurements") from None
 
 
 def _speed_of(row: Mapping[str, float]) -> str:

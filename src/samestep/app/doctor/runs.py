@@ -77,7 +77,7 @@ class Run:
         while not re.search(rf": step {step},", self.stdout):
             if self._process.poll() is not None or time.monotonic() > deadline_s:
                 self.finish()
-                raise Fault(f"has not told of step {step}{self._last_words()}")
+                raise Fault(f"has not reported step {step}{self._last_words()}")
             time.sleep(_POLL_S)
 
     def workers(self) -> list[int]:

@@ -58,10 +58,10 @@ class Trials:
         with suppress(ProcessLookupError):  # it ends just now, which is seen below
             os.kill(_workers_of(run)[0], signal.SIGKILL)
         same = self._compare(run.finish())
-        told = re.search(r"going on with \d+ workers? after step \d+", run.stderr)
-        if told is None:
-            raise Fault("the others have not gone on without it")
-        return f"{told[0]}, {same}"
+        found = re.search(r"going on with \d+ workers? after step \d+", run.stderr)
+        if found is None:
+            raise Fault("the other workers did not go on without it")
+        return f"{found[0]}, {same}"
 
     def _all_killed(self) -> str:
         folder = self._runs.folder()
@@ -72,7 +72,7 @@ class Trials:
         resumed = self._start(1, folder).finish()
         first = re.search(r": step (\d+),", resumed)
         if first is None or int(first[1]) == 1:
-            raise Fault("it was not continued from a checkpoint")
+            raise Fault("the run was not continued from a checkpoint")
         return f"continued with step {first[1]}, {self._compare(resumed)}"
 
     def _start(self, num_workers: int, folder: Path) -> Run:
@@ -85,12 +85,12 @@ class Trials:
     def _compare(self, printed: str) -> str:
         found = re.search(r"^weights sha256 (\w{64})$", printed, re.M)
         if found is None:
-            raise Fault("it has printed no digest of the weights")
+            raise Fault("no digest of the weights was printed")
         if self._expected is None:
             self._expected = found[1]
             return f"weights sha256 {found[1][:_SHOWN]}... after {STEPS} steps"
         if found[1] != self._expected:
-            raise Fault(f"other weights: sha256 {found[1][:_SHOWN]}..., not {self._expected[:_SHOWN]}...")
+            raise Fault(f"different weights: sha256 {found[1][:_SHOWN]}..., not {self._expected[:_SHOWN]}...")
         return "the same weights"
 
 

@@ -127,7 +127,7 @@ class Rendezvous:
         except (RendezvousClosedError, RendezvousGracefulExitError):
             why = "is over: to continue its run, give another --rdzv-id"
         except RendezvousTimeoutError:
-            why = f"has not got {nodes.fewest} hosts within {nodes.timeout_s:g} s"
+            why = f"did not get {nodes.fewest} hosts within {nodes.timeout_s:g} s"
         except (RendezvousError, DistError) as error:
             why = f"cannot be joined: its store is gone ({one_line(str(error))})"
         raise LostWorkerError(f"the job {nodes.job_id} at {nodes.host}:{nodes.port} {why}")
@@ -179,7 +179,7 @@ class Rendezvous:
             own = self._card["must_match"].get(name)
             if own != theirs:
                 raise ConfigError(
-                    f"the job {self._nodes.job_id} has {name} = {one_line(str(theirs))}, this host "
+                    f"the job {self._nodes.job_id} has {name} = {one_line(str(theirs))}, this host has "
                     f"{one_line(str(own))}: start all hosts with the same command line"
                 )
 

@@ -159,7 +159,7 @@ def _failure_of(worker: WorkerProcess, num_workers: int) -> Failure:
         f"samestep: worker {worker.seat} of {num_workers} (pid {worker.process.pid}) {how}; "
         "the job was stopped\n"
     )
-    return Failure(text, 1, is_echo=status == -(worker.told or 0), is_recorded=False)
+    return Failure(text, 1, is_echo=status == -(worker.last_signal or 0), is_recorded=False)
 
 
 def _name_of(number: int) -> str:

@@ -171,14 +171,14 @@ class Replacement:
         """Raise where a host is lost without which the others cannot go on."""
         if gone:
             name = self._hosts.names[host_of(gone[0])]
-            raise LostWorkerError(f"the host {name} was lost before all could go on without it")
+            raise LostWorkerError(f"the host {name} was lost before the job could go on without it")
 
     def _check_belongs(self, running: Sequence[WorkerProcess]) -> None:
         """Raise where the others have left this host behind, as they heard nothing of it for a while."""
         members = self._roster.members
         if members and any(worker.number not in members for worker in running):
             raise LostWorkerError(
-                f"the other hosts went on without this one, of which they heard nothing for {CUT_S:g} s or "
+                f"the other hosts went on without this one after hearing nothing from it for {CUT_S:g} s or "
                 "more: its workers were ended; run the same command again to join them"
             )
 

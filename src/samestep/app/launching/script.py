@@ -157,8 +157,8 @@ def _end_in_vain(calls: _Calls) -> None:
     if calls.wanted is None or hasattr(sys, "last_value"):
         return
     error = UsageError(
-        f"{calls.wanted}: a worker's script has ended without it: expected the calls of samestep.launch that "
-        "the first process makes; choose in main what is to be done"
+        f"{calls.wanted}: a worker's script ended without this call: expected the same calls of "
+        "samestep.launch as in the first process; decide inside main what to do"
     )
     calls.wanted = None
     with lasting_output():
@@ -173,12 +173,12 @@ def _raise(error: Exception) -> int:
 def _same_command() -> list[str]:
     if multiprocessing.parent_process() is not None:
         raise ConfigError(
-            "launch: workers run the script again, and this is a process of multiprocessing: call it in the "
-            "script's first process, or samestep.init() in processes that make torch's process group"
+            "launch: workers run the script again, but this is a multiprocessing process: call it in the "
+            "script's first process, or call samestep.init() in processes that make torch's process group"
         )
     if not _has_script():
         raise ConfigError(
-            "launch: each worker runs the script again, and there is none here: write it to a file, or use "
-            "workers=1"
+            "launch: each worker runs the script again, but this program has no script file: write it to a "
+            "file, or use workers=1"
         )
     return [sys.executable, *sys.orig_argv[1:]]

@@ -24,7 +24,7 @@ class WorkerProcess:
         seat: the rank with which it was started, or that of the one in whose place it was.
         process: the leader of a session of its own, so that a terminal's signals reach the launcher alone.
         error_file: where the worker leaves why it failed.
-        told: the signal that it was last sent; None where it was sent none.
+        last_signal: the signal that it was last sent; None where it was sent none.
         is_left_behind: whether the others have gone on without it.
     """
 
@@ -32,7 +32,7 @@ class WorkerProcess:
     seat: int
     process: subprocess.Popen[bytes]
     error_file: Path
-    told: signal.Signals | None = None
+    last_signal: signal.Signals | None = None
     is_left_behind: bool = False
 
     @property
@@ -52,7 +52,7 @@ class WorkerProcess:
     def end(self, number: signal.Signals) -> None:
         """Send a signal to the worker and to what it has started; wake them where they are stopped."""
         if self.process.poll() is None:
-            self.told = number
+            self.last_signal = number
             with contextlib.suppress(ProcessLookupError, PermissionError):  # it ends just now
                 os.killpg(self.process.pid, number)
                 os.killpg(self.process.pid, signal.SIGCONT)

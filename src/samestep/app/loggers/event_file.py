@@ -65,8 +65,8 @@ class EventFile:
             if self._has_failed:
                 return
             self._has_failed = True
-            told = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
-            reason = getattr(error, "strerror", None) or told
+            text = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
+            reason = getattr(error, "strerror", None) or text
             _say(f"{self._folder}: summaries cannot be written ({one_line(reason)}); going on without them")
 
     def write(self, step: int, summaries: Iterable[Summary]) -> None:
@@ -83,7 +83,7 @@ class EventFile:
         """Write no more; all that was written is in the file."""
         file, self._file = self._file, None
         if file is not None:
-            with suppress(OSError):  # it was told when it was written
+            with suppress(OSError):  # reported when it was written
                 file.close()
 
     def _append(self, events: Iterable[Event]) -> None:

@@ -34,7 +34,7 @@ __all__ = ["write_report"]
 
 _MAX_CHARTS = 24  # of metrics
 _MAX_STRETCHES = 100
-_MAX_TOLD = 6  # marks
+_MAX_MARKS_NAMED = 6  # marks
 _MAX_ROWS = 200
 
 
@@ -173,8 +173,8 @@ def _training(run: _Run) -> list[Html]:
 
 def _explained(marks: Sequence[Mark]) -> str:
     """Return what the vertical lines are."""
-    newest = "; ".join(mark.text for mark in marks[-_MAX_TOLD:])
-    before = f"{len(marks) - _MAX_TOLD:,} earlier ones; " if len(marks) > _MAX_TOLD else ""
+    newest = "; ".join(mark.text for mark in marks[-_MAX_MARKS_NAMED:])
+    before = f"{len(marks) - _MAX_MARKS_NAMED:,} earlier ones; " if len(marks) > _MAX_MARKS_NAMED else ""
     return f"Vertical lines: {before}{newest}." if marks else ""
 
 

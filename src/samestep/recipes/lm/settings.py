@@ -43,15 +43,15 @@ class LmSettings(Settings):
     heads: Annotated[int, Range(1, 2**12)] = 4
     """Heads of the attention."""
     ngrams: Annotated[int, Range(1, 16)] = 4
-    """Tokens of the longest n-gram that has an embedding, beside those of tokens; 1 for tokens alone."""
+    """Length of the longest n-gram that has an embedding, in tokens; 1 for single tokens only."""
     ngram_slots: Annotated[int, Range(1, 2**24)] = 8192
-    """Embeddings of n-grams of each length, found by a hash."""
+    """Number of embeddings for the n-grams of each length, found by a hash."""
     tied_head: bool = False
     """Use the weight of the embedding for the head, too."""
     learning_rate: LearningRate = 0.004
     """Learning rate after the warm-up; then it falls to 0 along half a cosine."""
     embedding_rate: Annotated[float, Range(0, 10**6, is_open=True)] = 15.0
-    """How many times the learning rate that of the embeddings is."""
+    """Learning rate of the embeddings, as a multiple of --learning-rate."""
     warmup: Annotated[int, Range(0, 10**12)] = 30
     """Steps over which the learning rate rises from 0."""
     weight_decay: Annotated[float, Range(0, 10**6)] = 0.1
@@ -59,9 +59,9 @@ class LmSettings(Settings):
     clip_norm: Annotated[float, Range(0, 10**6, is_open=True)] = 1.0
     """Clip the gradient to this 2-norm."""
     compile: bool = False
-    """Compile the model with torch.compile; the result has other last bits."""
+    """Compile the model with torch.compile; the last bits of the result differ."""
     shard_optimizer: bool = False
-    """Keep the optimizer's state in shares, one a worker; a worker that is lost then ends the run."""
+    """Shard the optimizer's state over the workers; a worker that is lost then ends the run."""
     sample: Annotated[int, Range(0, 10**6)] = 400
     """Bytes of text to draw from the model at the end; only where tokens are bytes."""
 
@@ -99,6 +99,6 @@ class LmSettings(Settings):
             if getattr(self, name) != value:
                 option = f"--{name.replace('_', '-')}"
                 raise ConfigError(
-                    f"{option} {getattr(self, name)}: is for files; leave it out, or give their folder by "
-                    "--data-dir"
+                    f"{option} {getattr(self, name)}: applies only to files; leave it out, or give their "
+                    "folder by --data-dir"
                 )

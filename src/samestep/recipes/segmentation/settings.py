@@ -41,7 +41,8 @@ class SegmentationSettings(Settings):
     power: Annotated[float, Range(0, 100)] = 0.9
     """Power of the poly schedule, which multiplies the learning rate by (1 - step / steps) to this power."""
     weight_decay: Annotated[float, Range(0, 10**6)] = 1e-4
-    """L2 weight decay of the convolutions: so many times half their squared weights is added to the loss."""
+    """L2 weight decay of the convolutions: this times half the sum of their squared weights is added to the
+    loss."""
     statistics: Literal["mean", "pooled", "first"] = "mean"
     """How batch-norm statistics are combined: the mean over towers, pooled over rows, or those of tower 0."""
     loader_processes: LoaderProcesses = 0
