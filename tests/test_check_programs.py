@@ -207,7 +207,7 @@ def test_a_parameter_outside_the_model(build, name):
     finding = finding_of(build)
     assert finding.what == "cannot train: the optimizer updates tensors that are not parameters of the model"
     assert (finding.module, finding.parameter) == ("the optimizer", name)
-    assert f"the gradient of {name} is not averaged" in finding.cause
+    assert f"gradients are not averaged for {name}" in finding.cause
 
 
 class Adversary:

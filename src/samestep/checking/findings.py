@@ -164,7 +164,7 @@ def _unaveraged(recording: Recording) -> Finding:
     names = ", ".join(recording.unaveraged)
     return _finding(
         "cannot train: the optimizer updates tensors that are not parameters of the model",
-        f"the gradient of {names} is not averaged: each worker would follow only its own towers",
+        f"gradients are not averaged for {names}: each worker would follow only its own towers",
         "make it part of the model that Towers is given: an nn.Parameter or a submodule of it",
         module=OPTIMIZER,
         parameter=recording.unaveraged[0],
