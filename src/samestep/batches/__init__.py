@@ -1,1 +1,1 @@
-"""A global batch: taken apart, told from others, and cut into rows."""
+"""A global batch: parsed, fingerprinted, and cut into rows."""

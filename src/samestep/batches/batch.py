@@ -29,7 +29,7 @@ __all__ = ["GlobalBatch", "LocalBatch", "Slices", "cut"]
 class LocalBatch:
     """One worker's part of a global batch, already cut into its towers.
 
-    What a `TowerLoader` hands out, and the door for data that come in any other way: see docs/data.md.
+    What a `TowerLoader` returns, and the way to pass data from any other source: see docs/data.md.
 
     Attributes:
         rows: rows of the global batch.
@@ -39,10 +39,10 @@ class LocalBatch:
         fingerprint: a 32-bit number that workers compare, to see that they have the same batch.
         tower_rows: rows of each of the T towers, those without any last; by default as even as possible, the
             longer ones first.
-        again: makes the same batch for the towers that this worker runs now, where they are others than when
-            it was made; None where it cannot be made again.
-        compared: reads something of the batch that all workers can read, and returns a 32-bit number of it,
-            which they compare; None where they compare nothing more.
+        again: makes the same batch for the towers that this worker runs now, if they have changed since it
+            was made; None if it cannot be made again.
+        compared: reads a part of the batch that all workers can read, and returns a 32-bit number of it,
+            which they compare; None if they compare nothing more.
 
     Example:
         >>> from samestep import TowerLoader, Towers
@@ -60,7 +60,7 @@ class LocalBatch:
     compared: Callable[[], int] | None = field(default=None, repr=False, compare=False)
 
     def __getitem__(self, key: Any) -> NoReturn:
-        """Say what holds the rows, where a loop written for a DataLoader asks this for its parts."""
+        """Explain where the rows are, to a loop that unpacks this like a DataLoader's batch."""
         raise UsageError(
             "a loader's batch cannot be indexed or unpacked, because it holds this worker's towers one by "
             "one: loop over towers(batch), and index tower.batch"
@@ -93,7 +93,7 @@ class Slices(Mapping[int, Any]):
     Attributes:
         towers: their indices.
         make: from a tower's index to its batch.
-        root: what the batch is made of that they are cut from, if they are.
+        root: the structure of the batch that they are cut from, if they are.
     """
 
     towers: Sequence[int]

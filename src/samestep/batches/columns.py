@@ -79,7 +79,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class Undecided:
-    """A list that is one entry a row or a nest of columns: which one, only the numbers of rows tell.
+    """A list that is one entry per row or a nest of columns: only the numbers of rows decide which.
 
     These are lists of nests with tensors (the targets of a detection, or views of a batch) and of tuples of
     strings (pairs, or what torch's `default_collate` makes of two columns of strings).
@@ -174,7 +174,7 @@ def wholes(node: Node) -> Iterator[Any]:
 
 
 def version_of(value: Any) -> int:
-    """Return a number that changes when a tensor is written to, but through NumPy or `.data`."""
+    """Return a number that changes when a tensor is written to, except through NumPy or `.data`."""
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 

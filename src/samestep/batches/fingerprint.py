@@ -1,4 +1,4 @@
-"""A 32-bit number that tells batches apart: all values on the CPU count, shapes, dtypes and names too."""
+"""A 32-bit number that identifies a batch: all values on the CPU count, and shapes, dtypes and names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Nests: mappings, lists, tuples and dataclasses, taken apart and put together with other entries.
 
-torch's pytree takes a nest that it does not know for a value, in silence; here every dataclass and mapping is
-one.
+torch's pytree silently treats a nest of an unknown type as a value; here every dataclass and mapping is a
+nest.
 """
 
 from __future__ import annotations

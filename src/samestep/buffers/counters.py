@@ -27,8 +27,8 @@ def is_counter(buffer: NamedBuffer) -> bool:
 class Counters(SharedBuffers):
     """Integer buffers of one element, such as `num_batches_tracked`.
 
-    What travels is by how much a tower counted on, because float64 holds no integers above 2^53. Every tower
-    must have counted alike, except for normalisation layers: of those, some towers may not have used one.
+    Towers send by how much they counted on, because float64 does not hold all integers above 2^53. All must
+    have counted the same, except for normalisation layers, which some towers may not have used.
     """
 
     def __init__(self, buffers: Sequence[NamedBuffer], mode: Mode, job: Job) -> None:

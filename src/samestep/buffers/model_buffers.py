@@ -34,7 +34,7 @@ class ModelBuffers:
 
     layout: BufferLayout  # what towers hand in
     fixed: list[NamedBuffer]  # those that no pass may change
-    shared: list[NamedBuffer]  # those that all workers have alike between steps, and passes may change
+    shared: list[NamedBuffer]  # those that are the same on all workers between steps, and passes may change
 
     def __init__(self, model: nn.Module, mode: Mode, policies: Mapping[str, Policy], job: Job) -> None:
         self._nothing = torch.zeros(0, dtype=torch.float64, device=job.device)
@@ -77,7 +77,7 @@ class ModelBuffers:
         return [norm.training for _, norm in self._norms]
 
     def _current_memory(self) -> list[int]:
-        """Return what changes where a buffer's kind does, quickly: where buffers lie, and their sizes."""
+        """Return numbers that change if a buffer's kind does, and are quick to read: addresses and sizes."""
         found = [tensor for tensor in self._current() if tensor is not None]
         return [*map(Tensor.data_ptr, found), *map(Tensor.numel, found)]
 

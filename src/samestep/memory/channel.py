@@ -1,7 +1,7 @@
 """A connection between two workers of one host: packets arrive whole, in order, and once.
 
 A signal handler may raise between any two lines here; `flush`, `packet` and `take` can be called again then.
-A packet that went may go once more, and one that came is looked at again: its number tells.
+A packet may then be sent twice, and one that came examined twice: its number identifies it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from itertools import starmap
 __all__ = ["LONGEST", "Channel", "Kind", "Packet"]
 
 LONGEST = 2**15
-"""Bytes of a packet's content at most; sockets hold several."""
+"""Most bytes of a packet's content; a socket holds several packets."""
 
 _HEADER = struct.Struct("<QQII")  # its number, the newest that was taken here, kind, bytes of content
 _OUT_OF_ORDER = 0
@@ -65,7 +65,7 @@ class Channel:
     Attributes:
         num_posted: packets that were to go.
         num_taken_there: how many of them the other worker has taken, as far as is known.
-        must_tell: whether the other worker waits to hear what was taken.
+        must_tell: whether the other worker waits for an acknowledgement of what was taken.
         is_closed: whether nothing more comes.
         is_deaf: whether nothing more can go.
     """
@@ -102,7 +102,7 @@ class Channel:
             self._outgoing.popleft()
 
     def tell(self) -> None:
-        """Let the other worker know what was taken, if it waits for that."""
+        """Acknowledge what was taken, if the other worker waits for that."""
         if self.must_tell:
             self._send(_Outgoing(_OUT_OF_ORDER, Kind.NOTHING))
 
@@ -155,7 +155,7 @@ class Channel:
             self._came.extend(starmap(self._connection.recvmsg_into, [call]))
         except BlockingIOError:
             return False
-        except ConnectionResetError:  # said once, before what came until then
+        except ConnectionResetError:  # reported once, before what came until then
             return True
         self.is_closed = not self._came[0][0]
         _, num_taken_there, _, _ = _HEADER.unpack_from(self._buffer)

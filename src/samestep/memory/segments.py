@@ -23,7 +23,7 @@ __all__ = ["Bytes", "Segment", "Segments", "allocate", "as_bytes", "mapped"]
 Bytes = npt.NDArray[np.uint8]
 
 _KEPT = 256
-"""A segment in whose place so many others were lent is let go: it was for a plan that is no more."""
+"""A segment that was not lent for so many loans is freed: it was for a plan that is no longer used."""
 
 
 def as_bytes(tensor: Tensor) -> Bytes:
@@ -57,8 +57,9 @@ class Segment:
         descriptor: of the memory, to be sent to them.
         content: all of it.
         is_lent: whether a tensor lies in it.
-        used: which of all loans was its newest.
-        sent: to whom its descriptor went, and the newest packet that says where something lies in it.
+        used: the number of its newest loan.
+        sent: the channels that its descriptor was sent through, and the newest packet of each that refers to
+            it.
     """
 
     number: int
@@ -128,7 +129,7 @@ class Segments:
         return self._by_address.get(tensor.untyped_storage().data_ptr())
 
     def let_go(self) -> list[Segment]:
-        """Let go of what nobody reads, and what has not been lent for so many loans; return it."""
+        """Free segments that nobody reads and that were not lent for so many loans; return them."""
         oldest = self._num_loans - _KEPT
         old = {
             address: segment
@@ -141,6 +142,6 @@ class Segments:
         return list(old.values())
 
     def close(self) -> None:
-        """Let go of everything; tensors keep their memory."""
+        """Free everything; tensors keep their memory."""
         while self._by_address:
             os.close(self._by_address.popitem()[1].descriptor)

@@ -45,7 +45,7 @@ def divide(
     pieces = {id(p): p for p in parameters if is_cut and id(p) not in sparse}
     whole = [p for p in parameters if id(p) not in pieces]
     found = dict(zip(map(id, whole), deal(whole, loads), strict=True))
-    # Where buckets go whole to all, also once all layers are thawed, nobody takes the norms of a share.
+    # If buckets go whole to all, even once all layers are thawed, no worker takes the norms of a share.
     is_small = plan.is_whole and replica.plan_of([*pieces.values()], plan.placement).is_whole
     alignment = _ALIGNMENT if is_small else NORM_BLOCK
     # Bucket by bucket, so that each worker has its part of every one to average.
@@ -56,7 +56,7 @@ def divide(
             buckets.setdefault(bucket_of.get(name), []).append(pieces.pop(id(parameter)))
     for bucket in buckets.values():
         found |= zip(map(id, bucket), cut(bucket, loads, alignment), strict=True)
-    # Those that are frozen each by itself, as nobody knows which will be trained.
+    # Frozen ones are cut one by one, because any of them may be trained later.
     loads_of_frozen = [0] * job.world_size
     for single in pieces.values():
         (found[id(single)],) = cut([single], loads_of_frozen, alignment)
@@ -66,8 +66,8 @@ def divide(
 def cut(parameters: Sequence[Tensor], loads: list[int], alignment: int = _ALIGNMENT) -> list[list[Share]]:
     """Cut parameters, end to end, so that the workers' loads become alike; return each one's shares.
 
-    Each worker gets one run of elements, who has least first, and its load grows by that. Parameters are cut
-    at multiples of `alignment` from where each begins.
+    Each worker gets one run of elements, the least loaded one first, and its load grows by that. Parameters
+    are cut at multiples of `alignment` from where each begins.
     """
     fair = (sum(loads) + sum(p.numel() for p in parameters)) / len(loads)
     workers = sorted(range(len(loads)), key=loads.__getitem__)

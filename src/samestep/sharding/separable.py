@@ -24,7 +24,7 @@ def check_separable(
     defaults: Mapping[str, Any],
     device: torch.device,
 ) -> None:
-    """Try whether a matrix is updated alike with another one beside it and without.
+    """Test whether a matrix is updated the same with another one beside it and without.
 
     A norm over all gradients, or a step size for all parameters, shows here.
 
@@ -35,7 +35,7 @@ def check_separable(
         device: of the parameters.
 
     Raises:
-        ConfigError: it is not, or the optimizer keeps more than something for each parameter.
+        ConfigError: it is not, or the optimizer keeps state that belongs to no single parameter.
     """
     name = optimizer_class.__name__
     settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]

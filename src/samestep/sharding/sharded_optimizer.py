@@ -1,4 +1,4 @@
-"""An optimizer of which each worker has a share: of the state, and of the work."""
+"""An optimizer whose state and work are divided among the workers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from samestep.workers.collectives import post_to_all, unbroken
 __all__ = ["ShardedOptimizer"]
 
 _ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
-"""Those of torch that compute each number from those at its own place alone; no classes derived of them."""
+"""Optimizers of torch that compute each element only from those at its own place; no subclasses."""
 
 _SCALING = ("grad_scale", "found_inf")
 """What a `GradScaler` sets for one step, where an optimizer unscales gradients itself."""
@@ -60,11 +60,11 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
     within a `Step` each has those of its share only, and afterwards every `p.grad` is None.
 
     The optimizers of torch that are elementwise (SGD, Adam, AdamW, RMSprop, Adagrad, ...) update pieces of
-    parameters. All others (Muon, Adafactor, classes of one's own) update whole parameters, so that a large
-    one is a single worker's. So is one that gets sparse gradients, and, on a CPU with several threads a
-    worker, each: kernels cut tensors among threads by their sizes.
+    parameters. All others (Muon, Adafactor, classes of one's own) update whole parameters, so a large one
+    belongs to a single worker. So does one with sparse gradients, and, on a CPU with several threads per
+    worker, every parameter, because kernels split tensors among threads by their sizes.
 
-    A worker that is lost takes its share along: the others end, and the run goes on from a checkpoint.
+    If a worker is lost, so is its share: the others end, and the run continues from a checkpoint.
 
     Args:
         towers: that average the gradients.
@@ -79,9 +79,9 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
 
     Raises:
         ConfigError: the class needs closures, or reads several parameters for the update of one, as with a
-            norm of all gradients; it is `differentiable`; a parameter is there twice, or is not dense.
+            norm of all gradients; it is `differentiable`; a parameter is listed twice, or is not dense.
         DisagreementError: workers have different settings, or gradients, or one met an error.
-        UsageError: in `step`, a gradient is no average of `towers`, or a parameter has another shape than
+        UsageError: in `step`, a gradient is not an average of `towers`, or a parameter has another shape than
             before; or the optimizer is copied or pickled.
 
     Example:
@@ -109,7 +109,7 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
         self._shares: list[list[Share]] = []  # of each parameter
         self._own: list[list[Share]] = []  # of each group, as the inner optimizer has them
         self._loads = [0] * towers.job.world_size
-        self._loaded = 0  # a number of all states that were loaded
+        self._loaded = 0  # a checksum of all states that were loaded
         error: Exception | None = None
         try:
             self._make(towers._root.parameters() if params is None else params, defaults)
@@ -137,7 +137,7 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
             self._step_supports_amp_scaling = True
 
     def _agree(self, where: str, error: Exception | None) -> None:
-        """Raise on all workers where one has met an error, or has something else than the others."""
+        """Raise on all workers if one has met an error, or differs from the others."""
         must_match: dict[str, Any] = {}
         if error is None:
             names = {id(p): name for name, p in self._towers._root.named_parameters()}
@@ -221,7 +221,7 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
         return loss
 
     def _shared_out(self) -> StepResult | None:
-        """Return the step of which each worker has the averages of its share, for the update that is next."""
+        """Return the step whose averages are shared out among the workers, for the next update."""
         last = getattr(self._towers, "_last", None)
         return None if last is None or last.own_averages is None else last
 
@@ -369,7 +369,7 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
             after(self)
 
     def _keep(self) -> Callable[[], None]:
-        """Return what puts back this worker's state, after another one was loaded."""
+        """Return a function that restores this worker's state, after another one was loaded."""
         inner, groups = self._inner, [dict(group) for group in self.param_groups]
         assert inner is not None
         state, own_groups, loaded = inner.state, inner.param_groups, self._loaded
@@ -385,5 +385,5 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a group has beside its parameters."""
+    """Return the settings of a group, without its parameters."""
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}

@@ -68,7 +68,7 @@ class Update:
         """Follow the parameters to where they lie now.
 
         Raises:
-            UsageError: one has another shape, or a gradient that is no average.
+            UsageError: one has another shape, or a gradient that is not an average.
         """
         for share in self._all:
             share.look()

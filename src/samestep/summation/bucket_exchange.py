@@ -81,14 +81,14 @@ class SharedBucket:
         return [row[shard.start : shard.stop] for row in self._rows]
 
     def post(self, beside: Sequence[Sequence[Tensor]], what: str) -> None:
-        """Start to send each worker its shard of this worker's partial sums, and what of `beside` is ours."""
+        """Start to send each worker its shard of this worker's partial sums, with this worker's `beside`."""
         others = [worker for worker in range(self._job.world_size) if worker != self._job.rank]
         outgoing = {worker: [*beside[self._job.rank], *self._cut(worker)] for worker in others}
         incoming = {worker: [*beside[worker], *self._sums[worker]] for worker in others}
         self._pending = self._job.transport.post(outgoing, incoming, what)
 
     def average(self, divisor: Tensor) -> None:
-        """Finish the tree on this worker's shard, and divide; called again, do what has not been done."""
+        """Finish the tree on this worker's shard, and divide; called again, continue where it stopped."""
         self.wait()
         if self._sums:
             rank, shard = self._job.rank, self._bucket.shards[self._job.rank]
@@ -107,7 +107,7 @@ class SharedBucket:
         del self._rows[1:]
 
     def share(self, what: str) -> None:
-        """Start to send this worker's average to all, unless that is done or each has what it gets."""
+        """Start to send this worker's average to all, unless that is done or not needed."""
         if self._bucket.is_gathered and not self._is_shared:
             averages = [[self._averages[shard.start : shard.stop]] for shard in self._bucket.shards]
             averages[self._job.rank] = self._cut(self._job.rank)

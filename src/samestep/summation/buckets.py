@@ -33,15 +33,15 @@ ABSENT = -0.0
 """Stands for "no gradient": x + (−0.0) is x for every x, −0.0 included; with +0.0 it is not."""
 
 USED = float("inf")
-"""Flags a parameter that some tower used: stays what it is under addition and division."""
+"""Flags a parameter that some tower used: addition and division do not change it."""
 
 _ALIGNMENT_BYTES = 64
 
 _SMALL_BYTES = 2**19
-"""Up to here, over all workers, a round of messages saved is worth the bytes."""
+"""Up to this size, over all workers, saving a round of messages is worth the extra bytes."""
 
 Shares = Mapping[int, Sequence[tuple[int, range]]]
-"""Of each parameter, by index: workers, and the elements of which each gets the average."""
+"""For each parameter, by index: workers, and the elements whose averages each of them gets."""
 
 
 class Average(NamedTuple):
@@ -82,7 +82,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Section:
-    """A run of a bucket: pieces, each aligned to 64 bytes; from `flags` on a flag for each; padding."""
+    """A part of a bucket: pieces, each aligned to 64 bytes; a flag for each, starting at `flags`; padding."""
 
     extent: range  # in the bucket
     pieces: tuple[Piece, ...]
@@ -97,8 +97,8 @@ class Section:
 class Bucket:
     """A group of parameters: their gradients travel as one flat tensor.
 
-    It has one section, of which each worker averages a part for all; or one for each worker, which keeps
-    the averages to itself.
+    It has either one section, of which each worker averages a part for all workers, or one section for each
+    worker, which keeps the averages to itself.
     """
 
     parameters: tuple[int, ...]  # by index
@@ -157,7 +157,7 @@ def _lay_out(group: Mapping[int, Layout], num_workers: int) -> Bucket:
 
 
 def lay_out_shares(bucket: Bucket, shares: Shares) -> Bucket:
-    """Return a bucket of the same parameters of which each worker gets the averages of its share."""
+    """Return a bucket of the same parameters, where each worker gets the averages of its share."""
     (whole,) = bucket.sections
     sections: list[Section] = []
     for worker in range(len(bucket.shards)):

@@ -4,10 +4,10 @@ For each bucket, workers send each other partial sums along the canonical tree, 
 share and divides once, and all send each other the results (`bucket_exchange.py`). No arithmetic happens in
 the network, and where W divides T into runs of a power of two the bytes moved are those of a ring all-reduce.
 
-With the first bucket travel the scalars (`scalars.py`) and a header: numbers that must be the same on every
+The first bucket carries the scalars (`scalars.py`) and a header: numbers that must be the same on every
 worker, flags, and how long the passes of the step before took. A worker that met an error, or that has a new
-plan, sends its first message all the same, unfilled, and says so in the header; one that met an error later
-says so beside its last bucket. So all learn of it before anybody has an average, and none waits for a
+plan, still sends its first message, unfilled, and says so in the header; one that met an error later says so
+beside its last bucket. So all workers learn of it before any of them has an average, and none waits for a
 message that never comes.
 
 A worker has committed to the step once it has sent its last bucket: others may then finish without it.
@@ -44,10 +44,10 @@ _FINE, _FAILED, _CHANGED = range(3)
 
 
 class MustMatch(Protocol):
-    """Anything with hashes that must be the same on all workers, and the words to say in what they differ.
+    """Hashes that must be the same on all workers, and a description to explain how they differ.
 
-    `hash` is asked for when the exchange is made, `hash_of_passes` when a message begins that compares it: 0
-    from workers that have had no pass.
+    `hash` is called when the exchange is made, `hash_of_passes` when a message is made that compares it; it
+    is 0 on workers that have run no pass.
     """
 
     def hash(self) -> int: ...
@@ -61,14 +61,14 @@ class Exchange:
     """One step's exchange of one worker: `start`, `send` for each bucket as it fills, `finish`.
 
     In a step with sums to count, or of the whole batch, `compare` comes first. Everything but `compare` and
-    `finish` only starts what can be started; all workers start the same things in the same order. What waits
-    raises `DisagreementError` where numbers that must match differ, or another worker met an error.
+    `finish` only starts what can be started; all workers start the same things in the same order. Methods
+    that wait raise `DisagreementError` if numbers that must match differ, or another worker met an error.
 
     Args:
         job: of this worker.
         plan: that all workers have agreed on.
         must_match: numbers and names that must be the same on every worker, "step" among them.
-        rest: what else must be the same; its words say more where workers differ.
+        rest: what else must be the same; its description explains a difference.
         flags: called once, when the first bucket is sent; its bits are OR-ed over all workers.
         pass_ns: how long this worker's passes of the step before took.
 
@@ -122,7 +122,7 @@ class Exchange:
     def change_to(self, plan: Plan) -> None:
         """Agree on a new plan, or raise `DisagreementError` on all workers.
 
-        The message is laid out by the plan that they had before, because one that kept it expects that.
+        The message has the layout of the previous plan, which workers that kept it expect.
         """
         self._described = {**self._must_match, **plan.description}
         self._status = _CHANGED
@@ -132,8 +132,8 @@ class Exchange:
     def fail(self, error: BaseException) -> NoReturn:
         """Send the other workers an error, instead of what they wait for, and raise it.
 
-        Buckets that are still to be sent are sent unfilled. Called again after an interrupt, it goes on where
-        it was, and the others hear of the first error.
+        Buckets that are still to be sent are sent unfilled. Called again after an interrupt, it continues
+        where it was, and the others get the first error.
         """
         if isinstance(error, LostWorkerError):
             self.is_over = True
@@ -142,15 +142,15 @@ class Exchange:
         if self._error is None:
             self._status, self._error = _FAILED, error
         try:
-            self._tell()
-        except (DisagreementError, LostWorkerError):  # what went wrong here says more
+            self._send_error()
+        except (DisagreementError, LostWorkerError):  # the error on this worker says more
             self.is_over = True
         except BaseException as raised:
             if raised is not self._error:
                 raise
         raise error
 
-    def _tell(self) -> None:
+    def _send_error(self) -> None:
         if self._known is None:
             self._send_unfilled()
         while len(self._buckets) < len(self.plan.buckets):
@@ -158,7 +158,7 @@ class Exchange:
         self._wait_for_last()
 
     def _send_unfilled(self) -> None:
-        """Send what comes first, unless it has been sent, and see what the others sent."""
+        """Send the first message, unless it has been sent, and check those of the others."""
         if not self._compared:
             num_towers = len(self.plan.placement.towers(self._job.rank))
             self.compare(torch.zeros(num_towers, len(self.plan.sums), dtype=torch.float64, device="cpu"))
@@ -203,9 +203,10 @@ class Exchange:
 
     @contextmanager
     def unbroken(self) -> Iterator[None]:
-        """Exchange messages of which some may have gone, and some not, after an interrupt: nobody leaves.
+        """After an interrupt in this block, some messages may be sent and some not: the step cannot be left.
 
-        Whatever is not the exchange's own error is an interrupt: signal handlers raise what they like.
+        Any exception but the exchange's own errors counts as an interrupt: signal handlers may raise
+        anything.
         """
         try:
             yield

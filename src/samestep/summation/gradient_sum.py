@@ -62,9 +62,9 @@ class GradientSum:
 
     def _hook(self) -> list[RemovableHandle]:
         # Weak, as Python's garbage collector does not see what such hooks refer to.
-        tell = partial(_tell, WeakMethod(self._gradient_is_ready))
+        call = partial(_call, WeakMethod(self._gradient_is_ready))
         return [
-            self._parameters[index].register_post_accumulate_grad_hook(partial(tell, index))
+            self._parameters[index].register_post_accumulate_grad_hook(partial(call, index))
             for index in self._bucket_of
         ]
 
@@ -92,8 +92,9 @@ class GradientSum:
     ) -> None:
         """Run a tower's backward, in tower order, and take the gradients that it leaves on the parameters.
 
-        Where no other tower of this worker has rows, they are sent while backward goes on. Not so where it
-        may not give a parameter its gradient `at_once`: then autograd may not add to a sibling's sum either.
+        Those of the last tower with rows are sent while backward runs. `at_once` says that backward gives
+        each parameter its gradient in one piece; if not, they are sent afterwards, and autograd may not add
+        to a sibling's sum either.
         """
         self._live = range(tower, tower + 1)
         if at_once:
@@ -264,8 +265,8 @@ class GradientSum:
         self._exchange.fail(UsageError(f"{self._exchange.where}: {problem}"))
 
 
-def _tell(method: WeakMethod[Any], index: int, parameter: Tensor) -> None:
-    """Call a hook, unless what it belongs to is gone."""
-    tell = method()
-    if tell is not None:
-        tell(index, parameter)
+def _call(method: WeakMethod[Any], index: int, parameter: Tensor) -> None:
+    """Call a hook, unless its owner is gone."""
+    hook = method()
+    if hook is not None:
+        hook(index, parameter)

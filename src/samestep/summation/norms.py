@@ -1,4 +1,4 @@
-"""2-norms of gradients, taken of fixed blocks of elements, so that it is all the same who has which."""
+"""2-norms of gradients, over fixed blocks of elements, so that it does not matter which worker has which."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from samestep.workers.job import Job
 __all__ = ["NORM_BLOCK", "Norms", "gather_norms", "norms_of", "squared_sum", "total_norm"]
 
 NORM_BLOCK = 2**20
-"""Elements: float32 sums of many more lose digits."""
+"""Elements of a block: float32 sums of many more lose digits."""
 
 Norms = Sequence[Tensor]
-"""Of the blocks of a gradient, in the order of its memory, each 0-dim, float32 or wider."""
+"""Norms of the blocks of a gradient, in the order of its memory, each 0-dim, float32 or wider."""
 
 _Place = tuple[int, int]
 """A parameter, by index, and the first element of a part of it."""
 
 _ABSENT = -1.0
-"""Stands in a message for the norm of a gradient that there is not."""
+"""Stands in a message for the norm of an absent gradient."""
 
 
 def norms_of(gradient: Tensor) -> Norms:
@@ -44,7 +44,7 @@ def _norms_of_all(gradients: Sequence[Tensor]) -> list[Norms]:
 
 def _blocks_of(gradient: Tensor) -> Sequence[Tensor]:
     if gradient.layout is torch.strided and gradient.is_contiguous() and gradient.numel() <= NORM_BLOCK:
-        return [_wide(gradient)]  # which is one block as it is: most are
+        return [_wide(gradient)]  # already one block, as most are
     return [*map(_wide, _flat(gradient).split(NORM_BLOCK))]
 
 
@@ -68,7 +68,7 @@ def gather_norms(
     Args:
         job: of this worker.
         plan: of the step; where it is shared out, all workers must call this.
-        averages: that this worker has got, without absent ones.
+        averages: those that this worker has, without absent ones.
         dtypes: of the average of each parameter.
         what: names the message if a worker is lost.
     """

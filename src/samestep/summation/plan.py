@@ -1,4 +1,4 @@
-"""What a step's exchange consists of: a frozen value, made again whenever an ingredient changes."""
+"""What a step's exchange consists of: a frozen value, rebuilt whenever an ingredient changes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from samestep.summation.tree import subtrees
 __all__ = ["BufferLayout", "ParameterLayout", "Plan", "grad_dtype"]
 
 Named = tuple[tuple[str, str], ...]
-"""Texts by names, in the model's order."""
+"""Descriptions by name, in the model's order."""
 
 
 def grad_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype of a parameter's gradients: torch's `grad_dtype`, where any is allowed its own."""
+    """Return the dtype of a parameter's gradients: `grad_dtype`, or its own dtype if any is allowed."""
     return parameter.grad_dtype or parameter.dtype
 
 
@@ -60,7 +60,7 @@ class BufferLayout:
 
 @dataclass(frozen=True)
 class Plan:
-    """What all workers must have alike, so that the messages of one fit the others."""
+    """What must be the same on all workers, so that their messages match."""
 
     placement: Placement
     parameters: tuple[ParameterLayout, ...]  # those that require grad, in the model's order
@@ -69,9 +69,9 @@ class Plan:
     layers: Named = ()  # the type of each module
     sums: tuple[str, ...] = ()  # names of the sums that the loss consists of; none where it is one sum
     is_whole_batch: bool = False  # whether the loss is one of the whole batch
-    # Put into the model since its values were last shared, in words; all take over the first worker's.
+    # Added to the model since values were last shared, in words; all workers take the first one's values.
     new_tensors: Named = ()
-    version: int = 0  # how often tensors have been put in
+    version: int = 0  # how often tensors have been added
 
     @classmethod
     def of(
@@ -96,7 +96,7 @@ class Plan:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every worker averages everything, as it is little."""
+        """Whether every worker averages everything, because it is small."""
         return all(bucket.is_whole for bucket in self.buckets)
 
     @property
@@ -106,7 +106,7 @@ class Plan:
 
     @cached_property
     def shares(self) -> list[list[Piece]]:
-        """Of what each worker gets the averages, in a plan that is shared out."""
+        """The pieces whose averages each worker gets, in a plan that is shared out."""
         workers = range(self.placement.num_workers)
         return [[piece for each in self.buckets for piece in each.sections[w].pieces] for w in workers]
 
@@ -117,7 +117,7 @@ class Plan:
 
     @property
     def num_bytes(self) -> int:
-        """Of a subtree's sums in the buckets."""
+        """Size of a subtree's sums in the buckets."""
         return sum(bucket.num_elements * bucket.dtype.itemsize for bucket in self.buckets)
 
     @cached_property

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 Size = tuple[int, int]
-"""(sparse dimensions, stored rows): (−1, 0) of no gradient; (0, 1) of a dense one, all of it one row."""
+"""(sparse dimensions, stored rows): (−1, 0) for no gradient; (0, 1) for a dense one, as a single row."""
 
 
 def find_sparse(model: nn.Module, listed: Sequence[nn.Parameter]) -> list[str]:
@@ -56,10 +56,10 @@ def coalesced(gradient: Tensor) -> Tensor:
 
 
 def owned(gradient: Tensor) -> Tensor:
-    """Return a gradient that backward has left as one that may be added to and divided in place.
+    """Return a gradient from backward as one that may be added to and divided in place.
 
     Autograd may leave the very values that a backward function returned, coalesced already. And it keeps a
-    dense gradient's strides, which others would not know of and which would show in the bits of its norm.
+    dense gradient's strides, which other workers do not know and which would affect the bits of its norm.
     """
     if not gradient.is_sparse:
         return gradient.contiguous()
@@ -86,7 +86,7 @@ def add(left: Tensor, right: Tensor) -> Tensor:
 
 
 def measure(gradient: Tensor | None) -> Size:
-    """Say how much of a gradient `tensors_of` returns."""
+    """Return the size of what `tensors_of` returns."""
     if gradient is None:
         return -1, 0
     return (gradient.sparse_dim(), gradient._nnz()) if gradient.is_sparse else (0, 1)

@@ -2,8 +2,8 @@
 
 How much a sparse gradient stores is only known when backward has run. So a step takes two rounds of
 messages: how many rows each worker's subtrees store, then the rows. There are no shards, because workers do
-not know of each other which rows they have. What each receives grows with the rows that all towers used,
-never with the size of the parameter, unless a tower's gradient is dense.
+not know each other's rows. What each receives grows with the rows that all towers used, never with the size
+of the parameter, unless a tower's gradient is dense.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SparseExchange:
         sums = [[self._memory(row) for row in table.tolist()] for table in self._sizes]
         sums[self._job.rank], self._sums = self._sums, []
         post_to_all(self._job.transport, [_tensors(each) for each in sums], self._what).wait()
-        one_by_one = (sums.pop(0) for _ in self._plan.spans)  # so that memory goes as it has been added
+        one_by_one = (sums.pop(0) for _ in self._plan.spans)  # frees memory as it is added
         averages = join(self._plan.spans, one_by_one, self._plan.placement.num_towers, add_gradients)
         for gradient in averages:
             if gradient is not None:

@@ -1,4 +1,4 @@
-"""Who needs which averages, where each worker updates a share of the parameters."""
+"""Which worker needs which averages, when each worker updates a share of the parameters."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Division:
     of: Mapping[int, Sequence[tuple[int, range]]]
 
     def shares_in(self, plan: Plan, parameters: Sequence[Tensor]) -> Shares | None:
-        """Return of what each worker needs the averages, or None where all workers get all.
+        """Return the elements whose averages each worker needs, or None if all workers get all.
 
-        So they do where all buckets are so small that this saves a round, where somebody else needs an
-        average, too, and where a norm's block is cut.
+        They get all if the buckets are so small that this saves a round, if some parameter has no share, and
+        if a share cuts a block of a norm.
         """
         if plan.is_whole:
             return None
@@ -40,17 +40,17 @@ class Division:
 
 
 class UpdatesShares(ABC):
-    """An optimizer of which each worker updates a share, and needs the averages of no more in a `Step`."""
+    """An optimizer that updates a share on each worker, and in a `Step` needs only that share's averages."""
 
     @abstractmethod
     def _division_now(self) -> Division | None:
-        """Return who needs the averages of what in `step`; None where all workers need all."""
+        """Return which averages each worker needs in `step`; None if all workers need all."""
 
     @abstractmethod
     def _take_averages(self) -> list[Tensor] | None:
-        """Let this worker's shares have the averages that it got of them; return those that have one.
+        """Give this worker's shares their averages as gradients; return the shares that have one.
 
-        None where all workers have all averages.
+        None if all workers have all averages.
         """
 
     @abstractmethod

@@ -56,13 +56,14 @@ class Losses:
 
     Sums and counts are in units of the largest power of two that is at most the batch's rows. Scaling by it
     is exact. It keeps sums of gradients at the size of means, which float16 needs, and makes the division at
-    the root one by 1 where the batch is a power of two. A loss of the whole batch is no sum over rows; its
+    the root one by 1 where the batch is a power of two. A loss of the whole batch is not a sum over rows; its
     unit is 1.
 
     Attributes:
         unit: see above.
         named: what sums with names count, in a step that has some.
-        has_count: whether some tower of this worker is known to count something; only a GPU may know.
+        has_count: whether some tower of this worker is known to have a count above 0; False if only a GPU
+            knows.
     """
 
     def __init__(self, rows: int, *, is_whole_batch: bool) -> None:
@@ -71,7 +72,7 @@ class Losses:
         self.has_count = False
 
     def from_mean(self, tower: Tower, loss: Tensor | Mapping[str, Tensor]) -> Contribution:
-        """Return what a tower's mean, or its sums by name, come to; see `Tower.backward`."""
+        """Return the contribution of a tower's mean, or of its sums by name; see `Tower.backward`."""
         share = tower.rows / self.unit
         if self.named is not None:
             return self.named.loss_sum(repr(tower), loss, tower.index, share, self.unit)
@@ -83,7 +84,7 @@ class Losses:
         return loss_sum(f"{tower!r}: loss", loss, share, share)
 
     def from_sum(self, tower: Tower, total: Tensor, count: float | Tensor) -> Contribution:
-        """Return what a tower's sum comes to; see `Tower.backward_sum`."""
+        """Return the contribution of a tower's sum; see `Tower.backward_sum`."""
         if self.named is not None:
             raise UsageError(
                 f"{tower!r}: backward_sum cannot be used in a step that was started with counts; call "
@@ -152,7 +153,7 @@ class NamedCounts:
         return totals
 
     def loss_sum(self, who: str, losses: Any, tower: int, share: float, unit: int) -> Contribution:
-        """Return what a tower hands in that has `share` of `unit` rows."""
+        """Return the contribution of a tower with `share` of `unit` rows."""
         sums = self._in_order(who, losses)
         # In this order on every worker, so that the bits are the same.
         means = [s * (self.rows / (n * unit)) for s, n in zip(sums, self.totals, strict=True) if n > 0]

@@ -10,7 +10,7 @@ from typing import Any
 __all__ = ["GradientNorms", "NoiseScale"]
 
 _DECAY = 0.9
-"""Of the exponential averages, from one measurement to the next."""
+"""Decay of the exponential averages, per measurement."""
 
 _SETTLED = 10
 
@@ -53,7 +53,7 @@ class NoiseScale:
         if found is None or not all(map(math.isfinite, found)):
             return
         signal, noise = found
-        # The same decays in both, so that a beginning from 0 cancels in the ratio.
+        # Both decay alike, so that starting from 0 cancels in the ratio.
         self.signal = _DECAY * self.signal + (1 - _DECAY) * signal
         self.noise = _DECAY * self.noise + (1 - _DECAY) * noise
         self.num_measured += 1

@@ -33,8 +33,8 @@ class Opening:
     """Opens one step after the other.
 
     Attributes:
-        plan: on which all workers agreed last.
-        exchange: the last one that had to be over before a step could begin.
+        plan: the one that all workers agreed on last.
+        exchange: the last one that had to finish before a step could begin.
     """
 
     def __init__(self, replica: Replica, plan: Plan) -> None:
@@ -90,12 +90,12 @@ class Opening:
         return plan.with_all_shared()
 
     def come_to(self, what: str, step: int) -> None:
-        """Check that all workers have come to the same, no step; one that takes a step hears of it."""
+        """Check that all workers have reached the same call, not a step; a worker in a step gets an error."""
         numbers = _numbers(step, LocalBatch(0, {}), call=what)
         Exchange(self._job, self.plan, numbers).change_to(self.plan)
 
 
 def _numbers(step: int, local: LocalBatch, compared: int = 0, call: str = "a step") -> dict[str, int | str]:
-    """Return what the header of a step's first message says of the call and of its batch."""
+    """Return what the header of a step's first message says about the call and its batch."""
     rows = {"rows": local.rows, "batch fingerprint": local.fingerprint}
     return {"step": step, "call": call, **rows, FIRST_EXAMPLE: compared}

@@ -19,7 +19,7 @@ __all__ = ["Outline", "gather", "take_apart"]
 
 
 class _Kind(NamedTuple):
-    """A tensor but for its values."""
+    """A tensor's dtype, device and shape."""
 
     dtype: torch.dtype
     device_type: str
@@ -30,14 +30,14 @@ class _Kind(NamedTuple):
         return f"{str(self.dtype).removeprefix('torch.')} [{shape}] on {self.device_type}"
 
     def empty(self, device: torch.device) -> Tensor:
-        """Return memory for such a tensor that another worker has."""
+        """Return memory to receive such a tensor from another worker."""
         own_device = device if self.device_type == device.type else "cpu"
         return torch.empty(self.shape, dtype=self.dtype, device=own_device)
 
 
 @dataclass(frozen=True)
 class Outline:
-    """A tower's outputs but for their values; `nest` has a number in each tensor's place."""
+    """The structure of a tower's outputs; `nest` has an index in place of each tensor."""
 
     kinds: tuple[_Kind, ...]
     nest: Any
@@ -61,7 +61,7 @@ class Outline:
 
 
 def take_apart(outputs: Any) -> tuple[list[Tensor], Outline]:
-    """Return the tensors of a nest, and what it is but for their values."""
+    """Return the tensors of a nest, and its structure."""
     tensors, spec = pytree.tree_flatten(outputs)
     if not tensors:
         raise UsageError(f"forward returned a {type(outputs).__name__} without tensors")

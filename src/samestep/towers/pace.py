@@ -6,8 +6,8 @@ From the medians come the cuts that make
 
     max over w of  ns_w * (towers of w) + subtree_ns * (whole subtrees that these are)
 
-as small as it gets. They are taken if in 6 of the 8 stretches they would have made it a twentieth less. So
-a load that soon goes elsewhere is not followed, and what loaders have read ahead is seldom read again.
+as small as it gets. They are used if they would have made it a twentieth smaller in 6 of the 8 stretches. So
+a short load has no effect, and loaders seldom have to read again what they have read ahead.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["Pace", "fastest", "slowest_ns"]
 
 _NUM_STRETCHES, _NUM_FASTER = 8, 6
 _STRETCH_NS = 600_000_000
-_REACH = 8  # how far from the cuts that share the passes best others are tried, for fewer subtrees
+_REACH = 8  # how far from the cuts that balance the passes best others are tried, for fewer subtrees
 
 
 class Pace:
-    """What is known of the workers' speed; the same on all workers, if it is given the same."""
+    """The workers' measured speed; the same on all workers, if they are given the same numbers."""
 
     def __init__(self) -> None:
         self.clear()
@@ -81,9 +81,10 @@ def slowest_ns(placement: Placement, tower_ns: Sequence[int], subtree_ns: int = 
 
 
 def fastest(tower_ns: Sequence[int], num_towers: int, subtree_ns: int = 0) -> Placement:
-    """Return the placement whose slowest worker is fastest, of those equal the one with fewest subtrees.
+    """Return the placement whose slowest worker is fastest; among equals, that with the fewest subtrees.
 
-    It is exact where subtrees cost nothing, or the cuts that are best then are at most 8 towers off.
+    It is exact if subtrees cost nothing, or if the best cuts are at most 8 towers from those that are best
+    then.
 
     >>> fastest([100, 200], num_towers=12).ranges
     (range(0, 8), range(8, 12))

@@ -1,4 +1,4 @@
-"""This worker's copy of the model: fit to be trained, and the plan for its gradients as the model is now."""
+"""This worker's copy of the model: checks that it can be trained, and plans for its current gradients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from samestep.workers.rendezvous import has_group
 __all__ = ["Replica", "Settings", "job_alone"]
 
 _MOST_PLANS = 8
-"""Kept for a model that stays as it is, for those who change between kinds of steps or placements."""
+"""Plans kept for an unchanged model, for programs that alternate between kinds of steps or placements."""
 
 _QUICK = attrgetter("requires_grad", "grad_dtype")  # the latter is the dtype where it was not set
 
@@ -91,7 +91,7 @@ def job_alone(model: nn.Module) -> Job:
 class Replica:
     """A worker's copy of the model. Before each step it is checked for changes, and the plan follows them."""
 
-    parameters: list[nn.Parameter]  # that require grad, in the model's order, when `plan` was last asked for
+    parameters: list[nn.Parameter]  # that require grad, in the model's order, when `plan` was last called
     buffers: ModelBuffers
 
     def __init__(
@@ -141,7 +141,7 @@ class Replica:
         return Plan.of(placement, layouts, bucket_bytes=self.settings.bucket_bytes)
 
     def forget_plans(self, version: int) -> None:
-        """Make new plans: this worker's rank may be another one, and others may have seen more changes."""
+        """Make new plans: this worker's rank may have changed, and others may have seen more changes."""
         self.version = version
         self._plans = {}
         if self._sum is not None:
@@ -149,7 +149,7 @@ class Replica:
             self._sum = None
 
     def gradient_sum(self, plan: Plan) -> GradientSum:
-        """Return what adds the gradients of a step under `plan`; that of other buckets is let go."""
+        """Return the sum of a step's gradients under `plan`; one for other buckets is dropped."""
         if self._sum is None or self._sum.plan.buckets is not plan.buckets:
             if self._sum is not None:
                 self._sum.close()
@@ -208,8 +208,8 @@ class Replica:
     def _note_new_tensors(self, modules: Sequence[nn.Module]) -> None:
         """Note the parameters and buffers that were not there before.
 
-        Objects are compared, because another layer may have taken the name and the shape of one before. A
-        forward may put another tensor in a buffer's place: there the module's entry counts.
+        Objects are compared, because a different layer may have the name and the shape of an earlier one. For
+        buffers the module's entry is compared, because a forward may replace the tensor.
         """
         known, new = self._known, set[int]()
         self._known = set[object]()
@@ -232,7 +232,7 @@ class Replica:
         return ParameterLayout(name, Layout.of(parameter, dtype), parameter.dtype, is_sparse)
 
     def _has_changed(self) -> bool:
-        """Whether the model is another one than when it was last looked at; shapes, where memory moved."""
+        """Whether the model has changed since it was last examined; shapes are compared if memory moved."""
         if self.watch.num_entries != self._num_entries:
             return True
         entries = self._current_entries()
@@ -248,7 +248,7 @@ class Replica:
         return list(chain.from_iterable(each.values() for each in self._registries))
 
     def _quick_kinds(self) -> tuple[object, ...]:
-        """Return what changes with the parameters, or with where they lie."""
+        """Return values that change with the parameters' settings or addresses."""
         return list(map(_QUICK, self._all)), self.watch.pointers
 
     def _kinds(self) -> list[object]:

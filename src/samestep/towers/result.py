@@ -1,4 +1,4 @@
-"""What a step comes to on one worker: its averages, their norms, and the report."""
+"""The result of a step on one worker: its averages, their norms, and the report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StepResult:
 
     Attributes:
         run: the step.
-        averaged: the parameters that have an average, on whatever worker.
+        averaged: the parameters that have an average on any worker.
         own_averages: of this worker's share, where each worker has one; they are not `p.grad` then.
     """
 

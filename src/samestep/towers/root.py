@@ -28,7 +28,7 @@ _WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParalle
 
 
 def check_module(model: object) -> None:
-    """Refuse what is no module, such as several in a list."""
+    """Refuse anything but a module, such as several in a list."""
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"model is a {type(model).__name__}: expected an nn.Module; put several into an nn.ModuleList"
@@ -36,7 +36,7 @@ def check_module(model: object) -> None:
 
 
 def together(model: nn.Module, also: Also | None) -> nn.Module:
-    """Return a module of the model, whose tensors keep their names, and of what is beside it."""
+    """Return a module that holds the model, whose tensors keep their names, and what is trained beside it."""
     check_module(model)
     if also is None:
         return model
@@ -66,7 +66,7 @@ def _named(also: Any) -> list[tuple[str, Any]]:
 
 
 def check_wrappers(model: nn.Module) -> None:
-    """Refuse what averages or shards gradients itself, or does not show what it holds."""
+    """Refuse modules that average or shard gradients themselves, or cannot be inspected."""
     for name, module in model.named_modules():
         if type(module).__name__ in _WRAPPERS and type(module).__module__.startswith("torch."):
             raise ConfigError(
@@ -87,7 +87,7 @@ def check_wrappers(model: nn.Module) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, averaged: Iterable[nn.Parameter]) -> None:
-    """Refuse an optimizer of parameters that require grad and that nobody averages."""
+    """Refuse an optimizer of parameters that require grad and whose gradients are not averaged."""
     known = set(map(id, averaged))
     for number, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):

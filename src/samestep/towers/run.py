@@ -78,7 +78,7 @@ class StepRun:
         return self.local.ranges(self.plan.placement.num_towers)
 
     def count(self, counts: Mapping[str, Count]) -> None:
-        """Find out what the sums of the loss count in the towers of all workers."""
+        """Find the counts of the loss's sums in the towers of all workers."""
         try:
             own = count_slices(
                 counts,
@@ -125,10 +125,10 @@ class StepRun:
                     return
                 with self._telling_others():
                     self._check_done(tower)
-                del tower  # its rows, before those of the next one are read
+                del tower  # frees its rows before those of the next one are read
 
     def _begin_passes(self) -> None:
-        """End the passes of another step that are open in this thread, whose streams this one would keep."""
+        """End open passes of other steps in this thread: their random streams are not the program's."""
         opened = _of_thread.opened
         for other in opened[:]:
             other.is_interrupted = True
@@ -155,8 +155,8 @@ class StepRun:
     def replay(self) -> Generator[Tower]:
         """Run the towers of a finished step once more, with the weights as they are now.
 
-        In its turn, a tower leaves the gradient of its sum on the parameters. Afterwards they have those of
-        before, and the buffers their values from before the step.
+        In a tower's turn, the parameters hold the gradient of its sum. Afterwards they hold their earlier
+        gradients again, and the buffers their values from before the step.
         """
         averaged = [parameter.grad for parameter in self.parameters]
         self._gradients = self.scaler = None
@@ -198,7 +198,7 @@ class StepRun:
         try:
             yield
         except Exception as error:
-            if self._gradients is None:  # a closer look, of this worker alone
+            if self._gradients is None:  # a replay, on this worker only
                 raise
             self.watch.stop_looking()  # while this one waits, another may run in this process
             self.exchange.fail(error)

@@ -39,7 +39,7 @@ def _steps(batches: Iterator[Any], towers: Towers, rows: NumRows) -> Iterator[Lo
 
 
 def _next_step(batches: Iterator[Any], towers: Towers, rows: NumRows, position: int) -> LocalBatch | None:
-    """Keep all T where the batch may have to be made for other towers of this worker's before the step."""
+    """Return the next batch; keep all T if it may have to be made again for other towers of this worker."""
     small: Iterable[Any] = islice(batches, towers.placement.num_towers)
     if not towers._may_change_workers:
         made = _made(small, towers, rows, position)
@@ -52,7 +52,7 @@ def _next_step(batches: Iterator[Any], towers: Towers, rows: NumRows, position: 
 
 
 def _made(small: Iterable[Any], towers: Towers, rows: NumRows, position: int) -> LocalBatch:
-    """Keep copies of this worker's, because an iterator may write the next one to the same memory."""
+    """Make a batch of copies, because an iterator may reuse the memory of the small batches."""
     placement, own, tower_rows, crc = towers.placement, {}, [], 0
     for tower, batch in enumerate(small):
         num_rows, number = _measured(batch, f"small batch {tower} of batch {position}", towers, rows)
@@ -65,7 +65,7 @@ def _made(small: Iterable[Any], towers: Towers, rows: NumRows, position: int) ->
 
 
 def _measured(batch: Any, name: str, towers: Towers, rows: NumRows) -> tuple[int, int]:
-    """Return a small batch's rows, and its fingerprint where there is somebody to compare it with."""
+    """Return a small batch's rows, and its fingerprint if there are workers to compare it with."""
     given_rows = rows(batch) if callable(rows) else rows
     try:
         whole = GlobalBatch.open(batch)

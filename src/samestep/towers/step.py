@@ -153,7 +153,7 @@ class Step:
             check_optimizer(self.optimizer, towers._replica.parameters)
             for tower in turns:
                 self._run(tower)
-                del tower  # its rows, before those of the next one are read
+                del tower  # frees its rows before those of the next one are read
         else:
             forward, loss = partial(self.forward, towers.model), partial(self.loss_fn, towers.model)
             with self._precision():

@@ -129,7 +129,7 @@ class Towers:
         self._may_change_workers = False  # between a batch's making and its step
 
         def prepare() -> Mapping[str, Any]:
-            if placement == "auto" or not self.job.is_newcomer:  # which is not one of so many workers yet
+            if placement == "auto" or not self.job.is_newcomer:  # a newcomer has not joined the others yet
                 self.placement = placement
             self._root = together(model, also)
             self._replica = Replica(self._root, self.job, self._settings, sparse_parameters)
@@ -159,13 +159,13 @@ class Towers:
             warn(f"{differences[0]}: the result may depend on which worker runs which towers")
 
     def _leave_behind(self) -> None:
-        """Leave the step that has begun, of which others hear by themselves: a worker was lost in it."""
+        """Leave the open step, because a worker was lost in it; the others notice this by themselves."""
         run, self._run, self._opening.exchange = self._run, None, None
         if run is not None:
             run.drop()
 
     def _come_to(self, what: str) -> None:
-        """Check that all workers have come to the same, no step; one that takes a step hears of it."""
+        """Check that all workers have reached the same call, not a step; a worker in a step gets an error."""
         self._opening.come_to(what, self._step)
 
     def _agree_again(self) -> None:
@@ -187,7 +187,7 @@ class Towers:
 
     @property
     def seed(self) -> int:
-        """Of all towers' random streams."""
+        """The seed of all towers' random streams."""
         return self._settings.seed
 
     @property
@@ -210,8 +210,8 @@ class Towers:
     def placement(self) -> Placement:
         """Which towers each worker runs.
 
-        Between two steps others may be set, on all workers alike: a `Placement`, which then stays; "even"; or
-        "auto", which goes on from the present one, and lets it follow the workers' speed.
+        Between two steps another one may be set, the same on all workers: a `Placement`, which then stays;
+        "even"; or "auto", which starts from the present one and follows the workers' speed.
         """
         return self._placing.current
 
@@ -305,11 +305,11 @@ class Towers:
         flags: Callable[[], int] = int,
         must_match: Mapping[str, Any] | None = None,
     ) -> None:
-        """Run a step whose loss is no sum over rows, instead of the loop over towers; then call `average`.
+        """Run a step whose loss is not a sum over rows, instead of the loop over towers; then call `average`.
 
         Every tower runs forward without grad; the loss is computed on all outputs, alike on every worker;
         then every tower runs forward again, under the same random streams, and the gradient of its outputs is
-        pushed through: the gradient of the whole batch's loss, for the memory of one tower's activations.
+        pushed through: the gradient of the whole batch's loss, in the memory of one tower's activations.
 
         Args:
             batch: as for `__call__`.
@@ -340,13 +340,13 @@ class Towers:
         self._run_whole_batch(batch, forward, loss, StepOptions(scaler, flags, must_match))
 
     def _run_whole_batch(self, batch: Any, forward: Forward, loss: WholeLoss, options: StepOptions) -> None:
-        """Run a step whose loss is no sum over rows; see `whole_batch`."""
+        """Run a step whose loss is not a sum over rows; see `whole_batch`."""
         self._run = run = self._begin(batch, options, is_whole_batch=True)
         with self._ending_on_error(run):
             run_whole_batch(run, self._root, batch, forward, loss, compares_loss=self._bits_must_match)
 
     def slices(self, batches: Iterable[Any], *, rows: NumRows = None) -> Iterator[LocalBatch]:
-        """Make each T small batches one batch, of which tower t has the t-th: for loops that accumulated.
+        """Group T small batches into one batch, whose tower t has the t-th: for loops that accumulate.
 
         The gradient is that of the mean over the rows of all T, whatever their sizes. Where the iterator ends
         in the middle of a step, the last step has the small batches that are left, and nothing counts twice.
@@ -419,8 +419,8 @@ class Towers:
         step nothing happens.
 
         Raises:
-            UsageError: an exchange was interrupted whose messages other workers may have, and have taken the
-                step, or may wait for.
+            UsageError: an exchange was interrupted, and other workers may have its messages and have taken
+                the step, or may wait for them.
         """
         run = self._run
         exchange = self._opening.exchange if run is None else run.exchange
@@ -440,7 +440,7 @@ class Towers:
             self._leave(run, AbandonedError(reason))
 
     def _leave(self, run: StepRun, error: Error) -> NoReturn:
-        """Leave a step for an error that the others hear of; an interrupt meanwhile leaves it open."""
+        """Leave a step because of an error, which the others get; an interrupt meanwhile leaves it open."""
         run.drop()
         try:
             run.exchange.fail(error)
@@ -494,7 +494,7 @@ class Towers:
 
     def _replay(self) -> Generator[Tower]:
         """Run this worker's towers of the last step once more; see `StepRun.replay`."""
-        self._step -= 1  # what the loss may ask for
+        self._step -= 1  # the loss may read it
         try:
             yield from self._last.run.replay()
         finally:

@@ -1,4 +1,4 @@
-r"""Losses of the whole batch: contrastive ones, the χ² of a histogram, all that is no sum over rows.
+r"""Losses of the whole batch: contrastive ones, the χ² of a histogram, anything that is not a sum over rows.
 
 The mean of towers' gradients is not the gradient of such a loss. For W = 1, a step is this program:
 
@@ -54,7 +54,7 @@ def run_whole_batch(
 ) -> None:
     """Run the forwards of this worker's towers, the loss of all outputs, and the towers' second passes.
 
-    Where it `compares_loss`, all workers must come to the same bits of it.
+    With `compares_loss`, the loss must have the same bits on all workers.
     """
     own = _run_ahead(run, model, forward)
     value = _differentiate(run, own, batch, loss)
@@ -71,7 +71,7 @@ def run_whole_batch(
 
 @dataclass
 class _Pass:
-    """What a tower's first pass gave, and then what its second one starts from."""
+    """The outputs of a tower's first pass, and then the gradients that its second one starts from."""
 
     outline: Outline
     outputs: list[Tensor]  # contiguous copies without a graph: they look alike on every worker
@@ -93,7 +93,7 @@ class _Pass:
 
 
 def _run_ahead(run: StepRun, model: nn.Module, forward: Forward) -> dict[int, _Pass]:
-    """Run the towers' forwards without grad, and leave no other trace than copies of their outputs."""
+    """Run the towers' forwards without grad, and keep only copies of their outputs."""
     own: dict[int, _Pass] = {}
     kept = KeptBuffers(model)
     with keep_globals(run.job.device), torch.no_grad():
@@ -112,7 +112,7 @@ def _run_ahead(run: StepRun, model: nn.Module, forward: Forward) -> dict[int, _P
             finally:
                 run.watch.stop_looking()
                 kept.restore()
-                run.watch.note()  # that is a write, too
+                run.watch.note()  # restoring buffers writes to them
     # Casts of the weights made without grad would serve the second pass and cut it off from them:
     # https://github.com/pytorch/pytorch/issues/112583
     torch.clear_autocast_cache()
@@ -176,7 +176,7 @@ def _hand_out(
 def _run_again(
     run: StepRun, tower: Tower, ahead: _Pass, forward: Forward
 ) -> tuple[Callable[[], None], list[Tensor]]:
-    """Run a tower's forward as before; return what pushes the gradient of its outputs through to leaves."""
+    """Run a tower's forward again; return a function that runs its backward, and the leaves of its graph."""
     outputs, outline = take_apart(forward(tower.batch))
     who = f"step {run.step}, tower {tower.index}"
     if outline.kinds != ahead.outline.kinds or outline.spec != ahead.outline.spec:

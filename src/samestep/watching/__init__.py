@@ -1,1 +1,1 @@
-"""What a pass must not do, and how it is seen: nothing here changes what a step computes."""
+"""What a pass must not do, and how it is detected: nothing here changes what a step computes."""

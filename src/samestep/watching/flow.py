@@ -1,4 +1,4 @@
-"""Finds what flows from one tower's pass into another's loss: a hidden state, a running mean, a memory."""
+"""Finds state that flows from one tower's pass into another's loss: a hidden state, a running mean."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _is_off = ContextVar("_is_off", default=False)
 
 @contextmanager
 def not_followed() -> Iterator[None]:
-    """Follow no values in the passes of this thread, because somebody looks more closely."""
+    """Follow no values in the passes of this thread, because another tool inspects them."""
     token = _is_off.set(True)
     try:
         yield
@@ -79,7 +79,7 @@ _INSTEAD_OF_KEPT = (
 )
 
 _HIGHER_ORDER = _Kind((), overwrites=False, is_random=False, takes_shapes_only=False, write=None)
-"""Of operators that are given functions: what they do with them is not looked at."""
+"""The kind of operators that take functions, whose calls are not inspected."""
 
 
 class FlowWatch(TorchDispatchMode):
@@ -102,7 +102,7 @@ class FlowWatch(TorchDispatchMode):
         self._updated = ""
         self._shared: set[int] = set()
         self._drawn: dict[int, _Drawn] = {}  # in this step, by the generators' ids
-        self._goes_on = 0  # the id of one that went on, in this pass, from another tower's draws
+        self._goes_on = 0  # the id of one that continued, in this pass, from another tower's draws
         self._has_warned = False
 
     @classmethod
@@ -159,7 +159,7 @@ class FlowWatch(TorchDispatchMode):
         self._follows = False
 
     def check(self, who: str, loss: Tensor) -> None:
-        """Raise if the pass that is followed now used what another tower's has left.
+        """Raise if the pass that is followed now used state from another tower's pass.
 
         Raises:
             UsageError: says which towers, and which tensor.
@@ -183,7 +183,7 @@ class FlowWatch(TorchDispatchMode):
             )
 
     def _name(self) -> str:
-        """Return what the program calls the generator that went on, in brackets."""
+        """Return the program's name for the generator that continued, in brackets."""
         state = self._drawn[self._goes_on].state
         # By state, as operators are given another object.
         found = in_reach(lambda each: type(each) is torch.Generator and torch.equal(each.get_state(), state))
@@ -223,7 +223,7 @@ class FlowWatch(TorchDispatchMode):
         return result
 
     def _start_drawing(self, generator: torch.Generator) -> Origin:
-        """Return whose draws a generator goes on from, unless it has been seeded since, and this tower's."""
+        """Return the towers from whose draws a generator continues, if it was not reseeded, and this one."""
         own = 1 << self._tower
         last = self._drawn.get(id(generator))
         if last is None or not last.towers & ~own or not torch.equal(generator.get_state(), last.state):
@@ -258,7 +258,7 @@ class FlowWatch(TorchDispatchMode):
                 self._origins.note(tensor, origin)
 
     def _join(self, func: Any, taken: Iterable[Tensor], drawn: Origin) -> Origin:
-        """Return whose values meet in an operator, beside what it draws, and how they did first."""
+        """Return the towers whose values an operator combines, with its draws, and what first did so."""
         towers, how = drawn
         for tensor in taken:
             more, before = self._origins.of(tensor)
@@ -276,7 +276,7 @@ class FlowWatch(TorchDispatchMode):
                     self._parameters.setdefault(storage, StorageWeakRef(tensor.untyped_storage()))
 
     def _note_update(self, tensor: Tensor, towers: int) -> None:
-        """Note that a pass has written weights beside the model, which go on from another pass's."""
+        """Note that a pass has updated weights beside the model, after another pass has."""
         if towers & ~(1 << self._tower):
             self._updated = f"a tensor of shape {list(tensor.shape)} that is not part of the model"
 

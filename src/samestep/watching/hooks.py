@@ -29,7 +29,7 @@ class HookCheck:
         self._reported: set[str] = set()
 
     def __call__(self, *, tells: bool) -> None:
-        """Refuse post-accumulate hooks of users; say once, if it `tells`, what hooks on gradients see."""
+        """Refuse post-accumulate hooks of users; warn once, if `tells`, what hooks on gradients see."""
         next_id = RemovableHandle.next_id
         if next_id == self._next_id:  # no hook since, on anything in this process
             return

@@ -69,7 +69,7 @@ def _labels(tower: _Tower, ignored: int) -> _Labels:
 def _numbers(values: object, ignored: int) -> tuple[int, int] | None:
     if not isinstance(values, Tensor) or values.dtype != torch.int64 or not values.numel():
         return None
-    # No masks, and the like, which may have the ignored number, too.
+    # Not masks and the like, which may contain the ignored number, too.
     if ignored >= 0 and int(values.max()) <= 1:
         return None
     return values.numel(), int((values != ignored).sum())

@@ -1,4 +1,4 @@
-"""The modes of a model's layers, training or evaluation, and autocast, which all must see alike."""
+"""The modes of a model's layers, training or evaluation, and autocast: the same in all passes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _is_training = operator.attrgetter("training")
 
 
 class Modes:
-    """Compares in which modes towers hand in their losses and, in steps that look, layers run."""
+    """Compares layers' modes when towers hand in their losses and, in steps that look, when layers run."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names, self._modules = zip(*model.named_modules(), strict=True)

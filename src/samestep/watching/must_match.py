@@ -1,4 +1,4 @@
-"""What all workers must have alike in a step beside plan and batch: settings and weights."""
+"""What must be the same on all workers in a step beside plan and batch: settings and weights."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 __all__ = ["NOWHERE", "Origin", "Origins", "Write", "storage_of"]
 
 _MOST_ELEMENTS = 2**24
-"""Of a storage whose elements are looked at one by one."""
+"""Of a storage whose elements are tracked one by one."""
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
@@ -95,7 +95,7 @@ class _Storage:
             return
         size = tensor.untyped_storage().nbytes()
         num_elements = size // self._itemsize
-        # Of what is too large to be looked at, the rest is forgotten: rather find nothing than too much.
+        # In a larger storage, the rest is forgotten: better to miss something than to raise a false alarm.
         if (write is None and tensor.nbytes >= size) or num_elements > _MOST_ELEMENTS:
             self._of_all, self._of_each = number, None
             return

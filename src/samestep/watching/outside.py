@@ -40,11 +40,11 @@ _MOST_NAMES = 4
 averaged_parameters: weakref.WeakKeyDictionary[object, frozenset[int]] = weakref.WeakKeyDictionary()
 """The ids of the parameters that each `Towers` of this process averages the gradients of, by who holds them.
 
-Not weak references to them, with which `torch.utils.swap_tensors` takes no tensor.
+Not weak references to them, because `torch.utils.swap_tensors` rejects tensors that have some.
 """
 
 _outside_gradients: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-"""What passes have left on parameters, or other tensors, that no `Towers` knows, by their ids."""
+"""Gradients that passes have left on tensors that no `Towers` averages, by the tensors' ids."""
 
 
 open_steps: weakref.WeakKeyDictionary[object, Sequence[Tensor]] = weakref.WeakKeyDictionary()
@@ -123,27 +123,27 @@ class _Seen(NamedTuple):
 class OutsideNets:
     """Finds nets that a pass runs and that change their buffers, though they are not part of the model.
 
-    They are found by a global hook, in the forwards of some steps, and looked at in every step from then on.
+    They are found by a global hook, in the forwards of some steps, and checked in every step from then on.
 
     Args:
         model: what is inside.
-        modes: hears of the layers of the model that run, too.
-        numbers: hears of what else runs.
+        modes: is notified of the model's layers that run.
+        numbers: is notified of other modules that run.
     """
 
     def __init__(self, model: nn.Module, modes: Modes, numbers: OwnNumbers) -> None:
         self._modes, self._numbers = modes, numbers
         modules = list(model.modules())
         self._inside = weakref.WeakSet(modules)
-        # A compiled module would run without its parts' hooks, warn of this one, and be compiled once more
-        # for the steps in which it is there.
+        # A compiled module would run without its parts' hooks, warn of this one, and be compiled again for
+        # the steps in which it is there.
         self._is_compiled = any(map(is_compiled, modules))
         self._seen: weakref.WeakKeyDictionary[nn.Module, list[_Seen]] = weakref.WeakKeyDictionary()
         self._num_passes = 0
         # Those that ran for the first time in a pass of this step, and in no other since.
         self._new: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-        # One key for good: what is compiled would be compiled again for each new one, up to a limit, after
-        # which other code runs.
+        # Always the same key: compiled code would be compiled again for each new one, up to a limit, after
+        # which different code runs.
         self._key = next(_keys)
 
     def start_step(self) -> None:
@@ -154,7 +154,7 @@ class OutsideNets:
             self._new.clear()
 
     def note_compiled(self, in_reach: Iterable[Named]) -> None:
-        """Put no hook from now on, if something among what passes can reach is compiled."""
+        """Install no hook from now on, if anything that passes can reach is compiled."""
         self._is_compiled = self._is_compiled or any(is_compiled(value) for _, value in in_reach)
 
     def start_looking(self) -> None:
@@ -183,8 +183,8 @@ class OutsideNets:
     def check(self, who: str) -> None:
         """Raise if `who` changed a buffer of such a net.
 
-        Not of one that has run in a single pass: it may have been made in that, such as a copy of the model
-        for an inner loop. A net that stays is told of in the pass, or the step, that runs it again.
+        A net that has run in a single pass does not count: it may have been made there, such as a copy of the
+        model for an inner loop. A net that persists is reported in the pass, or the step, that runs it again.
 
         Raises:
             BufferPolicyError: names the buffers and their module.

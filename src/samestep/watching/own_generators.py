@@ -1,4 +1,4 @@
-"""Finds random generators of a program's own: they go on from tower to tower, where towers share a worker."""
+"""Finds a program's own random generators, which continue from tower to tower on a worker."""
 
 from __future__ import annotations
 

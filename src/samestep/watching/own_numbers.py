@@ -1,6 +1,6 @@
-"""Plain numbers that modules keep: counters that passes change, and what layers are set to.
+"""Plain numbers that modules keep: counters that passes change, and the settings of layers.
 
-No tensor has them, so nothing follows them from one tower's pass to another's.
+They are not in tensors, so they cannot be followed from one tower's pass to another's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NO_NUMBERS = frozenset([dict, OrderedDict, set, str, type(None)])
 
 
 _Place = tuple[weakref.ref[nn.Module], str]
-"""A module, whose id another one may have once it is gone, and the name of an attribute."""
+"""A module (not its id, which may be reused once it is gone), and the name of an attribute."""
 
 
 class OwnNumbers:
@@ -57,9 +57,9 @@ class OwnNumbers:
             self._before.update(_numbers(module))
 
     def check(self) -> None:
-        """Warn, once, of numbers that two passes of a step have changed: each goes on where one before ended.
+        """Warn, once, of numbers that two passes of a step have changed: each starts where one before ended.
 
-        Sizes, and what follows the steps, change in the first pass alone; a tower's index may be given.
+        Sizes, and numbers that follow the step, change only in the first pass; a tower's index is allowed.
         """
         found, before, self._before = [], self._before, {}
         for place, now in self._current().items() if before else ():
@@ -94,7 +94,7 @@ class OwnNumbers:
 
 def _numbers(module: nn.Module) -> Iterator[tuple[_Place, Any]]:
     for name, value in vars(module).items():
-        if type(value) in _NO_NUMBERS:  # most of what a module has: this look is quicker than the next ones
+        if type(value) in _NO_NUMBERS:  # most of what a module has: this check is quicker than the next ones
             continue
         if isinstance(value, np.ndarray):
             if value.nbytes <= _MOST_BYTES and not value.dtype.hasobject:

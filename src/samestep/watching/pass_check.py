@@ -1,4 +1,4 @@
-"""What a pass must not do beside writing to the model, which the watch finds: its gradients, its messages."""
+"""Checks of passes beside those of `Watch`, which finds writes to the model: gradients, messages."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class PassCheck:
             )
 
     def not_handed_in(self, tower: object) -> UsageError:
-        """Return what is wrong where the loop went on without a tower's loss."""
+        """Return the error for a loop that went on without a tower's loss."""
         called = "the loop went on before backward was called"
         if self._has_gradients():
             called = "loss.backward() was called instead of tower.backward(loss)"
@@ -69,13 +69,13 @@ class PassCheck:
         return any(map(operator.is_not, map(_grad, self._parameters), itertools.repeat(None)))
 
     def _let_go_of_zeros(self) -> None:
-        """Let go of what `zero_grad(set_to_none=False)` has left after a backward of the pass's own."""
+        """Drop zeros that `zero_grad(set_to_none=False)` has left after a backward of the pass's own."""
         for parameter in self._parameters:
             if parameter.grad is not None and not parameter.grad.is_sparse and not parameter.grad.any():
                 parameter.grad = None
 
     def explain(self, tower: object, error: RuntimeError) -> UsageError | None:
-        """Return what is wrong where a backward came to a part of another tower's graph."""
+        """Return the error for a backward that reached part of another tower's graph."""
         if "backward through the graph a second time" not in str(error):
             return None
         return UsageError(

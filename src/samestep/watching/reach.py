@@ -16,7 +16,7 @@ from torch import Tensor, nn
 __all__ = ["Named", "in_reach"]
 
 Named = tuple[str, Any]
-"""What somebody calls an object, and the object."""
+"""A name of an object, and the object."""
 
 _MOST_FRAMES = 10
 _MOST_VALUES = 200
@@ -27,7 +27,7 @@ _EMPTY = CellType()
 
 
 def in_reach(is_wanted: Callable[[Any], bool], functions: Iterable[Named] = ()) -> list[Named]:
-    """Return what is wanted of all that functions, or those in progress in this thread, can reach.
+    """Return the wanted objects that functions, or those in progress in this thread, can reach.
 
     From what they refer to by name, in up to three steps: to the attributes of an object, to the values in a
     list, to what a function refers to. Nothing is changed, and what raises an error is passed over.
@@ -65,7 +65,7 @@ def _has_parts(kind: type) -> bool:
 
 
 def _is_proxy(kind: type) -> bool:
-    """Say whether objects may answer for others, which a question could load, or call."""
+    """Say whether objects may be proxies for others, which an attribute access could load, or call."""
     if type(kind.__getattribute__) is FunctionType:
         return True
     return any("__class__" in vars(each) for each in kind.__mro__ if each is not object)

@@ -1,4 +1,4 @@
-"""Finds forwards that run twice, for the same rows under the same streams, and compute something else."""
+"""Finds forwards that run twice, on the same rows and streams, and compute something different."""
 
 from __future__ import annotations
 

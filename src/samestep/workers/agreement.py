@@ -61,7 +61,7 @@ def difference(all_values: Sequence[Values]) -> str | None:
     >>> difference([{"layer": {"0": "Linear"}}, {"layer": {"0": "Linear", "1": "ReLU"}}])
     'worker 0 has layer 1 = nothing, worker 1 has layer 1 = ReLU'
 
-    A value called "?NAME: HINT" may differ; where that called NAME does, too, the hint is given.
+    A value called "?NAME: HINT" may differ; if the one called NAME also does, the hint is added.
     """
     values: dict[str, list[Any]] = {n: [seen.get(n) for seen in all_values] for n in all_values[0]}
     differing = [
@@ -100,9 +100,9 @@ def _first_entry(what: str, mappings: Sequence[Mapping[str, Any]]) -> tuple[str,
 def from_first_worker(job: Job, work: Callable[[], T], what: str = "what worker 0 found") -> T:
     """Do something on worker 0 alone, and return its result on all workers, which must all call this.
 
-    `what` says what it does, should it be lost. The result is a nest of tensors in host memory and values
-    that can be pickled. An `Error` is raised on all workers; after any other exception of worker 0 the others
-    raise a `LostWorkerError`.
+    `what` names the work in the error if worker 0 is lost. The result is a nest of tensors in host memory and
+    values that can be pickled. An `Error` is raised on all workers; after any other exception of worker 0 the
+    others raise a `LostWorkerError`.
     """
     if job.world_size == 1:
         return work()
@@ -131,7 +131,7 @@ def hand_over(nest: Any, job: Job, source: int, targets: Sequence[int], what: st
         job: of this worker.
         source: which worker sends.
         targets: which workers receive.
-        what: names it, should a worker be lost.
+        what: names the message in the error if a worker is lost.
     """
 
     def send(values: list[Tensor]) -> None:

@@ -18,9 +18,10 @@ __all__ = ["broadcast", "gather_objects", "gather_rows", "post_to_all", "unbroke
 
 @contextmanager
 def unbroken(transport: Transport, what: str) -> Iterator[None]:
-    """Exchange messages of which, after an interrupt, some have gone and some have not: post no others then.
+    """After an interrupt in this block, some messages have gone and some have not: send no others.
 
-    They would be taken for those. Signal handlers raise what they like: whatever is no `Error` interrupts.
+    They would be mistaken for those. Signal handlers may raise anything, so whatever is not an `Error` counts
+        as an interrupt.
     """
     try:
         yield
@@ -44,7 +45,7 @@ def gather_rows(transport: Transport, values: Tensor, sizes: Sequence[int], what
 
 
 def post_to_all(transport: Transport, tensors: Sequence[Sequence[Tensor]], what: str) -> Pending:
-    """Start to send this worker's of all workers' tensors to the others, and to fill theirs."""
+    """Start to send this worker's tensors to all others, and to receive theirs."""
     others = [worker for worker in range(transport.world_size) if worker != transport.rank]
     outgoing = dict.fromkeys(others, tensors[transport.rank])
     return transport.post(outgoing, {worker: tensors[worker] for worker in others}, what)

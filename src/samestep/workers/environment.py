@@ -32,13 +32,13 @@ LIFELINE = "SAMESTEP_LIFELINE"
 at its end; SIGTERM without one. See `end_with_launcher`."""
 
 NUMBER = "SAMESTEP_NUMBER"
-"""The variable that holds a worker's number, where its launcher replaces those that are lost."""
+"""The variable that holds a worker's number, if its launcher replaces lost workers."""
 
 PER_HOST = 1_000_000
-"""The numbers of the workers of a job's host h begin with h times this."""
+"""The numbers of the workers of a job's host h start at h times this."""
 
 JOB = "SAMESTEP_JOB"
-"""The variable that holds the name of a job whose launcher does so."""
+"""The variable that holds the name of a job whose launcher replaces lost workers."""
 
 _JOINED = "SAMESTEP_JOINED"
 """The variable that says which process has joined the job that the environment names, and as which worker."""
@@ -48,7 +48,7 @@ _STARTED_TOGETHER = {
     "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
     "PMI_SIZE": "PMI_RANK",
 }
-"""What srun, Open MPI and MPICH tell each process that they start: how many there are, and which it is."""
+"""Variables that srun, Open MPI and MPICH set: how many processes they started, and which this is."""
 
 _MAX_WORKERS = 65_536
 
@@ -89,7 +89,7 @@ def world_size() -> int:
 
 
 def check_environment() -> None:
-    """Raise a `ConfigError` for what a launcher would not set; nothing is set where there is none."""
+    """Raise a `ConfigError` for values that no launcher would set; without a launcher none are set."""
     for one, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
         if one in os.environ and other not in os.environ:
             raise ConfigError(
@@ -105,7 +105,7 @@ def check_environment() -> None:
 
 
 def note_joined() -> None:
-    """Let the processes that this one starts know that the place in the job is taken.
+    """Mark this place in the job as taken, for processes that this one starts.
 
     Raises:
         ConfigError: it is taken, by the process that has started this one.

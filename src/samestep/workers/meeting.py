@@ -1,6 +1,6 @@
-"""How workers come to be connected: every two of them, and those that share memory by a channel, too.
+"""How workers connect: every two of them, and those that share memory by a channel as well.
 
-At the connections of the first kind `Peers` looks; `SharedMemory` sends through channels.
+`Peers` watches the connections of the first kind; `SharedMemory` sends through the channels.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ def meet(transport: Transport, *, shares_memory: bool) -> tuple[Peers, dict[int,
 
 @dataclass
 class _Way:
-    """A way on which workers call those before them: from any host, or from their own."""
+    """One kind of connection, by which workers call those of lower rank: from any host, or from their own."""
 
     listener: socket.socket | None
     called: dict[int, socket.socket]
     accepted: dict[int, socket.socket] = field(default_factory=dict)
 
     def accept(self, expected: set[int], token: bytes) -> None:
-        """Accept the connections of the workers that have called; anybody else may call, too."""
+        """Accept the connections of these workers; strangers may call, too, and are closed."""
         with suppress(TimeoutError):
             while self.listener is not None and self.accepted.keys() != expected:
                 connection, _ = self.listener.accept()
@@ -84,7 +84,7 @@ class _Way:
                     self.accepted[caller] = connection
 
     def connections(self, accepted_by: set[int]) -> dict[int, socket.socket]:
-        """Return what has led to its worker, and close the rest: an address may be somebody else's."""
+        """Return the connections that led to their worker, and close the rest: addresses may be others'."""
         for worker in self.called.keys() - accepted_by:
             self.called.pop(worker).close()
         return self.accepted | self.called
@@ -96,10 +96,10 @@ def _who_names(rank: int, named: Sequence[set[int]]) -> set[int]:
 
 @dataclass(frozen=True)
 class _Card:
-    """Where a worker listens, and what to say there.
+    """Where a worker listens, and the token to send there.
 
-    Those of one place reach each other by name. It has none where it cannot share memory, for the reason
-    given, if there is something to say.
+    Workers with the same `place` connect by name. A worker that cannot share memory has none; `why` is the
+    reason, if it should be reported.
     """
 
     port: int
@@ -119,7 +119,7 @@ class _Card:
 
 
 def _own_addresses() -> Iterator[str]:
-    """Yield the addresses from which this host reaches the workers' store: there, others may reach it."""
+    """Yield the addresses from which this host reaches the workers' store: others may reach it at these."""
     with suppress(OSError):
         store = os.environ.get("MASTER_ADDR", "")
         for family, kind, _, _, address in socket.getaddrinfo(store, 1, type=socket.SOCK_DGRAM):

@@ -1,8 +1,8 @@
 """Which processes the job consists of, in the launchers' store: a list for each generation of workers.
 
-The launchers, which see at once who has died, write the lists (`samestep.app.launching.roster`); workers that
-have lost one, or are to let one in, leave their process group and meet again as the next list says. A process
-has a number, which it keeps; its rank is its place in the list.
+The launchers, which see at once which process has died, write the lists (`samestep.app.launching.roster`).
+When a worker is lost or joins, the workers leave their process group and form the next list's. A process
+keeps its number; its rank is its place in the list.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PREFIX = "samestep/members"
 _POLL_S = 0.002
 _LOOK_S = 0.25
 _DUE_S = 1.0
-"""How often those who train look whether others have come: each look takes the launcher's answer."""
+"""How often training workers look for newcomers: each look waits for an answer of the launcher."""
 
 
 def host_of(number: int) -> int:
@@ -40,15 +40,15 @@ class Key(StrEnum):
     LIST = "list"  # the newest
     FIRST = "first"  # the first, for newcomers to tell who came before them
     HERE = "here"  # a member has come to a generation
-    READY = "ready"  # a newcomer has all that it can have by itself
+    READY = "ready"  # a newcomer has built all that it can on its own
     AWAY = "away"  # a newcomer cannot begin where the others are
     GOES_ON = "goes on"  # a worker can go on when another one is lost
     SILENT = "silent"  # a member has not answered within the timeout
-    WAITED = "waited"  # a member says so of another one
-    CUT = "cut"  # connections to a host have ended without a word: perhaps with it
+    WAITED = "waited"  # a member reports that of another one
+    CUT = "cut"  # connections to a host have ended unannounced: the host may be lost
     AGAIN = "again"  # a generation could not connect
     DONE = "done"  # a worker has done what others may take over
-    OVER = "over"  # any worker has
+    OVER = "over"  # some worker has done so
     STREAMS = "streams"  # the first worker's global generators as the job began, for newcomers
 
 
@@ -58,7 +58,7 @@ class Generation:
 
     Attributes:
         number: counted from 0.
-        members: numbers of the processes, in the order of their ranks; none where the job ends.
+        members: numbers of the processes, in the order of their ranks; empty where the job ends.
     """
 
     number: int
@@ -110,12 +110,12 @@ class Members:
     def _look(self, every_s: float) -> Generation:
         if time.monotonic() - self._looked_s >= every_s:
             self._looked_s = time.monotonic()
-            with suppress(DistError):  # the launcher is gone, and this worker is about to be told so
+            with suppress(DistError):  # the launcher is gone, and this worker is about to end
                 self._seen = self.newest()
         return self._seen
 
     def say(self, key: Key, *about: int) -> None:
-        """Let the launchers know: of this worker, or of what these numbers name."""
+        """Report something to the launchers: about this worker, or about what these numbers name."""
         self._store.set("/".join(map(str, (key, *(about or (self.own,))))), "")
 
     def keep_streams(self, state: bytes) -> None:
@@ -143,15 +143,16 @@ class Members:
         self.say(Key.SILENT, generation.number, generation.members[rank])
 
     def report_cut(self, ranks: Iterable[int]) -> None:
-        """Let the launchers know whose connections ended without a word."""
+        """Report to the launchers the workers whose connections ended unannounced."""
         for host in {host_of(self.current.members[rank]) for rank in ranks}:
             self.say(Key.CUT, self.current.number, host)
 
     def advance(self, timeout_s: float) -> Store:
-        """Wait for the next generation, and until all of it have come; return a store for them alone.
+        """Wait for the next generation, until all its members have come; return a store for them alone.
 
-        Those who do not come within the timeout are accused, once in each generation, but not by newcomers.
-        Where there is no list, as a connection broke of which neither end is gone, the same meet again.
+        Members that do not come within the timeout are reported as silent, once in each generation, but not
+        by newcomers. If there is no new list, because a connection broke though both ends live, the same
+        members meet again.
 
         Raises:
             LostWorkerError: within the timeout there was none, or not all came; or the job ends.

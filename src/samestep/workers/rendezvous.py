@@ -44,10 +44,10 @@ __all__ = ["Generations", "has_group", "join", "num_messages"]
 
 _POLL_S = 0.01
 _MAKE_S = 30.0
-"""How long those who have met need at most to connect."""
+"""How long workers that have met may take to connect."""
 
 _MAKE_AGAIN_S = 1.0
-"""How long they try at first where one of them may just have been lost, which gloo does not see."""
+"""The first limit if one of them may just have been lost, which gloo does not notice."""
 
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ def join(device: torch.device, timeout_s: float) -> Transport:
 
 
 def _draw_alike(transport: Transport, device: torch.device) -> None:
-    """Go on from the first worker's global generators: what workers draw from now on is alike."""
+    """Take over the first worker's global generators, so that workers draw the same numbers from now on."""
     generations = transport if isinstance(transport, Generations) else None
     if generations is not None and generations.is_outside():
         kept = generations.members.streams()
@@ -98,7 +98,7 @@ def _draw_alike(transport: Transport, device: torch.device) -> None:
 
 
 class _Joined:
-    """The workers that this process has joined, for those who ask again."""
+    """The workers that this process has joined, for later calls of `join`."""
 
     last: ClassVar[_Joined | None] = None
 
@@ -108,7 +108,7 @@ class _Joined:
 
     @property
     def is_current(self) -> bool:
-        """Whether they are still to be met: a program may end torch's group, and make another one."""
+        """Whether the group is still the current one: a program may end torch's group, and make another."""
         if self._group is None:
             return isinstance(self.transport, Generations)
         return self._group() is dist.group.WORLD
@@ -133,7 +133,7 @@ def _join(device: torch.device, timeout_s: float) -> Transport:
 
 
 def _check_group() -> None:
-    """Refuse a process group, which the program has made, of other workers than the launcher has started."""
+    """Refuse a process group of the program's that does not match the workers that the launcher started."""
     found = dist.get_rank(), dist.get_world_size()
     expected = environment.rank(), environment.world_size()
     if environment.under_launcher() and found != expected:
@@ -145,7 +145,7 @@ def _check_group() -> None:
 
 
 class Generations:
-    """The transport of a job whose launcher says who belongs to it: to those of one generation.
+    """The transport of a job whose launcher decides on its members: it connects those of one generation.
 
     Args:
         device: of this worker.
@@ -209,7 +209,7 @@ class Generations:
         return self._job, self.members.current.number
 
     def can_go_on(self) -> None:
-        """Let others be lost from now on."""
+        """Report that this worker can go on from now on if others are lost."""
         self.members.say(Key.GOES_ON)
 
     def finish(self) -> None:
@@ -250,7 +250,7 @@ class Generations:
         return _in_thread(partial(self.members.advance, self._timeout_s), where)
 
     def _meet(self, store: Store, where: str, make_s: float) -> None:
-        """Become the group of all who have come to the store, within this time."""
+        """Form the group of all workers that have come to the store, within this time."""
         rank, world_size = self.members.rank, len(self.members.current.members)
         if world_size > 1:
             make_s = min(make_s, self._timeout_s)
@@ -281,7 +281,7 @@ def _connect(transport: ProcessGroup, ask: Callable[[], str | None] | None = Non
 
 
 def _in_thread(work: Callable[[], T], where: str) -> T:
-    """Do what waits for other workers, so that an interrupt ends it; errors begin with `where`."""
+    """Run work that waits for other workers, so that an interrupt ends it; errors begin with `where`."""
     try:
         return in_thread(work, math.inf)  # each of its waits has its own timeout
     except LostWorkerError as error:
@@ -358,7 +358,7 @@ def _wait_for_first(store: Store, key: str, timeout_s: float) -> str:
 
 
 def _agree_on_backend(store: Store, gpu: str, rank: int, world_size: int) -> str:
-    """Return NCCL for GPUs, where every worker has one of its own: however many of them each worker sees.
+    """Return NCCL for GPUs if every worker has its own, however many of them each worker sees.
 
     Otherwise gloo, which carries CUDA tensors through host memory. NCCL refuses two workers on one GPU.
     """

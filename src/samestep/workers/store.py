@@ -89,7 +89,7 @@ def _connected(
         left_s = max(1.0, deadline_s - time.monotonic())
         options |= {"wait_for_workers": False, "timeout": timedelta(seconds=left_s)}
         return in_thread(partial(TCPStore, *address, **options), left_s + _ANSWER_S)
-    # a UnicodeError where the name can be no host's
+    # a UnicodeError if the name cannot be a host's
     except (LostWorkerError, OSError, UnicodeError, dist.DistError) as error:
         is_silent, where = isinstance(error, LostWorkerError), one_line("{}:{}".format(*address))
         why = "what listens there does not answer" if is_silent else one_line(str(error).partition(". ")[0])
