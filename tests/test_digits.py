@@ -124,14 +124,14 @@ zipped = functools.partial(gzip.compress, compresslevel=1)
     ("damaged", "named"),
     [
         (b"", "table"),
-        (b"not gzip", "no gzipped table of numbers"),
-        (ORIGINAL[:-100], "no gzipped table of numbers"),
-        (ORIGINAL[:900] + b"\0\0" + ORIGINAL[902:], "no gzipped table of numbers"),
-        (zipped(LINES.replace(b"0,", b"x,", 1)), "no gzipped table of numbers"),
-        (zipped(LINES.replace(b"0,", b"", 1)), "no gzipped table of numbers"),
+        (b"not gzip", "is not a gzipped table of numbers"),
+        (ORIGINAL[:-100], "is not a gzipped table of numbers"),
+        (ORIGINAL[:900] + b"\0\0" + ORIGINAL[902:], "is not a gzipped table of numbers"),
+        (zipped(LINES.replace(b"0,", b"x,", 1)), "is not a gzipped table of numbers"),
+        (zipped(LINES.replace(b"0,", b"", 1)), "is not a gzipped table of numbers"),
         (zipped(LINES.split(b"\n", 1)[1]), r"shape \(1796, 65\), expected \(1797, 65\)"),
         (zipped(LINES.replace(b"16,", b"17,", 1)), "expected pixels 0..16 and labels 0..9"),
-        (zipped(b"\xff" + LINES), "no gzipped table of numbers"),
+        (zipped(b"\xff" + LINES), "is not a gzipped table of numbers"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path, damaged, named):

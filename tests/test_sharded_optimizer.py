@@ -438,7 +438,7 @@ def test_parameters_that_were_put_into_a_group_by_hand():
     optimizer = ShardedOptimizer(Towers(model, 2), AdamW, [model.weight], lr=0.1)
     optimizer.param_groups[0]["params"].append(model.bias)
     with pytest.raises(
-        UsageError, match="param_groups have 2 parameters, of which 1 are shared out: add others"
+        UsageError, match="param_groups have 2 parameters, but only 1 are sharded: add others"
     ):
         optimizer.step()
 

@@ -18,7 +18,9 @@ def renewable_of(job: Job, objects: TrainingObjects) -> Renewable | None:
     if job.renewable is None or not objects.are_sharded:
         return job.renewable
     if job.is_newcomer:
-        raise ConfigError("a worker cannot join a run whose optimizer is sharded: nobody else has its share")
+        raise ConfigError(
+            "a worker cannot join a run whose optimizer is sharded: no other worker has its share"
+        )
     if job.is_first:
         sys.stderr.write(
             "samestep: the optimizer is sharded, so all workers end if one is lost; the same command then "

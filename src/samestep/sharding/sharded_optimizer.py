@@ -266,8 +266,8 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
             num_parameters = sum(len(group["params"]) for group in self.param_groups)
             if num_parameters != len(self._shares):
                 raise UsageError(
-                    f"param_groups have {num_parameters} parameters, of which {len(self._shares)} are shared "
-                    "out: add others by add_param_group()"
+                    f"param_groups have {num_parameters} parameters, but only {len(self._shares)} are "
+                    "sharded: add others by add_param_group()"
                 )
             update.look()
             if self._towers.job.world_size > 1:

@@ -21,7 +21,7 @@ from samestep.workers.environment import LIFELINE
 __all__ = ["Fault", "Run", "Runs"]
 
 LONGEST_S = 300.0
-"""How long a run may take: most take seconds, of which a cold disk makes minutes."""
+"""How long a run may take: most take seconds, or minutes with a cold disk."""
 
 _POLL_S = 0.01
 _END_S = 5.0

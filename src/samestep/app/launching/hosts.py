@@ -16,10 +16,10 @@ from samestep.workers.waiter import Patience
 __all__ = ["CUT_S", "LOST_S", "Ending", "Hosts", "is_running"]
 
 LOST_S = 5.0
-"""A launcher of which nothing is heard for so long is lost, and its host with it."""
+"""A launcher that is silent for this long is lost, and its host with it."""
 
 CUT_S = 1.0
-"""So long where a connection to its workers has ended, too, as they do when a host's processes are killed."""
+"""The same if a connection to its workers has also ended, as when a host's processes are killed."""
 
 _PREFIX = "samestep/hosts"
 _NUM_HOSTS, _NAME, _BEAT, _ENDED = "hosts", "name", "beat", "ended"

@@ -109,7 +109,7 @@ def _page(run: _Run) -> str:
     )
 
 
-_TOWERS = "Each tower is a slice of the global batch; over many steps their losses should be alike."
+_TOWERS = "Each tower is a slice of the global batch; over many steps their losses should be similar."
 
 
 def _summary(run: _Run) -> dict[str, object]:

@@ -52,7 +52,7 @@ def load_digits(file: Traversable | None = None) -> tuple[NDArray[np.uint8], NDA
         lines = gzip.decompress(file.read_bytes()).decode("ascii").splitlines()
         table = np.array([line.split(",") for line in lines], dtype=np.int64)
     except (OSError, EOFError, zlib.error, ValueError) as error:
-        raise DataError(f"{file} is no gzipped table of numbers ({error}): {_REMEDY}") from error
+        raise DataError(f"{file} is not a gzipped table of numbers ({error}): {_REMEDY}") from error
     _check(table, file)
     return table[:, :-1].astype(np.uint8).reshape(-1, _SIZE, _SIZE), table[:, -1]
 
