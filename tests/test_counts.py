@@ -375,7 +375,7 @@ def test_a_count_that_depends_on_those_before_is_refused(num_workers):
 
     for outcome in simulate(partial(counted, count), num_workers):
         assert isinstance(outcome.error, UsageError)
-        assert "the count of sum is 1, and 2 when it is counted again" in outcome.text
+        assert "the count of sum is 1, but 2 when counted again" in outcome.text
 
 
 def test_a_count_may_write_to_its_rows():

@@ -175,7 +175,7 @@ def test_a_call_that_others_leave_after_its_average_cannot_be_made_again():
         outcomes = Town(3, 1, Faults(killed={0: event})).run(work)
         found |= {str(outcome.error) for outcome in outcomes if isinstance(outcome.error, UsageError)}
     assert found
-    assert all("had averaged a step in it, but had not come to its end" in text for text in found)
+    assert all("had averaged a step in this call, but before the call ended" in text for text in found)
 
 
 def test_a_result_that_cannot_be_sent_is_refused_at_once():
@@ -263,7 +263,7 @@ def test_a_streams_batch_that_was_made_outside_of_its_call_is_refused():
     loader = samestep.StreamLoader(rows_of, 3, towers)
     with samestep.Elastic(**state, loader=loader) as elastic:
         for batch in loader:
-            with pytest.raises(UsageError, match=r"expected loader\.next_batch\(\) in the call"):
+            with pytest.raises(UsageError, match=r"call loader\.next_batch\(\) inside the call"):
                 elastic(len, batch)
             break
 
@@ -405,7 +405,7 @@ def test_a_loss_that_the_launcher_sees_first_is_not_told_of_as_a_newcomer(capsys
         Town(3, 0, Faults(killed={2: at})).run(take_eight_steps)
     told = capsys.readouterr().err
     assert "samestep: a worker is gone; going on with 2 workers after step " in told
-    assert "newcomers" not in told
+    assert "joined" not in told
 
 
 def test_a_loss_is_told_of_though_another_worker_has_come_in_its_place(capsys):

@@ -28,7 +28,7 @@ def test_a_run_goes_on_without_worker_0_and_then_with_a_newcomer(soak, tmp_path)
     run.launcher.wait_for_step(10)
     run.newcomers()
     os.kill(run.members[0], signal.SIGKILL)
-    run.launcher.wait_for("there are newcomers")
+    run.launcher.wait_for("new workers have joined")
     slow.unlink()
     soak.expect("hanging")
     soak.judge(run, "hanging")
@@ -36,10 +36,10 @@ def test_a_run_goes_on_without_worker_0_and_then_with_a_newcomer(soak, tmp_path)
     assert re.fullmatch(
         r"samestep: .*: worker 0 is gone \(.*\); going on with 2 workers after step \d+", lost
     )
-    assert re.fullmatch(r"samestep: there are newcomers; going on with 3 workers after step \d+", joined)
+    assert re.fullmatch(r"samestep: new workers have joined; going on with 3 workers after step \d+", joined)
     events = [line for line in read_lines(run.folder / "run") if line.get("event") in ("start", "end")]
     told = [line.get("workers", line.get("reason")) for line in events]
-    assert told == [3, 2, "there are newcomers", 3, "done"]
+    assert told == [3, 2, "new workers have joined", 3, "done"]
 
 
 @pytest.mark.long
@@ -47,6 +47,6 @@ def test_a_newcomer_that_cannot_begin_is_replaced_in_turn(nursery, tmp_path):
     job = nursery.start_program([sent_away.__file__, tmp_path], tmp_path / "output")
     assert job.wait() == [0]
     lines = job.stderr().splitlines()
-    assert any("newcomers cannot begin with it; they end" in line for line in lines)
+    assert any("new workers cannot start at this call, so they exit" in line for line in lines)
     assert any("going on with 1 worker " in line for line in lines)
-    assert lines[-1].startswith("samestep: there are newcomers; going on with 3 workers ")
+    assert lines[-1].startswith("samestep: new workers have joined; going on with 3 workers ")

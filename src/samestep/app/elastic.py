@@ -1,9 +1,9 @@
-"""A loop of one's own that goes on where workers are lost, and where others come.
+"""A user's own loop that goes on if workers are lost, and if others join.
 
-All workers make the same calls, one after the other, and each needs all of them, so nobody is more than one
-ahead. Where one is lost, the others put back what they have begun, meet again, and make the call again; those
-that lack one take the state of one that has made it. `Trainer` does the same with what it does itself, see
-`samestep.app.loop`.
+All workers make the same calls in the same order, and each call needs all of them, so no worker is more than
+one call ahead. If a worker is lost, the others undo the call that has begun, meet again, and make it again;
+those that are a call behind take the state of a worker that has made it. `Trainer` does the same with its own
+actions, see `samestep.app.loop`.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _END = "the end of the Elastic block"
-_DUE = "a worker is gone"  # as far as a worker knows that has only seen that there is another list
+_DUE = "a worker is gone"  # all that a worker knows which has only seen that there is another list
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
 @dataclass(frozen=True)
 class _Noted:
-    """What is small of the state, at some time: all but modules and what optimizers hold for parameters."""
+    """The small part of the state at some time: all but modules and what optimizers hold for parameters."""
 
     states: Sequence[Any]
     generators: GlobalStreams
@@ -58,9 +58,9 @@ class _Place:
     Attributes:
         num_done: calls made; −1 for a newcomer.
         result: of the last one.
-        call: what the one is called that it has begun.
-        is_entry: whether that is what newcomers begin with.
-        is_torn: whether something of it has lasted that cannot be put back.
+        call: the name of the one that has begun.
+        is_entry: whether newcomers begin with that one.
+        is_torn: whether it has had an effect that cannot be undone.
         trained: which parameters are.
     """
 
@@ -73,7 +73,7 @@ class _Place:
 
 
 class Elastic:
-    """Makes calls that need all workers, and again with those that are left where one is lost meanwhile.
+    """Makes calls that need all workers, and makes them again without a worker that is lost meanwhile.
 
         state = {"model": model, "towers": towers, "loader": loader, "optimizer": optimizer}
         with samestep.Elastic(**state) as elastic:
@@ -82,36 +82,36 @@ class Elastic:
                     report = elastic(step, batch)
                 elastic(samestep.save, path, **state)
 
-    In a job of `samestep.launch`, a worker that is killed is left behind, and another one takes its place: it
-    runs the script from its beginning, gets the state from another worker when it enters the `with`, and
-    begins with the loop's first call. Under torchrun, and with one process, calls are simply made.
+    In a job of `samestep.launch`, the others go on without a worker that is killed, and a new one takes its
+    place: it runs the script from the beginning, gets the state from another worker when it enters the
+    `with`, and begins with the loop's first call. Under torchrun, and with one process, calls are made once.
 
-    - A call is made of one step at most, with its update of the weights, or of one other thing that needs
-      all workers. It may be made several times, but only one of them lasts: what is drawn from the global
-      generators, the loader's position, learning rates and whatever is small of the state is put back first.
+    - A call consists of at most one step, with its update of the weights, or of one other action that needs
+      all workers. It may be made several times, but only the last one has an effect: the states of the global
+      generators, the loader's position, learning rates and the rest of the small state are put back first.
     - A worker that is one call behind gets the state of one that has made it, and its result, which has to be
       picklable.
-    - Whatever changes weights is done in calls. Between two of them there may be what all workers do alike,
-      such as a scheduler's step.
-    - The loop goes on from where the state is (`loader.epoch`, `towers.step`), as after a checkpoint: for a
-      newcomer it begins in the middle.
-    - `job.rank` and `job.world_size` change: ask for them, and for `job.is_first`, where they are needed.
+    - Change weights in calls only. Between two calls, do what is the same on all workers, such as a
+      scheduler's step.
+    - The loop continues from the state (`loader.epoch`, `towers.step`), as after a checkpoint: for a newcomer
+      it begins in the middle.
+    - `job.rank` and `job.world_size` change: read them, and `job.is_first`, when they are needed.
 
     Args:
         model: as for `samestep.save`, and so are the others.
-        towers: of the model; other models' towers, too, belong to `state`.
-        loader: a `TowerLoader`, or another with a state; of a `StreamLoader`, a call asks for its
-            `next_batch()` itself.
+        towers: of the model; pass those of other models in `state`.
+        loader: a `TowerLoader`, or another one with a state; with a `StreamLoader`, call `next_batch()`
+            inside a call.
         averaged_model: torch's `AveragedModel`, or another module with averages.
-        state: all else that training changes: objects with a `state_dict`. Those that are neither modules
-            nor optimizers are copied with each call.
+        state: everything else that training changes: objects with a `state_dict`. Those that are neither
+            modules nor optimizers are copied with each call.
 
     Raises:
-        ConfigError: when it is made, something of the state cannot be kept.
-        DisagreementError: in a call, other workers make another one.
+        ConfigError: on construction, a part of the state cannot be kept.
+        DisagreementError: workers make different calls.
         LostWorkerError: workers are lost, and the others cannot go on.
         UsageError: a worker was lost between an average and the end of its call; a result cannot be
-            pickled; or a `StreamLoader`'s batch was made outside of the call.
+            pickled; or a `StreamLoader`'s batch was read outside of the call.
 
     Example:
         >>> import torch
@@ -218,8 +218,10 @@ class Elastic:
         self._have_come = False
         meet_again(self._job, self._catch_up)
         if self._job.is_first:
-            have_come = self._have_come and why == _DUE  # a loss is told of, whoever has come since
-            tell("there are newcomers" if have_come else why, self._job, self._towers.step)
+            have_come = (
+                self._have_come and why == _DUE
+            )  # a loss is reported, even if others have joined since
+            tell("new workers have joined" if have_come else why, self._job, self._towers.step)
 
     @property
     def _place(self) -> _Place:
@@ -245,18 +247,18 @@ class Elastic:
         torn = [w for w, p in enumerate(places) if p.is_torn and p.num_done == ahead.num_done]
         if torn:
             raise UsageError(
-                f"{ahead.call}: a worker was lost when worker {torn[0]} had averaged a step in it, but had "
-                "not come to its end: expected calls of one step, after which no other worker is waited for"
+                f"{ahead.call}: a worker was lost after worker {torn[0]} had averaged a step in this call, "
+                "but before the call ended: expected one step per call, and no messages after it"
             )
         if newcomers and not ahead.is_entry:
             self._send_away(newcomers, ahead, is_to_tell=places[self._job.rank] is ahead)
 
     def _send_away(self, newcomers: Sequence[int], ahead: _Place, *, is_to_tell: bool) -> None:
-        """Part from newcomers; the next ones will come to where newcomers begin."""
+        """End newcomers that cannot begin here; the next ones will arrive at a call where they can."""
         assert self._renewable is not None
-        why = f"{ahead.call}: newcomers cannot begin with it"
+        why = f"{ahead.call}: new workers cannot start at this call"
         if is_to_tell:
-            sys.stderr.write(f"samestep: {why}; they end\n")
+            sys.stderr.write(f"samestep: {why}, so they exit\n")
         self._renewable.send_away(newcomers)  # at once: the others wait for a list without them
         raise SystemExit(0) if self._num_done < 0 else LostWorkerError(why)
 
@@ -334,17 +336,17 @@ def _check(state: dict[str, Any]) -> None:
 def _check_in_call(arguments: Sequence[Any]) -> None:
     if any(isinstance(each, LocalBatch) for each in arguments):
         raise UsageError(
-            "a StreamLoader's batch was made outside of the call, where its workers exchange messages that "
-            "cannot be sent again: expected loader.next_batch() in the call"
+            "a StreamLoader's batch was read outside of the call, and its messages cannot be repeated: call "
+            "loader.next_batch() inside the call"
         )
 
 
 def _check_picklable(call: str, result: Any) -> None:
-    """Say at once what else would be known only where a worker is lost."""
+    """Report at once an error that would otherwise appear only when a worker is lost."""
     try:
         pickle.dumps(result)
     except Exception as error:
         raise UsageError(
             f"{call} returned a {type(result).__name__}, which cannot be sent to another worker "
-            f"({one_line(str(error))}): expected what can be pickled, or None"
+            f"({one_line(str(error))}): expected a picklable result, or None"
         ) from error

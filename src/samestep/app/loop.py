@@ -134,7 +134,7 @@ class Loop:
             self._rest[self._num_done]()
             self._num_done += 1
         elif StopFlags.REGROUP in self.flags:
-            self._regroup("there are newcomers")
+            self._regroup("new workers have joined")
         else:
             self._take_step()
 

@@ -69,7 +69,7 @@ class SharedMemory:
                 self._has_memory = False
                 warn(
                     f"worker {self._rank}: no shared memory for {num_bytes} bytes ({error.strerror}): "
-                    "gradients go through sockets from now on, which takes longer"
+                    "gradients go through sockets from now on, which is slower"
                 )
         return like.new_empty(size)
 
@@ -152,7 +152,7 @@ class SharedMemory:
         offset += _MESSAGE.size
         name = bytes(content[_MESSAGE.size : offset]).decode()
         if (num_bytes, kind_of_call(name)) != incoming.kind:
-            incoming.is_instead = name
+            incoming.other_name = name
             return True
         while offset < len(content):
             segment, start, size = _PART.unpack_from(content, offset)
@@ -220,7 +220,7 @@ class _Incoming:
     Attributes:
         what: names it.
         kind: the bytes of all of it, and what its name has in common with the sender's.
-        is_instead: the name of what has come in its place, if that is of another kind.
+        other_name: the name of what has come in its place, if that is of another kind.
     """
 
     def __init__(self, tensors: Sequence[Tensor], what: str) -> None:
@@ -229,7 +229,7 @@ class _Incoming:
         self._filled = 0
         self.what = what
         self.kind = (self._ends[-1], kind_of_call(_named(what).decode()))
-        self.is_instead: str | None = None
+        self.other_name: str | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -272,8 +272,8 @@ class Delivery:
 
     def _look(self) -> bool:
         for worker, incoming in self.received.items():
-            if incoming.is_instead is not None:
-                self.error = calls_differ((self.rank, incoming.what), (worker, incoming.is_instead))
+            if incoming.other_name is not None:
+                self.error = calls_differ((self.rank, incoming.what), (worker, incoming.other_name))
                 return True
             if not incoming.is_complete:
                 return self._is_lost(worker, is_lost=self.channels[worker].is_closed)

@@ -31,14 +31,14 @@ def wrong_counts(step: int, names: Sequence[str], counts: Tensor, has_count: boo
                 f"step {step}: tower {wrong[0]} has the count {float(counts[wrong[0]]):g}, expected a finite "
                 "number of at least 0; nothing was updated"
             )
-    # Nor is one waited for where a count here is known to be above 0. If all are 0, none is, and all workers
-    # look; if not, it does not matter who looks.
+    # A GPU is not waited for either if a count here is known to be above 0. If all are 0, none is, and all
+    # workers look; if not, it does not matter which do.
     if has_count or float(counts.sum()) != 0:
         return None
     what = f"the towers' counts of {', '.join(names)}" if names else "the towers' counts"
     return BatchError(
-        f"step {step}: {what} add up to 0, so there is nothing to average, and nothing was updated; leave "
-        "such batches out, or use Towers(..., on_zero_count='skip')"
+        f"step {step}: {what} add up to 0, so there is nothing to average, and nothing was updated; skip "
+        "such batches, or use Towers(..., on_zero_count='skip')"
     )
 
 
@@ -111,9 +111,9 @@ def _check_same(counts: Mapping[str, Count], tower: int, found: Tensor, again: T
     for name, first, second in zip(counts, found.tolist(), again.tolist(), strict=True):
         if first != second and not math.isnan(first):
             raise UsageError(
-                f"tower {tower}: the count of {name} is {first:g}, and {second:g} when it is counted again: "
-                "expected a function of the tower's rows and the weights; the global generators are seeded "
-                "for each tower"
+                f"tower {tower}: the count of {name} is {first:g}, but {second:g} when counted again: "
+                "expected it to depend only on the tower's rows and the weights; the global generators are "
+                "seeded for each tower"
             )
 
 

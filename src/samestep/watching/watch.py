@@ -93,7 +93,7 @@ class Watch:
             self.flow.start_step()
 
     def note(self, *, rehash: bool = False) -> None:
-        """Note what is there now, because what has changed since has changed alike on all workers."""
+        """Note the current state, because changes up to now were the same on all workers."""
         if rehash:
             self._before = self._hash.of(self._step)
         now = self._current()
@@ -128,13 +128,13 @@ class Watch:
             self.flow.start_pass(tower, rows, [*self._model.parameters(), *self._model.buffers()])
 
     def stop_looking(self) -> None:
-        """Look no more at what runs, where a tower has handed in, or an error ends its pass."""
+        """Stop recording which modules run, once a tower has handed in or an error ends its pass."""
         if self.looks:
             self.outside.stop_looking()
             self.flow.pause()
 
     def go_on(self) -> None:
-        """Follow a pass again after it has handed in: what it keeps may be made after its loss."""
+        """Follow a pass again after it has handed in: it may keep values that it makes after its loss."""
         if self._follows:
             self.flow.resume()
 
@@ -201,8 +201,8 @@ class Watch:
         if parameters:
             raise UsageError(
                 f"{who} wrote to {_names(parameters)}: all towers of a step must see the same parameters, "
-                "and on another number of workers others would see the change; write to parameters after "
-                "average(), beside optimizer.step()"
+                "and with another number of workers, different towers would see the change; write to "
+                "parameters after average(), beside optimizer.step()"
             )
         empty = [
             p for p, old in zip(self._places, self._tensors, strict=True) if p in changed and old is None
@@ -212,9 +212,9 @@ class Watch:
     def _explain_entries(self, who: str) -> Error:
         pairs = zip(self._registries, self._entries, strict=True)
         new = [name for registry, known in pairs for name in registry if name not in known]
-        text = f"{who} added {', '.join(new[:_MOST_NAMES]) or 'or removed parts'} to the model"
+        what = f"added {', '.join(new[:_MOST_NAMES])} to the model" if new else "removed parts of the model"
         return BufferPolicyError(
-            f"{text}: make all layers, parameters and buffers before Towers, in __init__"
+            f"{who} {what}: make all layers, parameters and buffers before Towers, in __init__"
         )
 
 

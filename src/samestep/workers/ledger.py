@@ -1,9 +1,9 @@
-"""The messages between this worker and each other one, by number, so that calls that differ are told.
+"""Counts the messages between this worker and each other one, to detect workers that make different calls.
 
-gloo takes a message by its tag, which here is made of the message's number, size and name: what does not
-belong together never meets, where gloo would end the process, or take one for the other. So a worker whose
-message does not come says which one it is (`Peers.ask_for`), and the other one sees that it has sent
-something else in its place.
+gloo matches messages by tag, which here is made of a message's number, size and name: messages that do not
+belong together are never matched, where gloo would abort the process, or take one for the other. A worker
+whose message does not arrive says which one it waits for (`Peers.ask_for`), and the other worker sees that it
+has sent something else in its place.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Message:
 
     @property
     def tag(self) -> int:
-        """What gloo takes it by, on both ends."""
+        """By which gloo matches it, on both ends."""
         kind = kind_of_call(self.what).encode()
         # Of 31 bits, as it has to be a positive int32.
         return zlib.crc32(struct.pack("<QQ", self.number, self.num_bytes) + kind) >> 1

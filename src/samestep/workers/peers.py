@@ -1,10 +1,10 @@
-"""The other workers of a job, and which of them are gone: a connection of its own between every two.
+"""The other workers of a job, and which of them are gone: a separate connection between every two.
 
-The kernel closes it when a process ends, however it ends. gloo's connections alone do not do: it wakes nobody
-whose message was on its way when the other end died, see `rx_` and `tx_` in
+The kernel closes it when a process ends, however it ends. gloo's own connections do not suffice: a worker
+whose message was in flight when the other end died is not woken, see `rx_` and `tx_` in
 https://github.com/pytorch/gloo/blob/main/gloo/transport/tcp/pair.cc. Two things are sent here, each as a line
 of JSON: once, the error that ended the exchange, so that all workers raise the same one; and which message a
-worker has waited for too long. Only workers that wait read them.
+worker has waited for too long. Workers read them while they wait.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _KINDS = {kind.__name__: kind for kind in (DisagreementError, LostWorkerError)}
 
 
 class Peers:
-    """What this worker knows of the others.
+    """What this worker knows about the others.
 
     Args:
-        connections: to them; of those without one it knows nothing by itself.
+        connections: to the others; without one, it learns of a worker's end from others only.
 
     Attributes:
         ask: asks the launchers who was lost, as a host that is cut off closes no connection.
-        asked: the message that each worker has asked this one for last.
+        asked: the message that each worker asked this one for last.
         num_asked: how often this one has asked each of them.
     """
 

@@ -20,16 +20,16 @@ __all__ = ["Call", "Patience", "Wait", "Waiter", "Waiting", "end_with_threads", 
 
 _SLICE_S = 0.1
 _GRACE_S = 1.0
-"""What a worker sent before it ended may be on its way for so long."""
+"""How long a message may still be in flight after its sender has ended."""
 
 _APART_S = 2.0
-"""So much longer each worker waits for its thread than the one before, which takes a while to end.
+"""How much longer each worker waits for its thread than the worker before, which takes a while to end.
 
-Not under our launcher: there `end_with_threads` has the last word.
+Not under samestep's launcher, where `end_with_threads` ends the process.
 """
 
 _ANNOUNCED_WITHIN_S = 0.02
-"""The error of the first worker to notice a loss may arrive so long after its own end has been noticed."""
+"""How long after the end of the first worker to notice a loss its announcement may arrive."""
 
 _left: list[threading.Thread] = []
 """Threads that were left in C++, where they may wait for ever."""
@@ -55,9 +55,9 @@ class Waiting(Protocol):
 
 
 class Patience:
-    """Tells when a process has waited long enough; time in which it was stopped does not count.
+    """Decides when a process has waited long enough; time in which it was stopped does not count.
 
-    It must be asked every 0.1 s or so: what is much more was no waiting.
+    Call `is_over` every 0.1 s or so: a much longer interval is taken for a stop.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -143,7 +143,7 @@ class Waiter:
                 self.silent = wait.worker
                 self.leave_thread()
                 raise LostWorkerError(
-                    f"worker {wait.worker} did not answer for {patience.timeout_s:g} s (nothing came)"
+                    f"worker {wait.worker} did not answer for {patience.timeout_s:g} s (no message arrived)"
                 )
 
     def call(self, work: Callable[[], T]) -> T:
@@ -166,8 +166,8 @@ class Waiter:
     def leave_thread(self) -> None:
         """Let the thread be, which may wait for ever."""
         if self._thread is not None:
-            # A thread that comes back from C++ while Python ends aborts the process, and mostly it soon does:
-            # the end of the worker that it waits for wakes it.
+            # A thread that returns from C++ while Python ends aborts the process. It usually returns soon,
+            # because the end of the worker that it waits for wakes it.
             apart_s = 0 if launched_by_samestep() else _APART_S * self._rank
             atexit.register(self._thread.join, _GRACE_S + apart_s)
             _left.append(self._thread)
