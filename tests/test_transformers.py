@@ -12,11 +12,20 @@ import torch
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from samestep import ConfigError, DamagedError, MissingFileError, NonFiniteError, digest  # noqa: E402
+from samestep import (  # noqa: E402
+    ConfigError,
+    DamagedError,
+    DisagreementError,
+    MissingFileError,
+    NonFiniteError,
+    digest,
+)
 from samestep.integrations import transformers as integration  # noqa: E402
 from samestep.integrations.transformers import NOT_PUBLIC, Trainer  # noqa: E402
+from samestep.integrations.transformers.evaluation import Prediction, Rounds  # noqa: E402
 
 from .cases import mostly_long  # noqa: E402
+from .simulation import simulate, values  # noqa: E402
 from .small_language import (  # noqa: E402
     NUM_SENTENCES,
     ROWS,
@@ -80,6 +89,18 @@ def test_each_step_is_that_of_the_whole_batch(make, make_rows, tmp_path):
         assert logs["loss"] == pytest.approx(float(loss.detach()), rel=1e-6)
 
 
+def test_a_tower_without_labels_adds_nothing_to_the_loss(tmp_path):
+    """This model divides by its own number of labels, so that the mean of such a tower is NaN."""
+    rows, watch = sentences(TOWERS * ROWS), Watch()
+    rows = [{**row, "labels": [-100] * len(row["labels"])} if n % 2 else row for n, row in enumerate(rows)]
+    trainer = trainer_of(
+        masked(), tmp_path, rows[: TOWERS + 2], callbacks=[watch], per_device_train_batch_size=2
+    )
+    trainer.train()
+    _, loss = true_loss(watch.models[0], collate(rows[: TOWERS + 2]))
+    assert watch.logs[0]["loss"] == pytest.approx(float(loss.detach()), rel=1e-6)
+
+
 def test_what_theirs_makes_of_it(tmp_path):
     """The same batch in 7 accumulation steps: they count first labels, which GPT-2 does not predict."""
     rows, watch = sentences(TOWERS * ROWS), Watch()
@@ -125,6 +146,59 @@ def test_the_loss_of_an_evaluation_is_the_mean_over_all_that_counts(make, tmp_pa
     trainer = trainer_of(make(), tmp_path, eval_dataset=rows, per_device_eval_batch_size=8)
     _, loss = true_loss(trainer.model, collate(rows))
     assert trainer.evaluate()["eval_loss"] == pytest.approx(float(loss.detach()), rel=1e-6)
+
+
+class TestAnEvaluation:
+    """Seven batches of numbers; a prediction's loss is drawn, as masks and sampled texts are."""
+
+    @staticmethod
+    def evaluate(job, read=lambda job, n: torch.rand(3), predict=lambda job: torch.rand(()), weight=1.0):
+        loader = (read(job, n) for n in range(7))
+        model = torch.nn.Linear(1, 1)
+        torch.nn.init.constant_(model.weight, weight)
+        torch.nn.init.zeros_(model.bias)
+        rounds, found = Rounds(loader, model, job, seed=0), []
+        torch.manual_seed(job.rank)
+        with rounds.together():
+            for batch in rounds:
+                prediction = rounds.predict(batch, lambda _: Prediction(predict(job), 3, None, None))
+                found.append((batch.tolist(), float(prediction.loss)))
+        metrics = {"eval_of": job.rank}
+        rounds.end(metrics)
+        return found, rounds.loss(), metrics
+
+    @pytest.mark.parametrize("num_workers", [2, 3, 8])
+    def test_what_is_drawn_does_not_depend_on_the_number_of_workers(self, num_workers):
+        (alone,) = values(self.evaluate, 1)
+        assert len({loss for _, loss in alone[0]}) == 7
+        assert values(self.evaluate, num_workers) == [alone] * num_workers
+
+    @pytest.mark.parametrize(
+        ("what", "text"),
+        [
+            ("read", r"checksum of batch 4 = "),
+            ("weight", r"worker 0 has hash of the weights in weight = "),
+        ],
+    )
+    def test_other_data_or_weights_on_one_worker_are_told_on_all(self, what, text):
+        def work(job):
+            read = lambda job, n: torch.full((3,), float(job.rank * (n > 3)))  # noqa: E731
+            return self.evaluate(job, **{what: {"read": read, "weight": float(job.rank)}[what]})
+
+        for outcome in simulate(work, 2):
+            with pytest.raises(DisagreementError, match=text):
+                raise outcome.error
+
+    def test_an_error_of_one_worker_ends_all(self):
+        def broken(job):
+            if job.rank == 1:
+                raise ValueError("a loss broke")
+            return torch.zeros(())
+
+        first, second = simulate(lambda job: self.evaluate(job, predict=broken), 2)
+        assert isinstance(second.error, ValueError)
+        with pytest.raises(DisagreementError, match="evaluation: worker 1 failed: ValueError: a loss broke"):
+            raise first.error
 
 
 @pytest.mark.long

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
 
 from accelerate.utils import send_to_device
+from torch import nn
 
-from samestep.workers.collectives import gather_objects
+from samestep.batches.columns import Whole
+from samestep.batches.fingerprint import fingerprint
+from samestep.integrations.transformers.weights import hashes_of
+from samestep.streams import keep_globals, seed_globals, stream_seed
+from samestep.workers.agreement import agree
 from samestep.workers.job import Job
 
 __all__ = ["Prediction", "Rounds"]
+
+_WHERE = "evaluation"
+_DATA = (
+    "expected the same data in the same order on all workers, each of which predicts other batches: seed "
+    "what is shuffled or split; torch's, Python's and NumPy's global generators are seeded for each batch"
+)
+_PLAIN = (bool, int, float, str, type(None))
 
 
 class Prediction(NamedTuple):
@@ -28,15 +41,24 @@ class Prediction(NamedTuple):
 class Rounds:
     """A loader's batches, W at a time: each worker predicts one of them, and gets the others' predictions.
 
+    Batches and weights must be the same on all workers. What reading the n-th batch draws, such as a
+    collator's masks, comes from a stream of (seed, n), and what predicting it draws, such as a sampled text,
+    from another: each worker predicts other batches, so draws that follow each other would depend on how many
+    workers there are.
+
     All else that a loader has is that of `loader`.
     """
 
-    def __init__(self, loader: Any, job: Job) -> None:
+    def __init__(self, loader: Any, model: nn.Module, job: Job, *, seed: int) -> None:
         self._loader = loader
+        self._model = model
         self._job = job
+        self._seed = seed
+        self._num_read = 0
         self._batches: deque[Any] = deque()
         self._predictions: deque[Prediction] = deque()
         self._used: list[Prediction] = []
+        self._is_over = False  # whether all workers have come to the end, or know that they will not
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -45,12 +67,29 @@ class Rounds:
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self._loader)
+        batches = self._seeded(iter(self._loader))
         while group := list(islice(batches, self._job.world_size)):
             self._batches.extend(group)
             yield from group
             self._batches.clear()
             self._predictions.clear()
+
+    def _seeded(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Read one batch after the other, each under its own streams."""
+        while True:
+            with self._streams("evaluation batch", self._num_read):
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+            self._num_read += 1
+            yield batch
+
+    @contextmanager
+    def _streams(self, purpose: str, number: int) -> Iterator[None]:
+        with keep_globals(self._job.device):
+            seed_globals(stream_seed(self._seed, purpose, number), self._job.device)
+            yield
 
     def predict(self, batch: Any, predict: Callable[[Any], Prediction]) -> Prediction:
         """Return what `predict` gives for a batch: on whichever worker, if it is one of this loader's."""
@@ -64,12 +103,54 @@ class Rounds:
         return self._used[-1]
 
     def _predict_round(self, predict: Callable[[Any], Prediction]) -> list[Prediction]:
-        rank, device = self._job.rank, self._job.device
-        own = predict(self._batches[rank]) if rank < len(self._batches) else None
-        if self._job.world_size == 1:
-            return [] if own is None else [own]
-        found = gather_objects(self._job.transport, send_to_device(own, "cpu"), "evaluation")
+        rank, device, own, error = self._job.rank, self._job.device, None, None
+        try:
+            if rank < len(self._batches):
+                with self._streams("evaluation", self._num_read - len(self._batches) + rank):
+                    own = predict(self._batches[rank])
+        except Exception as raised:
+            error = raised
+        if self._job.world_size == 1 and own is not None:
+            return [own]
+        found = self._agree(self._of_round(), error=error, message=send_to_device(own, "cpu"))
         return [Prediction(*send_to_device(tuple(each), device)) for each in found if each is not None]
+
+    def _of_round(self) -> dict[str, Any]:
+        """Return what must be the same on all workers, as each of them predicts another batch."""
+        first = self._num_read - len(self._batches)
+        checksums = {f"batch {n}": fingerprint(Whole(batch)) for n, batch in enumerate(self._batches, first)}
+        same = {
+            "batches read": self._num_read,
+            "checksum of": checksums,
+            f"?checksum of: {_DATA}": checksums,
+        }
+        return same if first else {**same, "hash of the weights in": hashes_of(self._model)}
+
+    def _agree(self, same: Mapping[str, Any], **own: Any) -> list[Any]:
+        self._is_over = True  # unless it returns
+        found = agree(self._job, same, where=_WHERE, **own)
+        self._is_over = False
+        return found
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Raise on all workers what one of them raises within, such as a collator or `compute_metrics`."""
+        try:
+            yield
+        except Exception as error:
+            if not self._is_over:
+                self._agree({}, error=error)
+            raise
+
+    def end(self, metrics: dict[str, Any]) -> None:
+        """Let worker 0's metrics be those of all: what compares them must go the same way everywhere.
+
+        They come from the same predictions, and differ all the same where they have drawn random numbers, or
+        where one worker alone computes them.
+        """
+        plain = {name: value for name, value in metrics.items() if isinstance(value, _PLAIN)}
+        metrics |= self._agree({"batches read": f"all {self._num_read}"}, message=plain)[0]
+        self._is_over = True
 
     def loss(self) -> float | None:
         """Return the mean loss over all that the batches' losses count; None where there is nothing."""

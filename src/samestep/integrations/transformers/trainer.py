@@ -28,6 +28,7 @@ from samestep.integrations.transformers.alone import join, work_alone
 from samestep.integrations.transformers.evaluation import Prediction, Rounds
 from samestep.integrations.transformers.labels import count_labels, ignores_first
 from samestep.integrations.transformers.refused import check_arguments, check_overrides
+from samestep.streams import keep_globals
 from samestep.summation.placement import Placement
 from samestep.towers.diagnosis import explain, first_nonfinite
 from samestep.towers.report import Report
@@ -214,6 +215,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             tower.backward(loss)
         else:
             loss = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+            loss = torch.where(count > 0, loss, 0)  # a mean over no labels is NaN
             tower.backward_sum(loss * count, count)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
@@ -221,7 +223,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return None if count is None else count.clamp(min=1).to(device)
 
     def _look_at_labels(self, model: nn.Module, inputs: Any) -> None:
-        with self.compute_loss_context_manager():
+        # A loss that draws would leave other generators on a worker that has rows than on one that has none.
+        with keep_globals(self.job.device), self.compute_loss_context_manager():
             self._skips_first = ignores_first(
                 model,
                 send_to_device(dict(inputs), self.args.device),
@@ -246,18 +249,20 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Run theirs with batches that are spread over workers; the loss is the mean over all that counts."""
-        self._rounds = rounds = Rounds(dataloader, self.job)
+        self._rounds = rounds = Rounds(dataloader, self.model, self.job, seed=self.args.seed)
         # It is applied before logits are sent.
         self._preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
         try:
             self.gather_function = _as_it_is  # which theirs sets again at the end
-            output = super().evaluation_loop(
-                rounds, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
+            with rounds.together():
+                output = super().evaluation_loop(
+                    rounds, description, prediction_loss_only, ignore_keys, metric_key_prefix
+                )
         finally:
             self.preprocess_logits_for_metrics, self._preprocess, self._rounds = self._preprocess, None, None
         if (loss := rounds.loss()) is not None:
             output.metrics[f"{metric_key_prefix}_loss"] = loss
+        rounds.end(output.metrics)
         return output
 
     def prediction_step(
