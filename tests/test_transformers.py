@@ -22,6 +22,7 @@ from samestep import (  # noqa: E402
 )
 from samestep.integrations import transformers as integration  # noqa: E402
 from samestep.integrations.transformers import NOT_PUBLIC, Trainer  # noqa: E402
+from samestep.integrations.transformers.alike import SameWeights, compare_runs  # noqa: E402
 from samestep.integrations.transformers.evaluation import Prediction, Rounds  # noqa: E402
 
 from .cases import mostly_long  # noqa: E402
@@ -30,6 +31,7 @@ from .small_language import (  # noqa: E402
     NUM_SENTENCES,
     ROWS,
     TOWERS,
+    arguments,
     classes,
     classifier,
     collate,
@@ -148,6 +150,40 @@ def test_the_loss_of_an_evaluation_is_the_mean_over_all_that_counts(make, tmp_pa
     assert trainer.evaluate()["eval_loss"] == pytest.approx(float(loss.detach()), rel=1e-6)
 
 
+class TestWorkersThatDiffer:
+    @pytest.mark.parametrize(
+        ("more", "num_rows", "text"),
+        [
+            ({"label_smoothing_factor": 0.1}, 9, "argument label_smoothing_factor = 0.0.*0.1"),
+            ({"eval_steps": 3}, 9, "argument eval_steps"),
+            ({}, 8, "rows of train_dataset = 9.*8"),
+        ],
+    )
+    def test_in_what_they_train_with_are_told(self, more, num_rows, text, tmp_path):
+        def work(job):
+            own, rows = (more, num_rows) if job.rank else ({}, 9)
+            args = arguments(tmp_path / str(job.rank), dataloader_num_workers=job.rank, **own)
+            compare_runs(job, args, range(rows))
+
+        for outcome in simulate(work, 2):
+            with pytest.raises(DisagreementError, match=text):
+                raise outcome.error
+
+    def test_in_the_weights_that_they_end_with_are_told(self):
+        def work(job, rank_that_writes):
+            model = torch.nn.Linear(1, 1)
+            for parameter in model.parameters():
+                torch.nn.init.constant_(parameter, float(job.rank == rank_that_writes))
+            SameWeights(job).on_train_end(None, None, None, model=model)
+
+        assert values(lambda job: work(job, None), 2) == [None, None]
+        for outcome in simulate(lambda job: work(job, 1), 2):
+            with pytest.raises(
+                DisagreementError, match=r"the end of training: .*hash of the weights in weight"
+            ):
+                raise outcome.error
+
+
 class TestAnEvaluation:
     """Seven batches of numbers; a prediction's loss is drawn, as masks and sampled texts are."""
 
@@ -259,6 +295,12 @@ def test_a_gradient_that_is_not_finite_is_traced(tmp_path):
         ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint = True"),
         ({"optim": "lomo"}, "optim = "),
         ({"batch_eval_metrics": True}, "batch_eval_metrics"),
+        ({"ignore_data_skip": True}, "ignore_data_skip = True"),
+        ({"accelerator_config": {"split_batches": True}}, "split_batches = True"),
+        (
+            {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 4}}},
+            "gradient_accumulation_kwargs = .*num_steps of 1",
+        ),
     ],
 )
 def test_what_has_no_meaning_with_towers_is_refused(more, text, tmp_path):

@@ -15,6 +15,13 @@ from samestep import digest
 from tests.small_language import gpt2, llama, sentences, trainer_of
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """Sentences without a number of them."""
+
+    def __iter__(self):
+        return iter(sentences(27, seed=1))
+
+
 def metrics(predictions):
     right = predictions.predictions[:, :-1] == predictions.label_ids[:, 1:]
     return {"right": int(right.sum()), "rows": len(predictions.predictions)}
@@ -23,7 +30,7 @@ def metrics(predictions):
 def run(name, model, folder, checkpoint=None, **more):
     """Train with evaluations; in these, 27 sentences are four batches, the last one short."""
     evaluation = {"eval_dataset": sentences(27, seed=1), "eval_strategy": "epoch", "compute_metrics": metrics}
-    trainer = trainer_of(model, folder / name, **evaluation, num_train_epochs=2, **more)
+    trainer = trainer_of(model, folder / name, **evaluation | more, num_train_epochs=2)
     trainer.preprocess_logits_for_metrics = lambda logits, labels: logits.argmax(-1)
     trainer.train(resume_from_checkpoint=checkpoint)
     timeless = [
@@ -44,7 +51,14 @@ def main(folder, *checkpoint):
         lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
         adapted = peft.get_peft_model(llama(attention_dropout=0.1), lora)
         run("lora", adapted, Path(folder), activation_checkpointing=True)
-        run("bf16", llama(attention_dropout=0.1), Path(folder), bf16=True, neftune_noise_alpha=5.0)
+        run(
+            "bf16",
+            llama(attention_dropout=0.1),
+            Path(folder),
+            bf16=True,
+            neftune_noise_alpha=5.0,
+            eval_dataset=Stream(),
+        )
 
 
 if __name__ == "__main__":

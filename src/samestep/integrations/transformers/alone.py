@@ -30,3 +30,4 @@ def work_alone(args: TrainingArguments, job: Job) -> None:
     state.process_index, state.local_process_index = job.rank, local_rank()
     torch.set_num_threads(job.threads)  # Accelerate sets others for each TrainingArguments
     args._n_gpu = min(args._n_gpu, 1)  # no DataParallel
+    args.accelerator_config.dispatch_batches = False  # else process 0 alone would read an IterableDataset

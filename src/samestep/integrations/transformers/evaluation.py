@@ -14,7 +14,7 @@ from torch import nn
 
 from samestep.batches.columns import Whole
 from samestep.batches.fingerprint import fingerprint
-from samestep.integrations.transformers.weights import hashes_of
+from samestep.integrations.transformers.alike import hashes_of
 from samestep.streams import keep_globals, seed_globals, stream_seed
 from samestep.workers.agreement import agree
 from samestep.workers.job import Job

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -35,7 +36,7 @@ def check_arguments(args: TrainingArguments, model: Any, train_dataset: Any, tow
             f"other anyway; for batches {steps} times as large, pass towers={towers * steps}"
         )
     for name, is_right, expected in _EXPECTED:
-        value = getattr(args, name)
+        value = attrgetter(name)(args)
         if not is_right(value):
             raise ConfigError(f"{name} = {value!r} cannot be used with towers: expected {expected}")
     for what in _sharded(args, model):
@@ -56,6 +57,13 @@ _EXPECTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("train_sampling_strategy", _one_of("random", "sequential"), "'random' or 'sequential'"),
     ("include_num_input_tokens_seen", _one_of("no", False), "'no'; see trainer.report.count"),
     ("batch_eval_metrics", _one_of(False), "False: metrics of all predictions at once"),
+    ("ignore_data_skip", _one_of(False), "False: a run that is resumed goes on in the data where it was"),
+    ("accelerator_config.split_batches", _one_of(False), "False: per_device_train_batch_size is a tower's"),
+    (
+        "accelerator_config.gradient_accumulation_kwargs",
+        lambda options: (options or {}).get("num_steps", 1) == 1,
+        "num_steps of 1, as a worker runs its towers one after the other anyway",
+    ),
     ("dataloader_in_order", _one_of(True), "True: batches always come in order"),
     ("enable_jit_checkpoint", _one_of(False), "False: all workers must stop after the same step"),
     ("torch_compile", _one_of(False), "False; it has not been seen to end in the same bits"),

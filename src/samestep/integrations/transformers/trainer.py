@@ -19,11 +19,12 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import find_batch_size
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from samestep.batches.batch import LocalBatch
 from samestep.data.loader import TowerLoader
 from samestep.errors import DamagedError, Error, MissingFileError, NonFiniteError
+from samestep.integrations.transformers.alike import SameWeights, compare_runs
 from samestep.integrations.transformers.alone import join, work_alone
 from samestep.integrations.transformers.evaluation import Prediction, Rounds
 from samestep.integrations.transformers.labels import count_labels, ignores_first
@@ -32,9 +33,10 @@ from samestep.streams import keep_globals
 from samestep.summation.placement import Placement
 from samestep.towers.diagnosis import explain, first_nonfinite
 from samestep.towers.report import Report
-from samestep.towers.root import check_optimizer
+from samestep.towers.root import check_optimizer, settings_of
 from samestep.towers.tower import Tower
 from samestep.towers.towers import Towers
+from samestep.workers.agreement import agree
 from samestep.workers.collectives import gather_objects
 from samestep.workers.job import Job
 
@@ -123,6 +125,17 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._rounds: Rounds | None = None
         self._preprocess: Any = None
         super().__init__(model, args, *arguments, **options)
+        # Before those of the program, which may do something with the weights that one worker has.
+        self.callback_handler.callbacks.insert(0, SameWeights(self.job))
+
+    def train(self, *arguments: Any, **options: Any) -> TrainOutput:
+        """Run theirs, after a comparison of the arguments that workers train with.
+
+        Raises:
+            DisagreementError: workers have other arguments, or end with other weights.
+        """
+        compare_runs(self.job, self.args, self.train_dataset)
+        return super().train(*arguments, **options)
 
     def create_towers(self) -> Towers:
         """Make the towers of `self.model`, when training begins; override it for other settings of theirs."""
@@ -184,8 +197,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         check_optimizer(self.optimizer, self.model.parameters())
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        must_match = {"global step": self.state.global_step, "optimizer": groups}
+        must_match = {"global step": self.state.global_step, **settings_of(self.optimizer)}
         if self._skips_first is None and inputs.slices:
             self._look_at_labels(model, next(iter(inputs.slices.values())))
         self._flos, scaler = 0, self.accelerator.scaler
@@ -237,7 +249,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def store_flos(self) -> None:
         """Add the operations of all workers since the last time to the state."""
-        self.current_flos = sum(gather_objects(self.job.transport, self.current_flos, "floating_point_ops"))
+        where = f"the log, checkpoint or end after step {self.state.global_step}"
+        self.current_flos = sum(gather_objects(self.job.transport, self.current_flos, where))
         super().store_flos()
 
     def evaluation_loop(
@@ -285,10 +298,16 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return found.loss, found.logits, found.labels
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model, on worker 0."""
-        super().save_model(output_dir, _internal_call)
-        if self.is_in_train and _internal_call:
-            self.job.barrier("checkpoint")  # all ask whether the best one is there
+        """Save the model, on worker 0; where that fails in a checkpoint, all workers are told."""
+        error: Exception | None = None
+        try:
+            super().save_model(output_dir, _internal_call)
+        except Exception as raised:
+            error = raised
+        if self.is_in_train and _internal_call:  # then all ask whether the best one is there
+            agree(self.job, {}, where=f"the checkpoint after step {self.state.global_step}", error=error)
+        elif error is not None:
+            raise error
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
