@@ -287,13 +287,39 @@ def of_classes_beside_a_mask(tower, model):
     tower.backward(F.cross_entropy(model(mask)[:, 0], labels, ignore_index=0))
 
 
+def of_places_in_a_text(tower, model):
+    """As where an answer begins; what lies beyond the text is ignored, by a number that words have, too."""
+    logits = model(tower.batch).mean(-1)
+    tower.backward(F.cross_entropy(logits, tower.batch[:, 0] * 0, ignore_index=2))
+
+
+def of_classes_of_some_rows(tower, model):
+    labels = torch.arange(len(tower.batch)) + tower.index
+    tower.batch = {"tokens": tower.batch, "labels": torch.where(labels % 3 == 0, -100, labels % 4)}
+    tower.backward(F.cross_entropy(model(tower.batch["tokens"])[:, 0], tower.batch["labels"]))
+
+
 @pytest.mark.parametrize(
     "hand_in",
-    [of_their_sum, of_sequences_without_padding, of_as_many_in_each_row, of_classes_beside_a_mask],
+    [
+        of_their_sum,
+        of_sequences_without_padding,
+        of_as_many_in_each_row,
+        of_classes_beside_a_mask,
+        of_places_in_a_text,
+    ],
 )
 def test_other_losses_over_labels_are_not_told_of(hand_in):
     model = language_model()
     take_language_steps(Towers(model, 4), map(tokens_of, range(3)), lambda tower: hand_in(tower, model))
+
+
+def test_a_mean_over_labels_of_some_rows_is_told_of():
+    model = language_model()
+    with pytest.warns(UserWarning, match=r"other than -100: \d+ in Tower\("):
+        take_language_steps(
+            Towers(model, 4), [tokens_of(0)], lambda tower: of_classes_of_some_rows(tower, model)
+        )
 
 
 def test_a_recomputed_loss_is_not_run_again_for_the_look():

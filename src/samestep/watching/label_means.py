@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -38,7 +39,7 @@ class LabelMeans:
 
     def __init__(self) -> None:
         self._has_warned = False
-        self._before: dict[int, _Labels] = {}
+        self._before: dict[tuple[int, bool], _Labels] = {}
 
     def start_step(self) -> None:
         """Forget the towers of another step."""
@@ -52,9 +53,10 @@ class LabelMeans:
         if self._has_warned:
             return
         means = [n for n in graph_of([loss]) if n.name() in _NODES and n._saved_reduction == _MEAN]
-        for ignored in {_signed(node._saved_ignore_index) for node in means}:
-            labels = _labels(tower, ignored)
-            before = self._before.setdefault(ignored, labels)
+        for mean in {(_signed(n._saved_ignore_index), _num_labels(n) == tower.rows) for n in means}:
+            ignored, is_of_rows = mean
+            labels = _labels(tower, ignored, is_of_rows=is_of_rows)
+            before = self._before.setdefault(mean, labels)
             found = _first_difference(before, labels)
             if found is not None:
                 self._has_warned = True
@@ -62,8 +64,20 @@ class LabelMeans:
                 return
 
 
-def _labels(tower: _Tower, ignored: int) -> _Labels:
-    return _Labels(repr(tower), tower.rows, [_numbers(each, ignored) for each in tensors(tower.batch)])
+def _num_labels(node: Any) -> int:
+    """Return how many labels a mean has got, ignored ones too, from the shape of the logarithms."""
+    source, output = node.next_functions[0]
+    shape = source._input_metadata[output].shape  # [labels, classes], [rows, classes, ...] or [classes]
+    return math.prod(shape) // shape[1] if len(shape) > 1 else 1
+
+
+def _labels(tower: _Tower, ignored: int, *, is_of_rows: bool) -> _Labels:
+    # A mean over one label a row is over none of the tokens, of which one may have the ignored number.
+    found = [
+        None if is_of_rows and isinstance(each, Tensor) and each.numel() != tower.rows else each
+        for each in tensors(tower.batch)
+    ]
+    return _Labels(repr(tower), tower.rows, [_numbers(each, ignored) for each in found])
 
 
 def _numbers(values: object, ignored: int) -> tuple[int, int] | None:
