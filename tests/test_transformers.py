@@ -18,6 +18,7 @@ from samestep import (  # noqa: E402
     DisagreementError,
     MissingFileError,
     NonFiniteError,
+    UsageError,
     digest,
 )
 from samestep.integrations import transformers as integration  # noqa: E402
@@ -317,6 +318,46 @@ def test_overriding_what_is_not_called_is_refused(tmp_path):
         trainer_of(gpt2(), tmp_path, kind=Own)
 
 
+def test_a_loss_that_expects_labels_gets_some(tmp_path):
+    class Own(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            assert (inputs["labels"] != -100).any()
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    for make in (gpt2, masked):
+        rows = [{**row, "labels": row["input_ids"]} for row in sentences(TOWERS)]
+        trainer = trainer_of(make(), tmp_path, rows, kind=Own)
+        trainer.train()
+        shifted = sum(len(row["labels"]) - (make is gpt2) for row in rows)
+        assert trainer.report.count == shifted
+
+
+def test_what_prepares_inputs_is_called_for_each_tower(tmp_path):
+    class Own(Trainer):
+        def _prepare_inputs(self, inputs):
+            inputs = super()._prepare_inputs(inputs)
+            return {**inputs, "labels": torch.where(inputs["labels"] == 5, -100, inputs["labels"])}
+
+    rows = sentences(TOWERS * ROWS)
+    changed = [{**row, "labels": [-100 if n == 5 else n for n in row["labels"]]} for row in rows]
+    found = []
+    for kind, data in ((Own, rows), (Trainer, changed)):
+        torch.manual_seed(0)
+        trainer = trainer_of(gpt2(), tmp_path, data, kind=kind)
+        trainer.train()
+        found.append(digest(trainer.model))
+    assert found[0] == found[1]
+
+
+def test_a_training_step_that_computes_a_loss_itself_is_told_what_to_override(tmp_path):
+    class Own(Trainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            return self.compute_loss(model, self._prepare_inputs(inputs))
+
+    with pytest.raises(UsageError, match="override compute_loss"):
+        trainer_of(gpt2(), tmp_path, kind=Own).train()
+
+
 def test_a_stream_of_rows_is_refused(tmp_path):
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
@@ -337,6 +378,7 @@ class TestWhatIsNotPublic:
     def test_it_is_there(self):
         parameters = {
             "_get_num_items_in_batch": ["self", "batch_samples", "device"],
+            "_prepare_inputs": ["self", "inputs"],
             "_save_optimizer_and_scheduler": ["self", "output_dir"],
             "_load_optimizer_and_scheduler": ["self", "checkpoint"],
             "_save_rng_state": ["self", "output_dir"],

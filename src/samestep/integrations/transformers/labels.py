@@ -41,14 +41,24 @@ def ignores_first(model: nn.Module, inputs: Mapping[str, Any], loss: Callable[[A
     labels: Any = inputs.get("labels")
     if not _is_integer(labels) or labels.dim() != 2:
         return False
+    try:
+        none, one = _losses(model, inputs, loss, torch.full_like(labels, _IGNORED))
+    except Exception:  # a program's own loss may expect labels
+        none, one = _losses(model, inputs, loss, labels)
+    return none == one or (none != none and one != one)  # a mean of nothing is NaN
+
+
+def _losses(
+    model: nn.Module, inputs: Mapping[str, Any], loss: Callable[[Any, Tensor], Tensor], labels: Tensor
+) -> list[float]:
+    """Return the loss without each row's first label, and with it, beside the other labels given."""
     losses = []
     for first in (_IGNORED, 0):
-        changed = torch.full_like(labels, _IGNORED)
+        changed = labels.clone()
         changed[:, 0] = first
         with torch.no_grad(), _evaluating(model):
             losses.append(float(loss({**inputs, "labels": changed}, torch.ones_like(labels[0, 0]))))
-    none, one = losses
-    return none == one or (none != none and one != one)  # a mean of nothing is NaN
+    return losses
 
 
 @contextlib.contextmanager

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import find_batch_size
@@ -23,7 +22,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from samestep.batches.batch import LocalBatch
 from samestep.data.loader import TowerLoader
-from samestep.errors import DamagedError, Error, MissingFileError, NonFiniteError
+from samestep.errors import DamagedError, Error, MissingFileError, NonFiniteError, UsageError
 from samestep.integrations.transformers.alike import SameWeights, compare_runs
 from samestep.integrations.transformers.alone import join, work_alone
 from samestep.integrations.transformers.evaluation import Prediction, Rounds
@@ -44,6 +43,7 @@ __all__ = ["NOT_PUBLIC", "Trainer"]
 
 NOT_PUBLIC = {
     "Trainer._get_num_items_in_batch": "overridden: what a loss is divided by is what count_items says",
+    "Trainer._prepare_inputs": "called for each tower: programs override it",
     "Trainer._save_optimizer_and_scheduler": "overridden: a checkpoint also gets the towers' state",
     "Trainer._load_optimizer_and_scheduler": "overridden: reads it, before the loop reads data",
     "Trainer._save_rng_state": "overridden: worker 0 alone writes the file",
@@ -198,11 +198,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self.optimizer.train()
         check_optimizer(self.optimizer, self.model.parameters())
         must_match = {"global step": self.state.global_step, **settings_of(self.optimizer)}
-        if self._skips_first is None and inputs.slices:
-            self._look_at_labels(model, next(iter(inputs.slices.values())))
         self._flos, scaler = 0, self.accelerator.scaler
         try:
-            for tower in self.towers(inputs, scaler=scaler, must_match=must_match):
+            turns = self.towers(inputs, scaler=scaler, must_match=must_match)
+            if self._skips_first is None and inputs.slices:  # in the step, so that all hear of an error
+                self._look_at_labels(model, next(iter(inputs.slices.values())))
+            for tower in turns:
                 self._run(model, tower)
                 del tower  # its rows, before those of the next one are read
             self.report = self.towers.average()
@@ -218,7 +219,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _run(self, model: nn.Module, tower: Tower) -> None:
         """Hand in a tower's loss: its mean, which is made a sum again by what it counts."""
-        inputs, count = dict(tower.batch), self.count_items(tower.batch)
+        inputs = self._prepare_inputs(dict(tower.batch))
+        count = self.count_items(inputs)
         self._flos += self.floating_point_ops(inputs)
         divisor = None if count is None else count.clamp(min=1)
         with self.compute_loss_context_manager():
@@ -234,12 +236,21 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         count = self.count_items(batch_samples[0])
         return None if count is None else count.clamp(min=1).to(device)
 
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Prepare a tower's inputs, as theirs."""
+        if isinstance(inputs, LocalBatch):
+            raise UsageError(
+                "_prepare_inputs got the batch of a step, which has no inputs of its own: training_step is "
+                "called once for all of a worker's towers; override compute_loss, which is called for each"
+            )
+        return super()._prepare_inputs(inputs)
+
     def _look_at_labels(self, model: nn.Module, inputs: Any) -> None:
         # A loss that draws would leave other generators on a worker that has rows than on one that has none.
         with keep_globals(self.job.device), self.compute_loss_context_manager():
             self._skips_first = ignores_first(
                 model,
-                send_to_device(dict(inputs), self.args.device),
+                self._prepare_inputs(dict(inputs)),
                 lambda changed, count: self.compute_loss(model, changed, num_items_in_batch=count),
             )
 
