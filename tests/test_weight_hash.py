@@ -69,6 +69,15 @@ def test_a_slice_is_a_part_of_the_whole():
         assert sum(p.elements.stop - p.elements.start for p in pieces) < 70_000
 
 
+def test_the_hash_of_a_tensor_is_that_of_all_its_slices():
+    kept = places(torch.zeros(1_000_000), torch.zeros(7))
+    before = WeightHash(kept, [], []).by_name()
+    kept[0].tensor[777_777] = 1
+    after = WeightHash(kept, [], []).by_name()
+    assert after.keys() == before.keys() == {"p0", "p1"}
+    assert (after["p0"] == before["p0"], after["p1"] == before["p1"]) == (False, True)
+
+
 def test_small_weights_are_hashed_whole_at_every_step():
     kept = places(torch.zeros(100), torch.zeros(50))
     assert list(WeightHash(kept, [], []).of(17).by_name()) == ["p0", "p1"]

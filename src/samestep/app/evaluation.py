@@ -40,8 +40,8 @@ class Evaluation:
     Workers take batches of `rows` examples in turn, so that each has the same shape, and so the same bits,
     wherever it is computed. Integers add up exactly; floating-point totals are added in float64, in the
     order of the batches. The model is in evaluation mode and no gradients are kept; random numbers come from
-    streams of their own, which training does not draw from. Afterwards modes and buffers are as before. What
-    `measure` keeps elsewhere is of this worker's batches alone.
+    streams of their own, which training does not draw from. Modes and buffers are as before for each batch,
+    and afterwards. What `measure` keeps elsewhere is of this worker's batches alone.
 
     Args:
         dataset: map-style (`len(dataset)` and `dataset[example]`), or a `BatchedDataset`.
@@ -83,12 +83,11 @@ class Evaluation:
         """Return the metrics of a model, on every worker; all must call it.
 
         Raises:
-            DisagreementError: another worker met an error, or has other data or another number of rows.
-            UsageError: `measure` returned something else, or wrote to the weights.
+            DisagreementError: another worker met an error, or has other weights, data or numbers of rows.
+            UsageError: `measure` or `metrics` returned something else, or `measure` wrote to the weights.
         """
         totals = self.totals(model, job)
-        metrics = _means if self.metrics is None else self.metrics
-        return {name: float(value) for name, value in metrics(totals).items()}
+        return _means(totals) if self.metrics is None else _numbers(self.metrics(totals))
 
     def totals(self, model: nn.Module, job: Job) -> Totals:
         """Return the totals over all examples; where one worker meets an error, all raise."""
@@ -99,9 +98,9 @@ class Evaluation:
             generators = OwnGenerators(model)
             generators.start_step(in_reach(_is_generator, [("measure", self.measure)]))
             generators.note()
-            with keep_globals(job.device), evaluation_mode(model), _unchanged(model), torch.no_grad():
-                parts = _merged(self._measured(model, job))
-                must_match = self._must_match
+            with keep_globals(job.device), evaluation_mode(model), _Unchanged(model) as kept, torch.no_grad():
+                parts = _merged(self._measured(model, job, kept))
+                must_match = {**self._must_match, "hash of the weights in": kept.hashes}
             generators.check("an evaluation", "from batch to batch")
         except Exception as raised:
             error = raised
@@ -119,7 +118,7 @@ class Evaluation:
         first = self._reader[Request(0, 0, {}, compared=0)][COMPARED]
         return {"rows": self.rows, "examples": len(self.dataset), "checksum of example 0": first}
 
-    def _measured(self, model: nn.Module, job: Job) -> Iterator[tuple[int, _Part]]:
+    def _measured(self, model: nn.Module, job: Job, kept: _Unchanged) -> Iterator[tuple[int, _Part]]:
         """Yield what is measured of this worker's batches, by number."""
         dataset, reader = self.dataset, self._reader
         copier = Copier(job.device)
@@ -128,6 +127,7 @@ class Evaluation:
             read = reader[Request(0, number, {0: examples}, compared_at(number, examples))][0]
             seed_globals(stream_seed(0, "evaluation", number), job.device)
             batch = GlobalBatch.open(read).take(range(len(examples)), copier)
+            kept.start_batch()
             yield number, _checked(self.measure(model, batch))
 
 
@@ -153,25 +153,39 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             layer.training = was_training
 
 
-@contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Put buffers back in the end; weights must be as before, as each worker has measured other batches."""
-    # Other classes may have no memory of their own.
-    places = find_named_parameters(model)
-    held = [each for each in places if type(p := each.get()) is nn.Parameter and not p.is_meta]
-    buffers, weights = KeptBuffers(model), WeightHash(held, (), ())
-    before = weights.of_all()
-    try:
-        yield
-    finally:
-        buffers.restore()
-    pairs = zip(before, weights.of_all(), strict=True)
-    written = list(dict.fromkeys(name for old, now in pairs for name in now if now[name] != old.get(name)))
-    if written:
-        raise UsageError(
-            f"measure wrote to {', '.join(written[:4])}: each worker measures different batches, so the "
-            "workers' models would diverge; write to a copy of the model, or between two evaluations"
-        )
+class _Unchanged:
+    """Starts each batch from the same modes and buffers, and restores the buffers at the end.
+
+    Weights must not change, and must be the same on all workers, because each measures different batches.
+
+    Attributes:
+        hashes: of the weights, by name.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        # Other classes may have no memory of their own.
+        places = find_named_parameters(model)
+        held = [each for each in places if type(p := each.get()) is nn.Parameter and not p.is_meta]
+        self._model, self._buffers, self._weights = model, KeptBuffers(model), WeightHash(held, (), ())
+        self.hashes = self._weights.by_name()
+
+    def start_batch(self) -> None:
+        """Undo changes of `measure` to modes and buffers: which batches came before depends on the worker."""
+        self._model.eval()
+        self._buffers.restore()
+
+    def __enter__(self) -> _Unchanged:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._buffers.restore()
+        now = {} if kind is not None else self._weights.by_name()
+        written = [name for name in now if now[name] != self.hashes.get(name)]
+        if written:
+            raise UsageError(
+                f"measure wrote to {', '.join(written[:4])}: each worker measures different batches, so the "
+                "workers' models would diverge; write to a copy of the model, or between two evaluations"
+            )
 
 
 def _is_generator(value: Any) -> bool:
@@ -184,11 +198,14 @@ def _checked(measured: Any) -> _Part:
     )
     if not is_right:
         raise UsageError(f"measure returned {shown(measured)}: expected a dict from names to (sum, count)")
-    return {str(name): (_total_of(total), _total_of(count)) for name, (total, count) in measured.items()}
+    return {str(n): (_total_of(n, total), _total_of(n, count)) for n, (total, count) in measured.items()}
 
 
-def _total_of(value: Any) -> Tensor:
-    total = torch.as_tensor(value, device="cpu").detach()
+def _total_of(name: object, value: Any) -> Tensor:
+    try:
+        total = torch.as_tensor(value, device="cpu").detach()
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(f"measure: {name!r} holds {shown(value)}: expected numbers, or tensors") from error
     return total.double() if total.is_floating_point() else total.long()
 
 
@@ -224,3 +241,10 @@ def _means(totals: Totals) -> dict[str, float]:
     return {
         name: float(total) / float(count) if count else math.nan for name, (total, count) in totals.items()
     }
+
+
+def _numbers(found: Any) -> dict[str, float]:
+    try:
+        return {name: float(value) for name, value in found.items()}
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(f"metrics returned {shown(found)}: expected a dict of numbers by name") from error

@@ -5,7 +5,8 @@ It finds what version counters do not show: what was written through `.data`, an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -66,9 +67,13 @@ class WeightHash:
         pairs = [(piece, piece.place.get()) for piece in pieces if piece.is_fixed or not fixed_only]
         return Hashes([(piece, tensor) for piece, tensor in pairs if tensor is not None])
 
-    def of_all(self) -> list[Mapping[str, int]]:
-        """Return the hashes of all slices, by name in each."""
-        return [self.of(step).by_name() for step in range(len(self._slices))]
+    def by_name(self) -> dict[str, int]:
+        """Return a hash of each tensor, of all slices, by name."""
+        found: dict[str, int] = {}
+        for index in range(len(self._slices)):
+            for name, value in self.of(index).by_name().items():
+                found[name] = zlib.crc32(f"{found.get(name)} {value}".encode())
+        return found
 
 
 class Hashes:
