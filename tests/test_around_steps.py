@@ -2,6 +2,7 @@
 
 import copy
 import random
+import tempfile
 from collections import defaultdict
 
 import pytest
@@ -188,6 +189,27 @@ def reports_compared_and_counted(job):
         first == later,
         len({first, copy.deepcopy(first), later}),
     )
+
+
+@refused(DisagreementError, "checkpoint", "worker 0 has hash of the weights in 0.weight", alone=False)
+def a_checkpoint_of_weights_that_came_apart(job):
+    model = net()
+    towers = Towers(model, 7, job=job)
+    if job.is_first:
+        model[0].weight.data.mul_(2)
+    samestep.save(tempfile.mkdtemp(), model=model, towers=towers)
+
+
+@kept
+def a_checkpoint_after_a_layer_was_replaced_at_random(job):
+    """The next step gives all workers the first one's values."""
+    model = net()
+    towers = Towers(model, 7, job=job)
+    torch.manual_seed(job.rank)
+    model[0] = nn.Linear(6, 8)
+    samestep.save(tempfile.mkdtemp(), model=model, towers=towers)
+    take_step(towers, batch_of(0))
+    return samestep.digest(model)
 
 
 # ---- data --------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ from torch.utils.data import TensorDataset
 import samestep
 from samestep.app import resume
 from samestep.app.launching import script
-from samestep.errors import ConfigError, DataError
+from samestep.errors import ConfigError, DataError, DisagreementError
 
-from .simulation import values
+from .simulation import simulate, values
 
 NUM_TOWERS = 7
 
@@ -41,8 +41,8 @@ def trainer_of(job, run_dir, rate=0.1, **options):
     step = samestep.Step(towers, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), optimizer)
     loader = samestep.TowerLoader(examples(), 10, towers, seed=3)
     options = {"steps": 15, "log_every": 5, **options}
-    evaluate = samestep.Evaluation(examples(), accuracy, rows=8)
-    return samestep.Trainer(step, loader, run_dir=run_dir, evaluate=evaluate, **options)
+    options = {"evaluate": samestep.Evaluation(examples(), accuracy, rows=8), **options}
+    return samestep.Trainer(step, loader, run_dir=run_dir, **options)
 
 
 def run(run_dir, num_workers=1, **options):
@@ -183,6 +183,60 @@ def test_what_a_callback_raises_ends_the_run_and_its_end_is_called(tmp_path):
     assert raising.seen == ["start", "before 0", "end"]
 
 
+class Editing(samestep.Callback):
+    """Changes the weights, or the optimizer's state, on worker 0 alone: after a step, or an evaluation."""
+
+    def __init__(self, step, what="weights", after="step"):
+        self.step, self.what, self.after = step, what, after
+
+    def after_step(self, trainer, report):
+        self.edit(trainer, "step")
+
+    def after_evaluation(self, trainer, metrics):
+        self.edit(trainer, "evaluation")
+
+    def edit(self, trainer, point):
+        if point == self.after and trainer.step.towers.step == self.step and trainer.job.is_first:
+            weight = next(trainer.model.parameters())
+            momentum = trainer.step.optimizer.state[weight]["momentum_buffer"]
+            (momentum if self.what == "momentum" else weight.data).mul_(1.5)
+
+
+@pytest.mark.parametrize(
+    ("editing", "place"),
+    [
+        (Editing(15), "step 15, checkpoint"),
+        (Editing(14, "momentum"), "step 15, checkpoint"),
+        (Editing(15, after="evaluation"), "step 15, the end"),
+        (Editing(6), "step 6, checkpoint"),
+    ],
+)
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_weights_that_came_apart_are_neither_written_nor_the_end(tmp_path, editing, place, num_workers):
+    """Before the last checkpoint no step follows that would find it; from another one a run would go on."""
+
+    def work(job):
+        trainer_of(job, tmp_path, callbacks=[editing], checkpoint_every=6).run()
+
+    for outcome in simulate(work, num_workers):
+        assert isinstance(outcome.error, DisagreementError)
+        assert str(outcome.error).startswith(f"{place}: worker 0 has hash of the weights in 0.weight = ")
+    written = {path.name for path in (tmp_path / "checkpoints").glob("step-*")}
+    assert f"step-{editing.step:08}" not in written or place.endswith("the end")
+
+
+def test_a_callback_that_takes_a_step_of_its_own_may_pass_the_last_one(tmp_path):
+    class More(samestep.Callback):
+        def after_step(self, trainer, report):
+            if report.step == 14:
+                trainer.step(examples()[:10])
+
+    result = run(tmp_path, callbacks=[More()])
+    assert result.step == 16
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000016"]
+    assert run(tmp_path, 2) == result
+
+
 # ---- loggers -------------------------------------------------------------------------------------------
 
 
@@ -261,6 +315,36 @@ def test_another_experiment_is_refused(tmp_path, num_workers, options, message):
     run(tmp_path, steps=2, must_match={"width": 8})
     for error in values(lambda job: refusal(job, tmp_path, **options), num_workers):
         assert message in error
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("steps", 12, "Trainer: worker 0 has steps = 15, worker 1 has steps = 12"),
+        ("evaluate_every", 3, "Trainer: worker 0 has evaluate_every = 0, worker 1 has evaluate_every = 3"),
+        ("fresh", True, "Trainer: worker 0 has fresh = False, worker 1 has fresh = True"),
+        ("evaluate", None, "Trainer: worker 0 has evaluate = Evaluation, worker 1 has evaluate = None"),
+        (
+            "must_match",
+            {"width": 9},
+            "Trainer: worker 0 has must_match width = nothing, worker 1 has must_match width = 9",
+        ),
+        (
+            "rate",
+            0.2,
+            "worker 0 has must_match optimizer's lr = 0.1, worker 1 has must_match optimizer's lr = 0.2",
+        ),
+    ],
+)
+def test_options_that_one_worker_alone_has_are_refused_at_the_start(tmp_path, option, value, message):
+    run(tmp_path, steps=2)  # the learning rate of a checkpoint takes the place of the script's
+
+    def work(job):
+        trainer_of(job, tmp_path, **({} if job.is_first else {option: value})).run()
+
+    for outcome in simulate(work, 2):
+        assert isinstance(outcome.error, DisagreementError)
+        assert str(outcome.error).endswith(message)
 
 
 def refusal(job, run_dir, **options):

@@ -117,7 +117,7 @@ class Hooks:
             callback.after_step(self._trainer, report)
 
     def _is_due(self, step: int, every: int | None) -> bool:
-        is_last = every is None and step == self._trainer.steps
+        is_last = every is None and step >= self._trainer.steps
         return step % (every or self._trainer.log_every) == 0 or is_last
 
     def _show(self, step: int, every: int | None, found: Mapping[str, float]) -> None:

@@ -96,7 +96,8 @@ class Loop:
         self._has_state = not self._job.is_newcomer
         self._leads = self._job.is_first
         self._shown = (-1, 0)  # the newest step that hooks know, and whether they know its evaluation
-        self._rest = (self._evaluate, self._write, self._finish_writing, self._evaluate_at_end)
+        at_end = (self._finish_writing, self._evaluate_at_end, self._compare_at_end)
+        self._rest = (self._evaluate, self._write, *at_end)
         # Nothing follows a step of an earlier run, but what follows the last one.
         self._num_done = self._rest.index(self._finish_writing)
 
@@ -207,6 +208,11 @@ class Loop:
             if self.flags.reason is None and self.metrics is None:
                 self._measure()
 
+    def _compare_at_end(self) -> None:
+        """Find what callbacks have done to the weights after the last checkpoint, as no step follows."""
+        if self._is_last and self.metrics is not None:
+            self._trainer.step.towers._check_weights(f"step {self._step}, the end")
+
     # ---- other workers than before -------------------------------------------------------------------
 
     def _regroup(self, why: str) -> None:
@@ -267,5 +273,5 @@ class Loop:
 
 def _is_checkpoint_due(step: int, flags: StopFlags, trainer: Trainer) -> bool:
     """Say, alike on every worker, whether a checkpoint follows after `step` steps."""
-    is_planned = step % trainer.checkpoint_every == 0 or step == trainer.steps
+    is_planned = step % trainer.checkpoint_every == 0 or step >= trainer.steps
     return is_planned or bool(flags & ~StopFlags.REGROUP)

@@ -20,7 +20,7 @@ from samestep.checkpoint.objects import TrainingObjects, kind_of
 from samestep.checkpoint.snapshot import restore, take_snapshot
 from samestep.errors import ConfigError, shown
 from samestep.identity import Fingerprint, changes, fingerprint
-from samestep.workers.agreement import from_first_worker
+from samestep.workers.agreement import agree, from_first_worker
 from samestep.workers.environment import may_restart
 from samestep.workers.job import Job
 
@@ -38,6 +38,8 @@ __all__ = [
 ]
 
 _SETTINGS = "settings"
+_DECIDING = ("steps", "evaluate_every", "checkpoint_every", "fresh")
+"""Options that decide what all workers do together, and when; others count on worker 0 alone."""
 _MUST_MATCH = "must_match"
 """Name, in a checkpoint, a recipe's settings and a script's, as far as its numbers depend on them."""
 
@@ -54,6 +56,7 @@ def check_fresh(trainer: Trainer) -> None:
 def open_run(trainer: Trainer, lock: RunLock) -> None:
     """Get the folder and all parts into the state in which training begins or goes on; see `resume`."""
     job, settings = trainer.job, trainer.settings
+    _compare_options(trainer)
     if trainer.fresh:
         from_first_worker(job, lambda: _start_over(lock))
     if settings is not None:
@@ -61,6 +64,14 @@ def open_run(trainer: Trainer, lock: RunLock) -> None:
     resume(trainer, lock)
     if settings is not None:
         from_first_worker(job, lambda: _note(settings, lock))
+
+
+def _compare_options(trainer: Trainer) -> None:
+    """Check that all workers will do the same, at the same steps, before one waits for another in vain."""
+    options: dict[str, Any] = {name: getattr(trainer, name) for name in _DECIDING}
+    options["evaluate"] = None if trainer.evaluate is None else type(trainer.evaluate).__name__
+    options["must_match"] = {name: repr(value) for name, value in sorted(_must_match(trainer).items())}
+    agree(trainer.job, options, where="Trainer")
 
 
 def _start_over(lock: RunLock) -> None:
@@ -76,9 +87,15 @@ def _note(settings: Settings, lock: RunLock) -> None:
 
 
 def write_checkpoint(trainer: Trainer, writer: CheckpointWriter) -> None:
-    """Take a snapshot of the state after the newest step, and have it written while training continues."""
+    """Take a snapshot of the state after the newest step, and have it written while training continues.
+
+    Raises:
+        DisagreementError: workers have other weights than worker 0, whose are written.
+    """
+    towers = trainer.step.towers
+    towers._check_weights(f"step {towers.step}, checkpoint")
     objects = objects_of(trainer, _noted(trainer)).gathered()
-    writer.write(trainer.step.towers.step, lambda: take_snapshot(objects))
+    writer.write(towers.step, lambda: take_snapshot(objects))
 
 
 def small_states(trainer: Trainer) -> dict[str, Any]:

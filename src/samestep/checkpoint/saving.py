@@ -60,7 +60,8 @@ def save(  # noqa: PLR0913 - what a run's state consists of
     Raises:
         ConfigError: some of the state cannot be written; `step` beside `towers`; a path without a name; or no
             `towers` in a job of several workers.
-        DisagreementError: with `rng`, workers have drawn different numbers.
+        DisagreementError: workers have other weights than worker 0, whose are written; or, with `rng`, they
+            have drawn different numbers.
         UsageError: a step is open.
         StorageError: it cannot be written, or what is at `path` is not a checkpoint, a link or an empty
             folder; it is still there then.
@@ -86,6 +87,7 @@ def save(  # noqa: PLR0913 - what a run's state consists of
     if step is not None:
         raise ConfigError(f"step = {step} was passed with towers, which know the step: leave step out")
     towers._check_no_step(f"save {path}")
+    towers._check_weights(f"checkpoint {path}")
     if rng:
         _check_generators(towers.job, path)
     what, objects = f"saving a checkpoint ({path})", objects.gathered()

@@ -156,6 +156,10 @@ class Replica:
             self._sum = GradientSum(plan, self.parameters, plan.placement.towers(self.job.rank))
         return self._sum
 
+    def hashes(self) -> dict[str, int]:
+        """Return a hash of each tensor that all workers have alike; none where the next step shares some."""
+        return {} if self._has_other_entries() else self.watch.hashes_of_all()
+
     def sparse_parameters(self) -> set[int]:
         """Return the ids of parameters that may get sparse gradients, now or once they are trained."""
         listed = {id(p) for name, p in self.model.named_parameters() if name in self._listed_sparse}
@@ -233,16 +237,17 @@ class Replica:
 
     def _has_changed(self) -> bool:
         """Whether the model has changed since it was last examined; shapes are compared if memory moved."""
-        if self.watch.num_entries != self._num_entries:
-            return True
-        entries = self._current_entries()
-        if len(entries) != len(self._entries) or any(map(is_not, entries, self._entries)):
+        if self.watch.num_entries != self._num_entries or self._has_other_entries():
             return True
         quick = self._quick_kinds()
         if quick == self._seen_quickly:
             return False
         self._seen_quickly = quick
         return self._kinds() != self._seen
+
+    def _has_other_entries(self) -> bool:
+        entries = self._current_entries()
+        return len(entries) != len(self._entries) or any(map(is_not, entries, self._entries))
 
     def _current_entries(self) -> list[object]:
         return list(chain.from_iterable(each.values() for each in self._registries))

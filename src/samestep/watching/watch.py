@@ -114,6 +114,10 @@ class Watch:
         """Hashes that must be the same on all workers: on a GPU those of the step before."""
         return (self._before if self._before.is_ready else self._late).by_name()
 
+    def hashes_of_all(self) -> dict[str, int]:
+        """Return a hash of each parameter and buffer, as they are now."""
+        return self._hash.by_name()
+
     def start_pass(self, tower: int) -> None:
         """Note what a tower's forward may change, in a step that looks."""
         if self.looks:
