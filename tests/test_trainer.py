@@ -1,6 +1,7 @@
 """A trainer for people's own models: what it does, on how many workers ever, and where it is interrupted."""
 
 import json
+import random
 
 import pytest
 import torch
@@ -162,6 +163,30 @@ def test_callbacks_have_a_state_and_may_stop_the_run(tmp_path, num_workers):
     assert once.metrics
     go(tmp_path / "parts", 4)
     assert go(tmp_path / "parts", 15) == once
+
+
+class Noise(samestep.Callback):
+    """Adds to the weights what it draws from the global generators."""
+
+    def before_step(self, trainer, batch):
+        with torch.no_grad():
+            for parameter in trainer.model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.01 * random.random())
+
+
+def test_what_callbacks_draw_goes_on_where_the_run_does(tmp_path):
+    def go(run_dir, num_workers, steps, seed):
+        def work(job):
+            trainer = trainer_of(job, run_dir, steps=steps, callbacks=[Noise()])
+            random.seed(seed)
+            return trainer.run()
+
+        return values(work, num_workers)[-1]
+
+    once = go(tmp_path / "once", 2, 15, seed=0)
+    go(tmp_path / "parts", 3, 4, seed=0)
+    go(tmp_path / "parts", 1, 9, seed=1)  # of the script that is run again
+    assert go(tmp_path / "parts", 2, 15, seed=2) == once
 
 
 def test_a_run_that_was_stopped_can_be_run_again(tmp_path):

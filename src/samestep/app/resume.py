@@ -20,6 +20,7 @@ from samestep.checkpoint.objects import TrainingObjects, kind_of
 from samestep.checkpoint.snapshot import restore, take_snapshot
 from samestep.errors import ConfigError, shown
 from samestep.identity import Fingerprint, changes, fingerprint
+from samestep.streams import GlobalStreams
 from samestep.workers.agreement import agree, from_first_worker
 from samestep.workers.environment import may_restart
 from samestep.workers.job import Job
@@ -37,6 +38,7 @@ __all__ = [
     "write_checkpoint",
 ]
 
+_GENERATORS = "generators"
 _SETTINGS = "settings"
 _DECIDING = ("steps", "evaluate_every", "checkpoint_every", "fresh")
 """Options that decide what all workers do together, and when; others count on worker 0 alone."""
@@ -99,14 +101,16 @@ def write_checkpoint(trainer: Trainer, writer: CheckpointWriter) -> None:
 
 
 def small_states(trainer: Trainer) -> dict[str, Any]:
-    """Return copies of what changes before a step is taken: where the loader is, and callbacks."""
-    return {name: copy.deepcopy(each.state_dict()) for name, each in _small(trainer).items()}
+    """Return copies of what changes before a step is taken: where the loader is, callbacks, generators."""
+    states = {name: copy.deepcopy(each.state_dict()) for name, each in _small(trainer).items()}
+    return {**states, _GENERATORS: GlobalStreams.capture(trainer.job.device)}
 
 
 def put_back(trainer: Trainer, states: Mapping[str, Any]) -> None:
     """Put back what `small_states` returned."""
     for name, each in _small(trainer).items():
         each.load_state_dict(states[name])
+    states[_GENERATORS].restore()
 
 
 def _small(trainer: Trainer) -> dict[str, Any]:
@@ -148,6 +152,7 @@ def objects_of(trainer: Trainer, noted: Mapping[str, Any] | None = None) -> Trai
         towers=step.towers,
         loader=trainer.loader,
         averaged_model=step.averaged_model,
+        rng=True,  # callbacks, and a loader of one's own, may draw
         state={
             **{"optimizer": step.optimizer, "scheduler": step.scheduler, "scaler": step.scaler},
             **_callbacks(trainer),
