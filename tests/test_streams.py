@@ -141,3 +141,13 @@ def test_uniforms_are_spread_evenly_over_seeds_and_counters(axis):
     # Of 400 numbers the mean has a standard deviation of 0.0144: these are five.
     assert np.abs(numbers.mean(axis) - 0.5).max() < 5 * 0.0144
     assert abs(np.corrcoef(numbers[:, 0], numbers[:, 1])[0, 1]) < 5 / 20
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(1), random.random, lambda: np.random.rand()])
+def test_a_draw_is_seen(draw):
+    before = GlobalStreams.capture(torch.device("cpu"))
+    assert not before.has_changed()
+    draw()
+    assert before.has_changed()
+    before.restore()
+    assert not before.has_changed()

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "GlobalStreams",
@@ -71,6 +72,14 @@ class GlobalStreams:
         on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         on_cpu = torch.default_generator.get_state()
         return cls(device, on_cpu, on_device, random.getstate(), np.random.get_state())
+
+    def has_changed(self) -> bool:
+        """Whether the generators are in other states now."""
+        now = GlobalStreams.capture(self.device)
+        pairs = zip(tree_leaves(self.state_dict()), tree_leaves(now.state_dict()), strict=True)
+        return not all(
+            torch.equal(one, other) if isinstance(one, Tensor) else one == other for one, other in pairs
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states as tensors, numbers and strings."""

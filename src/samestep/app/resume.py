@@ -6,6 +6,7 @@ import copy
 import shutil
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,8 +97,14 @@ def write_checkpoint(trainer: Trainer, writer: CheckpointWriter) -> None:
     """
     towers = trainer.step.towers
     towers._check_weights(f"step {towers.step}, checkpoint")
-    objects = objects_of(trainer, _noted(trainer)).gathered()
+    objects = replace(objects_of(trainer, _noted(trainer)), rng=_has_drawn(trainer)).gathered()
     writer.write(towers.step, lambda: take_snapshot(objects))
+
+
+def _has_drawn(trainer: Trainer) -> bool:
+    """Whether anything has drawn from the global generators; else a script that begins again has them so."""
+    start = trainer._from_generators
+    return start is None or start.has_changed()
 
 
 def small_states(trainer: Trainer) -> dict[str, Any]:
@@ -134,7 +141,9 @@ def resume(trainer: Trainer, lock: RunLock) -> None:
     if result.found is not None:
         snapshot, path = result.found.snapshot, result.found.path
         _check_same(trainer, snapshot.sections()["state"], path)
-        restore(snapshot, objects_of(trainer), path, job)
+        has_generators = "rng" in snapshot.sections()["own"]
+        restore(snapshot, replace(objects_of(trainer), rng=has_generators), path, job)
+        trainer._from_generators = None if has_generators else trainer._from_generators
         _warn_of_changes(snapshot.fingerprint, job, path)
     from_first_worker(job, lambda: _put_in_order(result, lock))
 

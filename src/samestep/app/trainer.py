@@ -25,6 +25,7 @@ from samestep.app.settings import TRAINER_OPTIONS, Settings, is_plain
 from samestep.app.writer import CheckpointWriter
 from samestep.errors import ConfigError, shown
 from samestep.identity import digest
+from samestep.streams import GlobalStreams
 from samestep.towers.step import Step
 from samestep.workers.job import Job
 
@@ -140,6 +141,8 @@ class Trainer:
     settings: Settings | None = None
     ending: str | None = field(default=None, init=False)
     is_stopping: bool = field(default=False, init=False)
+    # As the run found them; None where they are those of a checkpoint.
+    _from_generators: GlobalStreams | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.run_dir = Path(self.run_dir)
@@ -186,6 +189,7 @@ class Trainer:
             SystemExit: a signal stopped it, after a checkpoint; 128 + its number.
         """
         check_fresh(self)
+        self._from_generators = GlobalStreams.capture(self.job.device)
         interruption = Interruption(
             self.job, max_seconds=self.max_seconds, checkpoint_minutes=self.checkpoint_minutes
         )
