@@ -10,7 +10,7 @@ import samestep
 from samestep.errors import ConfigError, DataError, DisagreementError, LostWorkerError, UsageError
 
 from .cases import mostly_long
-from .simulation import Faults, Killed, values
+from .simulation import Faults, Killed, World, values
 from .town import Town
 
 
@@ -187,6 +187,20 @@ def test_a_result_that_cannot_be_sent_is_refused_at_once():
     for outcome in Town(2, 0).run(work):
         assert isinstance(outcome.error, UsageError)
         assert "returned a function, which cannot be sent to another worker" in outcome.text
+
+
+@pytest.mark.parametrize("make", [lambda: Town(2, 0), lambda: World(2, 0)])
+def test_weights_that_came_apart_after_the_last_step_are_found_at_the_end(make):
+    def work(job):
+        state, ((model, towers, optimizer),) = made(job, "one")
+        with samestep.Elastic(**state) as elastic:
+            elastic(take_step, model, towers, optimizer)
+            if job.is_first:
+                model.weight.data.mul_(2)
+
+    for outcome in make().run(work):
+        assert isinstance(outcome.error, DisagreementError)
+        assert "step 1, the end: worker 0 has hash of the weights in weight = " in outcome.text
 
 
 def test_where_nobody_can_be_replaced_calls_are_simply_made():

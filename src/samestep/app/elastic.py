@@ -108,7 +108,7 @@ class Elastic:
 
     Raises:
         ConfigError: on construction, a part of the state cannot be kept.
-        DisagreementError: workers make different calls.
+        DisagreementError: workers make different calls, or have different weights at the end.
         LostWorkerError: workers are lost, and the others cannot go on.
         UsageError: a worker was lost between an average and the end of its call; a result cannot be
             pickled; or a `StreamLoader`'s batch was read outside of the call.
@@ -168,8 +168,10 @@ class Elastic:
         for towers in self._all_towers:
             towers._may_change_workers = False
         if kind is None and self._renewable is not None:
-            self._make(_END, lambda: None)
+            self._make(_END, self._compare)
             self._renewable.finish()
+        elif kind is None:
+            self._compare()
 
     def __call__(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return `work(*args, **kwargs)`, which all workers must call, or what it returned elsewhere."""
@@ -183,6 +185,11 @@ class Elastic:
             result = self._result
         self._unknown.look()
         return result
+
+    def _compare(self) -> None:
+        """Find what has been done to the weights since the last step."""
+        for towers in self._all_towers:
+            towers._check_weights(f"step {towers.step}, the end")
 
     def _make(self, name: str, work: Callable[[], Any]) -> None:
         self._call = name
