@@ -100,6 +100,11 @@ def _problem_of_optimizer(saved: Any, optimizer: Optimizer) -> str | None:
         case _:
             return "it is not an optimizer's state and param_groups"
     current = [{**group, "params": [*range(len(group["params"]))]} for group in optimizer.param_groups]
+    if len(groups) != len(current):
+        return (
+            f"it has {len(groups)} parameter groups, this optimizer has {len(current)}: add_param_group() "
+            "those that the run has added, before it is loaded"
+        )
     problem = _unlike(groups, current)
     if problem:
         return problem
