@@ -187,7 +187,7 @@ class Elastic:
         return result
 
     def _compare(self) -> None:
-        """Find what has been done to the weights since the last step."""
+        """Compare the weights, which the program may have changed since the last step."""
         for towers in self._all_towers:
             towers._check_weights(f"step {towers.step}, the end")
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from samestep.batches.batch import GlobalBatch
 from samestep.batches.copier import Copier
 from samestep.buffers.kept_buffers import KeptBuffers
-from samestep.buffers.named_buffers import find_named_parameters
 from samestep.data.readers import COMPARED, BatchedReader, Reader, Request, compared_at, is_batched
 from samestep.errors import ConfigError, UsageError, shown
 from samestep.streams import keep_globals, seed_globals, stream_seed
@@ -163,10 +162,8 @@ class _Unchanged:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # Other classes may have no memory of their own.
-        places = find_named_parameters(model)
-        held = [each for each in places if type(p := each.get()) is nn.Parameter and not p.is_meta]
-        self._model, self._buffers, self._weights = model, KeptBuffers(model), WeightHash(held, (), ())
+        self._model, self._buffers = model, KeptBuffers(model)
+        self._weights = WeightHash.of_parameters(model)
         self.hashes = self._weights.by_name()
 
     def start_batch(self) -> None:

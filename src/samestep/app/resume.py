@@ -42,7 +42,7 @@ __all__ = [
 _GENERATORS = "generators"
 _SETTINGS = "settings"
 _DECIDING = ("steps", "evaluate_every", "checkpoint_every", "fresh")
-"""Options that decide what all workers do together, and when; others count on worker 0 alone."""
+"""Options that decide what all workers do together, and when; only worker 0 uses the others."""
 _MUST_MATCH = "must_match"
 """Name, in a checkpoint, a recipe's settings and a script's, as far as its numbers depend on them."""
 
@@ -70,7 +70,7 @@ def open_run(trainer: Trainer, lock: RunLock) -> None:
 
 
 def _compare_options(trainer: Trainer) -> None:
-    """Check that all workers will do the same, at the same steps, before one waits for another in vain."""
+    """Check that all workers will do the same at the same steps."""
     options: dict[str, Any] = {name: getattr(trainer, name) for name in _DECIDING}
     options["evaluate"] = None if trainer.evaluate is None else type(trainer.evaluate).__name__
     options["must_match"] = {name: repr(value) for name, value in sorted(_must_match(trainer).items())}
@@ -93,7 +93,7 @@ def write_checkpoint(trainer: Trainer, writer: CheckpointWriter) -> None:
     """Take a snapshot of the state after the newest step, and have it written while training continues.
 
     Raises:
-        DisagreementError: workers have other weights than worker 0, whose are written.
+        DisagreementError: workers have different weights; worker 0's would be written.
     """
     towers = trainer.step.towers
     towers._check_weights(f"step {towers.step}, checkpoint")
@@ -102,7 +102,7 @@ def write_checkpoint(trainer: Trainer, writer: CheckpointWriter) -> None:
 
 
 def _has_drawn(trainer: Trainer) -> bool:
-    """Whether anything has drawn from the global generators; else a script that begins again has them so."""
+    """Whether anything has drawn from the global generators; if not, a script that is run again has the same."""
     start = trainer._from_generators
     return start is None or start.has_changed()
 
@@ -161,7 +161,7 @@ def objects_of(trainer: Trainer, noted: Mapping[str, Any] | None = None) -> Trai
         towers=step.towers,
         loader=trainer.loader,
         averaged_model=step.averaged_model,
-        rng=True,  # callbacks, and a loader of one's own, may draw
+        rng=True,  # callbacks, and a user's own loader, may draw
         state={
             **{"optimizer": step.optimizer, "scheduler": step.scheduler, "scaler": step.scaler},
             **_callbacks(trainer),

@@ -181,7 +181,7 @@ class Trainer:
 
         Raises:
             ConfigError: the run folder holds another experiment, or `fresh` would delete more than once.
-            DisagreementError: workers have other options, or weights that have come apart.
+            DisagreementError: workers have different options, or different weights.
             DataError: it holds checkpoints, but none that is whole; or the loader has no batches.
             LockedError: another process trains in it.
             LostWorkerError: another worker is gone or silent, and the others cannot go on without it.

@@ -102,8 +102,8 @@ def _problem_of_optimizer(saved: Any, optimizer: Optimizer) -> str | None:
     current = [{**group, "params": [*range(len(group["params"]))]} for group in optimizer.param_groups]
     if len(groups) != len(current):
         return (
-            f"it has {len(groups)} parameter groups, this optimizer has {len(current)}: add_param_group() "
-            "those that the run has added, before it is loaded"
+            f"it has {len(groups)} parameter groups, this optimizer has {len(current)}: before loading, add "
+            "those that the run has added, with add_param_group()"
         )
     problem = _unlike(groups, current)
     if problem:

@@ -60,8 +60,8 @@ def save(  # noqa: PLR0913 - what a run's state consists of
     Raises:
         ConfigError: some of the state cannot be written; `step` beside `towers`; a path without a name; or no
             `towers` in a job of several workers.
-        DisagreementError: workers have other weights than worker 0, whose are written; or, with `rng`, they
-            have drawn different numbers.
+        DisagreementError: workers have different weights, of which worker 0's would be written; or, with
+            `rng`, they have drawn different numbers.
         UsageError: a step is open.
         StorageError: it cannot be written, or what is at `path` is not a checkpoint, a link or an empty
             folder; it is still there then.

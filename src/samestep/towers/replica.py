@@ -157,7 +157,7 @@ class Replica:
         return self._sum
 
     def hashes(self) -> dict[str, int]:
-        """Return a hash of each tensor that all workers have alike; none where the next step shares some."""
+        """Return a hash of each parameter and buffer; nothing if the next step will share new ones."""
         return {} if self._has_other_entries() else self.watch.hashes_of_all()
 
     def sparse_parameters(self) -> set[int]:

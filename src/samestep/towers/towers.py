@@ -174,7 +174,7 @@ class Towers:
         self._agree(self.placement.num_towers, lambda: self._replica.forget_plans(max(versions)))
 
     def _check_weights(self, where: str) -> None:
-        """Check that all workers have the same weights, where no step may follow that would find it."""
+        """Check that all workers have the same weights, because no step may follow that would find it."""
         if self.job.world_size > 1:
             agree(self.job, {"hash of the weights in": self._replica.hashes()}, where=where)
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from samestep.buffers.named_buffers import find_named_parameters
 from samestep.identity import checksum_of
 
 __all__ = ["Hashes", "Place", "WeightHash"]
@@ -60,6 +61,13 @@ class WeightHash:
                 self._always.append(_Piece(place, slice(None), is_fixed=True))
         done = {piece.place.name for piece in self._always}
         self._slices = _cut([(p, True) for p in fixed if p.name not in done] + [(p, False) for p in shared])
+
+    @classmethod
+    def of_parameters(cls, model: nn.Module) -> WeightHash:
+        """Return one of a model's parameters; those of other classes may have no memory of their own."""
+        places = find_named_parameters(model)
+        held = [each for each in places if type(p := each.get()) is nn.Parameter and not p.is_meta]
+        return cls(held, (), ())
 
     def of(self, step: int, *, fixed_only: bool = False) -> Hashes:
         """Return the hashes of the step's slice."""

@@ -14,8 +14,8 @@ from torch import nn
 
 from samestep.batches.columns import Whole
 from samestep.batches.fingerprint import fingerprint
-from samestep.integrations.transformers.alike import hashes_of
 from samestep.streams import keep_globals, seed_globals, stream_seed
+from samestep.watching.weight_hash import WeightHash
 from samestep.workers.agreement import agree
 from samestep.workers.job import Job
 
@@ -23,8 +23,8 @@ __all__ = ["Prediction", "Rounds"]
 
 _WHERE = "evaluation"
 _DATA = (
-    "expected the same data in the same order on all workers, each of which predicts other batches: seed "
-    "what is shuffled or split; torch's, Python's and NumPy's global generators are seeded for each batch"
+    "expected the same data in the same order on all workers, each of which predicts different batches: seed "
+    "shuffles and splits; torch's, Python's and NumPy's global generators are seeded for each batch"
 )
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -41,12 +41,12 @@ class Prediction(NamedTuple):
 class Rounds:
     """A loader's batches, W at a time: each worker predicts one of them, and gets the others' predictions.
 
-    Batches and weights must be the same on all workers. What reading the n-th batch draws, such as a
-    collator's masks, comes from a stream of (seed, n), and what predicting it draws, such as a sampled text,
-    from another: each worker predicts other batches, so draws that follow each other would depend on how many
-    workers there are.
+    Batches and weights must be the same on all workers. Random numbers drawn while the n-th batch is read,
+    such as a collator's masks, come from a stream of (seed, n), those drawn while it is predicted, such as a
+    sampled text, from another one: each worker predicts different batches, so one common sequence would
+    depend on the number of workers.
 
-    All else that a loader has is that of `loader`.
+    All other attributes are those of `loader`.
     """
 
     def __init__(self, loader: Any, model: nn.Module, job: Job, *, seed: int) -> None:
@@ -124,7 +124,11 @@ class Rounds:
             "checksum of": checksums,
             f"?checksum of: {_DATA}": checksums,
         }
-        return same if first else {**same, "hash of the weights in": hashes_of(self._model)}
+        return (
+            same
+            if first
+            else {**same, "hash of the weights in": WeightHash.of_parameters(self._model).by_name()}
+        )
 
     def _agree(self, same: Mapping[str, Any], **own: Any) -> list[Any]:
         self._is_over = True  # unless it returns
@@ -134,7 +138,7 @@ class Rounds:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Raise on all workers what one of them raises within, such as a collator or `compute_metrics`."""
+        """Raise on all workers if one raises in this block, such as in a collator or `compute_metrics`."""
         try:
             yield
         except Exception as error:
@@ -143,10 +147,10 @@ class Rounds:
             raise
 
     def end(self, metrics: dict[str, Any]) -> None:
-        """Let worker 0's metrics be those of all: what compares them must go the same way everywhere.
+        """Use worker 0's metrics on all workers, so that decisions based on them are the same everywhere.
 
-        They come from the same predictions, and differ all the same where they have drawn random numbers, or
-        where one worker alone computes them.
+        They are computed from the same predictions, but differ if they draw random numbers, or if only one
+        worker computes them.
         """
         plain = {name: value for name, value in metrics.items() if isinstance(value, _PLAIN)}
         metrics |= self._agree({"batches read": f"all {self._num_read}"}, message=plain)[0]
