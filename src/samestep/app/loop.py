@@ -209,7 +209,7 @@ class Loop:
                 self._measure()
 
     def _compare_at_end(self) -> None:
-        """Compare the weights, which callbacks may have changed after the last checkpoint: no step follows."""
+        """Compare the weights, which callbacks may have changed since the last checkpoint."""
         if self._is_last and self.metrics is not None:
             self._trainer.step.towers._check_weights(f"step {self._step}, the end")
 

@@ -102,7 +102,7 @@ def write_checkpoint(trainer: Trainer, writer: CheckpointWriter) -> None:
 
 
 def _has_drawn(trainer: Trainer) -> bool:
-    """Whether anything has drawn from the global generators; if not, a script that is run again has the same."""
+    """Whether anything has drawn from the global generators; else a script that is run again has the same."""
     start = trainer._from_generators
     return start is None or start.has_changed()
 
