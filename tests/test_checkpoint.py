@@ -380,7 +380,9 @@ def test_another_optimizer_is_refused(path):
     weight = torch.optim.AdamW([model[0].weight], lr=0.1)
     groups = torch.optim.AdamW([{"params": layer.parameters()} for layer in (model[0], model[1])], lr=0.1)
     targets = {
-        "it has 1 parameter groups, this optimizer has 2: before loading, add those that the run has added": {"optimizer": groups},
+        "it has 1 parameter groups, this optimizer has 2: before loading, add those that the run has added": {
+            "optimizer": groups
+        },
         "optimizer is from a 'AdamW', not a SGD": {"optimizer": sgd},
         "params is .0, 1, 2, 3., expected 1 values": {"optimizer": weight},
         "was saved without critic; it has optimizer, schedule, best": {"critic": adamw},
