@@ -216,6 +216,7 @@ def test_a_run_goes_on_with_the_same_bits(settings, tmp_path):
     assert len(set(digests["whole"])) == 2
 
 
+@pytest.mark.long
 def test_bfloat16_trains_as_float32_does(settings):
     job = samestep.init("cpu")
     losses = {}

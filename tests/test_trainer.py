@@ -14,6 +14,7 @@ from samestep.app import resume
 from samestep.app.launching import script
 from samestep.errors import ConfigError, DataError, DisagreementError
 
+from .cases import mostly_long
 from .simulation import simulate, values
 
 NUM_TOWERS = 7
@@ -236,7 +237,7 @@ class Editing(samestep.Callback):
         (Editing(6), "step 6, checkpoint"),
     ],
 )
-@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize("num_workers", mostly_long([3, 2], 1))
 def test_weights_that_came_apart_are_neither_written_nor_the_end(tmp_path, editing, place, num_workers):
     """Before the last checkpoint no step follows that would find it; from another one a run would go on."""
 
