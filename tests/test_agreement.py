@@ -50,6 +50,9 @@ def test_workers_that_agree_get_the_messages_of_all(num_workers, seed):
         ([[], ["a"], ["b"]], "worker 0 has towers[0] = nothing, worker 1 has towers[0] = a, "
          "worker 2 has towers[0] = b"),
         ([(0, 1, 3), (0, 2, 3)], "worker 0 has towers[1] = 1, worker 1 has towers[1] = 2"),
+        ([None, [], None], "worker 1 has towers = [], the others have None"),
+        ([None, {"a": 1}, {"a": 1}], "worker 0 has towers a = nothing, the others have 1"),
+        ([{}, None, None], "worker 0 has towers = {}, the others have None"),
     ],
 )  # fmt: skip
 def test_a_difference_is_told_to_all_by_worker(found, sentence):
@@ -70,6 +73,17 @@ def test_all_are_told_the_same_and_none_is_missed(found, seed):
     if texts[0]:
         said = texts[0].removeprefix("DisagreementError: start: ").split(", ")
         assert {part for part in said if not part.startswith("the others")} == named
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [(7, "more = 7"), ({"a": 7}, "more a = 7"), ([7], "more[0] = 7"), ([], "more = []")],
+)
+def test_what_one_worker_alone_has_is_a_difference(odd, value, sentence):
+    everyone = [{"same": 1, **({"more": value} if rank == odd else {})} for rank in range(3)]
+    text = f"DisagreementError: start: worker {odd} has {sentence}, the others have nothing"
+    assert agree_on(everyone) == [text] * 3
 
 
 def test_no_difference():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -63,38 +62,47 @@ def difference(all_values: Sequence[Values]) -> str | None:
 
     A value called "?NAME: HINT" may differ; if the one called NAME also does, the hint is added.
     """
-    values: dict[str, list[Any]] = {n: [seen.get(n) for seen in all_values] for n in all_values[0]}
-    differing = [
-        name for name, found in values.items() if not all(_are_alike(each, found[0]) for each in found)
-    ]
+    names = dict.fromkeys(itertools.chain(*all_values))
+    values: dict[str, list[Any]] = {n: [seen.get(n, _NOTHING) for seen in all_values] for n in names}
+    differing = [name for name, found in values.items() if not _are_all_alike(found)]
     first = next((name for name in differing if name[0] != "?"), None)
     if first is None:
         return None
     hints = "".join(f"; {name.partition(': ')[2]}" for name in differing if name.startswith(f"?{first}: "))
-    name = first
-    found: Sequence[Any] = values[first]
-    if isinstance(found[0], Mapping):
-        name, found = _first_entry(first, found)
-    elif isinstance(found[0], (list, tuple)):
-        rows = enumerate(zip_longest(*found, fillvalue="nothing"))
-        index, found = next((n, row) for n, row in rows if any(entry != row[0] for entry in row))
-        name = f"{first}[{index}]"
-    return who_has_what(name, found) + hints
+    return who_has_what(*_first_part(first, values[first])) + hints
 
 
-def _are_alike(one: Any, other: Any) -> bool:
-    """Whether two values are equal; mappings in the same order."""
-    return bool(one == other) and not (isinstance(one, Mapping) and list(one) != list(other))
+_NOTHING = "nothing"
+"""Stands for what a worker does not have."""
 
 
-def _first_entry(what: str, mappings: Sequence[Mapping[str, Any]]) -> tuple[str, Sequence[Any]]:
-    """Return the first entry in which mappings differ, or the first place where their orders do."""
-    for key in dict.fromkeys(itertools.chain(*mappings)):
-        entries = [each.get(key, "nothing") for each in mappings]
+def _first_part(name: str, found: Sequence[Any]) -> tuple[str, Sequence[Any]]:
+    """Return the first part in which values differ, or the first place where their orders do."""
+    parts = [_parts(each) for each in found]
+    for key in dict.fromkeys(itertools.chain(*parts)):
+        entries = [each.get(key, _NOTHING) for each in parts]
         if any(entry != entries[0] for entry in entries):
-            return f"{what} {key}", entries
-    place, keys = next((n, row) for n, row in enumerate(zip(*mappings, strict=True)) if len(set(row)) > 1)
-    return f"{what} number {place}", keys
+            return f"{name}{key}", entries
+    for place, keys in enumerate(zip(*parts, strict=True)):
+        if len(set(keys)) > 1:
+            return f"{name} number {place}", [key.strip() for key in keys]
+    return name, found
+
+
+def _parts(value: Any) -> Mapping[str, Any]:
+    """Return the parts of a mapping or a list, by what follows its name; other values have none."""
+    if isinstance(value, Mapping):
+        return {f" {key}": part for key, part in value.items()}
+    return {f"[{n}]": part for n, part in enumerate(value)} if isinstance(value, (list, tuple)) else {}
+
+
+def _are_all_alike(values: Sequence[Any]) -> bool:
+    """Whether all values are equal; mappings in the same order."""
+    first = values[0]
+    return all(
+        bool(each == first) and not (isinstance(each, Mapping) and list(each) != list(first))
+        for each in values
+    )
 
 
 def from_first_worker(job: Job, work: Callable[[], T], what: str = "what worker 0 found") -> T:
