@@ -61,7 +61,7 @@ def test_a_host_joins_a_job_that_was_started_like_itself(nodes):
     assert (joins.place.job, joins.place.host) == (trains.place.job, 1)
     assert joins.place.environment(2, 3)["LOCAL_RANK"] == "2"
     with pytest.raises(
-        ConfigError, match="has --steps = 7, this host 8: start all hosts with the same command"
+        ConfigError, match="has --steps = 7, this host has 8: start all hosts with the same command"
     ):
         Rendezvous(replace(begun, must_match={"--steps": "8"}), 4)
     for each in (joins, trains):

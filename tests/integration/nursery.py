@@ -81,13 +81,14 @@ class Nursery:
         else:
             store = new_store()  # not all programs can share one with those before
             processes = self._fork("worker", command, folder, range(num_workers), environment | at(store))
-        processes.wait(timeout_s=200)
+        processes.wait(timeout_s=400)  # what no test may take, unless it says so
         return processes
 
     def whole_run(self, folder: Path, recipe: str = "digits", *options: object) -> dict[int, str]:
         """Train what `SHORT` says without a break; return the digest after each step."""
         own = ("--run-dir", folder / "run", "--checkpoint-every", 1, "--keep-checkpoints", STEPS)
-        assert self.start(("train", recipe, *SHORT, *own, *options), 1, folder).wait() == [0]
+        processes = self.start(("train", recipe, *SHORT, *own, *options), 1, folder)
+        assert processes.wait(timeout_s=200) == [0]
         return digests_of(folder / "run")
 
     def end(self) -> None:

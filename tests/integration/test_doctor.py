@@ -25,6 +25,7 @@ class Placed(Settings):
 """
 
 
+@pytest.mark.timeout(450)  # two minutes, and twice as long on a machine that does much else
 def test_everything_holds(run, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     finished = run("doctor", "--device", "cpu")
