@@ -225,10 +225,9 @@ class Elastic:
         self._have_come = False
         meet_again(self._job, self._catch_up)
         if self._job.is_first:
-            have_come = (
-                self._have_come and why == _DUE
-            )  # a loss is reported, even if others have joined since
-            tell("new workers have joined" if have_come else why, self._job, self._towers.step)
+            # A loss is reported, even if others have joined since.
+            why = "new workers have joined" if self._have_come and why == _DUE else why
+            tell(why, self._job, self._towers.step)
 
     @property
     def _place(self) -> _Place:

@@ -44,7 +44,9 @@ class Peers:
         self.ask: Callable[[], str | None] | None = None
         self.asked: dict[int, Message] = {}
         self.num_asked = Counter[int]()
-        self._error: Error | None = None  # the first that any worker has announced, this one included
+        # The kind and the sentence of the first error that any worker has announced, this one included. No
+        # exception is kept: its traceback would keep what the frames refer to, such as a process group.
+        self._error: tuple[str, str] | None = None
         self._loss_by_launchers: str | None = None
         self._gone: set[int] = set()
         self._announced: set[int] = set()  # workers that have announced an error
@@ -78,13 +80,14 @@ class Peers:
             self.asked[worker] = Message(*waits_for)
         else:
             kind, sentence = error
-            self._error = self._error or _KINDS[kind](sentence)
+            self._error = self._error or (kind, sentence)
             self._announced.add(worker)
 
     def error(self, worker: int | None = None) -> Error | None:
         """Return the error that a worker has announced; else a loss: of `worker`, or that launchers know."""
         if self._error is not None:
-            return self._error
+            kind, announced = self._error
+            return _KINDS[kind](announced)
         gone = f"worker {worker} is gone (its connections are closed)" if worker in self._gone else None
         sentence = gone or self._loss_by_launchers
         return None if sentence is None else LostWorkerError(sentence)
@@ -97,9 +100,9 @@ class Peers:
     def announce(self, error: Error) -> None:
         """Let all others raise this worker's error, too, before they lose this one."""
         if self._error is None:
-            self._error = error
+            self._error = (type(error).__name__, str(error))
             for worker in self._connections:
-                self._send(worker, error=(type(error).__name__, str(error)))
+                self._send(worker, error=self._error)
 
     def ask_for(self, worker: int, message: Message) -> None:
         """Let a worker know which of its messages this one waits for."""

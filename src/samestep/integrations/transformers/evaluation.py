@@ -124,11 +124,9 @@ class Rounds:
             "checksum of": checksums,
             f"?checksum of: {_DATA}": checksums,
         }
-        return (
-            same
-            if first
-            else {**same, "hash of the weights in": WeightHash.of_parameters(self._model).by_name()}
-        )
+        if first == 0:
+            same["hash of the weights in"] = WeightHash.of_parameters(self._model).by_name()
+        return same
 
     def _agree(self, same: Mapping[str, Any], **own: Any) -> list[Any]:
         self._is_over = True  # unless it returns
