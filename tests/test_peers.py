@@ -2,6 +2,8 @@
 
 import multiprocessing
 import socket
+import subprocess
+import sys
 import time
 import warnings
 
@@ -124,3 +126,40 @@ def test_a_forked_process_keeps_nobody_alive(pair):
     finally:
         child.kill()
         child.join()
+
+
+END = """
+import socket
+import subprocess
+import sys
+import sys
+
+from samestep.workers.peers import Peers
+
+peers = Peers({0: socket.socket(fileno=int(sys.argv[1]))})
+exec(sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        ("{}['key']", "its program raised KeyError: 'key'"),
+        ("raise KeyboardInterrupt", "its program raised KeyboardInterrupt"),
+        ("sys.exit(3)", "its program has ended"),
+        ("", "its program has ended"),
+        ("import os; os.fork() or sys.exit(); os.wait()", "its program has ended"),
+        ("peers.close()", "its connections are closed"),
+        ("import os; os._exit(0)", "its connections are closed"),
+    ],
+)
+def test_a_program_that_ends_says_how(program, why):
+    here, there = socket.socketpair()
+    with there:
+        command = [sys.executable, "-c", END, str(there.fileno()), program]
+        process = subprocess.Popen(command, pass_fds=[there.fileno()], stderr=subprocess.DEVNULL)
+    peers = Peers({1: here})
+    process.wait()
+    until(lambda: peers.look() or peers.error(1))
+    assert str(peers.error(1)) == f"worker 1 is gone ({why})"
+    assert (peers.error(), peers.cut()) == (None, {1})

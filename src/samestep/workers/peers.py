@@ -2,22 +2,26 @@
 
 The kernel closes it when a process ends, however it ends. gloo's own connections do not suffice: a worker
 whose message was in flight when the other end died is not woken, see `rx_` and `tx_` in
-https://github.com/pytorch/gloo/blob/main/gloo/transport/tcp/pair.cc. Two things are sent here, each as a line
-of JSON: once, the error that ended the exchange, so that all workers raise the same one; and which message a
-worker has waited for too long. Workers read them while they wait.
+https://github.com/pytorch/gloo/blob/main/gloo/transport/tcp/pair.cc. Three things are sent here, each as a
+line of JSON: once, the error that ended the exchange, so that all workers raise the same one; which message a
+worker has waited for too long; and at a process's end, how its program ended. Workers read them while they
+wait.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import socket
+import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import astuple
 from typing import Any
 
-from samestep.errors import DisagreementError, Error, LostWorkerError
+from samestep.errors import DisagreementError, Error, LostWorkerError, one_line
 from samestep.forks import close_in_child
 from samestep.workers.ledger import Message
 
@@ -49,11 +53,13 @@ class Peers:
         self._error: tuple[str, str] | None = None
         self._loss_by_launchers: str | None = None
         self._gone: set[int] = set()
+        self._ended: dict[int, str] = {}  # how programs have ended, where a worker could say so
         self._announced: set[int] = set()  # workers that have announced an error
         for connection in connections.values():
             connection.setblocking(False)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         close_in_child(self)
+        _open.add(self)
 
     def look(self) -> None:
         """Take in what has happened since."""
@@ -74,9 +80,13 @@ class Peers:
         if self.ask is not None and self._loss_by_launchers is None:
             self._loss_by_launchers = self.ask()
 
-    def _take(self, worker: int, *, error: Sequence[str] = (), waits_for: Sequence[Any] = ()) -> None:
+    def _take(
+        self, worker: int, *, error: Sequence[str] = (), waits_for: Sequence[Any] = (), ended: str = ""
+    ) -> None:
         """Take in one line from a worker."""
-        if waits_for:
+        if ended:
+            self._ended[worker] = ended
+        elif waits_for:
             self.asked[worker] = Message(*waits_for)
         else:
             kind, sentence = error
@@ -88,9 +98,10 @@ class Peers:
         if self._error is not None:
             kind, announced = self._error
             return _KINDS[kind](announced)
-        gone = f"worker {worker} is gone (its connections are closed)" if worker in self._gone else None
-        sentence = gone or self._loss_by_launchers
-        return None if sentence is None else LostWorkerError(sentence)
+        if worker is not None and worker in self._gone:
+            why = self._ended.get(worker, "its connections are closed")
+            return LostWorkerError(f"worker {worker} is gone ({why})")
+        return None if self._loss_by_launchers is None else LostWorkerError(self._loss_by_launchers)
 
     def cut(self) -> set[int]:
         """Return those whose connections have ended unannounced, as where they were killed."""
@@ -110,6 +121,11 @@ class Peers:
         if worker in self._connections:
             self._send(worker, waits_for=astuple(message))
 
+    def say_end(self, how: str) -> None:
+        """Let all others know how this worker's program has ended, before its connections close."""
+        for worker in self._connections:
+            self._send(worker, ended=how)
+
     def _send(self, worker: int, **line: Any) -> None:
         with suppress(OSError):
             self._connections[worker].send(json.dumps(line).encode() + b"\n")
@@ -118,3 +134,16 @@ class Peers:
         """Close all connections."""
         while self._connections:
             self._connections.popitem()[1].close()
+
+
+_open: weakref.WeakSet[Peers] = weakref.WeakSet()
+
+
+@atexit.register
+def _say_end() -> None:
+    # Python keeps an exception that nothing has caught under this name, and no exit status.
+    error = getattr(sys, "last_value", None)
+    what = "" if error is None else one_line(f"{type(error).__name__}: {error}")
+    how = f"its program raised {what.removesuffix(':')}" if what else "its program has ended"
+    for peers in _open:
+        peers.say_end(how)

@@ -339,7 +339,7 @@ class _Posted:
             self.waiter.leave_thread()
             raise self._first(waiting.error)
         if waiting.error is not None:
-            raise self._first(how_lost(waiting.error, waiting.worker)) from waiting.error
+            raise self._first(how_lost(waiting.error, waiting.worker), waiting.worker) from waiting.error
 
     @contextmanager
     def _naming(self, peer: int | None = None) -> Iterator[None]:
@@ -348,10 +348,10 @@ class _Posted:
         except RuntimeError as error:
             if not is_lost_connection(error):
                 raise
-            raise self._first(how_lost(error, peer)) from error
+            raise self._first(how_lost(error, peer), peer) from error
 
-    def _first(self, error: Error) -> Error:
-        return _at(self.what, self.waiter.first_error(error))
+    def _first(self, error: Error, worker: int | None = None) -> Error:
+        return _at(self.what, self.waiter.first_error(error, worker))
 
 
 def _at(what: str, error: Error) -> Error:

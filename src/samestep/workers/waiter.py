@@ -155,11 +155,16 @@ class Waiter:
             raise wait.error
         return found[0]
 
-    def first_error(self, error: Error) -> Error:
-        """Return the first error that any worker met, of which this may be a consequence; announce it."""
+    def first_error(self, error: Error, worker: int | None = None) -> Error:
+        """Return the first error that any worker met, of which this may be a consequence; announce it.
+
+        Args:
+            error: what this worker has met.
+            worker: the one that it waited for, which may have said how its program ended.
+        """
         time.sleep(_ANNOUNCED_WITHIN_S)
         self.peers.look()
-        error = self.peers.error() or error
+        error = self.peers.error(worker) or error
         self.peers.announce(error)
         return error
 
