@@ -72,6 +72,7 @@ class TrainingObjects:
         averaged = uncompiled(self.averaged_model)
         found = {
             "towers": self.towers,
+            "the model's settings": None if self.towers is None else ComparedSettings(self.towers),
             "loader": self.loader,
             AVERAGES: AverageCount(averaged) if isinstance(averaged, AveragedModel) else None,
             "rng": GlobalGenerators(self.device) if self.rng else None,
@@ -109,6 +110,21 @@ class Gathered:
     def state_dict(self) -> dict[str, Any]:
         """Return the plain optimizer's state, on worker 0."""
         return self.state
+
+
+@dataclass(frozen=True)
+class ComparedSettings:
+    """What the model is set to beside its tensors: loading sets nothing, but the next step compares."""
+
+    towers: Towers
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the settings of the last step; None before the first one."""
+        return {"settings": self.towers._settings_of_model()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Have the next step warn where the model is set to something else."""
+        self.towers._expect(state["settings"])
 
 
 @dataclass(frozen=True)

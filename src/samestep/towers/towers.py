@@ -40,6 +40,7 @@ from samestep.towers.run import StepRun
 from samestep.towers.slices import NumRows, in_steps
 from samestep.towers.tower import Tower
 from samestep.towers.whole_batch import Forward, WholeLoss, run_whole_batch
+from samestep.watching.model_settings import ModelSettings, Resumed, settings_of
 from samestep.workers.agreement import agree
 from samestep.workers.collectives import gather_objects
 from samestep.workers.job import Job
@@ -126,6 +127,7 @@ class Towers:
         self._run: StepRun | None = None
         self._placing = Placing(self.job)
         self._asked = shown(placement)
+        self._resumed: Resumed | None = None
         self._may_change_workers = False  # between a batch's making and its step
 
         def prepare() -> Mapping[str, Any]:
@@ -177,6 +179,17 @@ class Towers:
         """Check that all workers have the same weights, because no step may follow that would find it."""
         if self.job.world_size > 1:
             agree(self.job, {"hash of the weights in": self._replica.hashes()}, where=where)
+
+    def _settings_of_model(self) -> ModelSettings | None:
+        """Return the settings of the model in the last step, for a checkpoint; None before the first one."""
+        if self._resumed is not None:
+            return self._resumed.saved
+        return settings_of(self._root, self._replica.watch.modes.last()) if self._step else None
+
+    def _expect(self, settings: ModelSettings | None) -> None:
+        """Have the next step compare the model's settings with those of a checkpoint."""
+        at_load = settings_of(self._root, {})
+        self._resumed = None if settings is None else Resumed(settings, at_load)
 
     # Read only, as what a step computes would not follow another model, job or seed.
 
@@ -411,6 +424,9 @@ class Towers:
             del averages
             measured = result.noise()
             run.update_buffers()
+        if self._resumed is not None and self.job.is_first:
+            self._resumed.compare(self._root, run.watch.modes.last(), f"step {self._step}")
+        self._resumed = None
         if measured is not None:
             self.noise.measure(measured)
         self._run = None

@@ -55,6 +55,10 @@ class Modes:
                 number = next(n for n, each in enumerate(self._modules) if each is module)
                 self._fail(who, "ran", self._in_words(number, mode))
 
+    def last(self) -> dict[nn.Module, bool]:
+        """Return whether each layer was in training mode, as losses were handed in; empty where none was."""
+        return {} if self._noted is None else dict(zip(self._modules, self._noted, strict=True))
+
     def hash(self) -> int:
         """Return a 32-bit number of both, as losses were handed in; 0 where none was."""
         if self._noted is None:
