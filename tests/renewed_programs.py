@@ -115,7 +115,7 @@ def train_with_trainer(job, run_dir):
     trainer = samestep.Trainer(
         step,
         loader,
-        run_dir=run_dir,
+        run_dir=run_dir if job.is_first else run_dir / "of another worker",
         steps=STEPS,
         evaluate=samestep.Evaluation(data, measure, rows=8),
         terms=terms,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samestep.app.evaluation import line_of
@@ -42,6 +43,7 @@ class _Place:
         metrics: of the evaluation after it.
         leads: whether it has had worker 0's duties.
         elapsed_s: how long the run has lasted.
+        run_dir: its folder.
         trained: which parameters are.
     """
 
@@ -51,6 +53,7 @@ class _Place:
     metrics: Mapping[str, float] | None
     leads: bool
     elapsed_s: float
+    run_dir: Path
     trained: Trained
 
     @property
@@ -235,7 +238,8 @@ class Loop:
         step = self._step if self._has_state else -1
         elapsed_s = self._interruption.elapsed_s
         flags = trained(objects_of(self._trainer))
-        return _Place(step, self._num_done, self._report, self.metrics, self._leads, elapsed_s, flags)
+        done = (step, self._num_done, self._report, self.metrics, self._leads, elapsed_s)
+        return _Place(*done, self._lock.run_dir, flags)
 
     def _catch_up(self) -> None:
         """Agree with the others on how far all are; take the state of one that is further than this one."""
@@ -243,6 +247,7 @@ class Loop:
         places = gather_objects(self._job.transport, own, "how far the workers are")
         ahead = max(places, key=lambda place: place.order)
         behind = [worker for worker, place in enumerate(places) if place.order < ahead.order]
+        trainer.run_dir = self._lock.run_dir = ahead.run_dir
         trainer.step.towers._leave_behind()
         objects = objects_of(trainer)
         handed = send_state(objects, self._job, places.index(ahead), behind) if behind else None

@@ -27,6 +27,7 @@ from samestep.errors import ConfigError, shown
 from samestep.identity import digest
 from samestep.streams import GlobalStreams
 from samestep.towers.step import Step
+from samestep.workers.agreement import from_first_worker
 from samestep.workers.job import Job
 
 __all__ = ["Batches", "Trainer", "TrainingResult"]
@@ -72,7 +73,8 @@ class Trainer:
         step: takes one training step.
         loader: gives its batches: a `TowerLoader`, or anything with its `__iter__`, `state_dict` and
             `load_state_dict`.
-        run_dir: folder for checkpoints and metrics; a run that is already there is continued.
+        run_dir: folder for checkpoints and metrics; a run that is already there is continued. Worker 0's
+            counts, also for workers that join later, so its name may include the time.
         steps: steps to train for, including those of earlier runs in the same folder.
         evaluate: what to measure on the test examples.
         evaluate_every: steps between evaluations; there is always one at the end. 0 for that alone.
@@ -193,6 +195,8 @@ class Trainer:
         interruption = Interruption(
             self.job, max_seconds=self.max_seconds, checkpoint_minutes=self.checkpoint_minutes
         )
+        if not self.job.is_newcomer:  # else it is known once it joins
+            self.run_dir = from_first_worker(self.job, lambda: self.run_dir)
         with lasting_output(), RunLock(Path(self.run_dir), self.job) as lock:
             if not self.job.is_newcomer:  # which gets its state from another worker
                 open_run(self, lock)

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from samestep.errors import AbandonedError, DisagreementError, Error, LostWorkerError, who_has_what
+from samestep.errors import (
+    AbandonedError,
+    DisagreementError,
+    Error,
+    LostWorkerError,
+    one_line,
+    who_has_what,
+)
 from samestep.workers.collectives import broadcast, gather_objects, unbroken
 from samestep.workers.job import Job
 
@@ -121,6 +128,9 @@ def from_first_worker(job: Job, work: Callable[[], T], what: str = "what worker 
             result, error = work(), None
     except Error as raised:
         error = raised
+    except Exception as raised:
+        error = LostWorkerError(one_line(f"worker 0 failed ({type(raised).__name__}: {raised})"))
+        raise
     finally:
         with unbroken(job.transport, what):
             error, result = _sent(
