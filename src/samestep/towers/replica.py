@@ -119,7 +119,7 @@ class Replica:
         if self._has_changed() or not self.buffers.are_current:
             self.model.zero_grad()  # a parameter frozen since must not keep the last step's gradient
             self._look_at_model()
-        self._check_hooks(tells=self.job.is_first)
+        self._check_hooks(warns=self.job.is_first)
         if len(self._plans) > _MOST_PLANS:
             self._plans.clear()
         plain = Kind(kind.placement, division=kind.division)
