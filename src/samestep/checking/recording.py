@@ -61,9 +61,7 @@ class Turn:
     built: Mapping[Place, Held]  # what the model held when it was built; shared by all turns
     changed: Mapping[Place, Held] = field(default_factory=dict)  # what of it had changed before this turn
     weights: Mapping[str, str] = field(default_factory=dict)  # digests of the parameters before this turn
-    written: Mapping[str, str] = field(
-        default_factory=dict
-    )  # module of each parameter that the pass wrote to
+    written: Mapping[str, str] = field(default_factory=dict)  # modules of the parameters that it wrote to
     events: list[Event] = field(default_factory=list)  # in order
     settings: Mapping[str, str] = field(default_factory=dict)  # of the process at its end; {} if it failed
     num_compiled: int = 0  # how many graphs torch.compile made in this turn
