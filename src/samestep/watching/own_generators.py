@@ -65,16 +65,17 @@ class OwnGenerators:
         """Note the generators' states before a pass."""
         self._before = self._states()
 
-    def check(self, who: str = "a pass", until: str = "from tower to tower") -> None:
-        """Warn, once, of generators that a pass has drawn from."""
+    def check(self, who: str = "a pass", unit: str = "tower") -> None:
+        """Warn, once, of generators that `who` has drawn from, for one `unit` after the other."""
         triples = zip([*self._held, *self._reached], self._before, self._states(), strict=True)
         drawn = [name for (name, _), old, new in triples if new != old]
         if drawn:
             self._held, self._reached, self._before, self._has_warned = [], [], [], True
             warn(
-                f"{who} drew from {', '.join(drawn)}, a random generator of its own, which continues {until} "
-                "on a worker: draw from the global generators of torch, random or np.random, which are "
-                "seeded for each, or seed it for each"
+                f"{who} drew from {', '.join(drawn)}, a random generator of its own, which continues from "
+                f"{unit} to {unit} on a worker, so its numbers depend on the number of workers: draw from the "
+                f"global generators of torch, random or np.random, which are seeded for each {unit}, or seed "
+                f"your own generator for each {unit}"
             )
 
     def _states(self) -> list[str | None]:

@@ -73,9 +73,10 @@ class OwnNumbers:
             self._changed[place] = is_index
         if found:
             warn(
-                f"passes changed {', '.join(found[:_MOST_NAMES])}: a tower's pass starts from what the pass "
-                "before left there, so a loss that uses it depends on the number of workers; count steps "
-                "after average(), set it in each pass before reading it, or keep it in a buffer with a policy"
+                f"passes changed {', '.join(found[:_MOST_NAMES])}: a tower's pass starts from the value that "
+                "the previous pass on its worker left, so a loss that uses it depends on the number of "
+                "workers; count steps after average(), set the value in each pass before reading it, or keep "
+                "it in a buffer with a policy"
             )
 
     def settings(self) -> Mapping[str, str]:
