@@ -169,7 +169,7 @@ def _suspect(difference: Difference, kind: str = "") -> Place | None:
 
 
 def _is_taken_in(difference: Difference, place: Place) -> bool:
-    """Whether it belongs to the optimizer, is a generator, or is an input of the operator that differs."""
+    """Whether a place is the optimizer's, has a generator, or is an input of the operator that differs."""
     one, two = difference.expected, difference.found
     was, now = difference.held[place]
     if place.owner == OPTIMIZER or "random stream" in (held.kind for held in (was, now) if held is not None):

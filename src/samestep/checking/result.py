@@ -29,7 +29,7 @@ from samestep.workers.job import Job
 __all__ = ["NUM_STEPS", "WORKERS", "BuildResult", "CheckResult", "check", "examine"]
 
 BuildResult = tuple[nn.Module, LossFunction] | tuple[nn.Module, LossFunction, torch.optim.Optimizer]
-"""What `build` returns: a new model, its loss function and, by default plain SGD, its optimizer."""
+"""What `build` returns: a new model, its loss function and optionally its optimizer (default: plain SGD)."""
 
 NUM_STEPS = 3
 WORKERS = (2, 3)
@@ -112,7 +112,7 @@ def check(  # noqa: PLR0913 - what is run, and how, each with a default
         options: of `samestep.Towers`, such as `seed` and `statistics`.
 
     Returns:
-        The result. A difference raises no exception; `result.same` says whether there is none.
+        The result. A difference raises no exception; `result.same` is then False.
 
     Raises:
         ConfigError: an argument is out of range, `build` returns anything else or the same model again,

@@ -36,9 +36,8 @@ def run_stand_ins(work: Callable[[Job], Any], job: Job, num_workers: int) -> lis
     for member in team:
         member.start(work, job)
     try:
-        with (
-            TorchDispatchMode()
-        ):  # its exit restores torch's global flags, which modes in several threads mix up
+        # Its exit restores torch's global flags, which modes in several threads mix up.
+        with TorchDispatchMode():
             while running := [member for member in reversed(team) if member.is_running]:
                 next((member for member in running if member.is_ready()), running[0]).take_turn()
     finally:

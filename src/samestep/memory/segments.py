@@ -100,7 +100,7 @@ class Segments:
         self._num_loans += 1
         segment.used, segment.is_lent = self._num_loans, True
         part = segment.content[:num_bytes]
-        # The tensor's storage keeps this array object alive, so that the finalizer runs when that is freed.
+        # The tensor's storage keeps this array alive, so the finalizer runs when the storage is freed.
         weakref.finalize(part, segment.take_back).atexit = False
         return torch.from_numpy(part).view(dtype)
 

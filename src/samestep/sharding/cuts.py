@@ -2,7 +2,7 @@
 
 Parameters are cut in memory order, at multiples of 64 elements from their first: vector instructions of any
 width begin there, too, so an elementwise kernel computes each element as in the whole tensor. If workers
-compute the norms of their shares, cuts are also between the blocks of a norm.
+compute the norms of their shares, cuts lie between the blocks of a norm.
 """
 
 from __future__ import annotations

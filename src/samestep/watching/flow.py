@@ -175,7 +175,7 @@ class FlowWatch(TorchDispatchMode):
                     f"{depends}{self._name()} that continues from that tower's draws; {_INSTEAD_OF_DRAWN}"
                 )
             raise UsageError(f"{depends}: {_INSTEAD_OF_KEPT}")
-        if self._continued and not self._has_warned:  # the loss does not use the numbers, or by `.item()`
+        if self._continued and not self._has_warned:  # but no loss uses them, or only by `.item()`
             self._has_warned = True
             warn(
                 f"{who} drew from {_GENERATOR}{self._name()} that continues from another tower's draws, so "

@@ -73,9 +73,9 @@ class OwnGenerators:
             self._held, self._reached, self._before, self._has_warned = [], [], [], True
             warn(
                 f"{who} drew from {', '.join(drawn)}, a random generator of its own, which continues from "
-                f"{unit} to {unit} on a worker, so its numbers depend on the number of workers: draw from the "
-                f"global generators of torch, random or np.random, which are seeded for each {unit}, or seed "
-                f"your own generator for each {unit}"
+                f"{unit} to {unit} on a worker, so its numbers depend on the number of workers: draw from "
+                f"torch's, random's and np.random's global generators, which are seeded for each {unit}, or "
+                f"seed your own generator for each {unit}"
             )
 
     def _states(self) -> list[str | None]:

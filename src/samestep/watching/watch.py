@@ -206,7 +206,7 @@ class Watch:
             raise UsageError(
                 f"{who} wrote to {_names(parameters)}: all towers of a step must see the same parameters, "
                 "and with another number of workers, different towers would see the change; write to "
-                "parameters after average(), beside optimizer.step()"
+                "parameters after average(), as optimizer.step() does"
             )
         empty = [
             p for p, old in zip(self._places, self._tensors, strict=True) if p in changed and old is None
