@@ -1,4 +1,4 @@
-"""Cases of a test of which `make test` runs a few, and `make test-all` all."""
+"""Parametrized tests of which `make test` runs a few cases, and `make test-all` all of them."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ import pytest
 
 
 def mostly_long(cases: Iterable, num_short: int) -> list:
-    """Return what `parametrize` takes: the cases after the first few are marked `long`."""
+    """Return the cases for `parametrize`, with all but the first `num_short` marked `long`."""
     return [
         pytest.param(
             *(case if isinstance(case, tuple) else (case,)),

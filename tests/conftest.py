@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-# The same examples in every run, so that a failure is about the change at hand; no deadline, because
+# The same examples in every run, so that a new failure comes from a change. No deadline, because the
 # machines that run tests are busy.
 settings.register_profile("samestep", deadline=None, derandomize=True, database=None, max_examples=60)
 settings.load_profile("samestep")
@@ -17,14 +17,14 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="torch sees no GPU"))
-    # What all tests have imported is not looked through for garbage, and what they make less often.
+    # Speed: garbage collection skips what the tests have imported, and runs less often.
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
 
 
 @pytest.fixture(scope="session")
 def forkserver():
-    """Starts processes that have nothing of this one, without each importing all anew."""
+    """A context that starts clean processes quickly, as forks of one that has imported everything."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preloaded"])
     return context
@@ -32,7 +32,7 @@ def forkserver():
 
 @pytest.fixture
 def elsewhere(forkserver):
-    """Call a function in a process in which nothing has been called yet, and return what it returns."""
+    """Call a function in a new process, and return its result."""
 
     def call(function, *arguments):
         with ProcessPoolExecutor(1, forkserver) as pool:
@@ -42,8 +42,8 @@ def elsewhere(forkserver):
 
 
 @pytest.fixture
-def heeds_hangups():
-    """A suite that nohup has started ignores SIGHUP, and so would all that a test starts."""
+def default_sighup():
+    """Restore the default action of SIGHUP, which nohup sets to "ignore" and child processes inherit."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -51,5 +51,5 @@ def heeds_hangups():
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Compute with one thread, as workers do, whatever a test before this one has left."""
+    """Compute with one thread, as workers do, whatever the previous test has set."""
     torch.set_num_threads(1)

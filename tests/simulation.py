@@ -1,16 +1,16 @@
-"""Several workers in one process, on a transport whose every delay follows from one seed.
+"""Simulates several workers in one process, with a transport that takes every delay from one seed.
 
-Each worker runs in a thread of its own, but only one at a time: it passes the turn on where it waits for a
-message. Which worker goes on, when a message arrives, whether a sender has to wait for it, and which worker
-is killed or stops, and when, all come from the seed, so a seed that fails is a test case.
+Each worker is a thread, but only one runs at a time: it passes the turn on when it waits for a message. The
+seed decides which worker runs next, when a message arrives and whether its sender has to wait for that, so a
+seed that fails is a test case. Faults (see `Faults`) are given for events of a worker.
 
-Messages between two workers arrive in order, as over gloo. What differs there between calls (a message of
-another size or name than its receiver expects) is an `AssertionError` here. Memory that a message should fill
-holds garbage until then, and one that a sender still owns is read as late as possible; what lies in the
-transport's own memory, later still. Posting to a worker that is gone fails at once, or when the post is
-waited for, and whoever has met a loss can post no more. Whoever waits for `TIMEOUT` without an answer hangs
-up.
-What a process has for itself, its generators, is put away and back where the turn goes to another worker.
+Messages between two workers arrive in order, as over gloo. A message that differs in size or name from what
+its receiver expects is an `AssertionError`, which no worker can catch. A tensor to be filled holds garbage
+until its message arrives. A sender's tensor is read as late as possible; memory from `empty`, even after its
+sender's wait has returned. Posting to a worker that is gone fails at once, or at the wait. After a loss, a
+worker can post nothing more, and a wait of `TIMEOUT` without an answer closes all its connections.
+
+The random generators of the process are saved and restored whenever the turn goes to another worker.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from samestep.streams import GlobalStreams
 
 CPU = torch.device("cpu")
 GARBAGE = 0xFF  # NaN in floating-point numbers, −1 in integers
-TIMEOUT = 10_000  # how long a wait may take, by the world's clock; a message takes up to 50
-_LONGEST_S = 60  # how long a worker may run, by ours, until it waits
+TIMEOUT = 10_000  # of a wait, by the simulated clock; a message takes up to 50
+_LONGEST_S = 60  # real time for which a worker may run until it waits
 
 
 class Killed(BaseException):
-    """Ends a simulated worker as SIGKILL would: what it has not sent is never sent."""
+    """Ends a simulated worker as SIGKILL would: it sends nothing more."""
 
 
 @dataclass
@@ -58,9 +58,9 @@ class Outcome:
 
 @dataclass
 class Faults:
-    """By rank: at which of its events (a post or a wait, counted from 1) a worker is killed, or stops.
+    """By rank, the event (a post or a wait, counted from 1) at which a worker is killed, stopped or stalled.
 
-    One that is stalled goes on after some time: (event, time).
+    A stalled worker continues after some time: (event, time).
     """
 
     killed: Mapping[int, int] = field(default_factory=dict)
@@ -76,7 +76,7 @@ def simulate(
 
 
 def values(work: Callable[[Job], Any], world_size: int, seed: int = 0) -> list[Any]:
-    """Return what each worker of a job returned; none may have failed."""
+    """Return each worker's result, or raise the first error."""
     outcomes = simulate(work, world_size, seed)
     for outcome in outcomes:
         if outcome.error is not None:
@@ -85,14 +85,14 @@ def values(work: Callable[[Job], Any], world_size: int, seed: int = 0) -> list[A
 
 
 def let_go(error: BaseException | None) -> None:
-    """End the generators in an exception's frames now, as they put back what is global to a process."""
+    """End the generators in an exception's frames now: they restore global state of the process."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__
 
 
 def locked() -> threading.Lock:
-    """Return a lock that somebody else has to release: cheaper than a semaphore."""
+    """Return an acquired lock, for another thread to release: cheaper than a semaphore."""
     lock = threading.Lock()
     lock.acquire()
     return lock
@@ -103,7 +103,7 @@ def locked() -> threading.Lock:
 
 @dataclass
 class Message:
-    """What one post sends to one worker."""
+    """A post's message to one worker."""
 
     tensors: list[Tensor]  # as bytes
     kind: str
@@ -113,7 +113,7 @@ class Message:
 
 @dataclass
 class Receive:
-    """What one post expects from one worker."""
+    """A post's expected message from one worker."""
 
     tensors: list[Tensor]  # as bytes
     kind: str
@@ -121,7 +121,7 @@ class Receive:
 
 
 def as_bytes(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return views of those that are not empty."""
+    """Return views, as bytes, of the tensors that are not empty."""
     return [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
 
 
@@ -133,10 +133,10 @@ class World:
     """All workers, the messages between them, and the clock.
 
     Args:
-        draws: whether workers draw from the global generators, which then are put away and back.
+        draws: whether workers draw from the global generators, which then are saved and restored.
 
     Attributes:
-        events: what happened, in order: which worker posted or waited, for what, and when; or its fault.
+        events: what happened, in order: (worker, "post", "wait" or a fault, name of the message, time).
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class World:
         self.newest: dict[tuple[int, int], int] = defaultdict(int)
         self.defect: AssertionError | None = None
         self.is_over = False
-        self.gone: set[int] = set()  # those who have ended or hung up
+        self.gone: set[int] = set()  # workers that have ended or timed out
         self.draws = draws
         self.chosen: Worker | None = None
         self.nobody_is_left = locked()
@@ -162,7 +162,7 @@ class World:
         for worker in self.workers:
             worker.streams = outside
             worker.start(work)
-        with TorchDispatchMode():  # its end puts back flags of torch's that modes in threads leave mixed up
+        with TorchDispatchMode():  # restores torch's flags, which modes in several threads mix up
             self.choose()
             self.pass_on()
             self.watch()
@@ -179,7 +179,7 @@ class World:
         return GlobalStreams.capture(CPU) if self.draws else None
 
     def choose(self) -> None:
-        """Choose the worker whose turn is next: `chosen`, None where nothing can go on."""
+        """Set `chosen` to the worker that runs next, or to None if none can."""
         self.chosen = None
         try:
             while self.chosen is None:
@@ -189,7 +189,7 @@ class World:
                     self.chosen = self.random.choice(ready)
                 elif not self.let_time_pass():
                     return
-        except AssertionError as defect:  # no worker may take it for an error of its own
+        except AssertionError as defect:  # no worker may catch it
             self.defect = defect
 
     def pass_on(self) -> None:
@@ -197,14 +197,14 @@ class World:
         (self.nobody_is_left if self.chosen is None else self.chosen.turn).release()
 
     def watch(self) -> None:
-        """Wait until nothing can go on."""
+        """Wait until no worker can run."""
         num_events = -1
         while not self.nobody_is_left.acquire(timeout=_LONGEST_S):
             assert len(self.events) > num_events, f"worker {self.chosen.number} hangs outside waits"
             num_events = len(self.events)
 
     def send(self, source: int, target: int, tensors: Sequence[Tensor], kind: str) -> Message:
-        # In order between two workers, as late as chance has it; sometimes the sender may go on at once.
+        # Messages between two workers keep their order. The delay is random; so is whether the sender waits.
         pair = (source, target)
         self.newest[pair] = max(self.newest[pair], self.time) + self.random.choice((0, 1, 5, 50))
         is_buffered = self.random.random() < 0.5
@@ -217,7 +217,7 @@ class World:
         return message
 
     def deliver(self) -> None:
-        """Let arrive what is due and expected."""
+        """Deliver the messages that are due and expected."""
         for pair, messages in self.sent.items():
             expected = self.expected[pair]
             while messages and expected and messages[0].arrives <= self.time:
@@ -231,7 +231,7 @@ class World:
                 message.has_arrived = receive.has_arrived = True
 
     def let_time_pass(self) -> bool:
-        """Move the clock to the next message that somebody expects, or the end of somebody's patience."""
+        """Move the clock to the next expected message or timeout; return False if there is none."""
         times: list[float] = [m[0].arrives for pair, m in self.sent.items() if m and self.expected[pair]]
         times += [worker.deadline for worker in self.workers if worker.is_running]
         times += self.more_times()
@@ -242,14 +242,14 @@ class World:
         return True
 
     def more_times(self) -> list[int]:
-        """Return when else something happens."""
+        """Return the times of other events, in subclasses."""
         return []
 
     def note_fault(self, rank: int, kind: str) -> None:
         self.events.append((rank, kind, "", self.time))
 
     def end(self, rank: int, *, is_killed: bool) -> None:
-        """Let a worker that is gone take nothing more; if killed, drop what it has not delivered."""
+        """Drop all messages to a worker that is gone and, if it was killed, those from it."""
         self.gone.add(rank)
         for pair, receives in self.expected.items():
             if pair[1] == rank:
@@ -272,13 +272,13 @@ class Worker:
         self.streams: GlobalStreams | None = None
         self.is_running = True
         self.is_closed = False
-        self.loss: str | None = None  # the first that this worker has met, after which it can post no more
+        self.loss: str | None = None  # the first loss that this worker noticed: it can then post no more
         self.num_events = 0
-        self.calls: dict[tuple[int, bool], Callable[[], None]] = {}  # at (event, whether after it)
+        self.calls: dict[tuple[int, bool], Callable[[], None]] = {}  # by event, and whether to call after it
         self.condition: Callable[[], bool] = lambda: True
         self.deadline = math.inf
         self.turn = locked()
-        self.lent: dict[int, None] = {}  # addresses of memory to send from
+        self.lent: dict[int, None] = {}  # addresses of memory from `empty`
 
     @property
     def world_size(self) -> int:
@@ -306,7 +306,7 @@ class Worker:
         return self.is_running and (self.world.time >= self.deadline or self.condition())
 
     def _take_over(self) -> None:
-        """Wait for the turn, and take up the generators as this worker left them."""
+        """Wait for the turn, and restore the generators as this worker left them."""
         self.turn.acquire()
         if self.world.is_over:
             raise Killed
@@ -314,7 +314,7 @@ class Worker:
             self.streams.restore()
 
     def wait_until(self, condition: Callable[[], bool], longest: float) -> None:
-        """Pass the turn on until the condition holds, or the time is over."""
+        """Pass the turn on until the condition holds or `longest` has passed."""
         self.condition, self.deadline = condition, self.world.time + longest
         self.world.choose()
         if self.world.chosen is not self:
@@ -324,7 +324,7 @@ class Worker:
         self.condition, self.deadline = lambda: True, math.inf
 
     def release(self) -> None:
-        """End a thread that waits for a turn that never comes."""
+        """End a thread that still waits for its turn."""
         if self.thread.is_alive():
             self.turn.release()
             self.thread.join(_LONGEST_S)
@@ -332,7 +332,7 @@ class Worker:
     def note_event(self, kind: str, what: str) -> None:
         self.num_events += 1
         self.world.events.append((self.number, kind, what, self.world.time))
-        # From then on: what runs while the exception passes sends nothing either.
+        # Also at later events, so that exception handlers send nothing.
         faults = self.world.faults
         if self.world.is_over:
             raise Killed
@@ -349,19 +349,19 @@ class Worker:
         self.call(is_after=False)
 
     def call(self, *, is_after: bool) -> None:
-        """Call what is to be called at this event."""
+        """Call the function, if any, that is planted at this event."""
         self.calls.get((self.num_events, is_after), lambda: None)()
 
     def lost_sources(self, peers: Iterable[int]) -> list[int]:
-        """Return those of whom nothing can arrive any more."""
+        """Return the peers from which nothing more can arrive."""
         return [peer for peer in self.lost_targets(peers) if not self.world.sent[peer, self.number]]
 
     def lost_targets(self, peers: Iterable[int]) -> list[int]:
-        """Return those who will take nothing any more; whoever has hung up has nobody."""
+        """Return the peers that receive nothing more: all of them, if this worker has timed out."""
         return [peer for peer in peers if self.is_gone(peer)] if self.world.gone else []
 
     def is_gone(self, peer: int) -> bool:
-        """Say whether another worker, or this one, has ended or hung up."""
+        """Say whether another worker, or this one, has ended or timed out."""
         return peer in self.world.gone or self.number in self.world.gone
 
     def rank_of(self, number: int) -> int:
@@ -369,13 +369,14 @@ class Worker:
         return number
 
     def number_of(self, rank: int) -> int:
-        """Return the number of a worker, by which the world knows it."""
+        """Return the number of a worker, which identifies it in the world."""
         return rank
 
     def lost_worker(self, what: str, lost: Sequence[int]) -> LostWorkerError:
-        """Close the connection to those who are lost, and return the error.
+        """Close the connections to lost workers, and return the error.
 
-        After a timeout gloo closes all connections (`UnboundBuffer::waitRecv` signals all pairs).
+        Without lost workers this is a timeout, after which gloo closes all connections
+        (`UnboundBuffer::waitRecv` signals all pairs).
         """
         for peer in lost:
             self.world.sent[peer, self.number].clear()
@@ -387,10 +388,10 @@ class Worker:
         self.loss = self.loss or f"{who} {how} at {self.world.time}"
         return LostWorkerError(f"{what}: {self.loss}")
 
-    # ---- what `Transport` asks for ---------------------------------------------------------------------
+    # ---- the methods of `Transport` --------------------------------------------------------------------
 
     def empty(self, size: int, like: Tensor) -> Tensor:
-        """Return memory that is read as late as possible, also when its sender has gone on."""
+        """Return memory that is read as late as possible, even after its sender's wait has returned."""
         memory = np.full(size * like.dtype.itemsize, GARBAGE, dtype=np.uint8)
         found = torch.from_numpy(memory)
         self.lent[address(found)] = None
@@ -419,7 +420,7 @@ class Worker:
         return Posted(self, what, received, sent)
 
     def accuse(self, peers: Sequence[int]) -> None:
-        """Note of whom nothing came in time."""
+        """Note the workers that sent nothing in time, in subclasses."""
 
     def give_up(self, what: str) -> None:
         if self.world_size > 1:
@@ -431,7 +432,7 @@ class Worker:
 
 @dataclass
 class Posted:
-    """Messages on their way."""
+    """Messages that were posted, until `wait`."""
 
     worker: Worker
     what: str

@@ -21,7 +21,7 @@ def take_step(towers):
 
 def test_hooks_are_found_whatever_was_there_before():
     model = nn.Linear(3, 2)
-    look = partial(HookCheck(["weight", "bias"], list(model.parameters())), tells=True)
+    look = partial(HookCheck(["weight", "bias"], list(model.parameters())), warns=True)
     look()
     for _ in range(2):
         hook = model.bias.register_post_accumulate_grad_hook(lambda _: None)

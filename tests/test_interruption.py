@@ -17,7 +17,7 @@ HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @pytest.fixture(autouse=True)
-def handlers(heeds_hangups):
+def handlers(default_sighup):
     before = {number: signal.getsignal(number) for number in HANDLED}
     yield before
     for number, handler in before.items():

@@ -1,4 +1,4 @@
-"""Ordinary programs, as users of PyTorch write them: the same bits on 1, 2 and 3 simulated workers."""
+"""Ordinary PyTorch programs: the same bits on 1, 2 and 3 simulated workers."""
 
 import pytest
 import torch
@@ -117,7 +117,7 @@ class Adapter(nn.Module):
 
 
 @program
-def adapters_put_in_after_pretraining(job):
+def adapters_inserted_after_pretraining(job):
     model = classifier()
     towers = Towers(model, 5, job=job)
     step = Step(towers, loss_of, torch.optim.SGD(model.parameters(), 0.1))
@@ -133,7 +133,7 @@ def adapters_put_in_after_pretraining(job):
 
 
 @program
-def a_parameter_removed_and_put_back(job):
+def a_parameter_removed_and_added_again(job):
     model = classifier()
     towers = Towers(model, 5, job=job)
     for step in range(3):
@@ -147,7 +147,7 @@ def a_parameter_removed_and_put_back(job):
 
 
 @program
-def another_memory_format_on_the_way(job):
+def memory_format_changed_between_steps(job):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
     towers = Towers(model, 5, job=job)
@@ -177,7 +177,7 @@ def evaluation_between_steps(job):
 
 
 @program
-def half_precision_weights_on_the_way(job):
+def weights_cast_to_bfloat16_between_steps(job):
     model = classifier()
     towers = Towers(model, 5, job=job)
     for step in range(4):
@@ -210,13 +210,13 @@ def compiled_in_place(backend):
     return model, lambda x: model(x).square().mean()
 
 
-def compiled_apart(backend):
+def compiled_copy(backend):
     model = Affine()
     compiled = torch.compile(model, backend=backend, dynamic=False)
     return model, lambda x: compiled(x).square().mean()
 
 
-def compiled_beside(backend):
+def compiled_second_model(backend):
     compiled = torch.compile(Affine(), backend=backend, dynamic=False)
     model = Affine()
     return model, lambda x: (model(x) - compiled(x).detach()).square().mean()
@@ -227,9 +227,9 @@ def compiled_loss(backend):
     return model, torch.compile(lambda x: model(x).square().mean(), backend=backend, dynamic=False)
 
 
-@pytest.mark.parametrize("build", [compiled_in_place, compiled_apart, compiled_beside, compiled_loss])
-def test_what_is_compiled_is_compiled_once(build):
-    """Not again for steps in which the watch would have a hook."""
+@pytest.mark.parametrize("build", [compiled_in_place, compiled_copy, compiled_second_model, compiled_loss])
+def test_compiled_code_is_compiled_once(build):
+    """The watch's global hook must not cause another compilation in the steps that have it."""
     torch._dynamo.reset()
     graphs = []
 

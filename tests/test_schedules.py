@@ -1,7 +1,7 @@
 """Random runs on random placements under random schedules: the bits are those of one worker.
 
-A failure names its seeds: `check(problem, [schedule])` takes the same steps again. Runs to which things
-happen are those of `tests/schedules.py`; a failure names the command that repeats it.
+A failure names its seeds, and `check(problem, [schedule])` repeats it. Runs with faults come from
+`tests/schedules.py`; their failures name the command that repeats them.
 """
 
 import random
@@ -24,11 +24,11 @@ from . import schedules
 from .cases import mostly_long
 from .simulation import Worker, values
 
-BIG = 140_000  # as many float32 numbers are sent in shards for W > 1
+BIG = 140_000  # float32 numbers: enough to be sent in shards for W > 1
 
 
 class Mixed(nn.Module):
-    """What makes trouble: norms, dropout, sparse, big, half-precision and rarely used parameters."""
+    """All that is hard: norms, dropout, sparse, big, half-precision and rarely used parameters."""
 
     def __init__(self, has_norm, has_big):
         super().__init__()
@@ -49,7 +49,7 @@ class Mixed(nn.Module):
         hidden = self.dropout(self.norm(self.first(hidden))).tanh()
         if batch["x"][0, 0] > 0.5:
             hidden = hidden + self.sometimes(hidden)
-        # Nobody expects its gradient to be sparse.
+        # A sparse gradient here is an error, because the table is not listed as sparse.
         hidden = hidden + F.embedding(batch["ids"][:, 0], self.table, sparse=self.fails_in == "backward")
         if self.big is not None:
             hidden = hidden + (self.big * hidden.mean()).mean()
@@ -57,7 +57,7 @@ class Mixed(nn.Module):
 
 
 class Problem:
-    """A run of a few steps, but for its placements, all from one seed."""
+    """A run of a few steps, except its placements, from one seed."""
 
     def __init__(self, seed):
         self.random = random.Random(seed)
@@ -151,7 +151,7 @@ FAILURES = {
 
 
 def fail_first(job, towers, kind, batch, chance):
-    """Try the step with a failure planted on one worker: all raise, and the step can be taken afterwards."""
+    """Try the step with a failure planted on one worker: all raise, and the step can be repeated."""
     failing_worker, fails_in = chance.randrange(job.world_size), chance.choice(FAILURES[kind])
     if job.rank == failing_worker:
         towers.model.fails_in = fails_in
@@ -165,7 +165,7 @@ def fail_first(job, towers, kind, batch, chance):
 
 
 def train(job, problem, schedule=0, *, fails=False):
-    """Take all steps; return what may not depend on the job, nor on failures."""
+    """Take all steps; return what must not depend on the job or on failures."""
     chance = random.Random(schedule)
     model = problem.model()
     towers = Towers(model, problem.num_towers, job=job, **problem.settings)
@@ -207,49 +207,49 @@ def test_a_step_that_failed_on_one_worker_can_be_taken_again(problem):
     check(problem, range(2 * problem, 2 * problem + 2), fails=True)
 
 
-# ---- runs to which things happen ---------------------------------------------------------------------
+# ---- runs with faults --------------------------------------------------------------------------------
 
 
 hundred_from = cache(lambda first: schedules.run(range(first, first + 100)))
 
 
 @pytest.mark.parametrize("first", mostly_long(range(0, 2000, 100), 2))
-def test_whatever_happens_the_bits_or_the_error_are_right(first):
+def test_under_any_faults_the_bits_or_the_error_are_right(first):
     seen, failed = hundred_from(first)
     assert failed == []
     assert seen["schedules"] == 100
 
 
 @pytest.mark.parametrize("first", mostly_long(range(0, 200, 20), 1))
-def test_whatever_happens_with_a_model_the_bits_or_the_error_are_right(first):
+def test_under_any_faults_with_a_model_the_bits_or_the_error_are_right(first):
     assert schedules.run(range(first, first + 20), with_model=True)[1] == []
 
 
 FOUND = {
-    "a worker that was lost while an error was told": (34570, 37605, 67244, 72462, 74801, 83911, 102345),
-    "an interrupt while an error is told": (77013, 98230),
-    "an interrupt that became the reason": (11161, 67796, 96491),
+    "a worker lost while an error was sent": (34570, 37605, 67244, 72462, 74801, 83911, 102345),
+    "an interrupt while an error was sent": (77013, 98230),
+    "an interrupt that became the reported error": (11161, 67796, 96491),
 }
 
 
 @pytest.mark.parametrize("what", FOUND)
-def test_what_long_runs_have_found(what):
+def test_failures_that_long_runs_have_found(what):
     assert schedules.run(FOUND[what])[1] == []
 
 
-def test_what_long_runs_with_a_model_have_found():
-    """Who waited while it told an error took the other workers' nets for ones that it ran itself."""
+def test_failures_that_long_runs_with_a_model_have_found():
+    """A worker that waited while it sent an error recorded other workers' nets as its own."""
     assert schedules.run((200175, 200516, 201427), with_model=True)[1] == []
 
 
-def test_everything_happens_in_some_schedule():
+def test_every_fault_and_ending_occurs_in_some_schedule():
     seen, _ = hundred_from(0)
     errors = ("AbandonedError", "DisagreementError", "KeyboardInterrupt", "Killed", "LostWorkerError")
     assert all(seen[f"workers ended: {error}"] for error in (*errors, "without an error"))
     assert all(seen[f"workers {fault}"] for fault in ("killed", "stopped", "stalled"))
 
 
-def test_a_seed_is_a_schedule():
+def test_the_same_seed_gives_the_same_schedule():
     def events(seed):
         trials = []
         with mock.patch.object(schedules, "judge", trials.append):
@@ -264,12 +264,12 @@ def own_flags(exchange):
 
 
 DEFECTS = {
-    "flags of others are not heard": (Exchange, "flags", property(own_flags)),
-    "who fails tells nobody": (Exchange, "fail", lambda self, error: throw(error)),
-    "nobody looks at how others ended": (Exchange, "_wait_for_last", lambda self: self._buckets[-1].wait()),
+    "other workers' flags are ignored": (Exchange, "flags", property(own_flags)),
+    "a failing worker sends no error": (Exchange, "fail", lambda self, error: throw(error)),
+    "the last statuses are not checked": (Exchange, "_wait_for_last", lambda self: self._buckets[-1].wait()),
     "headers are not compared": (Exchange, "_check", lambda self, headers: None),
-    "nothing is waited for": (SharedBucket, "wait", lambda self: None),
-    "who was interrupted among messages posts others": (Worker, "give_up", lambda self, what: None),
+    "nothing waits for messages": (SharedBucket, "wait", lambda self: None),
+    "a worker posts after an interrupt between messages": (Worker, "give_up", lambda self, what: None),
 }
 
 
@@ -283,7 +283,7 @@ def test_the_judge_finds_a_defect(defect):
         assert any(schedules.run([seed])[1] for seed in range(300))
 
 
-# ---- more --------------------------------------------------------------------------------------------
+# ---- many more ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

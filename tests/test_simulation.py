@@ -1,4 +1,4 @@
-"""The simulator itself: it repeats, it mixes, it is as harsh as a network, and it keeps workers apart."""
+"""The simulator itself: deterministic, any order of workers, as harsh as a network, workers isolated."""
 
 import random
 
@@ -15,7 +15,7 @@ SEEDS = range(12)
 
 
 def talk(job):
-    """Gather and wait for each other a few times."""
+    """Gather objects and wait at barriers a few times."""
     for number in range(3):
         job.barrier(f"barrier {number}")
         gather_objects(job.transport, "x" * job.rank, f"objects {number}")
@@ -38,13 +38,13 @@ def one_way(job, send, receive):
 # ---- schedules ---------------------------------------------------------------------------------------
 
 
-def test_a_seed_is_a_schedule():
+def test_each_seed_gives_a_schedule_of_its_own():
     schedules = [events_of(seed) for seed in SEEDS]
     assert [events_of(seed) for seed in SEEDS] == schedules
     assert len({tuple(events) for events in schedules}) == len(SEEDS)
 
 
-def test_each_event_is_noted_with_its_worker():
+def test_events_are_recorded_with_worker_and_time():
     events = events_of(0)
     posts = [(rank, what) for rank, kind, what, _ in events if kind == "post"]
     assert [what for rank, what in posts if rank == 1] == [
@@ -69,7 +69,7 @@ def test_one_worker_runs_at_a_time():
         for _ in range(5):
             assert not running
             running.add(job.rank)
-            sum(range(10_000))  # long enough for another thread to come in between
+            sum(range(10_000))  # long enough for another thread to interfere
             running.remove(job.rank)
             job.barrier("barrier")
 
@@ -91,7 +91,7 @@ def test_one_worker_runs_at_a_time():
     ],
 )
 @pytest.mark.parametrize("seed", range(4))
-def test_a_message_of_another_call_is_no_error_that_a_worker_could_catch(seed, sent, expected, what):
+def test_no_worker_can_catch_a_mismatch_of_messages(seed, sent, expected, what):
     def work(job):
         post = job.transport.post
         try:
@@ -106,7 +106,7 @@ def test_a_message_of_another_call_is_no_error_that_a_worker_could_catch(seed, s
         simulate(work, 2, seed)
 
 
-def test_a_message_is_garbage_until_it_has_arrived():
+def test_a_tensor_holds_garbage_until_its_message_has_arrived():
     def receive(post):
         tensor = torch.ones(3)
         pending = post([tensor])
@@ -123,7 +123,7 @@ def test_a_message_is_garbage_until_it_has_arrived():
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_sender_that_does_not_wait_before_it_writes_is_found_by_some_seed(waits):
+def test_some_seed_finds_a_sender_that_writes_before_it_waits(waits):
     def receive(post):
         tensor = torch.empty(3)
         post([tensor]).wait()
@@ -167,7 +167,7 @@ def test_a_lost_worker_ends_the_others(fault, event):
         first, lost, last = simulate(talk, 3, seed, Faults(**{fault: {1: event}}))
         assert isinstance(lost.error, Killed)
         for outcome in (first, last):
-            # Event 18 is the wait for what comes last: the others may have all that they need.
+            # Event 18 is the last wait: the others may already have all that they need.
             assert isinstance(outcome.error, LostWorkerError) or (event == 18 and outcome.error is None)
             assert fault == "stopped" or outcome.error is None or " is gone at " in outcome.text
 
@@ -185,7 +185,7 @@ def test_posting_to_a_worker_that_is_gone_fails_at_once_or_later():
     assert kinds == {("post",), ("post", "wait")}
 
 
-def test_a_killed_worker_does_nothing_more():
+def test_a_killed_worker_sends_nothing_more():
     def work(job):
         try:
             job.barrier("barrier")
@@ -199,7 +199,7 @@ def test_a_killed_worker_does_nothing_more():
         assert not world.sent[0, 1]
 
 
-def test_a_wait_that_nobody_ends_is_a_silent_worker():
+def test_a_wait_without_an_answer_reports_a_silent_worker():
     def work(job):
         tensor = torch.empty(1)
         job.transport.post({}, {1 - job.rank: [tensor]}, "greeting").wait()
@@ -207,10 +207,10 @@ def test_a_wait_that_nobody_ends_is_a_silent_worker():
     for seed in SEEDS:
         texts = sorted(outcome.text for outcome in simulate(work, 2, seed))
         assert texts[0].startswith("LostWorkerError: greeting: another worker did not answer")
-        assert texts[1].startswith("LostWorkerError: greeting: ")  # the first to give up is gone
+        assert texts[1].startswith("LostWorkerError: greeting: ")  # the first to time out is gone
 
 
-# ---- workers apart -----------------------------------------------------------------------------------
+# ---- isolation of workers ----------------------------------------------------------------------------
 
 
 def draw(job, seed):
@@ -231,7 +231,7 @@ def test_each_worker_has_generators_of_its_own():
         assert values(lambda job: draw(job, job.rank), 3, seed) == alone
 
 
-def test_generators_outside_go_on_where_they_were():
+def test_generators_outside_continue_where_they_were():
     torch.manual_seed(5)
     expected = torch.rand(2).tolist()
     torch.manual_seed(5)

@@ -4,10 +4,10 @@
     ├── ConfigError          an argument or setting has a wrong value        (also a ValueError)
     ├── UsageError           a method was called in a wrong way or order     (also a RuntimeError)
     ├── AbandonedError       another worker abandoned the step               (also a RuntimeError)
-    ├── BatchError           a batch that has no rows, or counts nothing, …  (also a ValueError)
-    ├── BufferPolicyError    a buffer changed that has no policy             (also a RuntimeError)
+    ├── BatchError           a batch has no rows, or counts nothing, …       (also a ValueError)
+    ├── BufferPolicyError    a buffer without a policy changed               (also a RuntimeError)
     ├── DataError            a file does not hold what it should             (also a ValueError)
-    │   └── DamagedError     a checkpoint is not what was written
+    │   └── DamagedError     a checkpoint differs from what was written
     ├── MissingFileError     a file or folder does not exist                 (also a FileNotFoundError)
     ├── StorageError         a file cannot be written or read                (also an OSError)
     ├── LockedError          another process trains in the run folder        (also a RuntimeError)
@@ -16,7 +16,7 @@
     ├── LoaderError          a loader process was killed, or hangs           (also a RuntimeError)
     └── NonFiniteError       a loss or gradient is NaN or infinite           (also an ArithmeticError)
 
-`exit_status` is what the command line exits with: 2 where the input is wrong, 1 where the run failed.
+`exit_status` is the exit status of the command line: 2 if the input is wrong, 1 if the run failed.
 """
 
 from __future__ import annotations
@@ -64,25 +64,25 @@ class ConfigError(Error, ValueError):
 
 
 class UsageError(Error, RuntimeError):
-    """A method was called in a wrong way, or in a wrong order."""
+    """A method was called in a wrong way or order."""
 
     exit_status = 1
 
 
 class AbandonedError(Error, RuntimeError):
-    """Another worker abandoned the step, so nobody takes it; see `Towers.abandon`."""
+    """Another worker abandoned the step, so no worker takes it; see `Towers.abandon`."""
 
     exit_status = 1
 
 
 class BatchError(Error, ValueError):
-    """A batch that cannot be cut into towers, or in which nothing counts."""
+    """A batch cannot be cut into towers, or nothing in it counts."""
 
     exit_status = 1
 
 
 class BufferPolicyError(Error, RuntimeError):
-    """A buffer of the model changed during a pass, and has no policy; see `Towers(buffers=...)`."""
+    """A buffer without a policy changed during a pass; see `Towers(buffers=...)`."""
 
     exit_status = 1
 
@@ -92,7 +92,7 @@ class DataError(Error, ValueError):
 
 
 class DamagedError(DataError):
-    """A checkpoint is not what was written: an earlier one may be whole."""
+    """A checkpoint differs from what was written. An earlier checkpoint may be intact."""
 
 
 class MissingFileError(Error, FileNotFoundError):
@@ -119,13 +119,13 @@ class DisagreementError(Error, RuntimeError):
 
 
 class LostWorkerError(Error, RuntimeError):
-    """A worker of the job exited, was interrupted among messages, or did not answer within the timeout."""
+    """A worker exited, was interrupted in the middle of a message, or did not answer within the timeout."""
 
     exit_status = 1
 
 
 class LoaderError(Error, RuntimeError):
-    """A process in which a loader reads was killed, or has not answered within the timeout."""
+    """A loader process was killed, or did not answer within the timeout."""
 
     exit_status = 1
 
@@ -137,7 +137,7 @@ class NonFiniteError(Error, ArithmeticError):
 
 
 def one_line(text: str, max_chars: int = 200) -> str:
-    r"""Return text from an unknown source for a message: one short line, without control characters.
+    r"""Return untrusted text as one short line without control characters, for a message.
 
     Example:
         >>> print(one_line("two\n  lines, \x1b[2J"))
@@ -148,12 +148,12 @@ def one_line(text: str, max_chars: int = 200) -> str:
 
 
 def shown(value: object, max_chars: int = 80) -> str:
-    """Return a value from an unknown source for a message: its `repr`, on one short line."""
+    """Return the `repr` of an untrusted value as one short line, for a message."""
     return one_line(repr(value) if isinstance(value, str) else reprlib.repr(value), max_chars)
 
 
 def warn(message: str) -> None:
-    """Warn in the user's line that called samestep, or torch which called it, however deep this is."""
+    """Warn at the innermost line of user code on the stack, whether it called samestep or torch."""
     frame, level = inspect.currentframe(), 1
     while frame is not None and _is_ours(frame.f_globals.get("__name__", "")):
         frame, level = frame.f_back, level + 1
@@ -165,7 +165,7 @@ def _is_ours(module: str) -> bool:
 
 
 def calls_differ(one: tuple[int, str], other: tuple[int, str]) -> DisagreementError:
-    """Return the error of two workers, each with what it calls, alike on both."""
+    """Return the error for two workers that make different calls, given as (worker, call) in any order."""
     (first, here), (second, there) = sorted((one, other))
     return DisagreementError(
         f"worker {first} is at {here!r}, and worker {second} at {there!r}: expected all workers to make the "
@@ -174,10 +174,10 @@ def calls_differ(one: tuple[int, str], other: tuple[int, str]) -> DisagreementEr
 
 
 def kind_of_call(what: str) -> str:
-    """Return what must be the same on all workers in the name of a message: all but numbers and brackets.
+    """Return the part of a message's name that must be the same on all workers: no numbers, no brackets.
 
-    The messages of a step have its number, too, and say more where workers are at different ones; a path in
-    brackets may lead to one folder from several hosts.
+    Messages contain the number of their step, and comparing that gives a better error. A path in brackets may
+    differ between hosts for the same folder.
 
     >>> kind_of_call("step 12, writing a checkpoint (/runs/1)")
     'step , writing a checkpoint'
@@ -189,7 +189,7 @@ _MAY_DIFFER = re.compile(r" \(.*\)|\d+")
 
 
 def who_has_what(name: str, values: Sequence[object]) -> str:
-    """Say which workers have another value than most.
+    """Say which workers' values differ from most, or list all values if there is no majority.
 
     >>> who_has_what("towers", [8, 7, 8])
     'worker 1 has towers = 7, the others have 8'

@@ -1,4 +1,4 @@
-"""What a forked process closes: it may outlive its worker, which all others take for gone then."""
+"""Closes connections in forked processes: a child that outlives its worker would hide the worker's end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _open: weakref.WeakSet[_Connections] = weakref.WeakSet()
 
 
 def close_in_child(connections: _Connections) -> None:
-    """Have a forked process close what it inherits of these."""
+    """Have each process that is forked from this one close these connections."""
     _open.add(connections)
 
 

@@ -1,4 +1,4 @@
-"""A model's weights as a hash (`digest`), and what else the bits depend on (`fingerprint`)."""
+"""A hash of a model's weights (`digest`), and a record of what else the bits depend on (`fingerprint`)."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ _VARIABLES = ("ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "MKL_CBWR", "ONE
 def digest(model: nn.Module | Mapping[str, Tensor]) -> str:
     """Return the SHA-256 of all weights, as 64 hexadecimal digits.
 
-    Hashed are, in order of name, each tensor's name, shape, dtype and bytes (row-major, whatever its
-    memory format; little-endian). The tensors are those of `model.state_dict()`: parameters and
+    The hash covers each tensor's name, shape, dtype and bytes (row-major, whatever its memory format;
+    little-endian), in order of name. The tensors are those of `model.state_dict()`: parameters and
     persistent buffers. A model has the same digest before and after `torch.compile`.
 
     Args:
@@ -73,17 +73,17 @@ def digest(model: nn.Module | Mapping[str, Tensor]) -> str:
     return sha256.hexdigest()
 
 
-_Memory = ctypes.c_char * sys.maxsize  # made once: a type for each size costs more than a checksum
+_Memory = ctypes.c_char * sys.maxsize  # one type for all sizes: making one takes longer than a checksum
 _LANES = 1024
 _BLOCK_BYTES = 8 * _LANES
-_FEW_BLOCKS = 16  # of which a CRC takes less time than what adds up more of them needs to get going
+_FEW_BLOCKS = 16  # below this, a CRC takes less time than the fixed cost of NumPy's sums
 
 
 def checksum(content: Any) -> int:
-    """Return a 32-bit checksum of a contiguous buffer at the speed of memory; of a small one its CRC-32.
+    """Return a 32-bit checksum of a contiguous buffer at the speed of memory, or the CRC-32 of a small one.
 
-    Blocks of 8 KB are a matrix of 64-bit integers, of which the sums of all rows and of all columns are
-    taken: one value that is changed, or two that are swapped, change one of them.
+    It hashes the row and column sums of a matrix of 64-bit integers in which each row is a block of 8 KB:
+    changing one value, or swapping two different ones, changes at least one of the sums.
     """
     num_blocks = memoryview(content).nbytes // _BLOCK_BYTES
     if num_blocks < _FEW_BLOCKS:
@@ -96,7 +96,7 @@ def checksum(content: Any) -> int:
 def checksum_of(tensor: Tensor, elements: slice = slice(None)) -> int:
     """Return the checksum of a contiguous tensor on the host, or of a range of its elements.
 
-    Read where it lies, because `Tensor.numpy` would keep the owner from resizing it ever after.
+    It reads the memory directly, because after `Tensor.numpy` torch would refuse to resize the tensor.
     """
     start, stop, _ = elements.indices(tensor.numel())
     if stop <= start:
@@ -106,32 +106,32 @@ def checksum_of(tensor: Tensor, elements: slice = slice(None)) -> int:
     return checksum(memoryview(memory)[: (stop - start) * size])
 
 
-# torch.compile puts a module below another one, under this name:
+# torch.compile wraps a module in another one, as a child of this name:
 # https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/eval_frame.py
 _COMPILED = "_orig_mod"
 
 
 def plain_names(entries: Mapping[str, T]) -> dict[str, T]:
-    """Return a module's entries, in order, by the names that they had before `torch.compile`.
+    """Return a module's entries, in order, under the names that they had before `torch.compile`.
 
     Example:
         >>> plain_names({"_orig_mod.0.weight": 1, "1._orig_mod.bias": 2})
         {'0.weight': 1, '1.bias': 2}
     """
     plain = {".".join(part for part in n.split(".") if part != _COMPILED): e for n, e in entries.items()}
-    # A module of the user's own that is called like this: without it names may be lost.
+    # If names coincide, the user has a module of this name: keep them.
     return plain if len(plain) == len(entries) else dict(entries)
 
 
 def uncompiled(value: T) -> T:
-    """Return the module that `torch.compile` was given, and anything else as it is."""
+    """Return the module inside `torch.compile`'s wrapper, and anything else as it is."""
     inner = value._modules.get(_COMPILED) if isinstance(value, nn.Module) else None
     return value if inner is None else inner  # type: ignore[return-value]
 
 
 def is_compiled(value: object) -> bool:
-    """Say whether this is a module, or a function, of which `torch.compile` has made or will make code."""
-    # By its type: `isinstance` would ask a proxy, which may load what it stands for.
+    """Say whether this is a module or function that `torch.compile` has compiled or will compile."""
+    # `isinstance` would ask a proxy, which may load its target.
     if issubclass(type(value), nn.Module):
         return uncompiled(value) is not value or value._compiled_call_impl is not None  # type: ignore[attr-defined]
     # https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/eval_frame.py
@@ -143,7 +143,7 @@ def check_same(saved: Mapping[str, Any], current: Mapping[str, Any], owner: str)
     """Refuse state from a run with other settings.
 
     Args:
-        saved: a state that has all entries of `current`, and maybe more.
+        saved: a state with all entries of `current`, and perhaps more.
         current: the settings that must be the same.
         owner: names the object in the message.
 
@@ -164,10 +164,10 @@ def check_same(saved: Mapping[str, Any], current: Mapping[str, Any], owner: str)
 
 
 def fingerprint(device: torch.device) -> Fingerprint:
-    """Return what may change the bits on this worker; the same for every placement on like machines.
+    """Return what the bits on this worker depend on; it is the same for every placement on equal machines.
 
     Args:
-        device: what is computed on.
+        device: of this worker.
     """
     entries: dict[str, str | int | bool | None] = {
         "device": device.type,
@@ -203,14 +203,14 @@ def changes(before: Fingerprint, now: Fingerprint) -> list[str]:
 
 
 def compare(fingerprints: Sequence[Fingerprint]) -> tuple[list[str], list[str]]:
-    """Say where the workers of one job differ, most of which may change the bits.
+    """Say where the fingerprints of a job's workers differ.
 
     Args:
-        fingerprints: of all workers, in their order.
+        fingerprints: of all workers, by rank.
 
     Returns:
-        errors: other software, threads or flags, which make other kernels or roundings.
-        warnings: another model of CPU or GPU, and the kernels that torch chooses for the CPU.
+        errors: differences in software, threads or flags, which change kernels or rounding.
+        warnings: different models of CPU or GPU, and different CPU kernels that follow from them.
 
     Example:
         >>> compare([{"CPU": "a", "torch": "2.13"}, {"CPU": "b", "torch": "2.13"}])
@@ -219,7 +219,7 @@ def compare(fingerprints: Sequence[Fingerprint]) -> tuple[list[str], list[str]]:
     names = list(dict.fromkeys(name for each in fingerprints for name in each))
     values = {name: [each.get(name) for each in fingerprints] for name in names}
     differing = {name: found for name, found in values.items() if len(set(found)) > 1}
-    if "device" in differing:  # and with it everything about GPUs
+    if "device" in differing:  # then all entries about GPUs differ, too
         return [who_has_what("device", differing["device"])], []
     errors: list[str] = []
     warnings: list[str] = []
@@ -246,9 +246,9 @@ def _gpu(device: torch.device) -> dict[str, str | int | bool | None]:
 
 
 def precisions(*backends: object) -> str:
-    """Name the precisions (ieee, tf32, bf16; none is torch's default) that backends compute float32 in.
+    """Name the precisions (ieee, tf32, bf16; none is torch's default) in which backends compute float32.
 
-    Read by torch's newer interface, because the older one raises where somebody has used the newer.
+    This reads torch's newer interface, because the older one raises once the newer one has been used.
     """
     set_for = [
         f"{name} {getattr(backend, name).fp32_precision}"
@@ -261,10 +261,10 @@ def precisions(*backends: object) -> str:
 
 @cache
 def _cpu() -> str:
-    """Return the CPU's model, with the numbers that tell apart those of one name."""
+    """Return the CPU's model, with numbers that distinguish models of the same name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return platform.processor() or platform.machine()
     known = dict(re.split(r"\s*:\s*", line, maxsplit=1) for line in lines if ":" in line)
     numbers = [f"{name} {known[name]}" for name in ("cpu family", "model", "stepping") if name in known]

@@ -1,4 +1,4 @@
-"""(seed, purpose, …) -> random numbers: no stream ever depends on a worker, a rank or a device index."""
+"""(seed, purpose, …) -> random numbers. No stream depends on a worker, a rank or a device index."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 
 def stream_seed(seed: int, purpose: str, *indices: int) -> int:
-    """Return the 63-bit seed of one stream: a BLAKE2b hash of all that names it.
+    """Return the 63-bit seed of one stream: a BLAKE2b hash of seed, purpose and indices.
 
     Args:
         seed: the run's seed.
@@ -43,12 +43,12 @@ def stream_seed(seed: int, purpose: str, *indices: int) -> int:
 
 
 def tower_seed(seed: int, step: int, tower: int) -> int:
-    """Return the seed of the stream that a tower draws from in every one of its passes of a step."""
+    """Return the seed of a tower's stream in a step; each of its passes in the step starts from this seed."""
     return stream_seed(seed, "tower", step, tower)
 
 
 def generator(seed: int, purpose: str, *indices: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """Return a new torch generator for the stream (see `stream_seed`)."""
+    """Return a new torch generator for a stream (see `stream_seed`)."""
     return torch.Generator(device=device).manual_seed(stream_seed(seed, purpose, *indices))
 
 
@@ -68,13 +68,13 @@ class GlobalStreams:
 
     @classmethod
     def capture(cls, device: torch.device) -> GlobalStreams:
-        """Read the states."""
+        """Read the current states."""
         on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         on_cpu = torch.default_generator.get_state()
         return cls(device, on_cpu, on_device, random.getstate(), np.random.get_state())
 
     def has_changed(self) -> bool:
-        """Whether the generators are in other states now."""
+        """Whether the generators' states differ from these now."""
         now = GlobalStreams.capture(self.device)
         pairs = zip(tree_leaves(self.state_dict()), tree_leaves(now.state_dict()), strict=True)
         return not all(
@@ -94,7 +94,7 @@ class GlobalStreams:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any], device: torch.device) -> GlobalStreams:
-        """Return what `state_dict` was called on; without the device's state on a device of another type."""
+        """Restore from `state_dict`'s result; the device's state only if `device` is a GPU."""
         version, words, python_gauss = state["python"]
         kind, key, *numpy_rest = state["numpy"]
         return cls(
@@ -106,7 +106,7 @@ class GlobalStreams:
         )
 
     def restore(self) -> None:
-        """Write the states back."""
+        """Set the generators to these states."""
         torch.default_generator.set_state(self.torch_cpu)
         if self.torch_device is not None:
             torch.cuda.set_rng_state(self.torch_device, self.device)
@@ -116,7 +116,7 @@ class GlobalStreams:
 
 @contextmanager
 def keep_globals(device: torch.device) -> Iterator[None]:
-    """Leave the generators that `GlobalStreams` names as they were found."""
+    """Restore the process's global generators on exit; see `GlobalStreams`."""
     streams = GlobalStreams.capture(device)
     try:
         yield
@@ -125,7 +125,7 @@ def keep_globals(device: torch.device) -> Iterator[None]:
 
 
 def seed_globals(value: int, device: torch.device) -> None:
-    """Seed the generators that `GlobalStreams` names from one 63-bit number."""
+    """Seed the process's global generators (see `GlobalStreams`) from one 63-bit number."""
     torch.default_generator.manual_seed(value)
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -139,7 +139,7 @@ def uniforms(seeds: NDArray[np.uint64], count: int) -> NDArray[np.float64]:
 
     .. math:: u_{ik} = 2^{-53} \lfloor 2^{-11} \mathrm{mix}(s_i + (k + 1) \gamma) \rfloor
 
-    where γ and mix are those of SplitMix64. It is a hash of (seed, k), so all numbers come at once.
+    where γ and mix are those of SplitMix64. Each number is a hash of (seed, k), so all are computed at once.
 
     Args:
         seeds: uint64 [n], such as those of `stream_seed`.

@@ -2,7 +2,7 @@ import pytest
 
 from .nursery import SAMESTEP, SHORT, Nursery
 
-collect_ignore = ["forks.py", "transformers_program.py"]  # they import much, and have no tests
+collect_ignore = ["forks.py", "transformers_program.py"]  # slow to import, and without tests
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +24,7 @@ def start(nursery, tmp_path):
 
 @pytest.fixture
 def run(nursery, tmp_path_factory):
-    """Run `samestep WORDS` to its end, as a user does, and return the process."""
+    """Run `samestep WORDS` to its end, as a user does; return the process."""
 
     def run_samestep(*words, expect=0):
         finished = nursery.run((*SAMESTEP, *words), tmp_path_factory.mktemp("output"))
@@ -36,5 +36,5 @@ def run(nursery, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def whole(nursery, tmp_path_factory):
-    """The digest after each step of the run that nothing interrupts."""
+    """The digests after each step of a run without interruptions."""
     return nursery.whole_run(tmp_path_factory.mktemp("whole"))

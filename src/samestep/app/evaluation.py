@@ -100,7 +100,7 @@ class Evaluation:
             with keep_globals(job.device), evaluation_mode(model), _Unchanged(model) as kept, torch.no_grad():
                 parts = _merged(self._measured(model, job, kept))
                 must_match = {**self._must_match, "hash of the weights in": kept.hashes}
-            generators.check("an evaluation", "from batch to batch")
+            generators.check("an evaluation", "batch")
         except Exception as raised:
             error = raised
         gathered = agree(job, must_match, where="evaluation", error=error, message=parts)

@@ -32,9 +32,9 @@ class ModelBuffers:
     shared value in every tower, and no other buffer may change.
     """
 
-    layout: BufferLayout  # what towers hand in
-    fixed: list[NamedBuffer]  # those that no pass may change
-    shared: list[NamedBuffer]  # those that are the same on all workers between steps, and passes may change
+    layout: BufferLayout  # what each tower contributes
+    fixed: list[NamedBuffer]  # no pass may change these
+    shared: list[NamedBuffer]  # passes may change these; between steps all workers have the same values
 
     def __init__(self, model: nn.Module, mode: Mode, policies: Mapping[str, Policy], job: Job) -> None:
         self._nothing = torch.zeros(0, dtype=torch.float64, device=job.device)

@@ -64,7 +64,7 @@ def _follows_first_tower(buffer: NamedBuffer) -> bool:
     hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
     if any(buffer.attribute in (f"{hook.name}_u", f"{hook.name}_v") for hook in hooks):
         return True
-    quantization = sys.modules.get("torch.ao.quantization")  # only if somebody uses it
+    quantization = sys.modules.get("torch.ao.quantization")  # None if the program does not use it
     kinds = () if quantization is None else (quantization.ObserverBase, quantization.FakeQuantizeBase)
     return isinstance(module, kinds) and buffer.get() is not None
 

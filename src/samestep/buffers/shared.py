@@ -23,7 +23,7 @@ class SharedBuffers:
     tensor comes back. No buffer may be empty. Subclasses say what towers hand in, and what becomes of it.
     """
 
-    num_values = 0  # that a tower hands in, S
+    num_values = 0  # S, how many numbers each tower contributes
 
     def __init__(self, buffers: Sequence[NamedBuffer]) -> None:
         self._buffers = buffers
@@ -108,7 +108,7 @@ class AveragedBuffers(SharedBuffers):
             self.check()
         if not self._first_only:
             return values.mul_(rows)
-        return values if tower == 0 else values.zero_()  # a factor of 0 would make NaN of infinity
+        return values if tower == 0 else values.zero_()  # 0 times infinity would be NaN
 
     def finish(self, totals: Tensor, rows: int) -> None:
         """Write the average."""
@@ -144,7 +144,7 @@ class FirstBuffers(SharedBuffers):
 
 
 def _are_equal(value: Tensor, other: Tensor) -> bool:
-    return bool(((value == other) | ((value != value) & (other != other))).all())  # NaN is NaN
+    return bool(((value == other) | ((value != value) & (other != other))).all())  # NaN equals NaN
 
 
 def _kind(tensor: Tensor) -> str:

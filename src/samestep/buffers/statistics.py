@@ -55,7 +55,7 @@ def find_statistics(model: nn.Module, mode: Mode) -> list[AveragedBuffers | Pool
         if not (isinstance(norm, _NormBase) and norm.training and norm.running_mean is not None):
             continue
         moments = [NamedBuffer(f"{name}.{each}".removeprefix("."), norm, each) for each in _STATISTICS[:2]]
-        # An InstanceNorm's statistics are means over instances: averaging by rows is pooling them.
+        # An InstanceNorm's statistics are means over instances, so averaging them by rows also pools them.
         if mode == "pooled" and isinstance(norm, _BatchNorm):
             collectors.append(PooledNorm(name, norm, moments))
         else:
@@ -125,7 +125,7 @@ class PooledNorm(SharedBuffers):
         shift, square = shift / count, square / count
         unbiased = (square - shift.square()) * (count / (count - 1))
         momentum = self._momentum
-        if momentum is None:  # PyTorch's cumulative average
+        if momentum is None:  # PyTorch then takes a cumulative average
             assert self._norm.num_batches_tracked is not None
             momentum = 1.0 / float(self._norm.num_batches_tracked)
         mean, var = (shared.double() for shared in self.shared)

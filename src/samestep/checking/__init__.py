@@ -1,1 +1,1 @@
-"""Does a model keep the promise? `samestep.check`."""
+"""`samestep.check`: does a model take the same steps on any number of workers?"""

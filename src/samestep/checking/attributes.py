@@ -1,4 +1,4 @@
-"""What a model holds besides parameters, and its code refers to: state that may differ between workers."""
+"""State besides parameters that may differ between workers: what the model holds, and its code refers to."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _MAX_DEPTH = 3
 
 @dataclass(frozen=True)
 class Held:
-    """Something held, in a form that can be compared: a digest, or for a "value" the short text of it."""
+    """A held object in a form that can be compared: a digest or, for kind "value", its short text."""
 
     kind: Kind
     value: str
 
 
 def fingerprint(tensor: Tensor) -> str:
-    """Return 16 hexadecimal digits that tell tensors apart by shape, dtype and bytes."""
+    """Return a hash of a tensor's shape, dtype and bytes, as 16 hexadecimal digits."""
     tensor = tensor.detach()
     if tensor.layout is torch.strided:
         return digest({"": tensor.resolve_conj().resolve_neg()})[:16]
@@ -43,10 +43,10 @@ def fingerprint(tensor: Tensor) -> str:
 
 
 def held_by(surroundings: Surroundings, model: nn.Module) -> dict[Place, Held]:
-    """Describe what is held: numbers, tensors, generators, and nests of them.
+    """Describe the numbers, tensors and generators that are held, and nests of them.
 
-    Left out are the model's parameters, the buffers that samestep averages, and whatever cannot be compared
-    by value.
+    This leaves out the model's parameters, buffers that samestep averages, and objects that cannot be
+    compared by value.
     """
     own = frozenset(map(id, model.parameters()))
     described = ((place, _describe(value, own)) for place, value in surroundings.held.items())
@@ -62,10 +62,10 @@ def held_by(surroundings: Surroundings, model: nn.Module) -> dict[Place, Held]:
 def _describe(value: Any, own: frozenset[int], depth: int = 0) -> Held | None:
     if isinstance(value, PLAIN):
         text = repr(value.item() if isinstance(value, np.generic) else value)
-        text = text.replace("__mp_main__", "__main__")  # as workers call the script that they import
+        text = text.replace("__mp_main__", "__main__")  # the script's name in spawned workers
         return Held("value", text) if len(text) <= _MAX_TEXT else Held("values", _hash([text]))
     if isinstance(value, Tensor):
-        # What has a graph is left over from a pass, and was made in it.
+        # A tensor with a graph is a leftover that the last pass made.
         is_state = id(value) not in own and value.grad_fn is None and not value.is_meta
         return Held("tensor", fingerprint(value)) if is_state else None
     if isinstance(value, np.ndarray):

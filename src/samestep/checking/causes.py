@@ -1,4 +1,4 @@
-"""What is likely to have caused a difference, decided from what was recorded around it; and the remedy."""
+"""The likely cause of a difference, derived from what was recorded around it, and the remedy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PURE = "a tower may depend only on its rows, the weights and the global random 
 
 
 def cause_of(difference: Difference, num_workers: int) -> tuple[str, str]:
-    """Return cause and remedy of a difference between one worker and `num_workers`."""
+    """Return the cause and the remedy of a difference between one worker and `num_workers`."""
     event = difference.event
     one, two = difference.expected, difference.found
     if difference.when.part == "build":
@@ -82,7 +82,7 @@ def _update(difference: Difference, num_workers: int) -> tuple[str, str]:
 
 
 def _values(difference: Difference, place: Place, num_workers: int) -> str:
-    """Tell what is held in both, where that can be read."""
+    """Describe the two values at a place, if both are short enough to print."""
     pair = difference.held[place]
     if {held.kind for held in pair if held is not None} != {"value"}:
         return ""
@@ -147,7 +147,7 @@ def _other_operators(one: Event | None, two: Event | None) -> str:
 
 
 def _is_kernel(one: Event | None, two: Event | None) -> bool:
-    """Whether the same operator got the same inputs, and random numbers, if any, from the same stream."""
+    """Whether the same operator had the same inputs and random stream, but gave other values."""
     if one is None or two is None or one.kind != "operator" or one.wrote:
         return False
     inputs = [(event.name, event.numbers, event.outside, event.stream) for event in (one, two)]
@@ -155,9 +155,9 @@ def _is_kernel(one: Event | None, two: Event | None) -> bool:
 
 
 def _suspect(difference: Difference, kind: str = "") -> Place | None:
-    """Return what has most likely caused it, of all that was held with other values.
+    """Return the place, among those with different values, that most likely caused the difference.
 
-    What no pass has changed, such as the time of an import, counts only if the operator takes it in.
+    A value that no pass has changed, such as the time of an import, counts only if the operator reads it.
     """
     module, as_built = difference.event.module, difference.as_built
     found = [
@@ -169,7 +169,7 @@ def _suspect(difference: Difference, kind: str = "") -> Place | None:
 
 
 def _is_taken_in(difference: Difference, place: Place) -> bool:
-    """Whether it is the optimizer's, a generator, or among what the operator that differs took in."""
+    """Whether a place is the optimizer's, has a generator, or is an input of the operator that differs."""
     one, two = difference.expected, difference.found
     was, now = difference.held[place]
     if place.owner == OPTIMIZER or "random stream" in (held.kind for held in (was, now) if held is not None):

@@ -1,4 +1,4 @@
-"""One check: which placements are recorded, in what order, and what follows from it."""
+"""One check: records placements in order, compares them, and concludes."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class Plan:
 
     steps: int
     workers: Sequence[int]  # the numbers of workers to compare with one
-    processes: bool  # whether to compare with real processes, too
+    processes: bool  # whether to run workers in real processes, too
     device: str  # as for `samestep.init`
     threads: int  # CPU threads of each worker
 
 
 class _Placement(NamedTuple):
-    """Some workers: processes, or stand-ins in this one."""
+    """A number of workers, in processes or as stand-ins in this process."""
 
     num_workers: int
     in_processes: bool
@@ -55,7 +55,7 @@ class Examination:
     """Records a reference and compares everything else with it."""
 
     def __init__(self, subject: Subject, plan: Plan) -> None:
-        self.notes: list[str] = []  # what was not examined, or may matter later
+        self.notes: list[str] = []  # what was not checked, or may matter later
         self.digest = ""  # of the reference's weights after its last step
         self._subject = subject
         self._plan = plan
@@ -67,7 +67,7 @@ class Examination:
         self._workers: Workers | None = None
 
     def run(self) -> Finding | None:
-        """Return the first fault."""
+        """Return the first fault, None if there is none."""
         threads = torch.get_num_threads()
         self._job = init(self._plan.device, threads=self._plan.threads)
         if self._plan.processes:
@@ -95,7 +95,7 @@ class Examination:
         return finding
 
     def _placements(self) -> Iterator[_Placement]:
-        """Yield what to compare with one worker: what is quick first."""
+        """Yield what to compare with one worker, the quickest first."""
         yield _Placement(1, in_processes=False)
         for in_processes in (False, True) if self._has_processes else (False,):
             for num_workers in self._plan.workers:
@@ -106,7 +106,7 @@ class Examination:
         return self._plan.processes and self._why_not is None
 
     def _fault(self, found: list[Recording], placement: _Placement) -> Finding | None:
-        """Return what is wrong with recordings by themselves, after a closer look."""
+        """Return a fault that shows in one recording alone, after another one that has all operators."""
         finding = findings.fault_of(found)
         if finding is None:
             return None

@@ -1,4 +1,4 @@
-"""From the first difference to a finding: what is likely to have caused it, and what to do about it."""
+"""Turns the first difference into a finding: where it is, its likely cause, and the remedy."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["Finding", "explain", "explain_disagreement", "explain_error", "expla
 
 @dataclass(frozen=True)
 class Finding:
-    """Where a model first breaks the promise, why, and what to do.
+    """Where a model first gives different bits, why, and what to do about it.
 
     Attributes:
         what: the fault in a few words.
         module: path and class of the first module, or "the loss function", or "the optimizer".
-        operator: the first operator, and the phase it ran in.
+        operator: the first operator, and the phase in which it ran.
         parameter: the first parameter with another gradient, or buffer with another value.
-        cause: what is likely to have caused it.
+        cause: the likely cause.
         remedy: what to do about it.
     """
 
@@ -53,7 +53,7 @@ def explain(difference: Difference, num_workers: int) -> Finding:
 
 
 def explain_vanished(difference: Difference, num_workers: int, compiled_again: When | None) -> Finding:
-    """Explain a difference that was gone when every operator was watched."""
+    """Explain a difference that disappeared when every operator was watched."""
     if compiled_again is not None:
         cause = (
             "the difference disappeared without torch.compile, whose code depends on the shapes that a "
@@ -75,10 +75,10 @@ def explain_vanished(difference: Difference, num_workers: int, compiled_again: W
 
 
 def explain_error(recordings: Sequence[Recording]) -> Finding | None:
-    """Explain that samestep refuses to train, which all workers do alike.
+    """Explain an error that samestep raised on all workers.
 
     Raises:
-        Error: the message of which says all there is to say.
+        Error: the recorded error itself, if its message needs no explanation.
     """
     failed = [recording for recording in recordings if recording.error is not None]
     if not failed:
@@ -102,7 +102,7 @@ def explain_error(recordings: Sequence[Recording]) -> Finding | None:
 
 
 def explain_disagreement(error: DisagreementError) -> Finding:
-    """Explain that workers found out by themselves that they differ."""
+    """Explain that the workers themselves found that they differ."""
     return _finding(
         "cannot train: the workers do not agree",
         str(error),
@@ -111,7 +111,7 @@ def explain_disagreement(error: DisagreementError) -> Finding:
 
 
 def fault_of(recordings: Sequence[Recording]) -> Finding | None:
-    """Return what is wrong with a recording by itself."""
+    """Return a fault that shows in one recording alone."""
     for recording in recordings:
         for turn in recording.turns.values():
             finding = _changed_settings(recording, turn) or _written_parameter(turn)
@@ -160,7 +160,7 @@ def _written_parameter(turn: Turn) -> Finding | None:
 
 
 def _unaveraged(recording: Recording) -> Finding:
-    """Find that the optimizer updates what is no parameter of the model."""
+    """Find that the optimizer updates tensors that are not parameters of the model."""
     names = ", ".join(recording.unaveraged)
     return _finding(
         "cannot train: the optimizer updates tensors that are not parameters of the model",

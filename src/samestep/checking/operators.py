@@ -1,4 +1,4 @@
-"""Watching every operator of a pass: in which module it runs, what it takes in, and what comes out."""
+"""Watches every operator of a pass: in which module it runs, its inputs and its results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["OperatorWatch", "Phase", "num_compiled", "process_settings"]
 
 Phase = Literal["none", "forward", "update", "paused"]
 
-_UNDEFINED = ("empty", "new_empty", "resize_")  # what comes out is whatever the memory held
+_UNDEFINED = ("empty", "new_empty", "resize_")  # these return uninitialized memory
 
 
 def _float32_precision() -> str:
@@ -32,7 +32,7 @@ def _float32_precision() -> str:
 
 
 def process_settings() -> dict[str, str]:
-    """Return the settings of this process that the bits depend on."""
+    """Return this process's settings that the bits depend on."""
     settings = {
         "threads": torch.get_num_threads(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
@@ -51,17 +51,17 @@ def num_compiled() -> int:
 
 
 class OperatorWatch(TorchDispatchMode):
-    """Turns operators into events; `phase` says what part of a step runs.
+    """Turns operators into events; `phase` says which part of a step runs.
 
-    Of the backward pass, operators that only collect gradients on parameters are left out: what they do
-    depends on the placement. The module of a backward operator is the one that made its node in forward.
+    Operators that accumulate gradients on parameters are left out: what they do depends on the placement. The
+    module of a backward operator is the one that made its autograd node in forward.
 
     Args:
-        device: its random stream is noted.
-        write: takes the events.
+        device: the states of its generator and the CPU's are recorded.
+        write: is called with each event.
 
     Attributes:
-        phase: what the step is doing; "none" watches backward passes only, "paused" nothing at all.
+        phase: which part of the step runs; "none" watches only backward, "paused" nothing.
     """
 
     def __init__(self, device: torch.device, write: Callable[[Event], None]) -> None:
@@ -77,7 +77,7 @@ class OperatorWatch(TorchDispatchMode):
         self._known: dict[int, StorageWeakRef] = {}
 
     def follow(self, modules: Mapping[nn.Module, str]) -> None:
-        """Note from now on which of these modules runs, by name."""
+        """Note from now on, by name, which of these modules runs."""
         for module, name in modules.items():
             module.register_forward_pre_hook(lambda *_, name=name: self._enter_module(name))
             module.register_forward_hook(lambda *_: self._leave_module(), always_call=True)
@@ -91,14 +91,14 @@ class OperatorWatch(TorchDispatchMode):
         self._modules.pop()
 
     def _notice_settings(self) -> None:
-        """Write down which module has changed a setting, if one has."""
+        """Write an event if the current module has changed a setting."""
         settings = process_settings()
         if settings != self._settings:
             self._settings = settings
             self._write(Event("setting", "", str(settings), self._module()))
 
     def start_turn(self, outside: Iterable[tuple[str, Tensor]]) -> None:
-        """Forget the last turn; `outside` are the tensors that this one finds, and what to call them."""
+        """Forget the last turn; `outside` has the tensors that exist before this turn, with their names."""
         self._modules.clear()
         self._settings = process_settings()
         self._made_in.clear()
@@ -116,7 +116,7 @@ class OperatorWatch(TorchDispatchMode):
             self.phase = before
 
     def _where(self) -> tuple[str, str] | None:
-        """Return phase and module of what runs now; None where it is not to be watched."""
+        """Return the current phase and module; None if this is not to be watched."""
         node = torch._C._current_autograd_node()
         if self.phase == "paused":
             return None
@@ -139,7 +139,7 @@ class OperatorWatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator, and write down what it did."""
+        """Run an operator, and write an event for it."""
         kwargs = kwargs or {}
         where = self._where()
         if where is None or not isinstance(func, OpOverload) or func.namespace == "profiler":
@@ -169,19 +169,19 @@ class OperatorWatch(TorchDispatchMode):
         return result
 
     def _outside(self, leaves: list[Any], written: list[Tensor]) -> tuple[tuple[str, str], ...]:
-        """Name and digest what no operator of this turn has made or seen."""
+        """Return name and digest of the inputs that no operator of this turn has made or seen."""
         found = []
         for leaf in leaves:
             if not isinstance(leaf, Tensor) or not _has_storage(leaf) or _storage(leaf) in self._known:
                 continue
             self.note(leaf)
-            if not any(leaf is tensor for tensor in written):  # it may hold what is about to be overwritten
+            if not any(leaf is tensor for tensor in written):  # its old values may be garbage
                 found.append((self._name(leaf), fingerprint(leaf)))
         return tuple(found)
 
     def note(self, tensor: Tensor) -> None:
-        """Count a tensor, and all that shares its memory, among those that this turn has made or seen."""
-        # A weak reference keeps the address from being used again, and lets the memory go.
+        """Count a tensor, and all that share its memory, as made or seen in this turn."""
+        # Lets the memory be freed, but keeps its `StorageImpl`, so that the address is not reused.
         if _has_storage(tensor):
             self._known.setdefault(_storage(tensor), StorageWeakRef(tensor.untyped_storage()))
 
@@ -199,7 +199,7 @@ class OperatorWatch(TorchDispatchMode):
 
 
 def _values(func: OpOverload, result: Any, written: list[Tensor]) -> str:
-    """Digest what an operator returns and writes, except memory that is not written to, or is scratch."""
+    """Return a digest of what an operator returns and writes, except views and uninitialized memory."""
     if func.is_view or func.overloadpacket.__name__.startswith(_UNDEFINED):
         return ""
     leaves = [*pytree.tree_leaves(result), *written]
@@ -208,12 +208,12 @@ def _values(func: OpOverload, result: Any, written: list[Tensor]) -> str:
 
 
 def _digest(tensor: Tensor) -> str:
-    # Bytes are what kernels of recurrent and normalisation layers save for backward, gaps included.
+    # Recurrent and normalisation layers save workspaces for backward as bytes, with uninitialized gaps.
     return "bytes" if tensor.dtype is torch.uint8 else fingerprint(tensor)
 
 
 def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors that an operator's schema says it writes to."""
+    """Return the tensors that an operator writes to, by its schema."""
     written = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

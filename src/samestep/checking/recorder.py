@@ -1,4 +1,4 @@
-"""Recording a few steps of one worker, real or a stand-in."""
+"""Records a few steps of one worker, real or a stand-in."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from samestep.workers.job import Job
 __all__ = ["Subject", "Trial", "record"]
 
 Subject = Callable[[Job], tuple[Step, Iterable[Any]]]
-"""What is recorded: makes the step of one worker, and gives its batches, without end."""
+"""What is recorded: a function that makes one worker's step and an endless iterable of batches."""
 
 _recorded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -47,7 +47,7 @@ _recorded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 class Trial:
     """How to record."""
 
-    number: int  # of this recording; whatever is drawn outside the towers' turns depends on it
+    number: int  # of this recording; random numbers outside the towers' turns depend on it
     steps: int  # how many to take
     operators: bool = False  # whether to record every operator
 
@@ -55,17 +55,17 @@ class Trial:
 def record(subject: Subject, job: Job, trial: Trial) -> Recording:
     """Build what `subject` makes, take a few steps as one worker, and return what happened in them.
 
-    Global generators are seeded alike before worker 0's build, whose weights all workers take over, and
-    differently before the others' and outside the towers' turns, where training does not keep them alike.
-    An error of samestep's in a step ends the recording, and is part of it.
+    Global generators are seeded alike in all trials before worker 0's build, because all workers take its
+    weights. They are seeded differently on other workers, and outside the towers' turns, where training does
+    not keep them alike. An error of samestep in a step ends the recording, and is part of it.
 
     Raises:
-        ConfigError: it was built before, or cannot be trained.
+        ConfigError: `subject` returned a model that was recorded before, or one that cannot be trained.
     """
     streams = GlobalStreams.capture(job.device)
     torch.set_num_threads(job.threads)
     if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()  # as a new process, which has compiled nothing yet
+        torch.compiler.reset()  # like a new process, which has compiled nothing
     try:
         seed_globals(stream_seed(0, "build", job.rank), job.device)
         step, batches = subject(job)
@@ -84,7 +84,7 @@ def _check_new(model: nn.Module) -> None:
 
 
 class _Recorder:
-    """Writes down the turns of one worker while a `Step` runs as it always does."""
+    """Records the turns of one worker while its `Step` runs as usual."""
 
     def __init__(self, step: Step, trial: Trial) -> None:
         self._step = step
@@ -107,7 +107,7 @@ class _Recorder:
 
     def run(self, batches: Iterable[Any]) -> Recording:
         """Take the steps, up to the first that fails."""
-        # Hooks on nodes, because samestep warns of those on parameters; a node lives while it is referred to.
+        # On autograd nodes, because samestep warns about hooks on parameters. `nodes` keeps them alive.
         trained = {name: p for name, p in self._parameters().items() if p.requires_grad}
         nodes = {name: get_gradient_edge(parameter).node for name, parameter in trained.items()}
         hooks = [node.register_prehook(partial(self._write_gradient, name)) for name, node in nodes.items()]
@@ -125,20 +125,20 @@ class _Recorder:
         return self._recording
 
     def _take_step(self, batch: Any) -> bool:
-        """Take a step, and say whether that was possible."""
+        """Take a step; return False if samestep raised an error."""
         number = self._towers.step
         try:
             with warnings.catch_warnings():
-                # This finds out more.
+                # The check itself reports these with more detail.
                 warnings.filterwarnings("ignore", "(a pass drew from|a pass wrote to|passes changed) ")
                 self._step(batch)
         except Error as error:
             self._recording.error = error
-            self._open(When(number, "error"))  # shows what the last pass has changed
+            self._open(When(number, "error"))  # notes what the last pass has changed
             self._turn = None
             self._recording.unaveraged = self._unaveraged()
             return False
-        if self._turn is None:  # a step that averages by other means than `Towers.average`
+        if self._turn is None:  # the step did not average by `Towers.average`
             self._open(When(number, "update"))
         self._close_with_weights()
         return True
@@ -150,7 +150,7 @@ class _Recorder:
             self._write_tensor("rows", name, rows)
 
     def open_update(self, step: int) -> None:
-        """Start what comes after the average."""
+        """Start the turn after the average."""
         self._open(When(step, "update"))
         self._recording.unaveraged = self._unaveraged()
         for name, parameter in self._parameters().items():
@@ -169,8 +169,8 @@ class _Recorder:
         self._turn = None
 
     def _unaveraged(self) -> tuple[str, ...]:
-        """Name what the optimizer updates by a gradient of this worker's alone."""
-        own = set(map(id, self._towers._replica.model.parameters()))  # with what is averaged beside the model
+        """Name the parameters that the optimizer updates by gradients of this worker alone."""
+        own = set(map(id, self._towers._replica.model.parameters()))  # `also` included
         names = {id(parameter): name for name, parameter in self._surroundings().parameters()}
         listed = [parameter for group in self._step.optimizer.param_groups for parameter in group["params"]]
         return tuple(
@@ -198,7 +198,7 @@ class _Recorder:
         return {name: fingerprint(parameter) for name, parameter in self._parameters().items()}
 
     def _note_written(self, weights: dict[str, str]) -> None:
-        """Note which parameters of the model the last pass has written to, and whose they are."""
+        """Note which parameters of the model the last pass has written to, and their modules."""
         if self._last is not None and self._last.when.is_tower:
             before = self._last.weights
             changed = [name for name in {**before, **weights} if before.get(name) != weights.get(name)]
@@ -215,11 +215,11 @@ class _Recorder:
         self.close()
 
     def _loss(self, model: nn.Module, *batch: Any) -> Any:
-        """Stand in for the step's loss function."""
+        """Call the step's loss function, and record its result."""
         with self._during("forward"):
             result = self._loss_fn(model, *batch)
-        handed_in = [result.total, result.count] if isinstance(result, LossSum) else result
-        for leaf in pytree.tree_leaves(handed_in):  # the loss, or losses by name, and what it counts
+        losses = [result.total, result.count] if isinstance(result, LossSum) else result
+        for leaf in pytree.tree_leaves(losses):
             if isinstance(leaf, Tensor):
                 self._write_tensor("loss", "loss", leaf)
             else:

@@ -1,4 +1,4 @@
-"""What a few steps did, as digests in the order of execution, and where two recordings part."""
+"""What a few steps did, as digests in order of execution, and where two recordings first differ."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 
 
 class When(NamedTuple):
-    """A part of a step: "tower 3", or "update" after it; "build" before all, or "error" after all."""
+    """A part of a step: "tower 3" or "update"; "build" comes before all steps, "error" after all."""
 
     step: int
     part: str
@@ -44,29 +44,27 @@ class Event:
 
     kind: Literal["rows", "operator", "setting", "loss", "gradient", "average", "weight"]
     name: str  # of the operator or the tensor
-    values: str  # digest of what came out
+    values: str  # digest of the result
     module: str = ""  # where it happened, by path and class
     phase: str = ""  # "forward", "backward" or "update"
     numbers: str = ""  # the operator's arguments other than tensors
-    outside: tuple[
-        tuple[str, str], ...
-    ] = ()  # tensors from outside this turn that it took in: (name, digest)
-    stream: str = ""  # what an operator drew random numbers from: "own", or the state of the global one
+    outside: tuple[tuple[str, str], ...] = ()  # (name, digest) of its inputs from outside this turn
+    stream: str = ""  # where an operator drew from: "own" generator, or a digest of the global ones' state
     wrote: tuple[str, ...] = ()  # outside tensors that it wrote to
 
 
 @dataclass
 class Turn:
-    """All that happened in one part of a step."""
+    """All events in one part of a step."""
 
     when: When
     built: Mapping[Place, Held]  # what the model held when it was built; shared by all turns
-    changed: Mapping[Place, Held] = field(default_factory=dict)  # what of it was different before this turn
+    changed: Mapping[Place, Held] = field(default_factory=dict)  # what of it had changed before this turn
     weights: Mapping[str, str] = field(default_factory=dict)  # digests of the parameters before this turn
-    written: Mapping[str, str] = field(default_factory=dict)  # parameters that a pass wrote to, their modules
+    written: Mapping[str, str] = field(default_factory=dict)  # modules of the parameters that it wrote to
     events: list[Event] = field(default_factory=list)  # in order
     settings: Mapping[str, str] = field(default_factory=dict)  # of the process at its end; {} if it failed
-    num_compiled: int = 0  # how many graphs torch.compile made in it
+    num_compiled: int = 0  # how many graphs torch.compile made in this turn
 
     @property
     def results(self) -> list[Event]:
@@ -91,7 +89,7 @@ class Recording:
 
     @property
     def changed(self) -> set[Place]:
-        """What turns have changed of what was built."""
+        """The places whose values any turn has changed."""
         return {place for turn in self.turns.values() for place in turn.changed}
 
     @property
@@ -106,15 +104,15 @@ class Difference:
     """The first event that is not the same."""
 
     when: When
-    expected: Event | None  # what the reference has there; None where it has nothing any more
-    found: Event | None  # what the other placement has
-    held: Mapping[Place, tuple[Held | None, Held | None]]  # before the turn, where it differs
-    as_built: frozenset[Place]  # what of that no turn has changed, so that it differed from the start
-    parameter: str | None  # the first with another gradient, average or value in the same turn
+    expected: Event | None  # in the reference; None if its turn has ended there
+    found: Event | None  # in the other placement; None if its turn has ended there
+    held: Mapping[Place, tuple[Held | None, Held | None]]  # both values before the turn, where they differ
+    as_built: frozenset[Place]  # those of `held` that differed from the start: no turn has changed them
+    parameter: str | None  # the first with a different gradient, average or value in the same turn
 
     @property
     def event(self) -> Event:
-        """One of the two: the operator, if only one is."""
+        """One of the two events: an operator, if there is one."""
         events = [event for event in (self.expected, self.found) if event is not None]
         return next((event for event in events if event.kind == "operator"), events[0])
 
@@ -122,10 +120,10 @@ class Difference:
 def first_difference(
     reference: Recording, workers: Sequence[Recording], changed: Collection[Place] = ()
 ) -> Difference | None:
-    """Walk the reference, a recording of one worker, and return where one of `workers` parts from it.
+    """Return the first event in which one of `workers` differs from the reference, a recording of one worker.
 
-    Turns with the same results are the same: some operators return memory that is never read. A turn that an
-    error ended is not compared. `changed` is what turns are known to change, from other recordings.
+    Turns with the same results are equal, whatever their operators returned: some return memory that is never
+    read. A turn that an error ended is not compared. `changed` are places that other recordings have changed.
     """
     for when, turn in reference.turns.items():
         for other in [worker.turns[when] for worker in workers if when in worker.turns]:
@@ -142,7 +140,7 @@ def compiled_again(recording: Recording) -> When | None:
 
 
 def held_differences(reference: Recording, workers: Sequence[Recording]) -> Iterator[Place]:
-    """Yield what the model held at the start of the same turn with different values."""
+    """Yield the places whose values differ at the start of the same turn."""
     for when, turn in reference.turns.items():
         for worker in workers:
             if when in worker.turns:
@@ -168,7 +166,7 @@ def _held_differences(turn: Turn, other: Turn) -> dict[Place, tuple[Held | None,
 
 
 def _first_parameter(turn: Turn, other: Turn) -> str | None:
-    """Compare by name, because operators that differ shift what comes after them."""
+    """Return the first parameter that differs; by name, because different operators shift later events."""
     one, two = (
         {
             (event.kind, event.name): event.values

@@ -1,4 +1,4 @@
-"""Does a model keep the promise? A few steps in several placements, and where they first part."""
+"""`check`: takes a few steps in several placements, and finds where they first differ."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from samestep.workers.job import Job
 __all__ = ["NUM_STEPS", "WORKERS", "BuildResult", "CheckResult", "check", "examine"]
 
 BuildResult = tuple[nn.Module, LossFunction] | tuple[nn.Module, LossFunction, torch.optim.Optimizer]
-"""What `build` returns: a new model, its loss function and, if it is not to be plain SGD, its optimizer."""
+"""What `build` returns: a new model, its loss function and optionally its optimizer (default: plain SGD)."""
 
 NUM_STEPS = 3
 WORKERS = (2, 3)
@@ -41,12 +41,12 @@ class CheckResult:
 
     Attributes:
         finding: the first fault; None where there is none.
-        placements: the numbers of workers that took the steps, in order.
+        placements: how many workers took the steps, for each run in order.
         towers: T.
         steps: how many were taken.
-        digest: of the weights after the last step of the first run; "" where it did not get there.
+        digest: of the weights after the last step of the first run; "" if that run did not end.
         notes: what was not checked, or may matter later.
-        name: of what was checked.
+        name: of the recipe that was checked, if any.
 
     Example:
         >>> result = CheckResult(None, (1, 1, 2), towers=4, steps=3, digest="...")
@@ -64,7 +64,7 @@ class CheckResult:
 
     @property
     def same(self) -> bool:
-        """Whether all placements took the same steps, and nothing was found that could change that."""
+        """Whether all placements took the same steps, and no other fault was found."""
         return self.finding is None
 
     def __str__(self) -> str:
@@ -91,31 +91,31 @@ def check(  # noqa: PLR0913 - what is run, and how, each with a default
 ) -> CheckResult:
     """Take a few steps in several placements, and find the first module and operator that differ.
 
-    The steps are taken by one worker, twice, and then by each number of `workers`. Compared are, for
-    every step and tower, the tower's rows, its loss and every parameter's gradient; then the averages and
-    every worker's weights. Where something differs, both runs are repeated with every operator watched.
+    One worker takes the steps, twice, and then each number of `workers` does. The check compares, in every
+    step, each tower's rows, its loss and every parameter's gradient; then the averages and every worker's
+    weights. If something differs, it repeats both runs and watches every operator.
 
     Args:
         build: makes a new model and returns `(model, loss_fn)` or `(model, loss_fn, optimizer)`, as `Step`
-            takes them; without an optimizer it is plain SGD. It is called once for every run and worker.
-        batch: the global batch, any nest of tensors, rows first, taken at each step; or what yields such
-            batches, such as a DataLoader or an iterator, of which the first `steps` are taken in turn.
+            takes them; the default optimizer is plain SGD. It is called once for every run and worker.
+        batch: the global batch for every step, any nest of tensors, rows first; or an iterable of such
+            batches, such as a DataLoader, of which the first `steps` are used in turn.
         towers: T, part of the experiment like the batch size.
         steps: how many to take.
         workers: the numbers of workers to compare with one; those above `towers` are left out.
-        processes: run each worker in a process of its own. Otherwise, and where `build` cannot be pickled,
-            stand-ins in this process take the workers' places, each with its own `build()`: quicker, but
-            they share what a process has for itself (globals, environment, caches, imports); a note says so.
+        processes: run each worker also in a process of its own, unless `build` cannot be pickled. Otherwise
+            workers are only stand-ins, threads of this process that each call `build()`: quicker, but they
+            share its globals, environment, caches and imports; a note says so.
         device: as for `samestep.init`, which is called.
         threads: CPU threads of each worker.
         autocast: as for `samestep.Step`.
         options: of `samestep.Towers`, such as `seed` and `statistics`.
 
     Returns:
-        The result. A difference is no exception; `result.same` says whether there is one.
+        The result. A difference raises no exception; `result.same` is then False.
 
     Raises:
-        ConfigError: an argument is out of range, `build` returns something else or the same model again,
+        ConfigError: an argument is out of range, `build` returns anything else or the same model again,
             or this process is itself a worker.
         BatchError: the batch cannot be cut into towers.
         UsageError: a script calls this without `if __name__ == "__main__":`.
@@ -139,7 +139,7 @@ def check(  # noqa: PLR0913 - what is run, and how, each with a default
 
 
 def examine(subject: Subject, towers: int, plan: Plan) -> CheckResult:
-    """Run what a plan says, and return the result.
+    """Run a check by a plan, and return the result.
 
     Raises:
         ConfigError: this process is itself a worker.
@@ -171,7 +171,7 @@ class _Built:
         model, loss_fn, optimizer, also = _unpack(self.build())
         together(model, also).to(job.device)
         towers = Towers(model, self.towers, job=job, also=also, **self.options)
-        # The learning rate only has to move the weights, and not so far that they become infinite.
+        # Large enough to change the weights, and small enough to keep them finite.
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = optimizer or torch.optim.SGD(trainable, lr=1e-3)
         return Step(towers, loss_fn, optimizer, autocast=self.autocast), itertools.cycle(self.batches)

@@ -1,7 +1,7 @@
-"""Stand-ins: the workers of a job as threads of this process, of which one runs at a time.
+"""Stand-ins: the workers of a job as threads of this process, one of which runs at a time.
 
-Each has a model, an optimizer, a loss function and messages of its own, as real workers have. What a process
-has for itself but its random generators, such as globals, they share.
+Like real workers, each has a model, an optimizer, a loss function, messages and random generators of its own.
+All else that belongs to a process, such as globals, they share.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ __all__ = ["run_stand_ins"]
 
 
 def run_stand_ins(work: Callable[[Job], Any], job: Job, num_workers: int) -> list[Any]:
-    """Run `work` on each stand-in, and return what it returned or raised, by rank.
+    """Run `work` on each stand-in, and return what each returned or raised, by rank.
 
-    The last one starts, so that what they share is not as one worker would leave it.
+    The last rank starts, because rank 0 would leave shared state as a single worker does, and hide faults.
     """
     if num_workers == 1:
         return [work(job)]
@@ -36,7 +36,8 @@ def run_stand_ins(work: Callable[[Job], Any], job: Job, num_workers: int) -> lis
     for member in team:
         member.start(work, job)
     try:
-        with TorchDispatchMode():  # its end puts back flags of torch's that modes in threads leave mixed up
+        # Its exit restores torch's global flags, which modes in several threads mix up.
+        with TorchDispatchMode():
             while running := [member for member in reversed(team) if member.is_running]:
                 next((member for member in running if member.is_ready()), running[0]).take_turn()
     finally:
@@ -47,7 +48,7 @@ def run_stand_ins(work: Callable[[Job], Any], job: Job, num_workers: int) -> lis
 
 
 class _StandIn:
-    """One of the threads, and its transport."""
+    """A worker as a thread; also its transport."""
 
     def __init__(self, rank: int, world_size: int, team: Sequence[_StandIn], streams: GlobalStreams) -> None:
         self.rank = rank
@@ -62,17 +63,17 @@ class _StandIn:
         self._turn, self._turn_is_over = threading.Semaphore(0), threading.Semaphore(0)
 
     def start(self, work: Callable[[Job], Any], job: Job) -> None:
-        """Begin, and wait for the first turn."""
+        """Start the thread, which waits for its first turn."""
         own = replace(job, transport=self)
         threading.Thread(target=self._run, args=(work, own), daemon=True).start()
 
     def take_turn(self) -> None:
-        """Run until a message is missing, or to the end."""
+        """Run until the thread waits for a message, or to its end."""
         self._turn.release()
         self._turn_is_over.acquire()
 
     def end(self) -> None:
-        """Stop at the next message that is missing."""
+        """End the thread at the message that it waits for."""
         self.is_running = False
         self._turn.release()
 
@@ -88,14 +89,14 @@ class _StandIn:
         self._turn_is_over.release()
 
     def _take_over(self) -> None:
-        """Wait for the turn, and take up the process's generators as this worker left them."""
+        """Wait for the next turn, and restore the global generators as this worker left them."""
         self._turn.acquire()
         if not self.is_running:
             raise KeyboardInterrupt
         self._streams.restore()
 
     def empty(self, size: int, like: Tensor) -> Tensor:
-        """Return new memory."""
+        """Return memory to send from; see `Transport`."""
         return like.new_empty(size)
 
     def post(self, outgoing: Tensors, incoming: Tensors, what: str) -> _Posted:
@@ -110,21 +111,21 @@ class _StandIn:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it has left, which it never does by itself."""
+        """Whether this worker has left the job, which no stand-in does."""
         return False
 
     def give_up(self, what: str) -> None:
-        """Do nothing: an interrupt ends them all."""
+        """Do nothing: an interrupt ends all stand-ins."""
 
     def receive(self, source: int, number: int, what: str) -> list[Tensor]:
-        """Return a message, for which other stand-ins may have to run."""
+        """Return a message, after other stand-ins have run if it has not been sent yet."""
         messages = self.inbox[source]
         self.is_ready = lambda: len(messages) > number
         if not self.is_ready():
             self._streams = GlobalStreams.capture(self._streams.device)
             self._turn_is_over.release()
             self._take_over()
-        if not self.is_ready():  # and nobody else is
+        if not self.is_ready():  # no stand-in is: the sender has ended
             raise LostWorkerError(f"{what}: worker {source} is gone")
         message, messages[number] = messages[number], []
         return message
@@ -135,7 +136,7 @@ class _StandIn:
 
 @dataclass(frozen=True)
 class _Posted:
-    """Messages to a stand-in: by source, what they fill and their numbers."""
+    """Messages that a stand-in expects: by source, the tensors to fill and the message's number."""
 
     receiver: _StandIn
     expected: Mapping[int, Sequence[Tensor]]
@@ -143,7 +144,7 @@ class _Posted:
     what: str
 
     def wait(self) -> None:
-        """Fill what was to be received."""
+        """Receive the messages."""
         for source, tensors in self.expected.items():
             message = self.receiver.receive(source, self.numbers[source], self.what)
             for tensor, sent in zip(tensors, message, strict=True):

@@ -1,4 +1,4 @@
-"""What a step can reach by name: modules, what their code refers to, the optimizer, and what these hold."""
+"""What a step can reach by name: modules, the optimizer, their variables, and what their code refers to."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MAX_ITEMS = 1000
 
 
 class Place(NamedTuple):
-    """Where something is held: by whom, and under which name."""
+    """Where an object is held: its owner and its name there."""
 
     owner: str
     name: str
@@ -48,9 +48,9 @@ class Surroundings:
     """All that a model's forwards and hooks, its loss function and its optimizer can reach by name.
 
     Attributes:
-        modules: what to call each, the model's own first: by path and class.
+        modules: names of modules, from path and class; the model's own come first.
         held: attributes of modules and of their classes, variables that code refers to, parameters and
-            buffers of modules that are not the model's, and the optimizer's settings.
+            buffers of modules outside the model, and the optimizer's settings.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], optimizer: Optimizer) -> None:
@@ -64,14 +64,14 @@ class Surroundings:
         self._add_optimizer(optimizer)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the leaves that may get a gradient outside the model, and what to call them."""
+        """Yield names of the leaves outside the model that may get a gradient, and the leaves."""
         for place, value in self.held.items():
             for tensor in _find(Tensor, value):
                 if tensor.is_leaf and tensor.requires_grad:
                     yield str(place), tensor
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors that a pass may find rather than make, and what to call them."""
+        """Yield names of all tensors that exist before a pass, and the tensors."""
         for place, value in self.held.items():
             for tensor in _find(Tensor, value):
                 yield str(place), tensor
@@ -81,12 +81,12 @@ class Surroundings:
             yield f"parameter {name}", parameter
 
     def owners(self, names: Collection[str]) -> dict[str, str]:
-        """Return which module each of these parameters of the model is in."""
+        """Return the module of each of these parameters of the model, by name."""
         owners = {_plain(path): self.modules[module] for path, module in self._model.named_modules()}
         return {name: owners.get(name.rpartition(".")[0], "the model") for name in names}
 
     def _add_modules(self, place: Place, root: nn.Module) -> None:
-        """Add a module and those below it."""
+        """Add a module and its submodules."""
         for path, module in root.named_modules():
             if module in self.modules:
                 continue
@@ -112,14 +112,14 @@ class Surroundings:
             self._add_code(f"a hook of {owner}", hook)
 
     def _add_object(self, owner: str, value: Any, variables: Mapping[str, Any]) -> None:
-        """Add an object's variables, and those of its classes with their methods."""
+        """Add an object's variables, and its classes' variables and methods."""
         self._hold(owner, variables)
         for kind in type(value).__mro__:
             if not kind.__module__.startswith(("torch.", "builtins")):
                 self._hold(f"the class {kind.__qualname__}", vars(kind))
 
     def _add_code(self, owner: str, function: Any) -> None:
-        """Add what is called in a step: a function, a partial, a method, or an object."""
+        """Add something that a step calls: a function, a partial, a method or another object."""
         if _is_library(function):
             return
         if isinstance(function, functools.partial):
@@ -137,15 +137,15 @@ class Surroundings:
             self._add_object(owner, function, vars(function))
 
     def _add_function(self, function: Callable[..., Any], depth: int) -> None:
-        """Add the globals and the enclosing variables that a function of the user's refers to."""
+        """Add the globals and enclosing variables that a user's function refers to."""
         if function in self._functions or _is_library(function):
             return
         self._functions.add(function)
         try:
             variables = inspect.getclosurevars(function)
-        except ValueError:  # a variable of the enclosing function that is not set
+        except ValueError:  # a variable of the enclosing function is not set yet
             return
-        # Workers import a script under another name.
+        # Spawned workers import the script under another name.
         module = (function.__module__ or "").replace("__mp_main__", "__main__")
         self._hold(f"the function around {function.__qualname__}", variables.nonlocals, depth)
         self._hold(f"the Python module {module}", variables.globals, depth)
@@ -181,7 +181,7 @@ def _module_name(place: Place, path: str, module: nn.Module) -> str:
 
 
 def items_of(value: Any) -> Iterable[tuple[object, Any]] | None:
-    """Return the named parts of a nest; None for what is none, or too big to look through."""
+    """Return the named parts of a nest; None for anything else, and for nests that are too large."""
     if isinstance(value, Mapping):
         return list(value.items()) if len(value) <= _MAX_ITEMS else None
     if isinstance(value, (list, tuple, deque)):
@@ -198,7 +198,7 @@ def items_of(value: Any) -> Iterable[tuple[object, Any]] | None:
 
 
 def _find(kind: type[Any], value: Any, depth: int = 0) -> Iterator[Any]:
-    """Yield what is of a kind in a nest."""
+    """Yield all objects of a type in a nest."""
     if isinstance(value, kind):
         yield value
     elif depth < _MAX_DEPTH:

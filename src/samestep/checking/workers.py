@@ -1,4 +1,4 @@
-"""A few real workers on this machine that record the same steps as one job."""
+"""A few real workers on this machine, which record the same steps as one job."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ __all__ = ["Workers", "recordings", "why_not_elsewhere"]
 
 
 class Workers:
-    """Processes that stay for several jobs, one after the other.
+    """Worker processes that are kept for several jobs, one after the other.
 
     Args:
-        most: how many workers a job may have.
+        most: the largest number of workers in a job.
         device: as for `samestep.init`.
         threads: CPU threads of each worker.
     """
@@ -41,7 +41,7 @@ class Workers:
         self._device = device
         self._threads = threads
         context = multiprocessing.get_context("spawn")
-        # What it removes for a program that was interrupted or killed is nothing to tell its user.
+        # The resource tracker warns about what it cleans up after a program was interrupted or killed.
         with _environment(_without_warnings_of("multiprocessing.resource_tracker")):
             self._pool = ProcessPoolExecutor(most, mp_context=context, initializer=_start)
 
@@ -50,7 +50,7 @@ class Workers:
         work = partial(_work, pickle.dumps(subject), trial, self._device, self._threads)
         with loopback_listener() as listener, _environment(worker_environment(self._threads)):
             host, port = listener.getsockname()[:2]
-            store = open_store(listener)  # a job's own, so that no key is stale
+            store = open_store(listener)  # a new one for each job, so that no key is stale
             seats = [seat_environment(rank, num_workers, host, port) for rank in range(num_workers)]
             with interrupts_held():
                 futures = [self._pool.submit(work, one) for one in seats]
@@ -76,7 +76,7 @@ def _start() -> None:
 
 
 def why_not_elsewhere(subject: Subject) -> str | None:
-    """Say why another process could not make what `subject` makes; None where it could."""
+    """Say why `subject` cannot be sent to another process; None if it can."""
     try:
         pickled = pickle.dumps(subject)
     except Exception as error:  # pickle raises whatever the objects do
@@ -88,10 +88,10 @@ def why_not_elsewhere(subject: Subject) -> str | None:
 
 
 def recordings(outcomes: Sequence[Any]) -> list[Recording]:
-    """Return what workers recorded, or raise the error that is not merely the loss of another worker.
+    """Return what the workers recorded, or raise the error that explains why one did not.
 
     Raises:
-        UsageError: the calling script starts itself again in every worker.
+        UsageError: the calling script runs itself again in every worker.
     """
     errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     found = [outcome for outcome in outcomes if isinstance(outcome, Recording)]
@@ -108,28 +108,28 @@ def recordings(outcomes: Sequence[Any]) -> list[Recording]:
 
 
 def _is_of_another_worker(error: BaseException) -> bool:
-    """Whether an error only says that another worker is gone."""
+    """Whether an error only reports the loss of another worker."""
     return isinstance(error, LostWorkerError) or is_lost_connection(error)
 
 
 def _work(pickled: bytes, trial: Trial, device: str, threads: int, own: dict[str, str]) -> Recording:
-    """Be one worker of one job."""
-    # Its functions have the group of the moment they are imported as a default argument. An optimizer imports
-    # it, by way of torch.compile; a group that is still referred to there is never closed.
+    """Run one worker of one job."""
+    # Import this before the job's process group exists: its functions keep the current group as a default
+    # argument, and so keep it open. Otherwise the first optimizer imports it, through torch.compile.
     import torch.distributed.nn  # noqa: F401
 
     with _environment(own):
         job = init(device, threads=threads)
         try:
-            # What importing the user's code draws may differ between workers.
+            # Random numbers drawn while the user's code is imported may differ between workers.
             seed_globals(stream_seed(trial.number, "import", job.world_size, job.rank), job.device)
             subject: Subject = pickle.loads(pickled)
             recording = record(subject, job, trial)
-            if recording.error is None:  # else others may be in the middle of a step
+            if recording.error is None:  # otherwise others may be in the middle of a step
                 job.barrier()
             return recording
         finally:
-            job.transport.close()  # also where it failed: the others notice, and stop waiting
+            job.transport.close()  # after an error, too, so that others stop waiting
 
 
 @contextmanager

@@ -1,1 +1,1 @@
-"""Memory that the workers of a host share, and messages through it."""
+"""Shared memory between the workers of one host, and messages through it."""

@@ -1,6 +1,6 @@
 """Memory that the workers of one host share: each writes to its own, and the others copy from there.
 
-It has no name that anybody could open, and is gone when the last process that maps it is; see
+It has no name in the file system, and is freed when the last process that maps it ends; see
 https://man7.org/linux/man-pages/man2/memfd_create.2.html.
 """
 
@@ -23,7 +23,7 @@ __all__ = ["Bytes", "Segment", "Segments", "allocate", "as_bytes", "mapped"]
 Bytes = npt.NDArray[np.uint8]
 
 _KEPT = 256
-"""A segment that was not lent for so many loans is freed: it was for a plan that is no longer used."""
+"""A segment is freed after this many loans of others: its size belongs to a plan that is no longer used."""
 
 
 def as_bytes(tensor: Tensor) -> Bytes:
@@ -33,7 +33,7 @@ def as_bytes(tensor: Tensor) -> Bytes:
 
 
 def allocate(size: int) -> int:
-    """Return a descriptor of shared memory, all of it reserved, so that writing there cannot fail."""
+    """Return the file descriptor of new shared memory, all of it reserved, so that writes cannot fail."""
     descriptor = os.memfd_create("samestep", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(descriptor, 0, size)
@@ -44,7 +44,7 @@ def allocate(size: int) -> int:
 
 
 def mapped(descriptor: int, size: int) -> Bytes:
-    """Return shared memory as an array, which keeps it."""
+    """Map shared memory as an array, which keeps the mapping alive."""
     return np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
 
 
@@ -53,13 +53,13 @@ class Segment:
     """A piece of shared memory.
 
     Attributes:
-        number: by which other workers know it.
-        descriptor: of the memory, to be sent to them.
-        content: all of it.
+        number: identifies the segment to other workers.
+        descriptor: the memory's file descriptor, to be sent to them.
+        content: the memory.
         is_lent: whether a tensor lies in it.
-        used: the number of its newest loan.
-        sent: the channels that its descriptor was sent through, and the newest packet of each that refers to
-            it.
+        used: the number of its latest loan.
+        sent: the channels that its descriptor was sent through, and for each the latest packet that refers to
+            the segment.
     """
 
     number: int
@@ -71,18 +71,18 @@ class Segment:
 
     @property
     def is_free(self) -> bool:
-        """Whether it may be written to."""
+        """Whether the segment may be written to: it is not lent, and no other worker still reads it."""
         return not self.is_lent and all(
             number <= channel.num_taken_there for channel, number in self.sent.items()
         )
 
     def take_back(self) -> None:
-        """Note that no tensor lies in it any more."""
+        """Note that the tensor in it is gone."""
         self.is_lent = False
 
 
 class Segments:
-    """One worker's shared memory; what has been read, and holds no tensor any more, is lent again."""
+    """One worker's shared memory. A segment is lent again once its tensor is gone and others have read it."""
 
     def __init__(self) -> None:
         self._by_address: dict[int, Segment] = {}
@@ -93,16 +93,15 @@ class Segments:
         """Return memory for `size` elements, at least one.
 
         Raises:
-            OSError: there is no more.
+            OSError: there is no shared memory left.
         """
         num_bytes = size * dtype.itemsize
         segment = self._free(num_bytes) or self._add(num_bytes)
         self._num_loans += 1
         segment.used, segment.is_lent = self._num_loans, True
         part = segment.content[:num_bytes]
-        weakref.finalize(
-            part, segment.take_back
-        ).atexit = False  # the tensor's storage keeps this very object
+        # The tensor's storage keeps this array alive, so the finalizer runs when the storage is freed.
+        weakref.finalize(part, segment.take_back).atexit = False
         return torch.from_numpy(part).view(dtype)
 
     def _free(self, num_bytes: int) -> Segment | None:
@@ -129,7 +128,7 @@ class Segments:
         return self._by_address.get(tensor.untyped_storage().data_ptr())
 
     def let_go(self) -> list[Segment]:
-        """Free segments that nobody reads and that were not lent for so many loans; return them."""
+        """Free segments that are no longer used, and return them."""
         oldest = self._num_loans - _KEPT
         old = {
             address: segment

@@ -1,7 +1,7 @@
-"""What workers of one host send each other: through memory that they share, and a socket that says where.
+"""Messages between workers of one host: through shared memory, and a socket that says where in it.
 
-Tensors that lie in shared memory are not sent: the other worker copies them from there when it waits for
-them. All others go through the socket.
+Tensors that lie in shared memory are not sent: the receiver copies them from there while it waits for them.
+All other tensors go through the socket.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from samestep.memory.segments import Bytes, Segment, Segments, as_bytes, mapped
 __all__ = ["Delivery", "SharedMemory"]
 
 _WORTH_IT = 2**14
-"""Bytes of a tensor from which on it is worth more to copy it once than to say where it is."""
+"""From this size on, to save a copy is worth the cost of shared memory."""
 
-_MESSAGE = struct.Struct("<QQQI")  # its number, where in it this is, and how many bytes it and its name have
-_PART = struct.Struct("<qQQ")  # segment, or _HERE; where in it, and how many bytes
-_HERE = -1
+_MESSAGE = struct.Struct("<QQQI")  # number, position of this part, bytes of the message and of its name
+_PART = struct.Struct("<qQQ")  # number of the segment, or _HERE; start in it; bytes
+_HERE = -1  # the bytes follow in the packet
 _LONGEST_NAME = 200
 _ROOM = LONGEST - _MESSAGE.size - _LONGEST_NAME
 _MOST_PARTS = 256
-_MEMORY = struct.Struct("<QQ")  # a segment's number, and its bytes
+_MEMORY = struct.Struct("<QQ")  # a segment's number and bytes
 
 
 class SharedMemory:
-    """The workers of one host, as one of them reaches the others.
+    """One worker's connections to the other workers of its host.
 
     Args:
         rank: of this worker.
@@ -76,7 +76,7 @@ class SharedMemory:
     def post(
         self, outgoing: Mapping[int, Sequence[Tensor]], incoming: Mapping[int, Sequence[Tensor]], what: str
     ) -> Delivery:
-        """Start to send and receive; see `Transport`."""
+        """Start to send and to receive; see `Transport`."""
         received, sent = {}, {}
         for worker, tensors in incoming.items():
             if worker in self and any(tensor.numel() for tensor in tensors):
@@ -125,15 +125,15 @@ class SharedMemory:
     # ---- what comes ------------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Send what can go, and take what has come."""
+        """Send and receive whatever is possible without waiting."""
         for worker, channel in self._channels.items():
             channel.flush()
             while (packet := channel.packet()) is not None and self._take(worker, packet):
                 channel.take()
-            channel.tell()
+            channel.acknowledge()
 
     def _take(self, worker: int, packet: Packet) -> bool:
-        """Do what a packet says, perhaps once more; return False where nobody has asked for it yet."""
+        """Process a packet, perhaps for the second time; return False if no post expects it yet."""
         if packet.kind == Kind.TENSORS:
             return self._fill(worker, packet.content)
         number, size = _MEMORY.unpack(packet.content)
@@ -162,7 +162,7 @@ class SharedMemory:
                 offset += size
             else:
                 source = self._theirs[worker, segment].data
-                self._channels[worker].must_tell = True
+                self._channels[worker].must_acknowledge = True  # which frees the segment
             incoming.fill(position, source[start : start + size])
             position += size
         if incoming.is_complete:
@@ -170,7 +170,7 @@ class SharedMemory:
         return True
 
     def wait_for(self, timeout_s: float) -> None:
-        """Wait until something may have come, or can go."""
+        """Wait until something has probably arrived, or can be sent."""
         poll = select.poll()
         for channel in self._channels.values():
             events = 0 if channel.is_closed or channel.has_packet else select.POLLIN
@@ -181,7 +181,7 @@ class SharedMemory:
         poll.poll(1e3 * timeout_s)
 
     def close(self) -> None:
-        """Close all connections, and let go of all memory that holds no tensor."""
+        """Close all connections, and free all memory that holds no tensor."""
         for channel in self._channels.values():
             channel.close()
         self._segments.close()
@@ -189,16 +189,16 @@ class SharedMemory:
 
 
 def _named(what: str) -> bytes:
-    """Return a message's name, as short as has to be."""
+    """Return a message's name, cut to the longest that fits."""
     return what.encode()[:_LONGEST_NAME].decode(errors="ignore").encode()
 
 
 _Part = tuple[list[bytes | memoryview], Segment | None, int]
-"""What is sent of a tensor, the segment that it lies in, and how many of the message's bytes it is."""
+"""Content to send for a piece of a tensor, the tensor's segment, and how many bytes the piece has."""
 
 
 def _packets(parts: Iterator[_Part]) -> Iterator[tuple[list[bytes | memoryview], list[Segment], int]]:
-    """Put parts together, as many as a packet takes."""
+    """Join parts into packets: content, segments that it refers to, and how many of the message's bytes."""
     content: list[bytes | memoryview] = []
     segments: list[Segment] = []
     num_bytes, room = 0, _ROOM
@@ -215,12 +215,12 @@ def _packets(parts: Iterator[_Part]) -> Iterator[tuple[list[bytes | memoryview],
 
 
 class _Incoming:
-    """A message that is asked for, and what has come of it.
+    """A message that a post expects, as far as it has arrived.
 
     Attributes:
-        what: names it.
-        kind: the bytes of all of it, and what its name has in common with the sender's.
-        other_name: the name of what has come in its place, if that is of another kind.
+        what: the message's name.
+        kind: its number of bytes, and the part of its name that the sender's must have, too.
+        other_name: the name of the message that arrived instead, if its kind differs.
     """
 
     def __init__(self, tensors: Sequence[Tensor], what: str) -> None:
@@ -233,11 +233,11 @@ class _Incoming:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all has come."""
+        """Whether all bytes have arrived."""
         return self._filled == self._ends[-1]
 
     def fill(self, position: int, content: memoryview) -> None:
-        """Copy what belongs at this place of the message: a part of one tensor."""
+        """Copy a piece of one tensor to its position in the message."""
         index = bisect_right(self._ends, position)
         place = self._places[index]
         start = position - self._ends[index] + len(place)
@@ -250,8 +250,8 @@ class Delivery:
     """Messages on their way to and from workers of this host.
 
     Attributes:
-        worker: the one that is waited for now.
-        error: that it is gone, or has sent something else.
+        worker: the one that this waits for.
+        error: if that worker is gone, or has sent another message.
     """
 
     shared: SharedMemory
@@ -263,7 +263,7 @@ class Delivery:
     error: Exception | None = None
 
     def is_done(self, timeout_s: float) -> bool:
-        """Wait until all is done, or a worker is gone, but not much longer than this."""
+        """Wait until all is sent and received or a worker is gone, for about `timeout_s` at most."""
         self.shared.advance()
         if not self._look():
             self.shared.wait_for(timeout_s)

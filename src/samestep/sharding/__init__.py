@@ -1,1 +1,1 @@
-"""Optimizers whose state and work are shared out among the workers."""
+"""Optimizers whose state and work are divided among the workers."""

@@ -1,8 +1,8 @@
 """Which worker updates which elements of which parameter.
 
-Parameters are cut in the order of their memory, at multiples of 64 elements from where each begins: there,
-vectors of any width begin, too, and an elementwise kernel computes each number as in the whole tensor. Where
-workers take the norms of their shares, none of the blocks of a norm is cut.
+Parameters are cut in memory order, at multiples of 64 elements from their first: vector instructions of any
+width begin there, too, so an elementwise kernel computes each element as in the whole tensor. If workers
+compute the norms of their shares, cuts lie between the blocks of a norm.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def divide(
 
     Args:
         parameters: of an optimizer.
-        towers: that average their gradients.
-        loads: how many elements each worker has already; grows by these.
+        towers: average their gradients.
+        loads: how many elements each worker already has; updated in place.
         is_elementwise: whether the optimizer may update parts of parameters.
 
     Raises:
-        ConfigError: a parameter is there twice, or is not dense.
+        ConfigError: a parameter is listed twice, or is not dense.
     """
     _check(parameters)
     job, plan, replica = towers.job, towers._opening.plan, towers._replica
@@ -45,10 +45,10 @@ def divide(
     pieces = {id(p): p for p in parameters if is_cut and id(p) not in sparse}
     whole = [p for p in parameters if id(p) not in pieces]
     found = dict(zip(map(id, whole), deal(whole, loads), strict=True))
-    # If buckets go whole to all, even once all layers are thawed, no worker takes the norms of a share.
+    # If all workers average whole buckets, even with all layers thawed, no worker computes a share's norms.
     is_small = plan.is_whole and replica.plan_of([*pieces.values()], plan.placement).is_whole
     alignment = _ALIGNMENT if is_small else NORM_BLOCK
-    # Bucket by bucket, so that each worker has its part of every one to average.
+    # Bucket by bucket, so that each worker averages a part of every bucket.
     bucket_of = {plan.parameters[i].name: n for n, each in enumerate(plan.buckets) for i in each.parameters}
     buckets: dict[int | None, list[Tensor]] = {}
     for name, parameter in towers._root.named_parameters():
@@ -56,7 +56,7 @@ def divide(
             buckets.setdefault(bucket_of.get(name), []).append(pieces.pop(id(parameter)))
     for bucket in buckets.values():
         found |= zip(map(id, bucket), cut(bucket, loads, alignment), strict=True)
-    # Frozen ones are cut one by one, because any of them may be trained later.
+    # Frozen parameters are cut one by one, because any of them may be trained later.
     loads_of_frozen = [0] * job.world_size
     for single in pieces.values():
         (found[id(single)],) = cut([single], loads_of_frozen, alignment)
@@ -64,10 +64,10 @@ def divide(
 
 
 def cut(parameters: Sequence[Tensor], loads: list[int], alignment: int = _ALIGNMENT) -> list[list[Share]]:
-    """Cut parameters, end to end, so that the workers' loads become alike; return each one's shares.
+    """Cut parameters, laid end to end, so that the workers' loads become equal; return each one's shares.
 
-    Each worker gets one run of elements, the least loaded one first, and its load grows by that. Parameters
-    are cut at multiples of `alignment` from where each begins.
+    Each worker gets one run of elements, the least loaded worker first; `loads` is updated in place. A
+    parameter is cut at multiples of `alignment` elements from its first.
     """
     fair = (sum(loads) + sum(p.numel() for p in parameters)) / len(loads)
     workers = sorted(range(len(loads)), key=loads.__getitem__)
@@ -86,7 +86,7 @@ def cut(parameters: Sequence[Tensor], loads: list[int], alignment: int = _ALIGNM
 
 
 def _nearest(element: float, size: int, alignment: int) -> int:
-    """Return the nearest place of a tensor at which it may be cut."""
+    """Return the nearest element at which a tensor may be cut."""
     element = min(size, max(0, element))
     before = int(element) // alignment * alignment
     after = min(size, before + alignment)
@@ -94,7 +94,7 @@ def _nearest(element: float, size: int, alignment: int) -> int:
 
 
 def deal(parameters: Sequence[Tensor], loads: list[int]) -> list[list[Share]]:
-    """Give each parameter whole to one worker, the largest first, and add its size to the worker's load."""
+    """Give each whole parameter to the least loaded worker, the largest first; update `loads` in place."""
     shares: dict[int, Share] = {}
     for parameter in sorted(parameters, key=lambda p: (not p.requires_grad, -p.numel())):
         worker = loads.index(min(loads))

@@ -1,4 +1,4 @@
-"""Whether an optimizer's parameters can be shared out among several optimizers of its class."""
+"""Tests whether an optimizer's parameters can be divided among several optimizers of its class."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ def check_separable(
     defaults: Mapping[str, Any],
     device: torch.device,
 ) -> None:
-    """Test whether a matrix is updated the same with another one beside it and without.
+    """Test whether the update of a matrix is the same with and without a second matrix in the optimizer.
 
-    A norm over all gradients, or a step size for all parameters, shows here.
+    This finds, for example, a norm over all gradients or a step size for all parameters.
 
     Args:
         optimizer_class: of the optimizer.
         groups: the settings of each of its groups.
-        defaults: what else it is made with.
+        defaults: its other arguments.
         device: of the parameters.
 
     Raises:
-        ConfigError: it is not, or the optimizer keeps state that belongs to no single parameter.
+        ConfigError: the updates differ, or the optimizer keeps state that belongs to no single parameter.
     """
     name = optimizer_class.__name__
     settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
     def train(rows: Sequence[int]) -> tuple[list[Tensor], Optimizer]:
-        """Train matrices, one of each row for each group; return those of the first row first."""
+        """Train one matrix for each row and group; return the matrices row by row, and the optimizer."""
         seed_globals(0, device)
         matrices = [
             [_wave(1 + 2 * row + 3 * n, device).requires_grad_() for n in range(len(groups))] for row in rows

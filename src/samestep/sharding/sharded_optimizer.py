@@ -45,32 +45,32 @@ from samestep.workers.collectives import post_to_all, unbroken
 __all__ = ["ShardedOptimizer"]
 
 _ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
-"""Optimizers of torch that compute each element only from those at its own place; no subclasses."""
+"""Optimizers of torch that compute each element only from elements at the same index; no subclasses."""
 
 _SCALING = ("grad_scale", "found_inf")
-"""What a `GradScaler` sets for one step, where an optimizer unscales gradients itself."""
+"""Attributes that a `GradScaler` sets for one step of an optimizer that unscales gradients itself."""
 
 
 class ShardedOptimizer(Optimizer, UpdatesShares):
-    """An optimizer whose state is shared out among the workers: each keeps about a W-th, and updates that.
+    """An optimizer whose state is divided among the workers: each keeps and updates about 1/W of it.
 
     Weights and checkpoints have the bits of the plain optimizer, on any number of workers. All workers must
-    make it, and call `step`, `state_dict` and `add_param_group`, which exchange messages. In `step` each
-    updates its share, and sends it to the others. After `towers.average()` all have all averages as `p.grad`;
-    within a `Step` each has those of its share only, and afterwards every `p.grad` is None.
+    create it, and call `step`, `state_dict` and `add_param_group`, which exchange messages. In `step` each
+    worker updates its share and sends it to the others. After `towers.average()` every worker has all
+    averages as `p.grad`; within a `Step` it has only its share's, and afterwards every `p.grad` is None.
 
-    The optimizers of torch that are elementwise (SGD, Adam, AdamW, RMSprop, Adagrad, ...) update pieces of
-    parameters. All others (Muon, Adafactor, classes of one's own) update whole parameters, so a large one
-    belongs to a single worker. So does one with sparse gradients, and, on a CPU with several threads per
-    worker, every parameter, because kernels split tensors among threads by their sizes.
+    The elementwise optimizers of torch (SGD, Adam, AdamW, RMSprop, Adagrad, ...) update pieces of parameters.
+    All others (Muon, Adafactor, your own classes) update whole parameters, so a large parameter belongs to a
+    single worker. So does a parameter with sparse gradients, and, on a CPU with several threads per worker,
+    every parameter, because kernels split tensors among threads by their sizes.
 
-    If a worker is lost, so is its share: the others end, and the run continues from a checkpoint.
+    If a worker is lost, its share is lost, too: the others end, and the run continues from a checkpoint.
 
     Args:
-        towers: that average the gradients.
-        optimizer_class: such as `torch.optim.AdamW`; one that needs no closure.
-        params: parameters, named ones or groups, as for that class; by default all that `towers` has.
-        defaults: what else that class takes, such as `lr`.
+        towers: the towers that average the gradients.
+        optimizer_class: such as `torch.optim.AdamW`; it must not need a closure.
+        params: parameters, named parameters or groups, as for that class; by default all of `towers`.
+        defaults: other arguments of that class, such as `lr`.
 
     Attributes:
         optimizer_class: see above.
@@ -78,11 +78,11 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
         state: of this worker's share; the keys are parameters, or flat views of them.
 
     Raises:
-        ConfigError: the class needs closures, or reads several parameters for the update of one, as with a
-            norm of all gradients; it is `differentiable`; a parameter is listed twice, or is not dense.
-        DisagreementError: workers have different settings, or gradients, or one met an error.
-        UsageError: in `step`, a gradient is not an average of `towers`, or a parameter has another shape than
-            before; or the optimizer is copied or pickled.
+        ConfigError: the class needs closures, or its update of one parameter reads others, as with a norm of
+            all gradients; it is `differentiable`; a parameter is listed twice, or is not dense.
+        DisagreementError: workers have different settings or gradients, or one raised an error.
+        UsageError: in `step`, a gradient is not an average of `towers`, or the shape of a parameter has
+            changed; or the optimizer is copied or pickled.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -109,7 +109,7 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
         self._shares: list[list[Share]] = []  # of each parameter
         self._own: list[list[Share]] = []  # of each group, as the inner optimizer has them
         self._loads = [0] * towers.job.world_size
-        self._loaded = 0  # a checksum of all states that were loaded
+        self._loaded = 0  # a checksum of all loaded states
         error: Exception | None = None
         try:
             self._make(towers._root.parameters() if params is None else params, defaults)
@@ -123,7 +123,7 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
             raise ConfigError(f"optimizer_class = {shown(made)}: expected a class, such as torch.optim.AdamW")
         super().__init__(params, {})
         groups = self._share_out(self.param_groups)
-        if made not in (*_ELEMENTWISE, SparseAdam):  # which takes no dense gradients
+        if made not in (*_ELEMENTWISE, SparseAdam):  # SparseAdam takes no dense gradients
             check_separable(made, groups, defaults, self._towers.job.device)
         self._inner = made(groups, **defaults)
         self.defaults = self._inner.defaults
@@ -137,7 +137,7 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
             self._step_supports_amp_scaling = True
 
     def _agree(self, where: str, error: Exception | None) -> None:
-        """Raise on all workers if one has met an error, or differs from the others."""
+        """Raise on all workers if one has an error, or differs from the others."""
         must_match: dict[str, Any] = {}
         if error is None:
             names = {id(p): name for name, p in self._towers._root.named_parameters()}
@@ -152,7 +152,7 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
         agree(self._towers.job, must_match, where=where, error=error)
 
     def _share_out(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Share out the parameters of new groups; return the groups with this worker's shares."""
+        """Divide the parameters of new groups; return the groups with this worker's shares."""
         rank, parameters = self._towers.job.rank, [p for group in groups for p in group["params"]]
         is_elementwise = self.optimizer_class in _ELEMENTWISE
         found = divide(parameters, self._towers, self._loads, is_elementwise=is_elementwise)
@@ -195,7 +195,7 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
         """Update the parameters, on all workers, after `towers.average()`.
 
         Args:
-            closure: called once, before the update, with gradients enabled; what it returns is returned.
+            closure: called once, before the update, with gradients enabled; its result is returned.
         """
         loss = None
         if closure is not None:
@@ -221,12 +221,12 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
         return loss
 
     def _shared_out(self) -> StepResult | None:
-        """Return the step whose averages are shared out among the workers, for the next update."""
+        """Return the last step if each worker has only its share of the averages; None otherwise."""
         last = getattr(self._towers, "_last", None)
         return None if last is None or last.own_averages is None else last
 
     def _division_now(self) -> Division | None:
-        # A hook may look at `p.grad`.
+        # A hook may read any `p.grad`.
         return None if step_hooks(self) else self._division
 
     def _take_averages(self) -> list[Tensor] | None:
@@ -249,7 +249,7 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
             shared.own_averages = None
 
     def _current_update(self) -> Update:
-        """Return what is to be exchanged for the parameters that were averaged last."""
+        """Return the exchange for the parameters that were averaged last."""
         towers = self._towers
         averaged = towers._last.run.parameters if hasattr(towers, "_last") else ()
         if self._update is None or self._update.averaged is not averaged:
@@ -257,9 +257,9 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
         return self._update
 
     def _update_own(self, update: Update) -> tuple[dict[str, Any], Exception | None]:
-        """Update this worker's share; return what must be the same on all workers, and what went wrong.
+        """Update this worker's share; return what must be the same on all workers, and any error.
 
-        The others wait for the share in any case.
+        Errors are returned, because the other workers wait for this share's message.
         """
         words: dict[str, Any] = {}
         try:
@@ -294,7 +294,7 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
             share.begin()
         try:
             step: Any = type(inner).step
-            # Without torch's hooks: those for all optimizers have been called for this one.
+            # Without torch's global hooks, which have already run for the ShardedOptimizer.
             (step.__wrapped__ if getattr(step, "hooked", False) else step)(inner)
         finally:
             for share in own:
@@ -304,7 +304,7 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
         self._take_settings()
 
     def _checked_state(self, own: Sequence[Share]) -> defaultdict[Tensor, Any]:
-        """Return the state that somebody has put in place of the inner optimizer's, such as an empty one."""
+        """Return `state`, which the program has replaced, for example to clear it; check its keys."""
         known = {id(share.tensor) for share in own}
         if not isinstance(self.state, defaultdict) or any(id(key) not in known for key in self.state):
             raise UsageError(
@@ -314,7 +314,7 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
         return self.state
 
     def _take_settings(self) -> None:
-        """Take over the settings of the inner optimizer, which may change them."""
+        """Copy the settings from the inner optimizer, which may change them."""
         assert self._inner is not None
         for mine, its in zip(self.param_groups, self._inner.param_groups, strict=True):
             mine.update(_settings(its))
@@ -322,11 +322,11 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
     # ---- state ---------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the plain optimizer's state, copied to host memory, on all workers; all must call this."""
+        """Return the plain optimizer's state, copied to host memory; all workers must call this."""
         return self._gathered(range(self._towers.job.world_size))
 
     def _gathered(self, targets: Sequence[int]) -> dict[str, Any]:
-        """Return the plain optimizer's state on some workers, and none on the others; all must call it."""
+        """Return the plain optimizer's state on some workers, an empty one on others; all must call this."""
         own = self.state
         self.state = gather(self._shares, own, self._towers.job, targets)  # type: ignore[assignment]
         try:
@@ -335,9 +335,9 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
             self.state = own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this worker's share of a state that `state_dict` returned, of this or the plain optimizer.
+        """Load this worker's share of a state from `state_dict`, of a sharded or the plain optimizer.
 
-        All workers must call it, with the same state; the next `step` compares what they have loaded.
+        All workers must call this with the same state; the next `step` compares what they have loaded.
         """
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -369,7 +369,7 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
             after(self)
 
     def _keep(self) -> Callable[[], None]:
-        """Return a function that restores this worker's state, after another one was loaded."""
+        """Return a function that restores this worker's current state after another was loaded."""
         inner, groups = self._inner, [dict(group) for group in self.param_groups]
         assert inner is not None
         state, own_groups, loaded = inner.state, inner.param_groups, self._loaded

@@ -1,4 +1,4 @@
-"""Elements of a parameter that one worker updates, and what an optimizer keeps for them."""
+"""The elements of a parameter that one worker updates, and the optimizer's state for them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from samestep.workers.job import Job
 __all__ = ["Share", "gather"]
 
 Entry = Mapping[str, Any]
-"""What an optimizer keeps for a parameter, by name."""
+"""An optimizer's state for a parameter, by name."""
 
 
 class Share:
-    """Elements of a parameter that one worker updates, in the order of the parameter's memory.
+    """The elements of a parameter that one worker updates, in memory order.
 
     Attributes:
-        tensor: for the optimizer of that worker: the parameter itself, or a flat view of it.
-        memory: the elements as bytes, in place, for messages.
+        tensor: what that worker's optimizer gets: the parameter itself, or a flat view of it.
+        memory: a view of the elements as bytes, for messages.
     """
 
     memory: Tensor
@@ -41,13 +41,13 @@ class Share:
         self.look()
         self.tensor = parameter if self.is_whole else self._view.detach()
         if not self.is_whole:
-            self.tensor.grad_dtype = None  # any
+            self.tensor.grad_dtype = None  # gradients may have any dtype
 
     def look(self) -> None:
-        """Follow the parameter to where it lies now.
+        """Follow the parameter to its current memory.
 
         Raises:
-            UsageError: it has another shape or memory format than before.
+            UsageError: its shape or memory format has changed.
         """
         parameter = self.parameter
         if parameter.data_ptr() == self._pointer and parameter.dtype == self._view.dtype:
@@ -68,7 +68,7 @@ class Share:
         return whole[self.elements.start : self.elements.stop]
 
     def begin(self) -> None:
-        """Let the optimizer see the elements, and their gradient, of the parameter as it is now."""
+        """Show the optimizer the parameter's current elements and gradient."""
         if self.is_whole:
             return
         self.tensor.data = self._view
@@ -77,12 +77,12 @@ class Share:
             self.tensor.grad = self._of(gradient)
 
     def end(self) -> None:
-        """Let go of the gradient."""
+        """Drop the reference to the gradient."""
         if not self.is_whole:
             self.tensor.grad = None
 
     def part_of(self, entry: Entry) -> Entry:
-        """Return what to keep for these elements, given what a plain optimizer keeps for the parameter."""
+        """Return the state for these elements, given a plain optimizer's state for the parameter."""
         return entry if self.is_whole else {name: self._part(name, value) for name, value in entry.items()}
 
     def _part(self, name: str, value: Any) -> Any:
@@ -91,19 +91,19 @@ class Share:
         if value.shape != self.parameter.shape:
             shapes = f"{list(value.shape)}, the parameter {list(self.parameter.shape)}"
             raise ValueError(f"its {name} has shape {shapes}")
-        return self._of(value).clone()  # a view would keep the others' parts
+        return self._of(value).clone()  # a view would keep the whole tensor alive
 
 
 def gather(
     shares: Sequence[Sequence[Share]], kept: Mapping[Tensor, Entry], job: Job, targets: Sequence[int]
 ) -> dict[Tensor, Entry]:
-    """Return what a plain optimizer would keep, in host memory, on some workers; all must call this.
+    """Return a plain optimizer's state, in host memory, on some workers; all must call this.
 
     Args:
         shares: of each parameter.
-        kept: what is kept for this worker's.
+        kept: the state of this worker's shares.
         job: of this worker.
-        targets: which workers get it; it is empty on the others.
+        targets: the workers that get the state; the result is empty on the others.
     """
     own = [
         (number, share.elements.start, pytree.tree_map_only(Tensor, _copy, dict(kept[share.tensor])))
@@ -127,7 +127,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _joined(parameter: Tensor, parts: Mapping[int, Entry]) -> Entry:
-    """Return what a plain optimizer keeps for a parameter, given that of its parts by first element."""
+    """Return a plain optimizer's state for a parameter, given its parts' states by first element."""
     first = parts[min(parts)]
     if len(parts) == 1:
         return first

@@ -1,4 +1,4 @@
-"""What workers send each other in an update of a sharded optimizer, and what must be the same on all."""
+"""What workers exchange in an update of a sharded optimizer, and what must be the same on all of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Update"]
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a parameter is, or its gradient."""
+    """A parameter or its gradient."""
 
     name: str
     parameter: Tensor
@@ -30,17 +30,17 @@ class _Place:
 
 
 class Update:
-    """The updates of parameters that `Towers` averages, as long as these stay the same.
+    """Updates of the parameters that `Towers` averages, as long as the set of these stays the same.
 
     Args:
-        averaged: these parameters, about which all workers have agreed.
+        averaged: these parameters, on which all workers have agreed.
         shares: of each parameter of the optimizer.
         model: names the parameters.
         num_workers: W.
 
     Attributes:
-        parameters: those that are averaged, and in the optimizer.
-        sent: what each worker sends: its shares of those parameters, so that it does not depend on gradients.
+        parameters: the averaged parameters that are in the optimizer.
+        sent: the shares that each worker sends: all of its own, so that sizes do not depend on gradients.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class Update:
         self._late = Hashes()
 
     def look(self) -> None:
-        """Follow the parameters to where they lie now.
+        """Follow the parameters to their current memory.
 
         Raises:
-            UsageError: one has another shape, or a gradient that is not an average.
+            UsageError: a parameter's shape has changed, or its gradient is not an average.
         """
         for share in self._all:
             share.look()
@@ -81,7 +81,7 @@ class Update:
                 )
 
     def contents(self, transport: Transport) -> list[list[Tensor]]:
-        """Return, as bytes, what each worker sends: in the parameters' memory, and a copy of ours."""
+        """Return each worker's message as bytes: views of the parameters, but a copy of this worker's own."""
         contents = [[share.memory for share in shares] for shares in self.sent]
         own = contents[transport.rank]
         if own and transport.world_size > 1:
@@ -91,7 +91,7 @@ class Update:
         return contents
 
     def hashes(self, step: int) -> Mapping[str, int]:
-        """Return hashes of a slice of gradients and weights, by name: on a GPU those of the step before."""
+        """Return hashes of a slice of gradients and weights, by name; on a GPU those of the previous step."""
         pairs = zip(self._names, self.parameters, strict=True)
         used = [(n, p) for n, p in pairs if p.grad is not None and not p.grad.is_sparse]
         if [name for name, _ in used] != self._hashed:

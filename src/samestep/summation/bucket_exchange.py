@@ -17,7 +17,7 @@ from samestep.workers.transport import Pending
 __all__ = ["LocalBucket", "Node", "SharedBucket"]
 
 Node = tuple[range, Gradients]
-"""A subtree of the canonical tree, as the towers under it, and its sum."""
+"""A subtree of the canonical tree: its towers, and their sum."""
 
 
 class LocalBucket:
@@ -70,7 +70,7 @@ class SharedBucket:
             columns = zip(*(gradients for _, gradients in nodes), strict=True)
             used = [any(gradient is not None for gradient in column) for column in columns]
             self._used_here = dict(zip(bucket.parameters, used, strict=True))
-        # All workers' sums of the shard that this one averages, in memory that no other worker reads.
+        # All workers' sums of this worker's shard, in memory that no other worker reads.
         self._sums = [list(like.new_empty(len(spans), size)) for spans in plan.spans]
         self._sums[job.rank] = [part.clone() if bucket.is_whole else part for part in self._cut(job.rank)]
         self._pending: Pending | None = None
@@ -95,7 +95,7 @@ class SharedBucket:
             total = add_partial_sums(self._plan.spans, self._sums, rank)
             average = total
             if self._bucket.is_shared_out:
-                average = torch.empty_like(total)  # so that the bucket's memory can be lent again
+                average = torch.empty_like(total)  # so that the transport can reuse the bucket's memory
             elif self._bucket.is_gathered:
                 average = self._rows[0][shard.start : shard.stop]
             divide(total, divisor, out=average)

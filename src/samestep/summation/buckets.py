@@ -30,26 +30,26 @@ __all__ = [
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 
 ABSENT = -0.0
-"""Stands for "no gradient": x + (−0.0) is x for every x, −0.0 included; with +0.0 it is not."""
+"""Stands for "no gradient": x + (−0.0) is x for every x, even −0.0, which x + (+0.0) is not."""
 
 USED = float("inf")
-"""Flags a parameter that some tower used: addition and division do not change it."""
+"""Flag of a parameter that some tower used. Addition and division do not change it."""
 
 _ALIGNMENT_BYTES = 64
 
 _SMALL_BYTES = 2**19
-"""Up to this size, over all workers, saving a round of messages is worth the extra bytes."""
+"""Buckets of up to this many bytes, times workers, go whole to all: more bytes, but one round less."""
 
 Shares = Mapping[int, Sequence[tuple[int, range]]]
-"""For each parameter, by index: workers, and the elements whose averages each of them gets."""
+"""By parameter index: the workers, each with the elements whose averages it gets."""
 
 
 class Average(NamedTuple):
     """The averaged gradient of a parameter, or of a part of its elements."""
 
     parameter: int  # by index
-    start: int  # its first element, in the order of the gradient's memory
-    gradient: Tensor | None  # in the parameter's shape, a part flat; None where no tower used the parameter
+    start: int  # its first element, in memory order
+    gradient: Tensor | None  # in the parameter's shape, but a part is flat; None if no tower used it
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Piece:
     """Elements of a gradient that lie together."""
 
     parameter: int  # by index
-    elements: range  # in the order of the gradient's memory
+    elements: range  # in memory order
     layout: Layout
-    offset: int  # where they lie in their section
+    offset: int  # of the elements in their section
 
     @cached_property
     def is_whole(self) -> bool:
@@ -105,7 +105,7 @@ class Bucket:
     sections: tuple[Section, ...]
     num_elements: int
     dtype: torch.dtype
-    shards: tuple[range, ...]  # which elements each worker averages; all of them, where the bucket is small
+    shards: tuple[range, ...]  # the elements that each worker averages; all, if the bucket is small
 
     @property
     def is_shared_out(self) -> bool:

@@ -89,7 +89,7 @@ class Exchange:
         self.plan = plan
         self.stopwatch = Stopwatch(job.device)
         self.where = f"step {must_match['step']}"
-        self.is_over = False  # whether the workers found an error or a difference; then all of them raise
+        self.is_over = False  # whether an error or a difference was found, on which all workers raise
         self.is_committed = False
         self._job = job
         self._must_match = must_match
@@ -104,7 +104,7 @@ class Exchange:
         self._scalars = ScalarExchange(job, plan)
         self._known: Scalars | None = None
         self._headers: list[Tensor] = []
-        self._closings: list[Tensor] = []  # each worker's status when it sent its last of several buckets
+        self._closings: list[Tensor] = []  # each worker's status with its last bucket, if there are several
         self._buckets: list[LocalBucket | SharedBucket] = []
 
     def compare(self, counts: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ class Exchange:
         sparse = SparseExchange(self._job, self.plan, sparse_sums, self.where) if self.plan.sparse else None
         self._average(self._buckets[-1])
         averages = sparse.finish(divisor) if sparse else []
-        # Taken off, so that no gradient lives here once the caller has let go of it.
+        # Take them off, so that this keeps no gradient alive after the caller has dropped it.
         buckets, self._buckets = self._buckets, []
         for bucket in buckets:
             bucket.wait()
@@ -279,7 +279,7 @@ class Exchange:
 
     def _check(self, headers: Sequence[Tensor]) -> None:
         rows = [header[2:].tolist() for header in headers]
-        of_passes = {row.pop() for row in rows} - {0}  # of a worker that had none yet
+        of_passes = {row.pop() for row in rows} - {0}  # 0: that worker has run no pass yet
         expected = [_FINE, *rows[self._job.rank][1:]]
         if any(row != expected for row in rows) or len(of_passes) > 1:
             self._settle()

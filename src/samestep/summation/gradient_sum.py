@@ -52,7 +52,7 @@ class GradientSum:
         self._towers = towers
         self._dtypes = [None if each.is_sparse else each.gradient.dtype for each in plan.parameters]
         layouts = zip(parameters, plan.parameters, strict=True)
-        # Whether autograd adds in the dtypes in which gradients are summed.
+        # Whether autograd accumulates in the dtypes in which gradients are summed.
         self._are_alike = all(each.gradient.dtype == grad_dtype(p).to_real() for p, each in layouts)
         self._bucket_of = {i: n for n, bucket in enumerate(plan.buckets) for i in bucket.parameters}
         self._exchange: Exchange | None = None
@@ -61,7 +61,7 @@ class GradientSum:
         self._hooks = self._hook() if plan.placement.num_workers > 1 else []
 
     def _hook(self) -> list[RemovableHandle]:
-        # Weak, as Python's garbage collector does not see what such hooks refer to.
+        # Weak, because Python's garbage collector does not see references from such hooks.
         call = partial(_call, WeakMethod(self._gradient_is_ready))
         return [
             self._parameters[index].register_post_accumulate_grad_hook(partial(call, index))
@@ -73,11 +73,11 @@ class GradientSum:
         self._dense: TreeSum[Gradients] = TreeSum(num_towers, add=add_gradients)
         self._sparse: TreeSum[Gradients] = TreeSum(num_towers, add=add_gradients)
         self._norms: dict[int, dict[int, Norms]] | None = None  # by tower and parameter
-        self._live = range(self._towers.start, self._towers.start)  # towers whose sum is on the parameters
-        self._missing: list[set[int]] = []  # of each bucket, what the last backward has not produced yet
+        self._live = range(self._towers.start, self._towers.start)  # the towers whose sum is in `p.grad`
+        self._missing: list[set[int]] = []  # by bucket: gradients that the last backward still lacks
         self._num_sent = 0
-        self._ready: set[int] | None = None  # what a tower's backward that runs has produced
-        self._last: Sequence[Node] | None = None  # the last bucket's, which commits the worker to the step
+        self._ready: set[int] | None = None  # parameters whose gradients the running backward has produced
+        self._last: Sequence[Node] | None = None  # the last bucket's: sending it commits the worker
 
     def start(self, exchange: Exchange, *, measures: bool) -> None:
         """Begin a step, which may measure the norms of each tower's gradient."""
@@ -127,7 +127,7 @@ class GradientSum:
         assert self._exchange is not None
         self._check_clean()
         self._send_rest()
-        last, self._last = self._last, None  # no gradient lives here once the caller has let go of it
+        last, self._last = self._last, None  # keeps no gradient alive after the caller has dropped it
         self._exchange.send(last)
         del last
         if self.plan.sparse:
@@ -140,7 +140,7 @@ class GradientSum:
         if self._norms is None:
             return None
         device = self._parameters[0].device
-        # Parameters in their own order, whatever the one in which their gradients came.
+        # In the order of parameters, not in the order in which their gradients arrived.
         norms = [self._norms.get(tower, {}) for tower in self._towers]
         return torch.stack(
             [squared_sum([n for index in sorted(each) for n in each[index]], device) for each in norms]
@@ -261,7 +261,7 @@ class GradientSum:
 
     def _fail(self, problem: str) -> None:
         assert self._exchange is not None
-        self._missing = []  # what else this backward produces is dropped
+        self._missing = []  # drop the rest of this backward's gradients
         self._exchange.fail(UsageError(f"{self._exchange.where}: {problem}"))
 
 

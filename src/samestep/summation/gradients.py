@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 Gradients = list[Tensor | None]
-"""One gradient for each parameter, in the parameters' order; None where a tower used none."""
+"""One gradient for each parameter, in the parameters' order; None for a parameter that was not used."""
 
 
 def as_real(gradient: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def like_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:
     """Return a gradient as the parameter's `grad` wants it: complex again, and in its dtype."""
     if parameter.is_complex() and not gradient.is_complex():
         gradient = torch.view_as_complex(gradient)
-    dtype = parameter.grad_dtype  # None allows any
+    dtype = parameter.grad_dtype  # None allows any dtype
     return gradient if dtype is None or gradient.dtype == dtype else gradient.to(dtype)
 
 

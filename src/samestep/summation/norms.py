@@ -18,16 +18,16 @@ from samestep.workers.job import Job
 __all__ = ["NORM_BLOCK", "Norms", "gather_norms", "norms_of", "squared_sum", "total_norm"]
 
 NORM_BLOCK = 2**20
-"""Elements of a block: float32 sums of many more lose digits."""
+"""Elements of a block: a float32 sum over many more loses digits."""
 
 Norms = Sequence[Tensor]
-"""Norms of the blocks of a gradient, in the order of its memory, each 0-dim, float32 or wider."""
+"""Norms of a gradient's blocks, in memory order, each 0-dim, float32 or wider."""
 
 _Place = tuple[int, int]
-"""A parameter, by index, and the first element of a part of it."""
+"""A parameter's index, and the first element of a part of it."""
 
 _ABSENT = -1.0
-"""Stands in a message for the norm of an absent gradient."""
+"""In a message, the norm of an absent gradient."""
 
 
 def norms_of(gradient: Tensor) -> Norms:
@@ -44,7 +44,7 @@ def _norms_of_all(gradients: Sequence[Tensor]) -> list[Norms]:
 
 def _blocks_of(gradient: Tensor) -> Sequence[Tensor]:
     if gradient.layout is torch.strided and gradient.is_contiguous() and gradient.numel() <= NORM_BLOCK:
-        return [_wide(gradient)]  # already one block, as most are
+        return [_wide(gradient)]  # one block already, like most gradients
     return [*map(_wide, _flat(gradient).split(NORM_BLOCK))]
 
 
@@ -88,7 +88,7 @@ def _gather(
 ) -> dict[_Place, Norms]:
     """Return the norms of all workers' shares, given those of this worker's."""
     like = torch.zeros(1, dtype=torch.float64, device=job.device)
-    rows = [like]  # a number of its own, because a message is never empty
+    rows = [like]  # one number, so that no worker's message is empty
     for piece in plan.shares[job.rank]:
         norms = own.get((piece.parameter, piece.elements.start))
         absent = like.new_full((_num_blocks(piece),), _ABSENT)

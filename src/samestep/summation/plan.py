@@ -40,7 +40,7 @@ class ParameterLayout:
     name: str  # as in `model.named_parameters()`
     gradient: Layout
     dtype: torch.dtype  # of the parameter itself
-    is_sparse: bool = False  # whether its gradient may be sparse; then it travels apart from the buckets
+    is_sparse: bool = False  # may be sparse, and is then sent apart from the buckets
 
     def __str__(self) -> str:
         kind = ", perhaps sparse" if self.is_sparse else ""
@@ -54,8 +54,8 @@ class BufferLayout:
     """What each tower hands in of the model's buffers."""
 
     kinds: Named = ()  # each buffer's kind and policy, in words
-    num_counters: int = 0  # integer buffers that count, C
-    num_moments: int = 0  # numbers that are added over the towers, S
+    num_counters: int = 0  # C, integer buffers that count
+    num_moments: int = 0  # S, numbers that are added over the towers
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class Plan:
     buckets: tuple[Bucket, ...]
     buffers: BufferLayout = BufferLayout()
     layers: Named = ()  # the type of each module
-    sums: tuple[str, ...] = ()  # names of the sums that the loss consists of; none where it is one sum
-    is_whole_batch: bool = False  # whether the loss is one of the whole batch
-    # Added to the model since values were last shared, in words; all workers take the first one's values.
+    sums: tuple[str, ...] = ()  # names of the loss's sums; none if it is a single sum
+    is_whole_batch: bool = False  # whether the loss is computed from the whole batch
+    # Tensors added to the model since worker 0's values were last shared, which these still need.
     new_tensors: Named = ()
     version: int = 0  # how often tensors have been added
 

@@ -21,7 +21,7 @@ __all__ = ["ScalarExchange", "Scalars", "TowerScalars"]
 class TowerScalars:
     """One tower's numbers."""
 
-    count: float | Tensor  # the sum of all towers' counts is what the gradient is divided by
+    count: float | Tensor  # the gradient is divided by the sum of all towers' counts
     loss_sums: Tensor  # [K]
     counters: Tensor  # [C]
     moments: Tensor  # float64 [S]

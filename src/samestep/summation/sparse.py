@@ -75,11 +75,11 @@ def add(left: Tensor, right: Tensor) -> Tensor:
     """Add two gradients, sparse ones coalesced; in place on `left` where it is dense."""
     if not left.is_sparse:
         return left.add_(right)
-    if not right.is_sparse:  # torch adds sparse to dense only
+    if not right.is_sparse:  # torch adds only sparse to dense, not dense to sparse
         return right.clone().add_(left)
-    if left.sparse_dim() != right.sparse_dim():  # such as those of an embedding and of a gather
+    if left.sparse_dim() != right.sparse_dim():  # such as an embedding's and a gather's
         return left.to_dense().add_(right)
-    # Not `left + right`, which adds to +0.0, and so would turn a −0.0 that one of them has into +0.0.
+    # Not `left + right`: it starts from +0.0, which turns a −0.0 in one of them into +0.0.
     indices = torch.cat([left.indices(), right.indices()], dim=1)
     values = torch.cat([left.values(), right.values()])
     return _unchecked(indices, values, left.shape, is_coalesced=False).coalesce()
@@ -105,7 +105,7 @@ def empty(layout: Layout, size: Size, device: torch.device) -> Tensor | None:
 
 
 def _unchecked(indices: Tensor, values: Tensor, shape: tuple[int, ...], *, is_coalesced: bool) -> Tensor:
-    # With `check_invariants=False` torch 2.11 and 2.12 warn: https://github.com/pytorch/pytorch/pull/183256
+    # torch 2.11 and 2.12 warn about `check_invariants=False`: https://github.com/pytorch/pytorch/pull/183256
     with torch.sparse.check_sparse_tensor_invariants(enable=False):
         return torch.sparse_coo_tensor(
             indices, values, shape, is_coalesced=is_coalesced, device=values.device
@@ -117,5 +117,5 @@ def tensors_of(gradient: Tensor | None) -> list[Tensor]:
     if gradient is None:
         return []
     parts = [gradient._indices(), gradient._values()] if gradient.is_sparse else [gradient]
-    # A tensor of one element is contiguous whatever its strides, and then `view(-1)` may keep an odd one.
+    # A tensor of one element is contiguous whatever its strides, and `view(-1)` may keep an odd stride.
     return [part.contiguous().as_strided((part.numel(),), (1,)) for part in parts]

@@ -33,7 +33,7 @@ class SparseExchange:
     def __init__(self, job: Job, plan: Plan, sums: Sequence[Gradients], where: str) -> None:
         self._job = job
         self._plan = plan
-        self._sums = [*sums]  # of `plan.sparse`, for each of this worker's subtrees
+        self._sums = [*sums]  # for each of this worker's subtrees, the gradients of `plan.sparse`
         self._what = f"{where}, sparse gradients"
         self._sizes = [
             torch.zeros(len(spans), len(plan.sparse), 2, dtype=torch.int64, device="cpu")
@@ -50,7 +50,7 @@ class SparseExchange:
         sums = [[self._memory(row) for row in table.tolist()] for table in self._sizes]
         sums[self._job.rank], self._sums = self._sums, []
         post_to_all(self._job.transport, [_tensors(each) for each in sums], self._what).wait()
-        one_by_one = (sums.pop(0) for _ in self._plan.spans)  # frees memory as it is added
+        one_by_one = (sums.pop(0) for _ in self._plan.spans)  # frees each sum once it is added
         averages = join(self._plan.spans, one_by_one, self._plan.placement.num_towers, add_gradients)
         for gradient in averages:
             if gradient is not None:

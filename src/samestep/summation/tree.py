@@ -90,7 +90,7 @@ def subtrees(leaves: range, num_leaves: int) -> list[range]:
     spans: list[range] = []
     start = leaves.start
     while start < leaves.stop:
-        width = start & -start or 1 << num_leaves.bit_length()  # of the widest subtree that begins here
+        width = start & -start or 1 << num_leaves.bit_length()  # of the widest subtree that starts here
         while min(start + width, num_leaves) > leaves.stop:
             width //= 2
         spans.append(range(start, min(start + width, num_leaves)))

@@ -24,15 +24,15 @@ def wrong_counts(step: int, names: Sequence[str], counts: Tensor, has_count: boo
 
     `has_count` says whether some tower of this worker is known to count something.
     """
-    if counts.device.type == "cpu":  # a GPU would be waited for; there the average is not finite
+    if counts.device.type == "cpu":  # on a GPU this would wait
         wrong = _first_wrong(counts)
         if wrong is not None:
             return BatchError(
                 f"step {step}: tower {wrong[0]} has the count {float(counts[wrong[0]]):g}, expected a finite "
                 "number of at least 0; nothing was updated"
             )
-    # A GPU is not waited for either if a count here is known to be above 0. If all are 0, none is, and all
-    # workers look; if not, it does not matter which do.
+    # Reading the sum may wait for a GPU. A worker that knows of a count above 0 need not read it; if the sum
+    # is 0, there is no such worker, and all return the same.
     if has_count or float(counts.sum()) != 0:
         return None
     what = f"the towers' counts of {', '.join(names)}" if names else "the towers' counts"
@@ -87,7 +87,7 @@ def count_slices(
 
 def _count(counts: Mapping[str, Count], tower: int, batch: Any, device: torch.device, seed: int) -> Tensor:
     seed_globals(seed, device)
-    # Gathered on the device, so that a GPU is waited for once a tower.
+    # Stacked on the device, to wait for a GPU only once per tower.
     values = [
         _as_number(f"tower {tower}: the count of {name}", count(batch), device)
         for name, count in counts.items()
@@ -98,7 +98,7 @@ def _count(counts: Mapping[str, Count], tower: int, batch: Any, device: torch.de
 def _as_number(what: str, value: Any, device: torch.device) -> Tensor:
     try:
         found = torch.as_tensor(value, device=device).detach()
-    except (TypeError, ValueError, RuntimeError):  # torch has no kind of its own for what is no number
+    except (TypeError, ValueError, RuntimeError):  # torch has no error type of its own for this
         raise BatchError(f"{what} is {shown(value)}, expected a number or 0-dim tensor") from None
     if found.numel() != 1:
         raise BatchError(f"{what} has shape {tuple(found.shape)}, expected one number")
@@ -119,7 +119,7 @@ def _check_same(counts: Mapping[str, Count], tower: int, found: Tensor, again: T
 
 def _first_wrong(counts: Tensor) -> list[int] | None:
     """Return the index of the first count that is negative or not finite."""
-    if all(0 <= count < math.inf for count in counts.flatten().tolist()):  # few: five kernels take longer
+    if all(0 <= count < math.inf for count in counts.flatten().tolist()):  # faster than five kernels
         return None
     wrong: list[list[int]] = (~(counts >= 0) | counts.isinf()).nonzero().tolist()
     return wrong[0]

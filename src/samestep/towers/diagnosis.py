@@ -28,7 +28,7 @@ def first_nonfinite(towers: Towers, run_tower: Callable[[Tower], None]) -> list[
     """
     run = towers._last.run
     found = torch.full((len(run.own_towers), 1), _NONE, device="cpu")
-    # Whatever goes wrong in here must not hide what is being explained.
+    # An error in the repeated passes must not hide the error that is being explained.
     with contextlib.suppress(Exception), contextlib.closing(towers._replay()) as turns:
         for tower in turns:
             run_tower(tower)

@@ -46,8 +46,8 @@ class LossSum:
 class Contribution:
     """What a tower hands in, in units of a power of two (see `StepRun`)."""
 
-    total: Tensor  # 0-dim, float32 or float64: what backward starts from
-    sums: Tensor  # [K], without graph: one for each name, or one where there are no names
+    total: Tensor  # 0-dim, float32 or float64: backward starts from it
+    sums: Tensor  # [K], without a graph: one for each name, or one if there are no names
     count: float | Tensor
 
 
@@ -118,7 +118,7 @@ def loss_sum(what: str, loss: Tensor, factor: float, count: float | Tensor) -> C
     if not isinstance(loss, Tensor) and isinstance(loss, (int, float)) and float(count) == 0:
         loss = torch.tensor(float(loss), dtype=torch.float32, device="cpu")
     _check_scalar(what, loss)
-    # A sum over nothing may be a constant; then there is nothing to run backward through.
+    # A sum over nothing may be a constant, without a graph.
     if not loss.requires_grad and float(count) != 0:
         raise UsageError(f"{what} does not require grad, so it has no gradient")
     total = _at_least_float32(loss) * factor
@@ -155,7 +155,7 @@ class NamedCounts:
     def loss_sum(self, who: str, losses: Any, tower: int, share: float, unit: int) -> Contribution:
         """Return the contribution of a tower with `share` of `unit` rows."""
         sums = self._in_order(who, losses)
-        # In this order on every worker, so that the bits are the same.
+        # Added in the order of `names` on every worker, so that the bits are the same.
         means = [s * (self.rows / (n * unit)) for s, n in zip(sums, self.totals, strict=True) if n > 0]
         total = reduce(torch.add, means)
         if not total.requires_grad and bool(self.counts[tower].any()):

@@ -53,7 +53,7 @@ class NoiseScale:
         if found is None or not all(map(math.isfinite, found)):
             return
         signal, noise = found
-        # Both decay alike, so that starting from 0 cancels in the ratio.
+        # Both start from 0 and decay alike, so the bias of the start cancels in their ratio.
         self.signal = _DECAY * self.signal + (1 - _DECAY) * signal
         self.noise = _DECAY * self.noise + (1 - _DECAY) * noise
         self.num_measured += 1
@@ -73,7 +73,7 @@ class NoiseScale:
 class GradientNorms:
     """The norms of the gradients of one step."""
 
-    squares: Sequence[float]  # the squared 2-norm of each tower's own mean gradient; NaN where it counts 0
+    squares: Sequence[float]  # squared 2-norm of each tower's mean gradient; NaN if its count is 0
     counts: Sequence[float]
     rows: Sequence[int]
     average: float  # the squared 2-norm of the average over all towers

@@ -26,7 +26,7 @@ class StepOptions:
     scaler: torch.amp.GradScaler | None = None
     flags: Callable[[], int] = int
     must_match: Mapping[str, Any] | None = None
-    division: Division | None = None  # who gets which averages; without one, all workers get all, as `p.grad`
+    division: Division | None = None  # which worker gets which averages; None: all get all, as `p.grad`
 
 
 class Opening:
@@ -60,7 +60,7 @@ class Opening:
         if error is not None or plan.fingerprint != self.plan.fingerprint:
             self.exchange = Exchange(self._job, self.plan, numbers)
             plan = self._agree_on(plan, self.exchange, error)
-        elif plan.new_tensors:  # a worker was lost before they were shared, and the others agreed again
+        elif plan.new_tensors:  # a worker was lost before these were shared, and the rest have agreed
             plan = self.share(plan)
         self.plan = plan
         watch = self._replica.watch
@@ -73,7 +73,7 @@ class Opening:
         """Return what must be the same on all workers, by name."""
         settings = {"CPU threads": torch.get_num_threads(), "default dtype": torch.get_default_dtype()}
         settings |= options.must_match or {}
-        if options.scaler is not None and self._job.device.type == "cpu":  # a GPU would have to be waited for
+        if options.scaler is not None and self._job.device.type == "cpu":  # reading it from a GPU would wait
             settings["loss scale"] = options.scaler.get_scale()
         return settings
 

@@ -23,7 +23,7 @@ __all__ = ["Pace", "fastest", "slowest_ns"]
 
 _NUM_STRETCHES, _NUM_FASTER = 8, 6
 _STRETCH_NS = 600_000_000
-_REACH = 8  # how far from the cuts that balance the passes best others are tried, for fewer subtrees
+_REACH = 8  # how many towers away from the best-balanced cuts to try others, for fewer subtrees
 
 
 class Pace:
@@ -34,9 +34,9 @@ class Pace:
 
     def clear(self) -> None:
         """Forget all, as where other workers run the towers."""
-        self._rows: Sequence[int] = ()  # of each worker in the step before
-        self._stretches: list[Sequence[int]] = []  # of each, a tower's time on each worker
-        self._steps: list[Sequence[int]] = []  # the same of each step since then
+        self._rows: Sequence[int] = ()  # of each worker, in the previous step
+        self._stretches: list[Sequence[int]] = []  # for each stretch, the time per tower on each worker
+        self._steps: list[Sequence[int]] = []  # the same for each step since the last stretch
         self._since_ns = 0
 
     def follow(
@@ -90,7 +90,7 @@ def fastest(tower_ns: Sequence[int], num_towers: int, subtree_ns: int = 0) -> Pl
     (range(0, 8), range(8, 12))
     """
     centres = [0, *accumulate(_shares(tower_ns, num_towers))]
-    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, (0,))}  # by where the last worker ends
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, (0,))}  # by number of towers placed
     for worker, ns in enumerate(tower_ns):
         missing = len(tower_ns) - worker - 1
         centre, reach = centres[worker + 1], _REACH if missing else 0

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 __all__ = ["Placed", "Placing"]
 
 Placed: TypeAlias = Placement | Literal["auto", "even"]
-"""Which towers each worker runs, or how that is found."""
+"""Which towers each worker runs, or how to choose that."""
 
-_BYTES_PER_NS = 4  # what a fast network sends; a slower one is worth more whole subtrees
+_BYTES_PER_NS = 4  # of a fast network; on a slower one, having fewer subtrees would be worth more
 
 
 class Placing:
@@ -30,7 +30,7 @@ class Placing:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._pace: Pace | None = None  # where the placement follows the workers' speed
+        self._pace: Pace | None = None  # if the placement follows the workers' speed
         self.pass_ns = 0
 
     def begin(self, num_towers: int) -> None:
@@ -64,7 +64,7 @@ class Placing:
         """Follow the workers' speed, at the end of a step."""
         self.pass_ns = run.exchange.stopwatch.read_ns()
         if self._pace is not None and self._job.world_size > 1:
-            rows_of = run.ranges  # of each tower
+            rows_of = run.ranges  # by tower
             rows = [sum(len(rows_of[tower]) for tower in own) for own in run.plan.placement.ranges]
             subtree_ns = run.plan.num_bytes // _BYTES_PER_NS
             self.current = self._pace.follow(self.current, rows, run.exchange.pass_ns, subtree_ns)

@@ -38,7 +38,7 @@ __all__ = ["Replica", "Settings", "job_alone"]
 _MOST_PLANS = 8
 """Plans kept for an unchanged model, for programs that alternate between kinds of steps or placements."""
 
-_QUICK = attrgetter("requires_grad", "grad_dtype")  # the latter is the dtype where it was not set
+_QUICK = attrgetter("requires_grad", "grad_dtype")  # `grad_dtype` is the dtype if it was not set
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Settings:
     def must_match(self) -> dict[str, Any]:
         """The settings, in a form that workers can compare."""
         settings = asdict(self)
-        policies = list(settings.pop("buffers").items())  # because their order counts
+        policies = list(settings.pop("buffers").items())  # a list, because their order matters
         return settings | {"buffer policies": policies}
 
 
@@ -73,7 +73,7 @@ class Kind:
     """What a step's plan depends on beside the model."""
 
     placement: Placement
-    sums: tuple[str, ...] = ()  # names of the sums that the loss consists of
+    sums: tuple[str, ...] = ()  # names of the loss's sums
     is_whole_batch: bool = False
     division: Division | None = None
 
@@ -91,7 +91,7 @@ def job_alone(model: nn.Module) -> Job:
 class Replica:
     """A worker's copy of the model. Before each step it is checked for changes, and the plan follows them."""
 
-    parameters: list[nn.Parameter]  # that require grad, in the model's order, when `plan` was last called
+    parameters: list[nn.Parameter]  # those that required grad at the last `plan`, in the model's order
     buffers: ModelBuffers
 
     def __init__(
@@ -106,7 +106,7 @@ class Replica:
         self._new: dict[str, str] = {}
         self.version = 0
         self._plans: dict[Kind, Plan] = {}
-        self.has_reentrant = False  # whether a backward may come to a parameter twice
+        self.has_reentrant = False  # whether a backward may reach a parameter twice
         self.label_means = LabelMeans()
         check_wrappers(model)
         check_norms(model, settings.statistics)
@@ -117,9 +117,9 @@ class Replica:
         """Return the plan of a step with the model as it is now."""
         self.watch.note()
         if self._has_changed() or not self.buffers.are_current:
-            self.model.zero_grad()  # a parameter frozen since must not keep the last step's gradient
+            self.model.zero_grad()  # a parameter that was frozen must not keep its last gradient
             self._look_at_model()
-        self._check_hooks(tells=self.job.is_first)
+        self._check_hooks(warns=self.job.is_first)
         if len(self._plans) > _MOST_PLANS:
             self._plans.clear()
         plain = Kind(kind.placement, division=kind.division)
@@ -265,7 +265,8 @@ class Replica:
         self._new = {}
         self._plans = {kind: plan.with_all_shared() for kind, plan in self._plans.items()}
         values = [tensor.contiguous() for tensor in tensors]
-        # As bytes, because no backend knows all dtypes; a tensor of one element may have any strides.
+        # As bytes, because no backend supports all dtypes. `as_strided`, because a tensor of one element may
+        # have any strides.
         flat = [value.as_strided((value.numel(),), (1,)).view(torch.uint8) for value in values]
         broadcast(self.job.transport, flat, "the first worker's weights")
         for tensor, value in zip(tensors, values, strict=True):

@@ -73,7 +73,7 @@ class StepResult:
         """Return the step's report; `more` are the attributes that only `Towers` knows."""
         run = self.run
         loss_sums, counts = run.losses.of_all(run.exchange.scalars)
-        if run.plan.is_whole_batch:  # whose loss is tower 0's
+        if run.plan.is_whole_batch:  # its loss counts once, as tower 0's
             loss_sums, counts = loss_sums[:1], counts[:1]
         more |= {"names": run.plan.sums, "flags": run.exchange.flags}
         return Report(run.step, run.local.rows, loss_sums, counts, self._norm(), **more)

@@ -41,7 +41,7 @@ def together(model: nn.Module, also: Also | None) -> nn.Module:
     if also is None:
         return model
     root = nn.Module()
-    root._modules[""] = model  # an empty name adds nothing to the names below it
+    root._modules[""] = model  # an empty name, so that parameter names stay the same
     if isinstance(also, nn.Module | nn.Parameter):
         root.also = also
         return root
@@ -104,10 +104,10 @@ def check_can_step(name: str, value: object) -> None:
     step = getattr(value, "step", None)
     if step is None:
         raise ConfigError(f"{name} is a {type(value).__name__}: expected one with step()")
-    of_class = getattr(type(value), "step", None)  # if there is one: schedulers wrap that of an optimizer
+    of_class = getattr(type(value), "step", None)  # schedulers wrap an instance's step
     try:
         parameters = [*inspect.signature(of_class or step).parameters.values()][of_class is not None :]
-    except ValueError:  # one that Python knows no signature of
+    except ValueError:  # Python knows no signature of it
         return
     needed = [p.name for p in parameters if p.default is p.empty and p.kind in _POSITIONAL]
     if needed:

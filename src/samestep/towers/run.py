@@ -31,7 +31,7 @@ __all__ = ["StepRun"]
 
 class _OfThread(threading.local):
     def __init__(self) -> None:
-        self.opened: list[StepRun] = []  # whose passes have begun, and have not ended
+        self.opened: list[StepRun] = []  # steps that have begun their passes and have not ended them
 
 
 _of_thread = _OfThread()
@@ -55,7 +55,7 @@ class StepRun:
         self._check = PassCheck(replica.parameters, replica.buffers)
         replica.label_means.start_step()
         self._is_dropped = False
-        self.is_interrupted = False  # by the passes of another step in this thread
+        self.is_interrupted = False  # by passes of another step in this thread
         self.parameters = replica.parameters
         self.plan = self.exchange.plan
         self.own_towers = self.plan.placement.towers(self.job.rank)
@@ -92,14 +92,14 @@ class StepRun:
             self.exchange.fail(error)
         self.losses.named = named = NamedCounts(tuple(counts), self.exchange.compare(own), self.local.rows)
         if not any(named.totals):
-            self.local = replace(self.local, slices={})  # nothing counts, so no pass is worth its time
+            self.local = replace(self.local, slices={})  # nothing counts, so no pass is needed
 
     def turns(self) -> Iterator[Tower]:
         """Yield the towers that have rows, in order, each under its own streams, from the shared buffers."""
         rows = self.ranges
         with self._passes:
             self._begin_passes()
-            # `finish` closes this too: whoever calls `next` on the generator may never reach its end.
+            # `finish` closes this, too: a program that calls `next` may never exhaust the generator.
             self._passes.enter_context(keep_globals(self.job.device))
             self._passes.callback(self.watch.end_pass)
             self._passes.callback(self._buffers.end_passes)
@@ -125,7 +125,7 @@ class StepRun:
                     return
                 with self._telling_others():
                     self._check_done(tower)
-                del tower  # frees its rows before those of the next one are read
+                del tower  # frees its rows before the next tower's are read
 
     def _begin_passes(self) -> None:
         """End open passes of other steps in this thread: their random streams are not the program's."""
@@ -200,7 +200,7 @@ class StepRun:
         except Exception as error:
             if self._gradients is None:  # a replay, on this worker only
                 raise
-            self.watch.stop_looking()  # while this one waits, another may run in this process
+            self.watch.stop_looking()  # stand-ins share a process: another runs while this one waits
             self.exchange.fail(error)
 
     def _check_turn(self, tower: Tower) -> None:
@@ -265,7 +265,7 @@ class StepRun:
         self._scalars[tower.index] = TowerScalars(loss.count, loss.sums, counters, moments)
         if is_last:
             self._start_exchange()
-        # The first tower has no sibling whose sum would hide that a gradient comes in two parts.
+        # In the first tower, because a sibling's sum would hide that a gradient arrives in two parts.
         is_look = self.watch.looks and tower.index == first
         at_once = not (self._replica.has_reentrant or is_look)
         if is_look:
@@ -313,7 +313,7 @@ class StepRun:
         try:
             self._passes.close()
             if not self.local.slices:
-                next(self.turns(), None)  # there may have been no loop
+                next(self.turns(), None)  # the program may have run no loop
                 self._start_exchange()
             open_steps.pop(self, None)
             with self._telling_others():
@@ -340,6 +340,6 @@ class StepRun:
     def update_buffers(self) -> None:
         """Give the model's buffers the values that all towers' passes make together."""
         scalars, rows = self.exchange.scalars, self.local.rows
-        # Those without rows come last.
+        # Towers without rows come last.
         num_ran = sum(map(bool, self.ranges))
         self._buffers.finish(scalars.moments, rows, scalars.counters[:num_ran])

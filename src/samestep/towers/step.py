@@ -122,12 +122,12 @@ class Step:
             BatchError: nothing in the batch counts, and `towers` does not skip such batches.
         """
         sharded = None if keep_gradients else self._sharded
-        # A scaler looks at all averages; so may an optimizer's hook.
+        # A scaler reads all averages, and an optimizer's hook may do so.
         division = None if sharded is None or self.scaler is not None else sharded._division_now()
         try:
             report = self._average(batch, StepOptions(self.scaler, flags, self._must_match, division))
         except BaseException:
-            # The others need not wait for this worker; what is raised here says why.
+            # So that the other workers do not wait. The original error says more than one raised here.
             with contextlib.suppress(Error):
                 self.towers.abandon()
             raise
@@ -153,7 +153,7 @@ class Step:
             check_optimizer(self.optimizer, towers._replica.parameters)
             for tower in turns:
                 self._run(tower)
-                del tower  # frees its rows before those of the next one are read
+                del tower  # frees its rows before the next tower's are read
         else:
             forward, loss = partial(self.forward, towers.model), partial(self.loss_fn, towers.model)
             with self._precision():
@@ -214,7 +214,7 @@ class Step:
     def _leave_out(self, report: Report) -> Report:
         self.towers._last.run.put_back()
         if self.scaler is not None:
-            self.scaler.step(self.optimizer)  # does nothing but note that it was asked
+            self.scaler.step(self.optimizer)  # takes no step, because it has found NaN or inf
             self.scaler.update()
         elif self.on_nonfinite == "raise":
             parameters = None if self.forward is not None else first_nonfinite(self.towers, self._run)

@@ -96,7 +96,7 @@ class Towers:
         (10.0, torch.Size([1, 2]))
     """
 
-    _last: StepResult  # of the step that was averaged last
+    _last: StepResult  # of the last averaged step
 
     def __init__(  # noqa: PLR0913 - the settings of the arithmetic, each with a default
         self,
@@ -128,7 +128,7 @@ class Towers:
         self._placing = Placing(self.job)
         self._asked = shown(placement)
         self._resumed: Resumed | None = None
-        self._may_change_workers = False  # between a batch's making and its step
+        self._may_change_workers = False  # between making a batch and taking its step
 
         def prepare() -> Mapping[str, Any]:
             if placement == "auto" or not self.job.is_newcomer:  # a newcomer has not joined the others yet
@@ -142,7 +142,7 @@ class Towers:
 
     def _agree(self, num_towers: int, prepare: Callable[[], Mapping[str, Any] | None]) -> None:
         """Place the towers evenly and make the plan; compare it, and settings, with the other workers'."""
-        # Every worker checks its own before the first message, so that none waits for one that has raised.
+        # Every worker checks its arguments before the first message, so that none waits for a failed one.
         must_match: dict[str, Any] = {"towers": num_towers, **self._settings.must_match}
         error: Exception | None = None
         try:
@@ -191,7 +191,7 @@ class Towers:
         at_load = settings_of(self._root, {})
         self._resumed = None if settings is None else Resumed(settings, at_load)
 
-    # Read only, as what a step computes would not follow another model, job or seed.
+    # Read-only: changing the model, job or seed would have no effect on later steps.
 
     @property
     def model(self) -> nn.Module:
@@ -508,14 +508,14 @@ class Towers:
         return self._opening.open(self._step, batch, kind, options, self._placing.pass_ns)
 
     def _check_no_step(self, what: str) -> None:
-        if self._run is not None and self._run.exchange.is_over:  # all workers have raised, and none stepped
+        if self._run is not None and self._run.exchange.is_over:  # all workers raised, and none took the step
             self.abandon()
         if self._run is not None:
             raise UsageError(f"cannot {what} in step {self._step}: call average(), or abandon(), first")
 
     def _replay(self) -> Generator[Tower]:
         """Run this worker's towers of the last step once more; see `StepRun.replay`."""
-        self._step -= 1  # the loss may read it
+        self._step -= 1  # the loss may read `step`
         try:
             yield from self._last.run.replay()
         finally:

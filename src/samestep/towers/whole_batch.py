@@ -61,9 +61,9 @@ def run_whole_batch(
     if compares_loss:
         run.watch.note_loss(value)
     value = value.to(run.job.device)
-    run.watch.note(rehash=True)  # what the loss writes is the same on all workers
+    run.watch.note(rehash=True)  # the loss's own writes are the same on all workers
     for tower in run.turns():
-        # The loss counts once, as tower 0's. Nothing here may hold on to a tower's outputs.
+        # The loss counts once, as tower 0's. No variable here may keep a tower's outputs alive.
         count = float(tower.index == 0)
         total = Contribution(value, (value * count).reshape(1), count)
         run.add(tower, total, *_run_again(run, tower, own.pop(tower.index), forward))
@@ -74,11 +74,11 @@ class _Pass:
     """The outputs of a tower's first pass, and then the gradients that its second one starts from."""
 
     outline: Outline
-    outputs: list[Tensor]  # contiguous copies without a graph: they look alike on every worker
-    repeated: Repeated | None  # in a step that looks
+    outputs: list[Tensor]  # contiguous copies without a graph, so that strides are the same on all workers
+    repeated: Repeated | None  # only in steps that look
     gradients: list[Tensor | None] = field(default_factory=list)  # of the outputs
-    of_parameters: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # in tower 0: the loss's own
-    needs_grad: bool = False  # the loss has no gradient but through outputs
+    of_parameters: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # tower 0: the loss's own
+    needs_grad: bool = False  # whether all of the loss's gradient flows through outputs
 
     def push(self, outputs: Sequence[Tensor], device_type: str) -> None:
         """Leave the gradients on the parameters, given the outputs of the second pass."""
@@ -99,7 +99,7 @@ def _run_ahead(run: StepRun, model: nn.Module, forward: Forward) -> dict[int, _P
     with keep_globals(run.job.device), torch.no_grad():
         for tower, batch in run.local.slices.items():
             seed_globals(tower_seed(run.seed, run.step, tower), run.job.device)
-            # A copy, because a forward may write to its batch, and is to see the same again.
+            # A copy, because a forward may write to its batch, and the second pass needs the same rows.
             own_batch = mapped(copied, batch)
             run.watch.start_pass(tower)
             try:
@@ -113,7 +113,7 @@ def _run_ahead(run: StepRun, model: nn.Module, forward: Forward) -> dict[int, _P
                 run.watch.stop_looking()
                 kept.restore()
                 run.watch.note()  # restoring buffers writes to them
-    # Casts of the weights made without grad would serve the second pass and cut it off from them:
+    # The second pass would reuse casts of the weights that were made without grad, and get no gradients:
     # https://github.com/pytorch/pytorch/issues/112583
     torch.clear_autocast_cache()
     return own
@@ -143,7 +143,7 @@ def _differentiate(run: StepRun, own: dict[int, _Pass], batch: Any, loss: WholeL
         with torch.autocast(run.job.device.type, enabled=False):
             found = torch.autograd.grad(scaled, [*wanted, *run.parameters, *beside], allow_unused=True)
     for leaf, gradient in zip(beside, found[len(found) - len(beside) :], strict=True):
-        if leaf.grad is None:  # else it is the program's own
+        if leaf.grad is None:  # otherwise the program has set it
             leaf.grad = gradient
             note_outside_gradients([leaf])
     _hand_out(own, run.parameters, wanted, found)
@@ -163,7 +163,7 @@ def _hand_out(
     of_outputs = {id(tensor): gradient for tensor, gradient in zip(outputs, gradients, strict=False)}
     beside_outputs = gradients[len(outputs) :]
     for each in own.values():
-        # Copies, so that the gradient of all towers' outputs can go.
+        # Copies, so that the memory of all towers' gradients can be freed.
         slices = [of_outputs.get(id(tensor)) for tensor in each.outputs]
         each.gradients = [None if gradient is None else _contiguous_copy(gradient) for gradient in slices]
         each.outputs = []

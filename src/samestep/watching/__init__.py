@@ -1,1 +1,1 @@
-"""What a pass must not do, and how it is detected: nothing here changes what a step computes."""
+"""Detects what a tower's pass must not do. Nothing here changes what a step computes."""

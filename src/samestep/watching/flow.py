@@ -1,4 +1,4 @@
-"""Finds state that flows from one tower's pass into another's loss: a hidden state, a running mean."""
+"""Finds state that flows from one tower's pass into another tower's loss: a hidden state, a running mean."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _INDEXED: Mapping[str, Callable[[Sequence[Any], Tensor, int], object]] = {
     "masked_fill_": lambda args, part, number: part.masked_fill_(args[1], number),
     "masked_scatter_": lambda args, part, number: part.masked_fill_(args[1], number),
 }
-"""Operators that write to some elements: given their arguments, write a number to the same ones."""
+"""For operators that write to some elements: writes a number to the same elements, given their arguments."""
 
 _is_off = ContextVar("_is_off", default=False)
 
 
 @contextmanager
 def not_followed() -> Iterator[None]:
-    """Follow no values in the passes of this thread, because another tool inspects them."""
+    """Turn off `FlowWatch` in this thread, for a tool that inspects passes with a mode of its own."""
     token = _is_off.set(True)
     try:
         yield
@@ -52,19 +52,19 @@ def not_followed() -> Iterator[None]:
 class _Kind(NamedTuple):
     """What an operator does with its arguments."""
 
-    writes: tuple[tuple[int, str], ...]  # to which of them, by position and name
-    overwrites: bool  # whether nothing stays of what was there
+    writes: tuple[tuple[int, str], ...]  # the arguments that it writes to, by position and name
+    overwrites: bool  # whether their old values are lost
     is_random: bool
     takes_shapes_only: bool
-    write: Callable[[Sequence[Any], Tensor, int], object] | None  # where it writes to some elements only
+    write: Callable[[Sequence[Any], Tensor, int], object] | None  # see `_INDEXED`
 
 
 class _Drawn(NamedTuple):
-    """What has been drawn from a generator that an operator was given."""
+    """The use, in this step, of a generator that was passed to operators."""
 
-    generator: torch.Generator  # kept, so that no other one gets its id
-    state: Tensor  # after it
-    towers: int  # a bit for each that drew, since it was seeded
+    generator: torch.Generator  # kept alive, so that no other generator gets its id
+    state: Tensor  # after the last draw
+    towers: int  # a bit for each tower that has drawn from it since it was seeded
 
 
 _GENERATOR = "a torch.Generator"
@@ -79,15 +79,15 @@ _INSTEAD_OF_KEPT = (
 )
 
 _HIGHER_ORDER = _Kind((), overwrites=False, is_random=False, takes_shapes_only=False, write=None)
-"""The kind of operators that take functions, whose calls are not inspected."""
+"""Of higher-order operators: what happens inside the functions that they call is not followed."""
 
 
 class FlowWatch(TorchDispatchMode):
-    """Follows the values of towers' rows, and of random numbers, through the operators of their passes.
+    """Follows the towers' rows and random numbers through the operators of their passes.
 
-    A worker's towers share what a program keeps from one pass to the next, towers of other workers do not.
-    What is kept and not used in a loss, such as a sum of losses to be printed, does no harm; nor does what
-    depends on no rows, such as a mask made of a size.
+    What a program keeps from one pass to the next reaches only the towers of the same worker. That is
+    harmless if no loss uses it, such as a sum of losses to be printed, or if it depends on no rows, such as a
+    mask made from a size.
     """
 
     supports_higher_order_operators = True
@@ -95,24 +95,24 @@ class FlowWatch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._origins = Origins()
-        self._parameters: dict[int, StorageWeakRef] = {}  # those of parameters beside the model
+        self._parameters: dict[int, StorageWeakRef] = {}  # the storages of parameters outside the model
         self._tower = -1
-        self._follows = False  # whether this pass
+        self._follows = False  # in this pass
         self._is_paused = True
         self._updated = ""
         self._shared: set[int] = set()
-        self._drawn: dict[int, _Drawn] = {}  # in this step, by the generators' ids
-        self._goes_on = 0  # the id of one that continued, in this pass, from another tower's draws
+        self._drawn: dict[int, _Drawn] = {}  # by the generators' ids
+        self._continued = 0  # the id of a generator that this pass continued after another tower's draws
         self._has_warned = False
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Say that what is compiled stays compiled."""
+        """Let compiled code stay compiled under this mode."""
         return True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Say that nothing within what is compiled is looked at."""
+        """Look at nothing inside compiled code."""
         return True
 
     def start_step(self) -> None:
@@ -123,14 +123,14 @@ class FlowWatch(TorchDispatchMode):
         self._updated = ""
 
     def start_pass(self, tower: int, rows: Iterable[Tensor], shared: Iterable[Tensor]) -> None:
-        """Follow a tower's pass, until `stop`; not within another mode, which may not expect one.
+        """Follow a tower's pass until `stop`; not under another dispatch mode, which may not expect this one.
 
         Args:
             tower: its index.
             rows: the tensors that hold its rows.
-            shared: the model's own, which the watch compares, or samestep puts back.
+            shared: the model's parameters and buffers: `Watch` compares them, or samestep restores them.
         """
-        self._tower, self._goes_on = tower, 0
+        self._tower, self._continued = tower, 0
         self._parameters.clear()
         self._shared = set(map(storage_of, shared))
         for storage in self._shared:
@@ -143,7 +143,7 @@ class FlowWatch(TorchDispatchMode):
     def pause(self) -> None:
         """Follow nothing, until `resume`."""
         self._is_paused = True
-        if _get_current_dispatch_mode() is self:  # and not one that the pass has entered since
+        if _get_current_dispatch_mode() is self:  # not if the pass has entered a mode of its own since
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def resume(self) -> None:
@@ -159,10 +159,10 @@ class FlowWatch(TorchDispatchMode):
         self._follows = False
 
     def check(self, who: str, loss: Tensor) -> None:
-        """Raise if the pass that is followed now used state from another tower's pass.
+        """Raise if this pass's loss depends on state from another tower's pass.
 
         Raises:
-            UsageError: says which towers, and which tensor.
+            UsageError: names the towers and the tensor.
         """
         if not self._follows:
             return
@@ -175,7 +175,7 @@ class FlowWatch(TorchDispatchMode):
                     f"{depends}{self._name()} that continues from that tower's draws; {_INSTEAD_OF_DRAWN}"
                 )
             raise UsageError(f"{depends}: {_INSTEAD_OF_KEPT}")
-        if self._goes_on and not self._has_warned:  # into no loss, or through `.item()`
+        if self._continued and not self._has_warned:  # but no loss uses them, or only by `.item()`
             self._has_warned = True
             warn(
                 f"{who} drew from {_GENERATOR}{self._name()} that continues from another tower's draws, so "
@@ -183,17 +183,17 @@ class FlowWatch(TorchDispatchMode):
             )
 
     def _name(self) -> str:
-        """Return the program's name for the generator that continued, in brackets."""
-        state = self._drawn[self._goes_on].state
-        # By state, as operators are given another object.
+        """Return the program's name for the continued generator, in brackets."""
+        state = self._drawn[self._continued].state
+        # By state, because operators receive a different object than the program's.
         found = in_reach(lambda each: type(each) is torch.Generator and torch.equal(each.get_state(), state))
         return f" ({found[0][0]})" if found else ""
 
     def end_step(self, who: str) -> None:
-        """Raise if two passes of the step have updated the same weights beside the model.
+        """Raise if two passes of the step have updated the same weights outside the model.
 
         Raises:
-            UsageError: gives its shape.
+            UsageError: gives their shape.
         """
         self.stop()
         self._origins.clear()
@@ -208,7 +208,7 @@ class FlowWatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator, and note where what it made comes from."""
+        """Run an operator, and note the origin of its results."""
         kwargs = kwargs or {}
         if self._is_paused:
             return func(*args, **kwargs)
@@ -223,12 +223,12 @@ class FlowWatch(TorchDispatchMode):
         return result
 
     def _start_drawing(self, generator: torch.Generator) -> Origin:
-        """Return the towers from whose draws a generator continues, if it was not reseeded, and this one."""
+        """Return this tower, and those whose draws a generator continues because it was not reseeded."""
         own = 1 << self._tower
         last = self._drawn.get(id(generator))
         if last is None or not last.towers & ~own or not torch.equal(generator.get_state(), last.state):
             return Origin(own, "")
-        self._goes_on = id(generator)
+        self._continued = id(generator)
         return Origin(last.towers | own, _GENERATOR)
 
     def _follow(
@@ -258,7 +258,7 @@ class FlowWatch(TorchDispatchMode):
                 self._origins.note(tensor, origin)
 
     def _join(self, func: Any, taken: Iterable[Tensor], drawn: Origin) -> Origin:
-        """Return the towers whose values an operator combines, with its draws, and what first did so."""
+        """Return the towers whose values or draws an operator combines, and how they first came together."""
         towers, how = drawn
         for tensor in taken:
             more, before = self._origins.of(tensor)
@@ -276,7 +276,7 @@ class FlowWatch(TorchDispatchMode):
                     self._parameters.setdefault(storage, StorageWeakRef(tensor.untyped_storage()))
 
     def _note_update(self, tensor: Tensor, towers: int) -> None:
-        """Note that a pass has updated weights beside the model, after another pass has."""
+        """Note an update of weights outside the model that another tower's pass has updated, too."""
         if towers & ~(1 << self._tower):
             self._updated = f"a tensor of shape {list(tensor.shape)} that is not part of the model"
 
@@ -299,7 +299,7 @@ def _kind_of(func: OpOverload) -> _Kind:
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among an operator's arguments, or results."""
+    """Yield the tensors among an operator's arguments or results."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

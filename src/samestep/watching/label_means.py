@@ -1,4 +1,4 @@
-"""Finds means over labels, handed in as means over rows, where towers have more or fewer labels a row."""
+"""Finds means over labels that are passed as means over rows, although labels per row differ by tower."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from samestep.watching.outside import graph_of
 
 __all__ = ["LabelMeans"]
 
-_NODES = ("NllLossBackward0", "NllLoss2DBackward0")  # of `F.cross_entropy` and `F.nll_loss`
+_NODES = ("NllLossBackward0", "NllLoss2DBackward0")  # `F.cross_entropy` and `F.nll_loss` make these
 _MEAN = 1  # torch's number for reduction="mean"
 
 
@@ -27,15 +27,15 @@ class _Tower(Protocol):
 
 
 class _Labels(NamedTuple):
-    """How many entries the tensors of integers in a tower's batch have, and how many are not ignored."""
+    """For each tensor in a tower's batch: how many entries it has, and how many are not ignored."""
 
     tower: str
     rows: int
-    nums: Sequence[tuple[int, int] | None]  # None of what cannot be labels
+    nums: Sequence[tuple[int, int] | None]  # None for what cannot be labels
 
 
 class LabelMeans:
-    """Compares, between towers of a worker, how many labels of a batch a mean with `ignore_index` is over."""
+    """Compares how many labels a mean with `ignore_index` covers in each tower of a worker."""
 
     def __init__(self) -> None:
         self._has_warned = False
@@ -46,9 +46,10 @@ class LabelMeans:
         self._before.clear()
 
     def look(self, tower: _Tower, loss: Tensor) -> None:
-        """Look at the graph of a loss that was handed in as a mean over the tower's rows.
+        """Look at the graph of a loss that was passed as a mean over the tower's rows.
 
-        Only at attributes that are plain numbers: to read a saved tensor may run a forward again.
+        This reads only attributes that are plain numbers: reading a saved tensor could run a forward again,
+        under activation checkpointing.
         """
         if self._has_warned:
             return
@@ -65,14 +66,14 @@ class LabelMeans:
 
 
 def _num_labels(node: Any) -> int:
-    """Return how many labels a mean has got, ignored ones too, from the shape of the logarithms."""
+    """Return how many labels a mean had, ignored ones included, from the shape of its log-probabilities."""
     source, output = node.next_functions[0]
     shape = source._input_metadata[output].shape  # [labels, classes], [rows, classes, ...] or [classes]
     return math.prod(shape) // shape[1] if len(shape) > 1 else 1
 
 
 def _labels(tower: _Tower, ignored: int, *, is_of_rows: bool) -> _Labels:
-    # A mean over one label a row is over none of the tokens, of which one may have the ignored number.
+    # If the mean has one label per row, tensors of tokens are not its labels, but may contain `ignored`.
     found = [
         None if is_of_rows and isinstance(each, Tensor) and each.numel() != tower.rows else each
         for each in tensors(tower.batch)
@@ -83,14 +84,14 @@ def _labels(tower: _Tower, ignored: int, *, is_of_rows: bool) -> _Labels:
 def _numbers(values: object, ignored: int) -> tuple[int, int] | None:
     if not isinstance(values, Tensor) or values.dtype != torch.int64 or not values.numel():
         return None
-    # Not masks and the like, which may contain the ignored number, too.
+    # Masks and other 0/1 tensors may contain a non-negative `ignored`, but are not labels.
     if ignored >= 0 and int(values.max()) <= 1:
         return None
     return values.numel(), int((values != ignored).sum())
 
 
 def _first_difference(one: _Labels, other: _Labels) -> tuple[int, int] | None:
-    """Return how many labels count in either tower, where some are ignored, and not alike for their rows."""
+    """Return the first pair of numbers of labels that are not in proportion to the two towers' rows."""
     for mine, theirs in zip(one.nums, other.nums, strict=False):
         if mine is None or theirs is None or (mine[0] == mine[1] and theirs[0] == theirs[1]):
             continue

@@ -1,4 +1,4 @@
-"""The modes of a model's layers, training or evaluation, and autocast: the same in all passes."""
+"""Checks that all passes run layers in the same mode (training or evaluation), and notes autocast."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _is_training = operator.attrgetter("training")
 
 
 class Modes:
-    """Compares layers' modes when towers hand in their losses and, in steps that look, when layers run."""
+    """Compares the layers' modes when a tower passes its loss and, in steps that look, when layers run."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names, self._modules = zip(*model.named_modules(), strict=True)
         self.start_step()
 
     def start_step(self, *, notes_autocast: bool = False) -> None:
-        """Forget those of the step before."""
-        self._noted: list[bool] | None = None  # when the first loss of the step was handed in
+        """Forget the modes of the previous step."""
+        self._noted: list[bool] | None = None  # at the first loss of the step
         self._notes_autocast = notes_autocast
-        self.autocast: list[str] = []  # the dtypes in which layers ran in the first pass, if noted
-        self._ran: dict[nn.Module, bool] = {}  # in the passes before this one
+        self.autocast: list[str] = []  # dtypes of the layers in the first pass, if noted
+        self._ran: dict[nn.Module, bool] = {}  # in earlier passes
         self.start_pass()
 
     def start_pass(self) -> None:
@@ -42,7 +42,7 @@ class Modes:
             self.autocast = sorted({*self.autocast, *_autocast()})
 
     def check(self, who: str) -> None:
-        """Raise if `who` ran, or hands in its loss, in another mode than a tower before it."""
+        """Raise if `who` ran layers, or passes its loss, in another mode than an earlier tower."""
         now = self._current()
         if self._noted is None:
             self._noted = now
@@ -60,13 +60,13 @@ class Modes:
         return {} if self._noted is None else dict(zip(self._modules, self._noted, strict=True))
 
     def hash(self) -> int:
-        """Return a 32-bit number of both, as losses were handed in; 0 where none was."""
+        """Return a 32-bit hash of modes and autocast at the first loss; 0 if there was none."""
         if self._noted is None:
             return 0
         return zlib.crc32(bytes(map(bool, self._noted)), zlib.crc32(repr(self.autocast).encode()))
 
     def in_words(self) -> list[str]:
-        """Return them, layer by layer."""
+        """Return the layers' modes, in words."""
         modes = self._current() if self._noted is None else self._noted
         return [self._in_words(*each) for each in enumerate(modes)]
 

@@ -1,4 +1,4 @@
-"""What must be the same on all workers in a step beside plan and batch: settings and weights."""
+"""What must be the same on all workers in a step, besides the plan and the batch: settings and weights."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ _MODES = "call train(), or eval(), on all workers, also after an evaluation on o
 
 @dataclass(frozen=True)
 class MustMatch:
-    """Settings by name, and the weights: their hash travels with a step's first message."""
+    """Settings by name, and the weights. Their hash travels with a step's first message."""
 
     settings: Mapping[str, Any]
     watch: Watch
     first_example: int = 0
 
     def hash(self) -> int:
-        """Return a 32-bit number that tells apart what workers have."""
+        """Return a 32-bit hash of settings and weights."""
         return zlib.crc32(repr([*self.settings.items(), self.watch.hashes, self.watch.settings]).encode())
 
     def hash_of_passes(self) -> int:
-        """Return a 32-bit number of what the passes so far have seen: the layers' modes, a common loss."""
+        """Return a 32-bit hash of the layers' modes in the passes so far, and of a whole-batch loss."""
         modes, loss = self.watch.modes.hash(), self.watch.loss
-        # A worker whose towers have no rows has seen no modes, and is not compared.
+        # 0 means "do not compare": a worker without rows has run no layers.
         return modes if loss is None or modes == 0 else zlib.crc32(f"{modes} {loss}".encode())
 
     def in_words(self) -> dict[str, object]:
-        """Return it by name, with a hint where batches or modes differ."""
+        """Return all of this by name, and after a "?" the hints that an error adds if they differ."""
         modes = self.watch.modes.in_words()
         generator = zlib.crc32(bytes(torch.get_rng_state().tolist()))
         return {
@@ -59,5 +59,5 @@ class MustMatch:
             f"?batch fingerprint: {_DRAWN}": generator,
             "loss of the whole batch": self.watch.loss,
             f"?loss of the whole batch: {_LOSS}": self.watch.loss,
-            "autocast in the passes": ", ".join(self.watch.modes.autocast),  # none on a worker without rows
+            "autocast in the passes": ", ".join(self.watch.modes.autocast),  # "" on a worker without rows
         }

@@ -1,4 +1,4 @@
-"""Which towers' rows and random numbers went into the values of tensors."""
+"""Records which towers' rows and random numbers went into the values of tensors."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from torch.multiprocessing.reductions import StorageWeakRef
 __all__ = ["NOWHERE", "Origin", "Origins", "Write", "storage_of"]
 
 _MOST_ELEMENTS = 2**24
-"""Of a storage whose elements are tracked one by one."""
+"""The largest storage whose elements are tracked one by one."""
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 Write = Callable[[Tensor, int], object]
-"""Writes a number to the elements that an operator has written to, in a tensor of the same shape."""
+"""Writes a number to those elements of a tensor that an operator has written to in one of the same shape."""
 
 
 class Origin(NamedTuple):
     """Where values come from."""
 
-    towers: int  # a bit for each whose rows or random numbers went in
-    how: str  # what first brought two towers together, "" if nothing has
+    towers: int  # a bit for each tower whose rows or random numbers went in
+    how: str  # how values of two towers first came together; "" if they did not
 
 
 NOWHERE = Origin(0, "")
 
 
 class Origins:
-    """Where the values of tensors' memory come from, as far as that is noted."""
+    """The origins of values, by the storage that holds them."""
 
     def __init__(self) -> None:
         self._storages: dict[int, _Storage] = {}
@@ -60,7 +60,7 @@ class Origins:
         return Origin(towers, next((each.how for each in found if each.how), ""))
 
     def note(self, tensor: Tensor, origin: Origin, write: Write | None = None) -> None:
-        """Note where the values come from that were just written to a tensor, to all its elements or some."""
+        """Note the origin of values just written to a tensor, to all its elements or those of `write`."""
         tensor = _strided(tensor)
         storage = storage_of(tensor)
         if not storage or (storage not in self._storages and not origin.towers):
@@ -72,34 +72,34 @@ class Origins:
 
 
 class _Storage:
-    """Numbers for what a storage holds: one for all of it, or one for each element."""
+    """Origins of a storage's elements, as numbers: one for all of them, or one for each."""
 
     def __init__(self, tensor: Tensor) -> None:
-        # A weak reference keeps the address from being used again, and lets the memory go.
+        # Lets the memory be freed, but keeps its `StorageImpl`, so that the address is not reused.
         self._reference = StorageWeakRef(tensor.untyped_storage())
         self._itemsize = tensor.itemsize
         self._of_all = 0
         self._of_each: Tensor | None = None
 
     def read(self, tensor: Tensor) -> list[int]:
-        """Return the numbers in a tensor."""
+        """Return the numbers of a tensor's elements."""
         if self._of_each is None:
             return [self._of_all]
         numbers: list[int] = self._part(self._of_each, tensor).unique().tolist()
         return numbers
 
     def note(self, tensor: Tensor, number: int, write: Write | None) -> None:
-        """Write a number to a tensor, or to those of its elements that `write` knows."""
+        """Set the number of a tensor's elements, or of those that `write` selects."""
         if not _is_plain(tensor):
             self._of_all, self._of_each = number, None
             return
         size = tensor.untyped_storage().nbytes()
         num_elements = size // self._itemsize
-        # In a larger storage, the rest is forgotten: better to miss something than to raise a false alarm.
+        # If the storage is too large, other elements' origins are lost: better a miss than a false alarm.
         if (write is None and tensor.nbytes >= size) or num_elements > _MOST_ELEMENTS:
             self._of_all, self._of_each = number, None
             return
-        if self._of_each is None or len(self._of_each) != num_elements:  # it may have been resized
+        if self._of_each is None or len(self._of_each) != num_elements:  # the storage may have been resized
             self._of_each = torch.full((num_elements,), self._of_all, dtype=torch.int32, device=tensor.device)
         part = self._part(self._of_each, tensor)
         if write is None or part.shape != tensor.shape:
@@ -108,8 +108,8 @@ class _Storage:
             write(part, number)
 
     def _part(self, numbers: Tensor, tensor: Tensor) -> Tensor:
-        """Return those of a tensor's elements, in its shape where they are of the size of the first one's."""
-        if len(numbers) * self._itemsize < tensor.untyped_storage().nbytes():  # it has been resized
+        """Return the part of `numbers` for a tensor, in its shape if its elements have the tracked size."""
+        if len(numbers) * self._itemsize < tensor.untyped_storage().nbytes():  # the storage was resized
             return numbers
         if tensor.itemsize == self._itemsize:
             return numbers.as_strided(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
@@ -119,7 +119,7 @@ class _Storage:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return the address of what holds a tensor's memory; 0 for one that has none of its own."""
+    """Return the address of a tensor's `StorageImpl`; 0 for a tensor without memory of its own."""
     try:
         return 0 if tensor.is_meta else int(_strided(tensor).untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # some subclasses
@@ -127,7 +127,7 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def _strided(tensor: Tensor) -> Tensor:
-    """Return the values of a sparse tensor; any other one as it is."""
+    """Return the values of a sparse tensor, and any other tensor as it is."""
     if tensor.layout is torch.strided or not _is_plain(tensor):
         return tensor
     if tensor.layout is torch.sparse_coo:
@@ -136,5 +136,5 @@ def _strided(tensor: Tensor) -> Tensor:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor lies in its storage as its strides say."""
+    """Whether a tensor lies in its storage as its strides say: a subclass may not."""
     return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__

@@ -1,4 +1,4 @@
-"""What passes use beside the model: nets with buffers of their own, and parameters that nobody averages."""
+"""What passes use besides the model: nets with buffers of their own, and parameters that are not averaged."""
 
 from __future__ import annotations
 
@@ -33,29 +33,28 @@ __all__ = [
     "stepped",
 ]
 
-_keys = itertools.count(-1, -1)  # torch's own are not below 0
+_keys = itertools.count(-1, -1)  # torch's own keys are not negative
 _SMALL_BYTES = 2**16
 _MOST_NAMES = 4
 
 averaged_parameters: weakref.WeakKeyDictionary[object, frozenset[int]] = weakref.WeakKeyDictionary()
-"""The ids of the parameters that each `Towers` of this process averages the gradients of, by who holds them.
+"""For each `Towers` of this process, the ids of the parameters whose gradients it averages.
 
-Not weak references to them, because `torch.utils.swap_tensors` rejects tensors that have some.
+Ids, because `torch.utils.swap_tensors` rejects tensors that have weak references.
 """
 
 _outside_gradients: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 """Gradients that passes have left on tensors that no `Towers` averages, by the tensors' ids."""
 
-
 open_steps: weakref.WeakKeyDictionary[object, Sequence[Tensor]] = weakref.WeakKeyDictionary()
-"""The parameters of each step of this process whose passes have begun, and that has no average yet."""
+"""The parameters of each step of this process that has begun its passes and has no average yet."""
 
 stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""The optimizers of this process that have been stepped."""
+"""The optimizers of this process that have taken a step."""
 
 
 def graph_of(losses: Iterable[Tensor]) -> Iterator[Any]:
-    """Yield the nodes of the losses' graph; those of leaves have a `variable`."""
+    """Yield the nodes of the losses' autograd graph; those of leaves have an attribute `variable`."""
     nodes: list[Any] = [loss.grad_fn for loss in losses]
     seen: set[Any] = {None}
     while nodes:
@@ -106,7 +105,7 @@ register_optimizer_step_pre_hook(_refuse_wrong_gradients)
 
 
 def step_hooks(optimizer: Optimizer) -> list[object]:
-    """Return the hooks that others have put on an optimizer's step, or on those of all."""
+    """Return all hooks on an optimizer's step, global ones included, except samestep's own."""
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     registries = *own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks
     hooks = [hook for registry in registries for hook in registry.values()]
@@ -121,12 +120,12 @@ class _Seen(NamedTuple):
 
 
 class OutsideNets:
-    """Finds nets that a pass runs and that change their buffers, though they are not part of the model.
+    """Finds nets outside the model that passes run, and checks that their buffers do not change.
 
-    They are found by a global hook, in the forwards of some steps, and checked in every step from then on.
+    A global forward hook finds the nets, in some steps; from then on every step checks them.
 
     Args:
-        model: what is inside.
+        model: its modules are not outside.
         modes: is notified of the model's layers that run.
         numbers: is notified of other modules that run.
     """
@@ -135,40 +134,40 @@ class OutsideNets:
         self._modes, self._numbers = modes, numbers
         modules = list(model.modules())
         self._inside = weakref.WeakSet(modules)
-        # A compiled module would run without its parts' hooks, warn of this one, and be compiled again for
-        # the steps in which it is there.
+        # A compiled module runs no hooks of its submodules, warns about this one, and would be compiled
+        # again for the steps that have it.
         self._is_compiled = any(map(is_compiled, modules))
         self._seen: weakref.WeakKeyDictionary[nn.Module, list[_Seen]] = weakref.WeakKeyDictionary()
         self._num_passes = 0
-        # Those that ran for the first time in a pass of this step, and in no other since.
+        # Nets that have run in a single pass so far, in this step.
         self._new: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-        # Always the same key: compiled code would be compiled again for each new one, up to a limit, after
-        # which different code runs.
+        # Always the same key: torch.compile compiles again for each new one, and from a limit on runs
+        # different code.
         self._key = next(_keys)
 
     def start_step(self) -> None:
-        """Note the buffers of all nets that are known."""
+        """Note the buffers of all known nets."""
         if self._seen:
             for module in list(self._seen):
                 self._seen[module] = _buffers_of(module)
             self._new.clear()
 
     def note_compiled(self, in_reach: Iterable[Named]) -> None:
-        """Install no hook from now on, if anything that passes can reach is compiled."""
+        """Install no hook from now on if anything that passes can reach is compiled."""
         self._is_compiled = self._is_compiled or any(is_compiled(value) for _, value in in_reach)
 
     def start_looking(self) -> None:
-        """Note every net that runs, until `stop_looking`."""
+        """Note every module that runs, until `stop_looking`."""
         self._num_passes += 1
         if not self._is_compiled:
             _global_forward_pre_hooks[self._key] = self._note
 
     def stop_looking(self) -> None:
-        """Note no more nets."""
+        """Remove the hook."""
         _global_forward_pre_hooks.pop(self._key, None)
 
     def _note(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():  # no part of what is compiled
+        if torch.compiler.is_compiling():  # must not be traced into the graph
             return
         if module in self._inside:
             self._modes.note(module)
@@ -181,10 +180,10 @@ class OutsideNets:
             del self._new[module]
 
     def check(self, who: str) -> None:
-        """Raise if `who` changed a buffer of such a net.
+        """Raise if `who` changed a buffer of a net outside the model.
 
-        A net that has run in a single pass does not count: it may have been made there, such as a copy of the
-        model for an inner loop. A net that persists is reported in the pass, or the step, that runs it again.
+        A net that has run in only one pass is exempt: the pass may have made it, such as a copy of the model
+        for an inner loop. A net that persists is reported in the pass, or the step, that runs it again.
 
         Raises:
             BufferPolicyError: names the buffers and their module.
@@ -221,7 +220,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _crc(tensor: Tensor) -> int:
-    """Hash a small tensor in host memory; batch norm's kernels write without a new version."""
+    """Hash a small tensor in host memory, because batch norm's kernels write without a new version."""
     is_in_memory = tensor.device.type == "cpu" and tensor.layout == torch.strided
     small = is_in_memory and tensor.nbytes <= _SMALL_BYTES
     return checksum_of(tensor.detach().contiguous()) if small else 0

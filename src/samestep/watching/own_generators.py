@@ -1,4 +1,4 @@
-"""Finds a program's own random generators, which continue from tower to tower on a worker."""
+"""Finds a program's own random generators, which continue from tower to tower within a worker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KINDS = (random.Random, np.random.Generator, np.random.RandomState)
 
 
 def state_of(value: Any) -> str | None:
-    """Return the state of a random generator, None of anything else."""
+    """Return the state of a random generator, and None for anything else."""
     if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes().hex()
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
@@ -34,14 +34,14 @@ def state_of(value: Any) -> str | None:
 
 
 def is_generator(value: Any) -> bool:
-    """Say whether a value is a random generator of Python's or NumPy's, without asking a proxy."""
+    """Say whether a value is a generator of Python or NumPy, by type, so that proxies load nothing."""
     return issubclass(type(value), _KINDS)
 
 
 class OwnGenerators:
-    """The generators that a model's modules have, and those of Python and NumPy that passes can reach.
+    """Generators that are attributes of a model's modules, and those of Python and NumPy in reach of passes.
 
-    Others of torch are seen when operators draw from them: see `FlowWatch`.
+    `FlowWatch` sees other torch generators when operators draw from them.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -56,25 +56,26 @@ class OwnGenerators:
         self._has_warned = False
 
     def start_step(self, in_reach: Iterable[Named]) -> None:
-        """Take those among what the passes of the step can reach."""
+        """Watch the generators among the objects that this step's passes can reach."""
         held = {id(value) for _, value in self._held}
         found = [] if self._has_warned else in_reach
         self._reached = [(n, value) for n, value in found if _is_own(value) and id(value) not in held]
 
     def note(self) -> None:
-        """Note their states before a pass."""
+        """Note the generators' states before a pass."""
         self._before = self._states()
 
-    def check(self, who: str = "a pass", until: str = "from tower to tower") -> None:
-        """Warn, once, of those that a pass has drawn from."""
+    def check(self, who: str = "a pass", unit: str = "tower") -> None:
+        """Warn, once, of generators that `who` has drawn from, for one `unit` after the other."""
         triples = zip([*self._held, *self._reached], self._before, self._states(), strict=True)
         drawn = [name for (name, _), old, new in triples if new != old]
         if drawn:
             self._held, self._reached, self._before, self._has_warned = [], [], [], True
             warn(
-                f"{who} drew from {', '.join(drawn)}, a random generator of its own, which continues {until} "
-                "on a worker: draw from the global generators of torch, random or np.random, which are "
-                "seeded for each, or seed it for each"
+                f"{who} drew from {', '.join(drawn)}, a random generator of its own, which continues from "
+                f"{unit} to {unit} on a worker, so its numbers depend on the number of workers: draw from "
+                f"torch's, random's and np.random's global generators, which are seeded for each {unit}, or "
+                f"seed your own generator for each {unit}"
             )
 
     def _states(self) -> list[str | None]:

@@ -1,6 +1,6 @@
 """Plain numbers that modules keep: counters that passes change, and the settings of layers.
 
-They are not in tensors, so they cannot be followed from one tower's pass to another's.
+`FlowWatch` cannot follow them from pass to pass, because they are not in tensors.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _NO_NUMBERS = frozenset([dict, OrderedDict, set, str, type(None)])
 
 
 _Place = tuple[weakref.ref[nn.Module], str]
-"""A module (not its id, which may be reused once it is gone), and the name of an attribute."""
+"""A module and the name of an attribute; no id, which may be reused once the module is gone."""
 
 
 class OwnNumbers:
-    """The numbers that the modules of a model, and those that run beside it, have as attributes."""
+    """The numbers that are attributes of the model's modules, and of others that passes run."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -38,28 +38,28 @@ class OwnNumbers:
         self._layers = [each for each in model.modules() if type(each).__module__.startswith("torch.nn.")]
         self._before: dict[_Place, Any] = {}
         self._tower = -1
-        self._changed: dict[_Place, bool] = {}  # in this step; whether to the tower's index alone
+        self._changed: dict[_Place, bool] = {}  # in this step; True if only ever to the tower's index
         self._reported: set[_Place] = set()
 
     def start_step(self) -> None:
-        """Forget what passes of the step before have changed."""
+        """Forget what the previous step's passes have changed."""
         self._changed.clear()
 
     def start_pass(self, tower: int) -> None:
-        """Note what is there before a tower's pass."""
+        """Note the numbers before a tower's pass."""
         self._tower = tower
         self._before = self._current()
 
     def note(self, module: nn.Module) -> None:
-        """Note what a module beside the model has, where it runs for the first time."""
+        """Note the numbers of a module outside the model when it first runs."""
         if module not in self._names:
             self._names[module] = type(module).__name__
             self._before.update(_numbers(module))
 
     def check(self) -> None:
-        """Warn, once, of numbers that two passes of a step have changed: each starts where one before ended.
+        """Warn, once for each, of numbers that two passes of a step have changed.
 
-        Sizes, and numbers that follow the step, change only in the first pass; a tower's index is allowed.
+        Sizes and numbers that follow the step change only in the first pass; a tower's index is allowed.
         """
         found, before, self._before = [], self._before, {}
         for place, now in self._current().items() if before else ():
@@ -73,13 +73,14 @@ class OwnNumbers:
             self._changed[place] = is_index
         if found:
             warn(
-                f"passes changed {', '.join(found[:_MOST_NAMES])}: a tower's pass starts from what the pass "
-                "before left there, so a loss that uses it depends on the number of workers; count steps "
-                "after average(), set it in each pass before reading it, or keep it in a buffer with a policy"
+                f"passes changed {', '.join(found[:_MOST_NAMES])}: a tower's pass starts from the value that "
+                "the previous pass on its worker left, so a loss that uses it depends on the number of "
+                "workers; count steps after average(), set the value in each pass before reading it, or keep "
+                "it in a buffer with a policy"
             )
 
     def settings(self) -> Mapping[str, str]:
-        """Return what torch's own layers are set to, by layer, without what passes change."""
+        """Return the settings of torch's own layers, by layer, except numbers that passes change."""
         return {self._names[layer]: ", ".join(self._settings(layer)) for layer in self._layers}
 
     def _settings(self, layer: nn.Module) -> Iterator[str]:
@@ -94,7 +95,7 @@ class OwnNumbers:
 
 def _numbers(module: nn.Module) -> Iterator[tuple[_Place, Any]]:
     for name, value in vars(module).items():
-        if type(value) in _NO_NUMBERS:  # most of what a module has: this check is quicker than the next ones
+        if type(value) in _NO_NUMBERS:  # most attributes; this is quicker than the checks below
             continue
         if isinstance(value, np.ndarray):
             if value.nbytes <= _MOST_BYTES and not value.dtype.hasobject:

@@ -1,4 +1,4 @@
-"""Checks of passes beside those of `Watch`, which finds writes to the model: gradients, messages."""
+"""Checks of a tower's pass that `Watch` does not make: gradients, messages, buffers in backward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _grad = operator.attrgetter("grad")
 
 
 class PassCheck:
-    """Looks at the passes of one step, in one tower's turn after the other; errors name the `tower`."""
+    """Checks the passes of one step, one tower after the other. Errors name the `tower`."""
 
     def __init__(self, parameters: Sequence[Tensor], buffers: ModelBuffers) -> None:
         self._parameters, self._buffers = parameters, buffers
@@ -30,7 +30,7 @@ class PassCheck:
         self._num_messages = num_messages()
 
     def check_forward(self, tower: object) -> None:
-        """Check what a tower's forward has left, before samestep's own backward."""
+        """Check what a tower's forward has left behind, before samestep runs backward."""
         if self._has_gradients():
             self._let_go_of_zeros()
             if self._has_gradients():
@@ -50,7 +50,7 @@ class PassCheck:
         self._changed = self._buffers.changed()
 
     def check_backward(self, who: str) -> None:
-        """Refuse buffers that the backward alone changes; one that runs a forward again may change those."""
+        """Refuse buffers that only backward changes; activation checkpointing may repeat a forward's."""
         late = sorted(self._buffers.changed() - self._changed)
         if late:
             raise BufferPolicyError(
@@ -59,7 +59,7 @@ class PassCheck:
             )
 
     def not_handed_in(self, tower: object) -> UsageError:
-        """Return the error for a loop that went on without a tower's loss."""
+        """Return the error for a loop that continued without a tower's loss."""
         called = "the loop went on before backward was called"
         if self._has_gradients():
             called = "loss.backward() was called instead of tower.backward(loss)"
@@ -69,13 +69,13 @@ class PassCheck:
         return any(map(operator.is_not, map(_grad, self._parameters), itertools.repeat(None)))
 
     def _let_go_of_zeros(self) -> None:
-        """Drop zeros that `zero_grad(set_to_none=False)` has left after a backward of the pass's own."""
+        """Drop zeros that `zero_grad(set_to_none=False)` left after a backward of the program's own."""
         for parameter in self._parameters:
             if parameter.grad is not None and not parameter.grad.is_sparse and not parameter.grad.any():
                 parameter.grad = None
 
     def explain(self, tower: object, error: RuntimeError) -> UsageError | None:
-        """Return the error for a backward that reached part of another tower's graph."""
+        """Return the error for a backward that reached another tower's graph."""
         if "backward through the graph a second time" not in str(error):
             return None
         return UsageError(
@@ -85,7 +85,7 @@ class PassCheck:
 
 
 def leaves_of(losses: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
-    """Return the leaves of the losses' graph, and whether backward may come to a parameter twice."""
+    """Return the leaves of the losses' graph, and whether backward may reach a parameter twice."""
     nodes = list(graph_of(losses))
     is_reentrant = any(node.name() == "CheckpointFunctionBackward" for node in nodes)
     return [node.variable for node in nodes if hasattr(node, "variable")], is_reentrant

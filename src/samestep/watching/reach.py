@@ -1,4 +1,4 @@
-"""What functions can reach: their variables, globals and closures, and what lies in these."""
+"""What functions can reach: their variables, globals and closures, and what these contain."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 __all__ = ["Named", "in_reach"]
 
 Named = tuple[str, Any]
-"""A name of an object, and the object."""
+"""An object's name, and the object."""
 
 _MOST_FRAMES = 10
 _MOST_VALUES = 200
@@ -27,10 +27,11 @@ _EMPTY = CellType()
 
 
 def in_reach(is_wanted: Callable[[Any], bool], functions: Iterable[Named] = ()) -> list[Named]:
-    """Return the wanted objects that functions, or those in progress in this thread, can reach.
+    """Return the wanted objects that `functions`, or the functions on this thread's stack, can reach.
 
-    From what they refer to by name, in up to three steps: to the attributes of an object, to the values in a
-    list, to what a function refers to. Nothing is changed, and what raises an error is passed over.
+    The search starts at what they refer to by name and takes up to three steps, each to an object's
+    attributes, a container's values, or what a function refers to. It changes nothing, and skips whatever
+    raises an error.
     """
     values = deque((*each, 0) for each in functions)
     frame = inspect.currentframe()
@@ -39,7 +40,7 @@ def in_reach(is_wanted: Callable[[Any], bool], functions: Iterable[Named] = ()) 
             named = [*frame.f_locals.items(), *_globals_of(frame.f_code, frame.f_globals)]
             values.extend((*each, 0) for each in named)
             frame = frame.f_back
-    del frame  # its variables would hold it
+    del frame  # a frame in its own variables is a reference cycle
     found: list[Named] = []
     seen = set[int]()
     while values and len(seen) < _MOST_VALUES:
@@ -65,19 +66,19 @@ def _has_parts(kind: type) -> bool:
 
 
 def _is_proxy(kind: type) -> bool:
-    """Say whether objects may be proxies for others, which an attribute access could load, or call."""
+    """Say whether objects may be proxies, where reading an attribute could load or call something."""
     if type(kind.__getattribute__) is FunctionType:
         return True
     return any("__class__" in vars(each) for each in kind.__mro__ if each is not object)
 
 
 def _is_of_library(module: object) -> bool:
-    """Say whether a module is one of those that hold nothing of the user's."""
+    """Say whether a module belongs to a library that holds no objects of the user."""
     return str(module).partition(".")[0] in _LIBRARIES
 
 
 def _globals_of(code: CodeType, namespace: Mapping[str, Any]) -> Iterator[Named]:
-    """Yield the global names of a user's function, and those in modules among them, that are in its code."""
+    """Yield the globals that a user's function names, and for modules the attributes that it names."""
     if _is_of_library(namespace.get("__name__")):
         return
     for name in code.co_names:
@@ -107,12 +108,12 @@ def _parts_of_dict(name: str, value: Mapping[Any, Any]) -> Iterator[Named]:
 
 
 def _parts_of_object(name: str, value: Any) -> Iterator[Named]:
-    """Yield what calling an object runs, and its attributes; of a library's object those of the user's."""
+    """Yield what calling an object runs, and its attributes; of a library's object only the user's."""
     kind = type(value)
     yield name, kind.forward if issubclass(kind, nn.Module) else kind.__call__
-    is_librarys = _is_of_library(kind.__module__)
+    from_library = _is_of_library(kind.__module__)
     for attribute, each in vars(value).items():
-        if not is_librarys or type(each) in _FUNCTIONS or not _is_of_library(type(each).__module__):
+        if not from_library or type(each) in _FUNCTIONS or not _is_of_library(type(each).__module__):
             yield f"{attribute} of {name}", each
 
 
@@ -125,4 +126,4 @@ _PARTS: Mapping[type, Callable[[str, Any], Iterator[Named]]] = {
     tuple: lambda name, value: ((name, each) for each in value),
     dict: _parts_of_dict,
 }
-"""What refers to other values, and how they are found."""
+"""For each type that refers to other values: a function that yields them."""

@@ -1,4 +1,4 @@
-"""Finds forwards that run twice, on the same rows and streams, and compute something different."""
+"""Finds a forward that computes something different when it is repeated on the same rows and streams."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ __all__ = ["Repeated"]
 
 _MOST_VALUES = 4096
 _PART, _PART_OF_HALF = 0.001, 0.05
-"""How far values may be apart, as a part of the largest; the latter where they are of half precision.
+"""The largest allowed difference, relative to the largest value; the second is for half precision.
 
-Kernels that run without grad may round otherwise than those that run with it.
+It is not 0, because kernels may round differently with and without grad.
 """
 
 
 class Repeated:
-    """Some values of each tensor that a forward gave, to be compared with those that it gives again."""
+    """Some values of each output of a forward, to compare with the outputs of its repetition."""
 
     def __init__(self, outputs: Sequence[Tensor]) -> None:
         self._values = [_some(tensor) for tensor in outputs]
 
     def difference(self, outputs: Sequence[Tensor]) -> str | None:
-        """Say which of them is another one now, and by how much; shapes and dtypes are the same."""
+        """Say which output has changed, and by how much, given outputs of the same shapes and dtypes."""
         for number, (before, tensor) in enumerate(zip(self._values, outputs, strict=True)):
             now = _some(tensor)
             if torch.equal(before, now):
@@ -41,7 +41,7 @@ class Repeated:
 
 
 def _some(tensor: Tensor) -> Tensor:
-    """Return some 4,096 elements, float64 or complex128, in memory of their own."""
+    """Return about 4,096 elements, as float64 or complex128, in memory of their own."""
     flat = tensor.detach().reshape(-1)
     values = flat[:: max(1, flat.numel() // _MOST_VALUES)]
     return values.to(torch.complex128 if values.is_complex() else torch.float64, copy=True)

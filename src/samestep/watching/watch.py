@@ -24,7 +24,7 @@ from samestep.watching.weight_hash import Hashes, WeightHash
 __all__ = ["Watch"]
 
 _LOOK_EVERY = 32
-"""Every so many steps passes are looked at more closely: the graphs of losses, and which nets they run."""
+"""Every so many steps "look": they check passes more closely, such as which nets they run."""
 
 _MOST_NAMES = 4
 
@@ -34,15 +34,15 @@ _version = operator.attrgetter("_version")
 class Watch:
     """Compares the model before and after passes: tensors, version counters, data pointers, and hashes.
 
-    Version counters show ordinary writes, and pointers new memory; after each tower in the steps that look
-    more closely, otherwise after the last one. What is written through `.data`, and by batch norm's kernels,
-    shows in a hash of the bytes at the end of the passes: that of a slice of the model.
+    Version counters show ordinary writes, and data pointers new memory: after each tower in steps that look,
+    otherwise after the last one. Writes through `.data`, and those of batch norm's kernels, show in a hash of
+    the bytes of a slice of the model, after the passes.
 
     Attributes:
-        pointers: where parameters, and buffers that no pass may change, lay when `note` was called.
-        num_entries: parameters, buffers and modules that there were then.
-        settings: what torch's own layers are set to, by layer, in every 32nd step.
-        loss: of the whole batch, which all workers compute, once it is known in this step.
+        pointers: addresses of parameters, and of buffers that no pass may change, when `note` was called.
+        num_entries: how many parameters, buffers and modules there were then.
+        settings: of torch's own layers, by layer, in every 32nd step.
+        loss: of the whole batch, which all workers compute; None until it is known in this step.
     """
 
     pointers: list[int]
@@ -71,15 +71,15 @@ class Watch:
         self.note()
 
     def start_step(self, step: int, num_workers: int) -> None:
-        """Note what else is there, after `note` and before the first pass."""
+        """Start to watch a step, after `note` and before its first pass."""
         self._step, self.loss = step, None
         self._late, self._before = self._before, self._hash.of(step)
         has_others, self._num_workers = self._num_workers != num_workers, num_workers
-        # By the step's own number: newcomers have taken fewer.
+        # By the step's number, the same on all workers: a newcomer has taken fewer steps itself.
         do_all_look = step % _LOOK_EVERY == 0
-        # Less and less often, because operators take longer when they are followed.
+        # Ever more rarely, because following operators makes them slower.
         do_all_follow = do_all_look and step & (step - 1) == 0
-        self.looks = has_others or do_all_look  # whether this step is one of those
+        self.looks = has_others or do_all_look
         self._follows = has_others or do_all_follow
         self.settings = self.numbers.settings() if do_all_look else {}
         self.modes.start_step(notes_autocast=do_all_follow)
@@ -93,7 +93,7 @@ class Watch:
             self.flow.start_step()
 
     def note(self, *, rehash: bool = False) -> None:
-        """Note the current state, because changes up to now were the same on all workers."""
+        """Note the current state: changes until now were the same on all workers."""
         if rehash:
             self._before = self._hash.of(self._step)
         now = self._current()
@@ -105,21 +105,21 @@ class Watch:
         self.num_entries = sum(map(len, self._registries))
 
     def note_loss(self, loss: Tensor) -> None:
-        """Note the loss of the whole batch; not on a GPU, which would be waited for."""
+        """Note the loss of the whole batch; not on a GPU, which would have to be synchronized."""
         if loss.device.type == "cpu":
             self.loss = float(loss)
 
     @property
     def hashes(self) -> Mapping[str, int]:
-        """Hashes that must be the same on all workers: on a GPU those of the step before."""
+        """Hashes that must be the same on all workers: on a GPU those of the previous step."""
         return (self._before if self._before.is_ready else self._late).by_name()
 
     def hashes_of_all(self) -> dict[str, int]:
-        """Return a hash of each parameter and buffer, as they are now."""
+        """Return a hash of the current value of each parameter and buffer."""
         return self._hash.by_name()
 
     def start_pass(self, tower: int) -> None:
-        """Note what a tower's forward may change, in a step that looks."""
+        """Note what a tower's pass might change, in a step that looks."""
         if self.looks:
             self.modes.start_pass()
             self.outside.start_looking()
@@ -127,32 +127,32 @@ class Watch:
             self.numbers.start_pass(tower)
 
     def follow(self, tower: int, rows: Iterable[Tensor]) -> None:
-        """Follow where the values of a tower's rows go, in some of the steps that look."""
+        """Follow the values of a tower's rows, in some of the steps that look."""
         if self._follows:
             self.flow.start_pass(tower, rows, [*self._model.parameters(), *self._model.buffers()])
 
     def stop_looking(self) -> None:
-        """Stop recording which modules run, once a tower has handed in or an error ends its pass."""
+        """Stop recording which modules run, once a tower has passed its loss or an error ends its pass."""
         if self.looks:
             self.outside.stop_looking()
             self.flow.pause()
 
     def go_on(self) -> None:
-        """Follow a pass again after it has handed in: it may keep values that it makes after its loss."""
+        """Follow a pass again after its backward: the program may still make values and keep them."""
         if self._follows:
             self.flow.resume()
 
     def end_pass(self) -> None:
-        """End a tower's turn, if one has begun."""
+        """End a tower's pass, if one has begun."""
         if self.looks:
             self.outside.stop_looking()
             self.flow.stop()
 
     def check_pass(self, who: str, loss: Tensor, *, is_outer: bool) -> None:
-        """Check after a tower's forward, in a step that looks more closely.
+        """Check after a tower's forward.
 
-        What a pass does to layers' modes mostly lasts, so that the outer towers, a worker's first and last,
-        show it in every step.
+        Modes are checked at the worker's first and last tower (`is_outer`) in every step, because a change of
+        mode mostly persists, and at all towers in steps that look.
         """
         if is_outer or self.looks:
             self.modes.check(who)
@@ -165,12 +165,12 @@ class Watch:
             self.outside.check(who)
 
     def check_outputs(self, who: str, outputs: Iterable[Tensor]) -> None:
-        """Check what a pass of a loss of the whole batch gives, in a step whose values are followed."""
+        """Check the outputs of a pass for a whole-batch loss, in a step whose values are followed."""
         for tensor in outputs if self._follows else ():
             self.flow.check(who, tensor)
 
     def check(self, who: str) -> None:
-        """Raise if `who` wrote to one of them or replaced it since `start_step`."""
+        """Raise if `who` wrote to a watched tensor or replaced it since `note`."""
         now = self._current()
         written = self._differing(_version, self._versions) | self._differing(Tensor.data_ptr, self.pointers)
         if written or any(map(operator.is_not, now, self._tensors)):
@@ -185,14 +185,14 @@ class Watch:
         return {id(t) for t, new, old in zip(self._present, now, before, strict=True) if new != old}
 
     def end_step(self, who: str) -> None:
-        """Check once more, after the last backward, and by entries and hashes, too."""
+        """Check again after the last backward, also the numbers of entries and the hashes."""
         self.check(who)
         if self._follows:
             self.flow.end_step(who)
         if sum(map(len, self._registries)) != self.num_entries:
             raise self._explain_entries(who)
         before, after = self._before, self._hash.of(self._step, fixed_only=True)
-        if not after.is_ready:  # a GPU is not waited for: the step before is compared
+        if not after.is_ready:  # on a GPU, compare the previous step's, without waiting
             before, after, self._late_after = self._late, self._late_after or Hashes(), after
         old = before.by_name()
         changed = {name for name, value in after.by_name().items() if old.get(name, value) != value}
@@ -206,7 +206,7 @@ class Watch:
             raise UsageError(
                 f"{who} wrote to {_names(parameters)}: all towers of a step must see the same parameters, "
                 "and with another number of workers, different towers would see the change; write to "
-                "parameters after average(), beside optimizer.step()"
+                "parameters after average(), as optimizer.step() does"
             )
         empty = [
             p for p, old in zip(self._places, self._tensors, strict=True) if p in changed and old is None
@@ -223,7 +223,7 @@ class Watch:
 
 
 def _is_looked_for(value: Any) -> bool:
-    """Say whether it matters that a pass can reach this."""
+    """Say whether this is a generator or compiled code, which the watch treats specially."""
     return is_generator(value) or is_compiled(value)
 
 
@@ -248,7 +248,7 @@ def _names(places: Sequence[NamedBuffer]) -> str:
 
 
 def _argument(buffers: Sequence[NamedBuffer], policy: Policy) -> dict[str, Policy]:
-    """Return the argument that gives the buffers this policy: by their names, many by the ends of them."""
+    """Return the argument that gives the buffers this policy: by name or, if there are many, by attribute."""
     if len(buffers) <= _MOST_NAMES:
         return {buffer.name: policy for buffer in buffers}
     return {f"*{buffer.attribute}": policy for buffer in buffers}

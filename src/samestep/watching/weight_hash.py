@@ -1,6 +1,6 @@
-"""A hash of the weights' own bytes, one slice of them at every step.
+"""A hash of the weights' bytes, one slice in each step.
 
-It finds what version counters do not show: what was written through `.data`, and workers that came apart.
+It finds what version counters do not show: writes through `.data`, and workers whose weights differ.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ NUM_SLICES = 32
 _ALIGNMENT_BYTES = 64
 _SLICE_BYTES = 2**12
 _SMALL_BYTES = 2**17
-"""Buffers without a policy are hashed at every step, up to so many bytes in all."""
+"""Buffers without a policy are hashed in every step, the smallest first, up to this many bytes in all."""
 
 
 class Place(Protocol):
-    """Where a module keeps a parameter or a buffer; a forward may put another tensor there."""
+    """A place in a module for a parameter or buffer; a forward may put another tensor there."""
 
     @property
     def name(self) -> str:
@@ -44,12 +44,12 @@ class _Piece:
 
 
 class WeightHash:
-    """Hashes one of up to 32 slices of the weights, and small buffers without a policy at every step.
+    """Hashes one of up to 32 slices of the weights in each step, and some small tensors in every step.
 
     Args:
         fixed: what a pass must not change: parameters, and buffers without a policy.
-        shared: what it may change; at the start of a step all workers have the same.
-        always: those of `fixed` to hash at every step, if they are small.
+        shared: what a pass may change; all workers have the same values at the start of a step.
+        always: those of `fixed` to hash in every step, if they are small.
     """
 
     def __init__(self, fixed: Sequence[Place], shared: Sequence[Place], always: Sequence[Place]) -> None:
@@ -64,19 +64,19 @@ class WeightHash:
 
     @classmethod
     def of_parameters(cls, model: nn.Module) -> WeightHash:
-        """Return one of a model's parameters; those of other classes may have no memory of their own."""
+        """Return one of a model's parameters, except subclasses, which may have no memory of their own."""
         places = find_named_parameters(model)
         held = [each for each in places if type(p := each.get()) is nn.Parameter and not p.is_meta]
         return cls(held, (), ())
 
     def of(self, step: int, *, fixed_only: bool = False) -> Hashes:
-        """Return the hashes of the step's slice."""
+        """Return the hashes of this step's slice, and of what is hashed in every step."""
         pieces = [*self._always, *self._slices[step % len(self._slices)]]
         pairs = [(piece, piece.place.get()) for piece in pieces if piece.is_fixed or not fixed_only]
         return Hashes([(piece, tensor) for piece, tensor in pairs if tensor is not None])
 
     def by_name(self) -> dict[str, int]:
-        """Return a hash of each tensor, of all slices, by name."""
+        """Return a hash of each whole tensor, by name."""
         found: dict[str, int] = {}
         for index in range(len(self._slices)):
             for name, value in self.of(index).by_name().items():
@@ -85,7 +85,7 @@ class WeightHash:
 
 
 class Hashes:
-    """Hashes of pieces of tensors, by name. A GPU computes them while the host goes on."""
+    """Hashes of pieces of tensors, by name; on a GPU they are computed asynchronously."""
 
     def __init__(self, pieces: Sequence[tuple[_Piece, Tensor]] = ()) -> None:
         self._names = [piece.place.name for piece, _ in pieces]
@@ -101,7 +101,7 @@ class Hashes:
             self._copied.record()
 
     def by_name(self) -> dict[str, int]:
-        """Return them; on a GPU after they have been computed."""
+        """Return the hashes; on a GPU, wait for them."""
         if not self.is_ready:
             self._copied.synchronize()
             self._values, self.is_ready = self._copy.tolist(), True
@@ -109,7 +109,7 @@ class Hashes:
 
 
 def _cut(places: Sequence[tuple[Place, bool]]) -> list[list[_Piece]]:
-    """Cut tensors, end to end, into slices of the same number of bytes; a tensor begins with a whole line."""
+    """Cut tensors, laid end to end at multiples of 64 bytes, into slices of equal size."""
     lines = [-(-_num_bytes(place) // _ALIGNMENT_BYTES) for place, _ in places]
     size = max(_SLICE_BYTES, -(-sum(lines) // NUM_SLICES) * _ALIGNMENT_BYTES)
     slices: list[list[_Piece]] = [[] for _ in range(0, sum(lines) * _ALIGNMENT_BYTES, size)]
@@ -131,7 +131,7 @@ def _num_bytes(place: Place) -> int:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return all elements in a row: where the memory is dense, without a copy."""
+    """Return all elements as one row, without a copy if the memory is dense."""
     if tensor.is_contiguous() and not tensor.is_conj():
         return tensor if tensor.is_cpu else tensor.detach().view(-1)
     tensor = tensor.detach()

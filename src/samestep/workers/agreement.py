@@ -80,7 +80,7 @@ def difference(all_values: Sequence[Values]) -> str | None:
 
 
 _NOTHING = "nothing"
-"""Stands for what a worker does not have."""
+"""Shown for a value that a worker does not have."""
 
 
 def _first_part(name: str, found: Sequence[Any]) -> tuple[str, Sequence[Any]]:

@@ -49,15 +49,15 @@ def make_cuda_deterministic(device: torch.device, *, tf32: bool = False) -> None
         )
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
-    # Else every torch.empty is filled; whoever reads one before it is written to has other bits anyway.
+    # By default this fills every torch.empty, only for programs that read memory before they write to it.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     set_tf32(tf32)
 
 
 def set_tf32(wanted: bool) -> None:
     """Let the GPU multiply float32 numbers in TF32, or not."""
-    # By both of torch's interfaces: the older alone leaves convolutions to torch.backends.fp32_precision, and
-    # after the newer alone the older one's getters raise.
+    # Through both of torch's interfaces: the older one alone leaves convolutions to
+    # torch.backends.fp32_precision, and after the newer one alone the older one's getters raise.
     torch.backends.cuda.matmul.allow_tf32 = wanted
     torch.backends.cudnn.allow_tf32 = wanted
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn

@@ -28,27 +28,27 @@ __all__ = [
 ]
 
 LIFELINE = "SAMESTEP_LIFELINE"
-"""The variable that holds the file descriptor of a worker's lifeline, and after a colon which signal it gets
-at its end; SIGTERM without one. See `end_with_launcher`."""
+"""The variable that holds the file descriptor of a worker's lifeline and, after a colon, the signal that the
+worker gets when the lifeline ends (by default SIGTERM). See `end_with_launcher`."""
 
 NUMBER = "SAMESTEP_NUMBER"
 """The variable that holds a worker's number, if its launcher replaces lost workers."""
 
 PER_HOST = 1_000_000
-"""The numbers of the workers of a job's host h start at h times this."""
+"""The workers of host h have numbers from h times this on."""
 
 JOB = "SAMESTEP_JOB"
 """The variable that holds the name of a job whose launcher replaces lost workers."""
 
 _JOINED = "SAMESTEP_JOINED"
-"""The variable that says which process has joined the job that the environment names, and as which worker."""
+"""The variable that says which process has already joined the environment's job, and as which worker."""
 
 _STARTED_TOGETHER = {
     "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
     "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
     "PMI_SIZE": "PMI_RANK",
 }
-"""Variables that srun, Open MPI and MPICH set: how many processes they started, and which this is."""
+"""Variables that srun, Open MPI and MPICH set: the number of processes, and the number of this process."""
 
 _MAX_WORKERS = 65_536
 
@@ -178,6 +178,6 @@ def worker_environment(threads: int) -> dict[str, str]:
     """Return the environment of every worker with so many CPU threads."""
     return {
         "SAMESTEP_LAUNCHED": "1",
-        "OMP_NUM_THREADS": str(threads),  # for libraries that size their pools at start
+        "OMP_NUM_THREADS": str(threads),  # read by libraries that size their thread pools at start
         "MKL_NUM_THREADS": str(threads),
     }

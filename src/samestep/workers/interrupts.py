@@ -16,7 +16,7 @@ def end_at_once_when_interrupted() -> None:
     Python's own handler runs only between two bytecodes, and then prints where that was. A SIGINT that is
     ignored stays so; one that was held back comes now.
     """
-    # The first process of a container has no default actions.
+    # In process 1, as in a container, the default action of a signal is to ignore it.
     if os.getpid() != 1 and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     release_interrupts()

@@ -98,7 +98,7 @@ class Job:
             self.barrier("end")
         except LostWorkerError:
             if self.renewable is None or not self.renewable.has_finished():
-                raise  # else what that one had to do, others have done
+                raise  # otherwise the others have done the lost worker's work
         self.transport.close()
 
 
@@ -155,5 +155,5 @@ def init(
     if under_launcher() and world_size() > 1:
         note_joined()
     if dist.is_torchelastic_launched():
-        end_with_parent(signal.SIGTERM)  # else the workers of a launcher that was killed would go on
+        end_with_parent(signal.SIGTERM)  # torchrun's workers would outlive a killed launcher
     return Job(chosen, threads, join(chosen, timeout_s), timeout_s)

@@ -39,7 +39,7 @@ class Message:
     def tag(self) -> int:
         """By which gloo matches it, on both ends."""
         kind = kind_of_call(self.what).encode()
-        # Of 31 bits, as it has to be a positive int32.
+        # 31 bits, because a tag must be a non-negative int32.
         return zlib.crc32(struct.pack("<QQ", self.number, self.num_bytes) + kind) >> 1
 
 

@@ -124,7 +124,7 @@ def _own_addresses() -> Iterator[str]:
         store = os.environ.get("MASTER_ADDR", "")
         for family, kind, _, _, address in socket.getaddrinfo(store, 1, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, kind) as probe:
-                probe.connect(address)  # which sends nothing
+                probe.connect(address)  # for UDP this sends nothing
                 yield probe.getsockname()[0]
 
 
@@ -144,7 +144,7 @@ def _listen(stack: ExitStack, *, shares_memory: bool) -> tuple[socket.socket, so
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         return listener, local, _Card(port, name, (boot, *map(_namespace, ("net", "pid", "user"))))
     except (AttributeError, OSError) as error:
-        why = str(error) if hasattr(os, "memfd_create") else ""  # which no other system than Linux has
+        why = str(error) if hasattr(os, "memfd_create") else ""  # which only Linux has
         return listener, None, _Card(port, why=why)
 
 

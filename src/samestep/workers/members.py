@@ -26,7 +26,7 @@ PREFIX = "samestep/members"
 _POLL_S = 0.002
 _LOOK_S = 0.25
 _DUE_S = 1.0
-"""How often training workers look for newcomers: each look waits for an answer of the launcher."""
+"""How often training workers look for newcomers; not more often, because each look waits for the launcher."""
 
 
 def host_of(number: int) -> int:
@@ -37,19 +37,19 @@ def host_of(number: int) -> int:
 class Key(StrEnum):
     """What the store's keys begin with; the numbers of a generation and of a worker, or host, follow."""
 
-    LIST = "list"  # the newest
-    FIRST = "first"  # the first, for newcomers to tell who came before them
-    HERE = "here"  # a member has come to a generation
+    LIST = "list"  # the newest generation's members
+    FIRST = "first"  # the first generation's members: all others are newcomers
+    HERE = "here"  # a member has joined a generation
     READY = "ready"  # a newcomer has built all that it can on its own
     AWAY = "away"  # a newcomer cannot begin where the others are
-    GOES_ON = "goes on"  # a worker can go on when another one is lost
+    GOES_ON = "goes on"  # a worker can continue after the loss of another
     SILENT = "silent"  # a member has not answered within the timeout
-    WAITED = "waited"  # a member reports that of another one
-    CUT = "cut"  # connections to a host have ended unannounced: the host may be lost
+    WAITED = "waited"  # a member reports that another is silent
+    CUT = "cut"  # connections to a host broke without an announcement: the host may be lost
     AGAIN = "again"  # a generation could not connect
-    DONE = "done"  # a worker has done what others may take over
-    OVER = "over"  # some worker has done so
-    STREAMS = "streams"  # the first worker's global generators as the job began, for newcomers
+    DONE = "done"  # a worker has done all work that others could take over
+    OVER = "over"  # any worker has done so
+    STREAMS = "streams"  # worker 0's global generators at the start of the job, for newcomers
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Members:
     def _look(self, every_s: float) -> Generation:
         if time.monotonic() - self._looked_s >= every_s:
             self._looked_s = time.monotonic()
-            with suppress(DistError):  # the launcher is gone, and this worker is about to end
+            with suppress(DistError):  # the launcher is gone, so this worker ends soon
                 self._seen = self.newest()
         return self._seen
 

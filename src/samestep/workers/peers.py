@@ -48,8 +48,8 @@ class Peers:
         self.ask: Callable[[], str | None] | None = None
         self.asked: dict[int, Message] = {}
         self.num_asked = Counter[int]()
-        # The kind and the sentence of the first error that any worker has announced, this one included. No
-        # exception is kept: its traceback would keep what the frames refer to, such as a process group.
+        # Kind and sentence of the first error that any worker announced, this one included. No exception: its
+        # traceback would keep frames alive, and with them a process group.
         self._error: tuple[str, str] | None = None
         self._loss_by_launchers: str | None = None
         self._gone: set[int] = set()
@@ -68,7 +68,7 @@ class Peers:
                 received = connection.recv(4096)
             except BlockingIOError:
                 continue
-            except OSError:  # reset, which is what an end without reading everything looks like
+            except OSError:  # reset: the peer closed its end without reading everything
                 received = b""
             if received:
                 *lines, self._unread[worker] = (self._unread[worker] + received).split(b"\n")

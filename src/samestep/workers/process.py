@@ -36,10 +36,10 @@ DEFAULT_TIMEOUT_S = 600.0
 GRACE_S = 30
 """Seconds that workers have to finish their step and write a checkpoint before they are killed."""
 
-_MAX_THREADS = 1024  # OpenMP ends the process where the system refuses a thread
+_MAX_THREADS = 1024  # OpenMP ends the process if the system refuses a thread
 _CONNECT_S = 5.0
-_PR_SET_PDEATHSIG = 1  # of prctl.h
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
+_PR_SET_PDEATHSIG = 1  # from prctl.h
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from malloc.h
 
 
 def end_with_launcher() -> None:
@@ -49,7 +49,7 @@ def end_with_launcher() -> None:
     a step stops all of them. It needs nothing but the lifeline, a pipe that nobody writes to, which ends with
     the launcher however and whenever that dies. Called twice, it does nothing more.
     """
-    value = os.environ.pop(LIFELINE, "")  # else what this process starts would take it for its own
+    value = os.environ.pop(LIFELINE, "")  # so that child processes do not take it for their own
     lifeline, _, number = value.partition(":")
     if lifeline.isdecimal():
         os.set_inheritable(int(lifeline), False)
@@ -60,7 +60,7 @@ def end_with_launcher() -> None:
 def _end_with(lifeline: int, left: Path | None, number: signal.Signals) -> None:
     os.read(lifeline, 1)
     if left is not None and left.parent.name.startswith("samestep-"):
-        shutil.rmtree(left.parent, ignore_errors=True)  # the launcher's, which nobody else removes now
+        shutil.rmtree(left.parent, ignore_errors=True)  # the launcher's folder: the launcher is gone
     os.kill(os.getpid(), number)
     time.sleep(GRACE_S)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -73,7 +73,7 @@ def loopback_listener() -> socket.socket:
         ConfigError: processes of this host do not reach each other, in a network namespace or a container.
     """
     try:
-        with socket.create_server(("127.0.0.1", 0)) as probe:  # which succeeds where nobody can connect, too
+        with socket.create_server(("127.0.0.1", 0)) as probe:  # succeeds even if nobody can connect
             socket.create_connection(probe.getsockname(), timeout=_CONNECT_S).close()
         return socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN)
     except OSError as error:
@@ -90,7 +90,7 @@ def open_listener(port: int = 0) -> socket.socket:
         port: where; by default the system chooses.
     """
     if socket.has_dualstack_ipv6():
-        with suppress(OSError):  # IPv6 may be there and switched off
+        with suppress(OSError):  # IPv6 may be supported but disabled
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", port))
 
@@ -100,7 +100,7 @@ def end_with_parent(number: signal.Signals) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     parent = multiprocessing.parent_process()
-    if parent is not None and not parent.is_alive():  # it has ended before
+    if parent is not None and not parent.is_alive():  # it ended before prctl took effect
         os.kill(os.getpid(), number)
 
 

@@ -47,7 +47,7 @@ _MAKE_S = 30.0
 """How long workers that have met may take to connect."""
 
 _MAKE_AGAIN_S = 1.0
-"""The first limit if one of them may just have been lost, which gloo does not notice."""
+"""The first limit if one of them may just have been lost, because gloo does not notice that."""
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ def num_messages() -> int:
         return 0
     try:
         return int(group._get_sequence_number_for_group())
-    except RuntimeError:  # a backend that does not count them
+    except RuntimeError:  # the backend does not count them
         return 0
 
 
@@ -118,7 +118,7 @@ def _join(device: torch.device, timeout_s: float) -> Transport:
     where = f"start of {environment.world_size()} workers"
     if NUMBER in os.environ:
         generations = Generations(device, timeout_s, where)
-        del os.environ[NUMBER]  # else what this process starts would take it for its own
+        del os.environ[NUMBER]  # so that child processes do not take it for their own
         return generations
     is_own = not dist.is_initialized()
     if not is_own:
@@ -192,7 +192,7 @@ class Generations:
     def close(self) -> None:
         """Leave the job."""
         self.is_closed = True
-        gc.collect()  # groups before this one, too: see `ProcessGroup.close`
+        gc.collect()  # frees older groups, too: see `ProcessGroup.close`
         if isinstance(self._group, ProcessGroup):
             self._group.leave()
 
@@ -241,7 +241,7 @@ class Generations:
             store = self._next_store(where)
             try:
                 return self._meet(store, where, make_s)
-            except LostWorkerError:  # another one, meanwhile; or they were too slow
+            except LostWorkerError:  # another worker was lost meanwhile, or connecting took too long
                 self._leave()
                 self.members.say(Key.AGAIN, self.members.current.number)
                 make_s = min(2 * make_s, _MAKE_S)
@@ -268,7 +268,8 @@ class Generations:
             self.members.report_cut(self._group.waiter.peers.cut())
             self._group.leave()
         self._group = Alone()
-        # A group that could not be made has used up the name that the next one has on the other workers.
+        # A failed attempt leaves torch's counter of group names ahead of other workers'; destroying a group
+        # resets it.
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         dist.destroy_process_group()
 
@@ -283,11 +284,11 @@ def _connect(transport: ProcessGroup, ask: Callable[[], str | None] | None = Non
 def _in_thread(work: Callable[[], T], where: str) -> T:
     """Run work that waits for other workers, so that an interrupt ends it; errors begin with `where`."""
     try:
-        return in_thread(work, math.inf)  # each of its waits has its own timeout
+        return in_thread(work, math.inf)  # each wait inside has its own timeout
     except LostWorkerError as error:
         raise LostWorkerError(f"{where}: {error}") from None
     except Exception as error:
-        if "enforce fail" in str(error):  # before it has met anybody
+        if "enforce fail" in str(error):  # gloo failed before it connected
             chosen = os.environ.get("GLOO_SOCKET_IFNAME")
             raise ConfigError(
                 f"{where}: gloo cannot use the network (GLOO_SOCKET_IFNAME = {shown(chosen)}): expected the "
@@ -311,7 +312,7 @@ def _meet_in_store(gpu: str, timeout_s: float) -> None:
 def _make_group(store: Store, gpu: str, rank: int, world_size: int, timeout_s: float, make_s: float) -> None:
     """Make torch's process group of those who have all come to a store."""
     backend = _agree_on_backend(store, gpu, rank, world_size)
-    # That of NCCL also bounds how long a worker computes; gloo has none then.
+    # NCCL's timeout also limits how long a worker may compute. gloo's limits only connecting.
     timeout = timedelta(seconds=timeout_s if "nccl" in backend else make_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
@@ -323,7 +324,7 @@ def _gather(store: Store, name: str, world_size: int, timeout_s: float) -> str:
     while missing and not patience.is_over():
         for rank in missing:
             if store.check([f"samestep/here/{rank}"]):
-                seen = store.get(f"samestep/here/{rank}").decode()  # perhaps one that is gone
+                seen = store.get(f"samestep/here/{rank}").decode()  # perhaps of a process that is gone
                 store.set(f"samestep/follow/{seen}", name)
         missing = [rank for rank in missing if not store.check([f"samestep/heard/{name}/{rank}"])]
         time.sleep(_POLL_S if missing else 0)

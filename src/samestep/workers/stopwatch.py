@@ -17,7 +17,7 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._marks: list[Any] = []  # starts and stops in turn
+        self._marks: list[Any] = []  # starts and stops, alternating
 
     def start(self) -> None:
         """Go on, unless it runs."""

@@ -58,7 +58,7 @@ def join_store(host: str, port: int, timeout_s: float) -> tuple[Store, bool]:
         LostWorkerError: there is none within the timeout.
     """
     listener = None
-    with suppress(OSError):  # another process of this host has opened it
+    with suppress(OSError):  # another process of this host listens there
         if _is_own(host):
             listener = open_listener(port)
     return _connected((host, port), listener, timeout_s, "--rdzv-endpoint"), listener is not None
@@ -89,7 +89,7 @@ def _connected(
         left_s = max(1.0, deadline_s - time.monotonic())
         options |= {"wait_for_workers": False, "timeout": timedelta(seconds=left_s)}
         return in_thread(partial(TCPStore, *address, **options), left_s + _ANSWER_S)
-    # a UnicodeError if the name cannot be a host's
+    # UnicodeError: the name cannot be that of a host.
     except (LostWorkerError, OSError, UnicodeError, dist.DistError) as error:
         is_silent, where = isinstance(error, LostWorkerError), one_line("{}:{}".format(*address))
         why = "what listens there does not answer" if is_silent else one_line(str(error).partition(". ")[0])

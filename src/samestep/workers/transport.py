@@ -35,16 +35,16 @@ __all__ = [
 ]
 
 Tensors = Mapping[int, Sequence[Tensor]]
-"""For other workers, by rank: contiguous tensors in the order in which they are sent."""
+"""By rank of the other worker: contiguous tensors, in the order in which they are sent."""
 
 _SMALL_BYTES = 2**18
-"""Tensors up to here are worth a copy to save a message."""
+"""Tensors of up to this many bytes are packed: a copy costs less than another message."""
 
 _ASK_AFTER = 10
-"""How often a worker looks in vain for a message before it first asks for it: for about a second."""
+"""How many waits of 0.1 s for a message fail before the worker first asks its sender."""
 
 _FOREVER = timedelta(days=10_000)
-"""gloo's own timeout also counts the time in which all workers were stopped, and closes all connections."""
+"""Disables gloo's timeout, which also counts time while all workers are stopped, and cuts all connections."""
 
 
 class Pending(Protocol):
@@ -154,7 +154,7 @@ class _Nothing:
         pass
 
 
-# A forked process must not take down what it inherits: gloo would wait for threads that are not there.
+# A forked process must not free a process group that it inherits: gloo would wait for threads that it lacks.
 os.register_at_fork(after_in_child=gc.freeze)
 
 
@@ -193,7 +193,7 @@ class ProcessGroup:
         if self.is_closed:
             raise UsageError(f"{what}: this worker has left the job: expected job.close() as the last call")
         error = self.waiter.peers.error()
-        if error is not None:  # what was posted before may still be received, in the place of this
+        if error is not None:  # otherwise this post could receive messages meant for an earlier one
             raise _at(what, error)
         posted = _Posted(what, self.rank, self.waiter, self._ledger)
         operations: list[dist.P2POp] = []
@@ -239,7 +239,8 @@ class ProcessGroup:
 
     def close(self) -> None:
         """Leave the job for good."""
-        gc.collect()  # a group that outlives the interpreter aborts the process; see pytorch#190489
+        # A group that outlives the interpreter aborts it: https://github.com/pytorch/pytorch/issues/190489
+        gc.collect()
         self.leave()
 
     def leave(self) -> None:
@@ -250,7 +251,7 @@ class ProcessGroup:
         self.shared.close()
         if self._is_own:
             _end_group(os.getpid())
-        else:  # if the program does not do it before
+        else:  # at exit, if the program does not end its group itself
             atexit.register(_end_group, os.getpid())
 
     def _is_packed(self, tensors: Sequence[Tensor]) -> bool:
@@ -263,7 +264,7 @@ class ProcessGroup:
 
 def _end_group(process: int) -> None:
     """End torch's process group, and not in what that process has forked."""
-    # Scripts written for torch's launcher end with this very call.
+    # A script written for torchrun may have made this call already.
     if os.getpid() == process and dist.is_initialized():
         dist.destroy_process_group()
 
@@ -294,12 +295,12 @@ class _Posted:
     rank: int
     waiter: Waiter
     ledger: Ledger
-    expected: dict[int, Message] = field(default_factory=dict)  # through gloo or NCCL, by worker
-    calls: list[Call] = field(default_factory=list)  # that wait for gloo's works
-    batch: list[dist.Work] = field(default_factory=list)  # NCCL's
+    expected: dict[int, Message] = field(default_factory=dict)  # by worker, through gloo or NCCL
+    calls: list[Call] = field(default_factory=list)  # waits for gloo's works
+    batch: list[dist.Work] = field(default_factory=list)  # NCCL's works
     packed: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)
     waiting: _Watched | None = None
-    delivery: Delivery | None = None  # to workers of this host
+    delivery: Delivery | None = None  # to and from workers of this host
 
     def start(self, operations: Sequence[dist.P2POp]) -> None:
         """Start operations on gloo, which takes them one by one, so that an error names the worker."""
@@ -323,7 +324,7 @@ class _Posted:
             self._wait_for(self.waiting)
         for work in self.batch:
             with self._naming():
-                work.wait()  # here, because it concerns the stream of this thread
+                work.wait()  # in this thread, because NCCL makes this thread's CUDA stream wait
         for message, tensors in self.packed:
             parts = message.split([tensor.nbytes for tensor in tensors])
             for tensor, part in zip(tensors, parts, strict=True):
@@ -380,7 +381,7 @@ class _Watched:
         posted, peers = self._posted, self._posted.waiter.peers
         if self.worker is not None and self.worker in posted.expected:
             self._num_looks[self.worker] += 1
-            # Longer each time, as who is asked may never have to wait, and then does not read it.
+            # Ask less and less often: a worker that never waits does not read what it is asked.
             if self._num_looks[self.worker] == _ASK_AFTER << peers.num_asked[self.worker]:
                 peers.ask_for(self.worker, posted.expected[self.worker])
         for other, (asked, sent) in posted.ledger.unmet(peers.asked).items():
@@ -391,7 +392,7 @@ class _Watched:
 def how_lost(error: BaseException, worker: int | None = None) -> LostWorkerError:
     """Return the error that says which worker is gone, or silent, as an exception of torch's shows it."""
     who = "another worker" if worker is None else f"worker {worker}"
-    # without gloo's source line
+    # Strip the line of gloo's source code.
     why = re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]
     is_silent = ("timed out" in why.lower() or "timeout" in why.lower()) and "refused" not in why
     return LostWorkerError(f"{who} {'did not answer' if is_silent else 'is gone'} ({why})")
@@ -399,5 +400,5 @@ def how_lost(error: BaseException, worker: int | None = None) -> LostWorkerError
 
 def is_lost_connection(error: BaseException) -> bool:
     """Whether an exception of torch's is about another process that is gone or silent."""
-    # gloo has no exception type of its own: a RuntimeError that begins with its source file.
+    # gloo raises a plain RuntimeError, with the path of its source file in the message.
     return not isinstance(error, Error) and (isinstance(error, dist.DistError) or "/gloo/" in str(error))

@@ -23,20 +23,20 @@ _GRACE_S = 1.0
 """How long a message may still be in flight after its sender has ended."""
 
 _APART_S = 2.0
-"""How much longer each worker waits for its thread than the worker before, which takes a while to end.
+"""How much longer each rank waits for its thread than the rank before, which takes a while to end.
 
-Not under samestep's launcher, where `end_with_threads` ends the process.
+Not used under samestep's launcher, where `end_with_threads` ends the process.
 """
 
 _ANNOUNCED_WITHIN_S = 0.02
-"""How long after the end of the first worker to notice a loss its announcement may arrive."""
+"""How long to wait for the announcement of a worker that noticed a loss first and ended."""
 
 _left: list[threading.Thread] = []
-"""Threads that were left in C++, where they may wait for ever."""
+"""Threads that were left waiting in C++, perhaps for ever."""
 
 T = TypeVar("T")
 Call = tuple[int | None, Callable[[], object]]
-"""What blocks in C++, and the worker for which it waits."""
+"""The worker that a call waits for, and the call, which blocks in C++."""
 
 
 class Waiting(Protocol):
@@ -171,8 +171,8 @@ class Waiter:
     def leave_thread(self) -> None:
         """Let the thread be, which may wait for ever."""
         if self._thread is not None:
-            # A thread that returns from C++ while Python ends aborts the process. It usually returns soon,
-            # because the end of the worker that it waits for wakes it.
+            # A thread that returns from C++ while Python shuts down aborts the process: wait a while for it.
+            # It usually returns soon, because the end of the worker that it waits for wakes it.
             apart_s = 0 if launched_by_samestep() else _APART_S * self._rank
             atexit.register(self._thread.join, _GRACE_S + apart_s)
             _left.append(self._thread)
@@ -208,8 +208,8 @@ class Wait:
                 self.worker = worker
                 call()
         except BaseException as error:
-            self.error = error.with_traceback(None)  # else its frames and this keep each other, and a group
-        self._calls = ()  # and let go of what they refer to
+            self.error = error.with_traceback(None)  # its frames would keep this alive, and a group
+        self._calls = ()  # drops what the calls refer to
         self._is_done = True
         self._running.release()
 
@@ -223,4 +223,4 @@ class Wait:
 def _serve(waits: SimpleQueue[Wait | None]) -> None:
     for wait in iter(waits.get, None):
         wait.make()
-        del wait  # and with it the tensors
+        del wait  # frees its tensors while this waits for the next
