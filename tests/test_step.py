@@ -116,6 +116,16 @@ def test_float16_scales_the_loss_and_lowers_the_scale_when_it_overflows():
     assert step.scaler.get_scale() == scale / 2
 
 
+def test_a_norm_that_overflows_is_skipped_by_the_scaler_too():
+    model = perceptron()
+    before = samestep.digest(model)
+    step = make(model, loss_fn=lambda model, batch: model(batch[0]).mean() * 1e25)
+    step.scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    report = step(batch_of())
+    assert (report.grad_norm, report.skipped) == (math.inf, True)
+    assert samestep.digest(model) == before
+
+
 def test_float16_with_sums_in_another_dtype_clips_what_is_unscaled():
     reports = []
     for accumulate_dtype in (None, torch.float64):

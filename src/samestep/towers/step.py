@@ -214,7 +214,9 @@ class Step:
     def _leave_out(self, report: Report) -> Report:
         self.towers._last.run.put_back()
         if self.scaler is not None:
-            self.scaler.step(self.optimizer)  # takes no step, because it has found NaN or inf
+            # The norm may overflow where every gradient is finite: the scaler would take this step.
+            self.optimizer.zero_grad()
+            self.scaler.step(self.optimizer)
             self.scaler.update()
         elif self.on_nonfinite == "raise":
             parameters = None if self.forward is not None else first_nonfinite(self.towers, self._run)
