@@ -1,4 +1,4 @@
-"""The options of the recipe, which --help reads: no torch here."""
+"""The options of the recipe; torch is not imported, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Cifar10Settings(Settings):
     free: ClassVar[frozenset[str]] = Settings.free | {"steps", "data_dir", "loader_processes"}
 
     def build(self, job: Job) -> Trainer:
-        """Make the parts."""
+        """Build the training run."""
         from samestep.recipes.cifar10.recipe import build
 
         return build(self, job)

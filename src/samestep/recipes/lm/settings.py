@@ -1,4 +1,4 @@
-"""The options of the recipe, which --help reads: no torch here."""
+"""The options of the recipe; torch is not imported, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class LmSettings(Settings):
             self._check_of_library()
 
     def build(self, job: Job) -> Trainer:
-        """Make the parts."""
+        """Build the training run."""
         from samestep.recipes.lm.recipe import build
 
         return build(self, job)
@@ -94,7 +94,7 @@ class LmSettings(Settings):
         return self.token_dtype == "uint8" and self.vocabulary == _NUM_BYTES
 
     def _check_of_library(self) -> None:
-        """The standard library is read as bytes, and says itself where a document ends."""
+        """Refuse options of token files: the standard library is read as bytes, with known document ends."""
         for name, value in (("token_dtype", "uint8"), ("vocabulary", _NUM_BYTES), ("document_end", None)):
             if getattr(self, name) != value:
                 option = f"--{name.replace('_', '-')}"

@@ -1,4 +1,4 @@
-"""The options of the recipe, which --help reads: no torch here."""
+"""The options of the recipe; torch is not imported, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["CLASS_NAMES", "SegmentationSettings"]
 
 CLASS_NAMES = ("background", "circle", "square", "triangle")
+"""The names of the labels 0 to 3 of the drawn shapes."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class SegmentationSettings(Settings):
             )
 
     def build(self, job: Job) -> Trainer:
-        """Make the parts."""
+        """Build the training run."""
         from samestep.recipes.segmentation.recipe import build
 
         return build(self, job)
