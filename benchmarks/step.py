@@ -39,7 +39,7 @@ SETTINGS: dict[str, dict[str, bool | float]] = {
     "views, 1 MB": {"gradient_as_bucket_view": True, "bucket_cap_mb": 1},
     "views, 100 MB": {"gradient_as_bucket_view": True, "bucket_cap_mb": 100},
 }
-"""For DistributedDataParallel; a static graph only without accumulation, which it does not support."""
+"""For DistributedDataParallel; a static graph expects one backward pass per step: no accumulation."""
 
 
 class Transformer(nn.Module):

@@ -47,7 +47,7 @@ def let_go(descriptor: int) -> bool:
         return False
     _held.discard(descriptor)
     with suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough where a child inherited the file
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough if a child inherited the file
     return True
 
 

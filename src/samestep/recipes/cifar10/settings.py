@@ -25,12 +25,12 @@ class Cifar10Settings(Settings):
     steps: int = 100_000
     run_dir: Path = Path("runs/cifar10")
     data_dir: Path = Path("data/cifar10")
-    """Folder of the pictures; they are downloaded (170 MB) if they are not there."""
+    """Folder of the pictures; they are downloaded (170 MB) if they are missing."""
     log_every: int = 10
     picture_size: Annotated[int, Range(4, 32)] = 24
     """Height and width that pictures are cropped to, 4 to 32 pixels."""
     learning_rate: LearningRate = 0.1
-    """Learning rate of the first 350 epochs; a tenth of it in the next 350, and so on."""
+    """Learning rate of the first 350 epochs; it drops to a tenth every 350 epochs."""
     loader_processes: LoaderProcesses = 0
     """Processes that read and distort pictures for each worker; with 0 the worker does it itself."""
 

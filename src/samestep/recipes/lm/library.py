@@ -43,7 +43,7 @@ def library_files(root: Path | None = None) -> list[str]:
         names = sorted(_walk(root))
     if not names:
         raise MissingFileError(
-            f"{root}: no source files of the standard library there; give texts of your own by --data-dir"
+            f"{root}: no source files of the standard library there; pass your own texts with --data-dir"
         )
     return names
 
