@@ -1,12 +1,12 @@
-"""What checkpoints cost: steps with one being written in the background, against steps without.
+"""The cost of checkpoints: steps while one is written in the background, against steps without.
 
     python benchmarks/checkpoint.py [--megabytes 100] [--every 1000] [--rounds 20] [--folder DIR]
 
-A perceptron trains with momentum SGD, one worker per core, so that weights and momentum together have the
-given size. A round times two blocks of as many steps, in turn first and second: in the one, a snapshot is
-taken before the first step and written while the others run; the block ends when it is on the disk. Reported
-are medians and quartiles of the rounds: a step without; what a checkpoint adds to its block; how much of that
-is the snapshot, for which training stands still; and the share of the time with one every so many steps.
+A perceptron trains with momentum SGD, one worker per core; weights and momentum together have the given size.
+A round times two blocks of the same number of steps, in alternating order. One block takes a snapshot before
+its first step, writes it during the steps, and ends when it is on disk. Reported are medians and quartiles
+over the rounds: a step without a checkpoint; the time that a checkpoint adds to its block; how much of that
+is the snapshot, during which training pauses; and the share of the time for a checkpoint every so many steps.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROWS_PER_TOWER = 32
 
 
 def perceptron(num_parameters: int) -> nn.Module:
-    """Return two square layers, with about as many parameters."""
+    """Return two square layers with about `num_parameters` parameters."""
     width = math.isqrt(num_parameters // 2)
     return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
 
@@ -56,7 +56,7 @@ def training(megabytes: int, job: samestep.Job) -> tuple[TrainingObjects, Callab
 def block(
     step: Callable[[], object], num_steps: int, writer: CheckpointWriter, objects: TrainingObjects | None
 ) -> tuple[float, float]:
-    """Take steps; return the seconds of all, and those of the snapshot if one is written."""
+    """Take steps; return the total seconds, and the seconds of the snapshot (0 without one)."""
     start_s = snapshot_s = time.perf_counter()
     if objects is not None:
         writer.write(objects.towers.step, partial(take_snapshot, objects))
@@ -103,7 +103,7 @@ def measure(arguments: argparse.Namespace, run_dir: Path, job: samestep.Job) -> 
 def steps_for_a_checkpoint(
     step: Callable[[], object], writer: CheckpointWriter, objects: TrainingObjects | None, job: samestep.Job
 ) -> int:
-    """Return in how many steps a checkpoint is surely written, the same on all workers."""
+    """Return a number of steps that surely outlasts writing a checkpoint, the same on all workers."""
     job.barrier()
     step_s = block(step, 5, writer, None)[0] / 5
     alone_s = block(step, 0, writer, objects)[0]

@@ -1,15 +1,15 @@
-"""What watching a step costs: the time in its checks, as a share of the step.
+"""The cost of watching a step: the time in its checks, as a share of the step.
 
     python benchmarks/checks.py [--steps 128] [--compare 2000]
 
-One worker on one CPU thread, in CPU time. Timed are, in a step of each model: the look at the model and its
-hooks, the notes before the passes, the checks after each, those after the last, and the hash of the batch.
-The wider look at graphs and at nets beside the model comes at every 32nd step and is part of it. What timing
-takes itself, with cold caches, is measured in each pass by timing nothing, and not counted. Apart from that:
-how long a step takes whose values are followed, as those of steps 0, 32, 64, 128, 256 and so on are.
+One worker on one CPU thread, in CPU time. In a step of each model, this times: the check of the model and its
+hooks, the records before the passes, the checks after each pass and after the last, and the hash of the
+batch. It includes the wider check of graphs and of nets beside the model in every 32nd step. The overhead of
+timing, with cold caches, is measured in each pass by timing an empty call, and subtracted. Reported
+separately: how long a step takes in which values are followed, as in steps 0, 32, 64, 128, 256 and so on.
 
-With `--compare`, steps of the digits net with the checks and without them, by turns that are drawn: what the
-checks push out of the caches counts there, too.
+With `--compare`, steps of the digits net with and without the checks, in random order. This also counts what
+the checks evict from the caches.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from step import SUBJECTS, Subject, loss_of, pictures, sgd
 
 
 def start_no_look(watch: Watch, *_: object) -> None:
-    """Begin a step in which nothing is looked at."""
+    """Begin a step without checks."""
     watch.looks = watch._follows = False
 
 
@@ -54,7 +54,7 @@ CHECKS: dict[tuple[type, str], Callable[..., Any]] = {
     (StepRun, "leaves"): lambda run, losses: [],
     (GlobalBatch, "fingerprint"): lambda batch, *_: 0,
 }
-"""What is timed, and what a step without it does."""
+"""The functions to time, and what a step without checks calls instead."""
 
 
 def deep_net() -> nn.Module:
@@ -66,14 +66,14 @@ def deep_net() -> nn.Module:
 
 
 class Clock:
-    """The CPU time spent in some functions; not what others of them do within, twice."""
+    """Measures the CPU time in some functions; nested calls count once."""
 
     def __init__(self) -> None:
         self.spent_s: dict[str, list[float]] = defaultdict(list)
         self._is_running = False
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function, as one whose calls are timed."""
+        """Wrap the function to time its calls."""
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -90,7 +90,7 @@ class Clock:
         return wrapper
 
     def totals_s(self) -> dict[str, float]:
-        """Return what each function has taken, the longest first, without what timing takes."""
+        """Return the time in each function without the overhead of timing, the longest first."""
         empty_s = statistics.mean(self.spent_s["nothing"])
         totals = {name: sum(times) - len(times) * empty_s for name, times in self.spent_s.items()}
         return dict(sorted(totals.items(), key=lambda each: -each[1]))
@@ -130,7 +130,7 @@ def main() -> None:
 
 
 def compare(rounds: int) -> None:
-    """Print how much longer steps with checks take than those without, and the spread of 200 resamples."""
+    """Print how much longer steps with checks take than steps without, and the spread of 200 resamples."""
     has_checks = True
 
     def switched(check: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,7 +140,7 @@ def compare(rounds: int) -> None:
         setattr(kind, name, switched(getattr(kind, name), instead))
     subject, draw = SUBJECTS["digits"], random.Random(0)
     for num_towers in (2, 8):
-        # Without the noise scale, which every 20th step measures.
+        # Don't measure the noise scale, which would add time to every 20th step.
         towers = samestep.Towers(subject.build(), num_towers, noise_every=0)
         batch = subject.batch(subject.rows * num_towers)
         times: dict[bool, list[float]] = {True: [], False: []}
@@ -165,7 +165,7 @@ def step_s(towers: samestep.Towers, batch: Any, in_each_pass: Callable[[], None]
 
 
 def followed_s(towers: samestep.Towers, batch: Any) -> float:
-    """Return the median time of steps whose values are followed."""
+    """Return the median time of steps in which values are followed."""
     times = []
     for _ in range(9):
         towers._step = 64

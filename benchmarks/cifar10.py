@@ -3,11 +3,11 @@
     python benchmarks/cifar10.py [--data-dir data/cifar10] [--tensorflow-python PATH] [--rounds 5]
 
 All programs train the same net on batches of 128 rows with all cores: input and distortions, the step, the
-moving average of the weights; samestep writes its summaries as well. A round runs each in a process of its
-own, one after the other. Plain PyTorch is what one writes first: a Dataset of single examples in a
-DataLoader, `LocalResponseNorm`, `DistributedDataParallel`, one thread a worker. The machine's matrix
-products, 1024×1024 on all cores at once with one thread each, are measured in the same rounds. Where oneDNN
-leaves out products with the padding's zeros, which are counted, a share of them can come to more than 100%.
+moving average of the weights; samestep also writes its summaries. A round runs each program in its own
+process, one after the other. Plain PyTorch is the obvious program: a Dataset of single examples in a
+DataLoader, `LocalResponseNorm`, `DistributedDataParallel`, one thread per worker. The same rounds measure the
+machine's matrix products, 1024×1024 on all cores at once with one thread each. A share of them can be over
+100%, because operations on the padding's zeros are counted, and oneDNN skips them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
 
 def ours(arguments: argparse.Namespace, job: samestep.Job, precision: str) -> Iterator[None]:
-    """Take steps of the recipe, with the loop of `samestep train`."""
+    """Take steps of the recipe, as in the loop of `samestep train`."""
     with tempfile.TemporaryDirectory() as folder:
         settings = Cifar10Settings(
             towers=arguments.towers or job.world_size,
@@ -103,7 +103,7 @@ def plain_net() -> Cifar10Net:
 
 
 def plain(arguments: argparse.Namespace, job: samestep.Job, precision: str) -> Iterator[None]:
-    """Take steps of a training loop as one writes it without samestep."""
+    """Take steps of a plain PyTorch training loop."""
     dataset = Pictures(Cifar10("train", ensure_cifar10(arguments.data_dir)))
     sampler = DistributedSampler(dataset)
     loader = DataLoader(
@@ -145,7 +145,7 @@ MATMUL_FLOPS = 2 * 1024**3
 
 
 def flops_per_row() -> int:
-    """Count a forward and a backward pass, zeros of the padding included."""
+    """Count a forward and a backward pass, including operations on the padding's zeros."""
     net, rows = plain_net(), 4
     batch = (torch.randn(rows, 3, 24, 24), torch.zeros(rows, dtype=torch.int64))
     with FlopCounterMode(display=False) as counter:
@@ -164,7 +164,7 @@ WORK: dict[str, Callable[[argparse.Namespace, samestep.Job, str], Iterator[None]
 
 
 def be_worker(arguments: argparse.Namespace) -> None:
-    """Measure one contender as one of its workers; worker 0 prints the rate of all together."""
+    """Measure one contender as one of its workers; worker 0 prints the total rate."""
     job = samestep.init("cpu")
     name, precision = arguments.worker.split()
     steps = WORK[name](arguments, job, precision)
@@ -184,7 +184,7 @@ def be_worker(arguments: argparse.Namespace) -> None:
 
 
 def rate_of(name: str, arguments: argparse.Namespace) -> float:
-    """Run one contender by itself, and return what its last line says."""
+    """Run one contender by itself, and return the rate in its last line."""
     if name == "tensorflow fp32":
         script = Path(__file__).with_name("cifar10_tensorflow.py")
         command = [str(arguments.tensorflow_python), str(script), str(arguments.data_dir)]

@@ -1,11 +1,11 @@
-"""The tutorial's 100,000 steps in many legs, on 1, 3 and 2 workers: what precision they reach.
+"""The precision after the tutorial's 100,000 steps, taken in many legs on 1, 3 and 2 workers.
 
     python benchmarks/cifar10_full.py --data-dir DIR --run-dir DIR
 
-Each leg ends at a step of its own, by SIGTERM, or for a third of them by SIGKILL between two checkpoints, and
-the next goes on with another number of workers. Ended by a signal and started again, this program goes on,
-too. At last it measures precision @ 1 at 30, 60 and 100% of the steps, and compares the digest at 10% with
-that of a run that nothing interrupted.
+Each leg is ended at a given step, by SIGTERM or, for a third of the legs, by SIGKILL between two checkpoints;
+the next leg continues with another number of workers. This program can be interrupted and started again, too.
+At the end it measures precision @ 1 at 30, 60 and 100% of the steps, and compares the digest at 10% with that
+of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def legs(steps: int) -> list[tuple[int, int]]:
 
 
 def ending(leg: int) -> signal.Signals:
-    """Return what ends a leg."""
+    """Return the signal that ends a leg."""
     return signal.SIGKILL if (leg + leg // 3) % 3 == 1 else signal.SIGTERM
 
 
@@ -49,7 +49,7 @@ def command(arguments: argparse.Namespace, run_dir: Path, workers: int, steps: i
 
 
 def train(arguments: argparse.Namespace, leg: int, workers: int, until: int) -> dict[str, object]:
-    """Run a leg to its end, and say how it went."""
+    """Run a leg to its end, and return a record of it."""
     started_s = time.monotonic()
     line, last, is_ended = command(arguments, arguments.run_dir, workers, arguments.steps), 0, False
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
@@ -64,14 +64,14 @@ def train(arguments: argparse.Namespace, leg: int, workers: int, until: int) -> 
                 is_ended = True
     status = process.returncode
     if not is_ended and status != 0:
-        sys.exit(status)  # a signal for this program, or a fault
+        sys.exit(status)  # a signal to this program, or an error
     how = ending(leg).name if is_ended else "done"
     took_s = round(time.monotonic() - started_s, 1)
     return {"workers": workers, "step": last, "ended": how, "status": status, "s": took_s}
 
 
 def precision(arguments: argparse.Namespace, step: int) -> str:
-    """Return what `samestep eval` prints of the checkpoint of a step."""
+    """Return the output of `samestep eval` for the checkpoint of a step."""
     alone = arguments.run_dir.with_name(f"{arguments.run_dir.name}-{step}")
     name = f"step-{step:08d}"
     (alone / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ def digest(path: Path) -> str:
 
 
 def main() -> None:
-    """Run what is left of the legs, then print a table of all and the precisions."""
+    """Run the remaining legs, then print their records and the precisions."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--run-dir", type=Path, required=True)

@@ -1,10 +1,10 @@
-"""The CIFAR-10 tutorial's program in TensorFlow, to compare rows per second with: input, step and averages.
+"""The CIFAR-10 tutorial's program in TensorFlow, to compare rows per second: input, step and averages.
 
     python benchmarks/cifar10_tensorflow.py DATA_DIR [--steps 150]
 
-Run it in an environment of its own, with `pip install tensorflow-cpu`. It builds one graph as programs of
-that time did: queues that 16 threads fill with distorted pictures, plain gradient descent, and moving
-averages of the weights. The last line is `rows/s X`, over the measured steps.
+Run it in a separate environment with `tensorflow-cpu`. It builds one graph, as programs of that time did:
+queues that 16 threads fill with distorted pictures, plain gradient descent, and moving averages of the
+weights. The last line is `rows/s X`, over the measured steps.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def training_step(pictures: Any, labels: Any) -> tuple[Any, Any]:
 
 
 def rows_per_second(folder: Path, batch_size: int, num_steps: int) -> float:
-    """Train, and return the rate after some steps of warming up."""
+    """Train, and return the rate after some warm-up steps."""
     pictures, labels = training_batches(folder, batch_size)
     step, loss = training_step(pictures, labels)
     with v1.Session() as session:
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     arguments = parser.parse_args()
     v1.disable_eager_execution()
-    tf.get_logger().setLevel("ERROR")  # it says of everything here that it is deprecated
+    tf.get_logger().setLevel("ERROR")  # it warns that everything here is deprecated
     folder = arguments.data_dir / "cifar-10-batches-bin"
     print(f"rows/s {rows_per_second(folder, arguments.batch_size, arguments.steps):.1f}")
 

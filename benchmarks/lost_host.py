@@ -1,10 +1,10 @@
-"""How long a job of several hosts stands still when all processes of one of them are killed.
+"""How long a job on several hosts pauses when all processes of one host are killed.
 
     python benchmarks/lost_host.py [--tries 10] [--hosts 3] [--workers 1]
 
-Hosts are launchers on this machine, each with workers of its own. A loop in `samestep.Elastic` takes short
-steps. All processes of one host, the last that came, get a SIGKILL; measured is the time until each of the
-others has begun the step again with those that are left. Then the host comes back, by the same command.
+Hosts are launchers on this machine, each with its own workers. A loop in `samestep.Elastic` takes short
+steps. All processes of the host that joined last get a SIGKILL. The pause lasts until each other worker has
+begun the step again with the remaining workers. Then the host comes back, by the same command.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ import samestep
 LONGEST_S = 120.0
 STEP_S = 0.02
 STEPS_BETWEEN = 50
-FOLDER = "LOST_HOST_FOLDER"  # of the environment: what the launchers and workers are given
-Begun = tuple[float, int, int]  # when a step was begun, how far the job was, and with how many workers
+FOLDER = "LOST_HOST_FOLDER"  # the environment variable with the folder for the workers' files
+Begun = tuple[float, int, int]  # time at the start of a step, number of the step, number of workers
 
 
 def train(job: samestep.Job) -> None:
-    """Take steps for ever, and note when each is begun."""
+    """Take steps forever, and record the start of each."""
     notes = (Path(os.environ[FOLDER]) / str(os.getpid())).open("w", buffering=1)
     model = nn.Linear(4, 4)
     towers = samestep.Towers(model, 12, job=job)
@@ -73,19 +73,19 @@ class Job:
         )
 
     def begun(self, pid: int) -> list[Begun]:
-        """Return what a worker has noted."""
+        """Return what a worker has recorded."""
         file = self._folder / str(pid)
         lines = file.read_text().splitlines()[:-1] if file.exists() else []  # the last may be half written
         return [(float(time_s), int(step), int(workers)) for time_s, step, workers in map(str.split, lines)]
 
     def wait_for_all(self) -> None:
-        """Wait until all train together, and have for some steps."""
+        """Wait until all workers have trained together for some steps."""
         pids = [pid for host in self._hosts for pid in _wait_for_children(host.pid, self._num_workers)]
         for pid in pids:
             _wait_until(lambda pid=pid: _have_trained(self.begun(pid), self._num_hosts * self._num_workers))
 
     def time_lost(self) -> float:
-        """Kill the host that came last; return the seconds until all others have begun their step again."""
+        """Kill the host that joined last; return the seconds until all others have begun their step again."""
         host = self._hosts.pop()
         victims = [host.pid, *_children(host.pid)]
         others = [pid for other in self._hosts for pid in _children(other.pid)]

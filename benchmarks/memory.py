@@ -3,13 +3,14 @@
     python benchmarks/memory.py [--towers 8]
     python benchmarks/memory.py --slices [--kept]
 
-The first: each runs in a process of its own, one worker, on a perceptron of 10 million parameters with small
-slices, so that gradients and not activations are what counts. Printed is the peak of the resident set less
-that of the process with its model and batch made, in MB and in gradients (one copy of all of them).
+The first command runs each in its own process with one worker, on a perceptron of 10 million parameters with
+small slices, so that gradients dominate, not activations. It prints how far steps raise the peak resident set
+above that of the process with its model and batch, in MB and in gradients (one copy of all of them).
 
-The second: a small net with slices of 16.8 MB each, 4 and 64 towers on one worker and on two, batches from a
-loader and a global one that is in memory before. Printed is the same peak, of the worker with the highest, in
-slices. Freed memory is given back at once, unless `--kept`: then what glibc cannot use again counts too.
+The second command runs a small net with slices of 16.8 MB each, 4 and 64 towers, on one worker and on two,
+with batches from a loader or a global batch that is in memory already. It prints the same difference in
+slices, for the worker with the largest. Freed memory is returned to the system at once, unless `--kept`: then
+memory that glibc keeps but cannot reuse counts, too.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def peak_mb() -> float:
 
 
 def measure(which: str, num_towers: int) -> float:
-    """Return by how many MB steps raise the peak."""
+    """Return by how many MB training steps raise the peak."""
     job = samestep.init("cpu")
     if which == "ddp":
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
@@ -65,24 +66,24 @@ class Rows:
         self.num_rows = num_rows
 
     def __len__(self) -> int:
-        """Return their number."""
+        """Return the number of examples."""
         return self.num_rows
 
     def __getitem__(self, example: int) -> Tensor:
-        """Return one, float32 [2¹⁸]."""
+        """Return one example, float32 [2¹⁸]."""
         return torch.full((ROW_FLOATS,), example / self.num_rows)
 
 
 class RowsInOneCall(Rows):
-    """The same examples, a tower's in one call."""
+    """The same examples; one call returns all of a tower's."""
 
     def batch(self, examples: NDArray[np.int64], seeds: NDArray[np.uint64]) -> Tensor:
-        """Return some, float32 [n, 2¹⁸]."""
+        """Return some examples, float32 [n, 2¹⁸]."""
         return torch.from_numpy(examples / self.num_rows).float()[:, None].repeat(1, ROW_FLOATS)
 
 
 class Pooled(torch.nn.Linear):
-    """A linear layer of means, [rows, 2¹⁸] -> [rows, 10]: activations are small."""
+    """A linear layer on means, [rows, 2¹⁸] -> [rows, 10], with small activations."""
 
     def __init__(self) -> None:
         super().__init__(1024, 10)
@@ -93,14 +94,14 @@ class Pooled(torch.nn.Linear):
 
 
 def give_back_freed_memory() -> None:
-    """Undo `keep_freed_memory`: freed blocks leave the resident set at once, so that it is what is held."""
+    """Undo `keep_freed_memory`: freed blocks leave the resident set at once, which then is what is in use."""
     libc = ctypes.CDLL(None)
     for option, value in ((-4, 1 << 16), (-3, 1 << 17), (-1, 1 << 17)):  # M_MMAP_MAX, _THRESHOLD, M_TRIM_...
         libc.mallopt(option, value)
 
 
 def measure_slices(source: str, num_towers: int, *, is_kept: bool) -> float:
-    """Return by how many slices steps raise the peak of the worker that has most."""
+    """Return by how many slices steps raise the peak, on the worker with the largest increase."""
     job = samestep.init("cpu")
     if not is_kept:
         give_back_freed_memory()
@@ -143,11 +144,11 @@ def compare_slices(kept: list[str]) -> None:
 
 
 def main() -> None:
-    """Measure one in this process, or all in processes of their own."""
+    """Measure one in this process, or all, each in its own process."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--towers", type=int, default=8)
     parser.add_argument("--slices", action="store_true")
-    parser.add_argument("--kept", action="store_true", help="with memory that is freed kept, as in training")
+    parser.add_argument("--kept", action="store_true", help="keep freed memory, as in training")
     parser.add_argument("--which", choices=["samestep", "ddp", *SOURCES])
     arguments = parser.parse_args()
     if arguments.which in SOURCES:

@@ -1,9 +1,9 @@
-"""What it costs to measure the gradient noise scale: steps that do against steps that do not.
+"""The cost of measuring the gradient noise scale: steps with the measurement against steps without.
 
     python benchmarks/noise.py [--rounds 30]
 
-One worker per core, 1 thread each. A round times one block of steps with `noise_every=1`, then one with 0, in
-turn first and second; reported are the quartiles of the rounds' ratios. By default one step in 20 measures.
+One worker per core, 1 thread each. A round times a block of steps with `noise_every=1` and one with 0, in
+alternating order; reported are the quartiles of the rounds' ratios. By default, every 20th step measures.
 """
 
 from __future__ import annotations

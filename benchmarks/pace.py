@@ -3,12 +3,13 @@
     python benchmarks/pace.py [--rounds 20] [--only throttled]
 
 Two workers, each pinned to a core, train 12 towers. "throttled": a busy process takes half of worker 1's
-core; at best even cuts take 6 towers at half speed, and 8 + 4 are 1.5 times as fast. "equal": nothing else
-runs. "random": every second busy processes start or end, on a core or two, from a fixed seed. A round times
-a block of steps of the one, then of the other, in turn first and second; reported are the median and the
-quartiles of the rounds' ratios, the cuts that were taken, and whether all weights are the same bits.
+core; even cuts then run 6 towers at half speed, and 8 + 4 towers can be 1.5 times as fast. "equal": nothing
+else runs. "random": each second, busy processes start or end on one core or both, from a fixed seed. A round
+times a block of steps of each, in alternating order; reported are the median and the quartiles of the rounds'
+ratios, the cuts, and whether all weights are the same bits.
 
-It takes two idle cores: other load goes where nobody is busy yet, and makes the workers equal again.
+Needs two idle cores: the system moves other load to the core without a busy process, which makes the workers
+equally fast again.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Training:
-    """One model in training, and all the cuts that it has had."""
+    """One model in training, and the history of its cuts."""
 
     def __init__(self, job: samestep.Job, placement: str) -> None:
         torch.manual_seed(0)
@@ -59,7 +60,7 @@ class Training:
 
 @contextmanager
 def busy(core: int) -> Iterator[None]:
-    """Let a process spin on a core."""
+    """Keep a core busy with another process."""
     spin = f"import os\nos.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
     process = subprocess.Popen([sys.executable, "-c", spin])
     try:
@@ -78,13 +79,13 @@ def throttled() -> Iterator[None]:
 
 @contextmanager
 def equal() -> Iterator[None]:
-    """Take nothing."""
+    """Leave all cores alone."""
     yield
 
 
 @contextmanager
 def changing() -> Iterator[None]:
-    """Take half of one core, of both or of none, another choice every second."""
+    """Take half of one core, of both or of none; choose again each second."""
     chance, over = random.Random(0), threading.Event()
 
     def change() -> None:
@@ -143,7 +144,7 @@ def compare(case: str, rounds: int, job: samestep.Job) -> str:
             if round_number >= warm_up:
                 ratios.append(took[even] / took[auto])
                 times.append((took[even], took[auto]))
-    for _ in range(5):  # the even one had as many to begin with
+    for _ in range(5):  # as many as `even` took to find `repeats`
         auto.step(batch)
     digests = {samestep.digest(even.model), samestep.digest(auto.model)}
     low, middle, high = statistics.quantiles(ratios, n=4)

@@ -3,8 +3,8 @@
     python benchmarks/sharded_optimizer.py [--rounds 30]
 
 All train the same model on the same global batch with the same workers (one per core, 1 thread each). A round
-times one block of steps of each, in turn forwards and backwards; reported are the medians, the quartiles of
-the rounds' ratios, and how many bytes of the optimizer's state each worker keeps.
+times one block of steps of each, in alternating order; reported are the medians, the quartiles of the rounds'
+ratios, and the bytes of optimizer state on each worker.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Made = tuple[Step, Optimizer]
 
 
 def ours(subject: Subject, num_towers: int, job: samestep.Job, *, sharded: bool) -> Made:
-    """Return one step of samestep, a function of the global batch, and its optimizer."""
+    """Return samestep's step, a function of the global batch, and its optimizer."""
     model = subject.build()
     towers = samestep.Towers(model, num_towers, job=job)
     optimizer: Optimizer = AdamW(model.parameters(), lr=1e-4)
@@ -37,7 +37,7 @@ def ours(subject: Subject, num_towers: int, job: samestep.Job, *, sharded: bool)
 
 
 def theirs(subject: Subject, num_towers: int, job: samestep.Job, *, has_views: bool) -> Made:
-    """Return one step of DistributedDataParallel, accumulating under `no_sync`, and its optimizer."""
+    """Return DistributedDataParallel's step, with accumulation under `no_sync`, and its optimizer."""
     replica = DistributedDataParallel(subject.build(), gradient_as_bucket_view=True)
     optimizer = ZeroRedundancyOptimizer(
         replica.parameters(), AdamW, parameters_as_bucket_view=has_views, lr=1e-4
@@ -46,7 +46,7 @@ def theirs(subject: Subject, num_towers: int, job: samestep.Job, *, has_views: b
 
 
 def state_bytes(optimizer: Optimizer, job: samestep.Job) -> list[int]:
-    """Return how many bytes of state each worker keeps."""
+    """Return the bytes of state on each worker."""
     local = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
     entries = [entry for kept in local.state.values() for entry in kept.values()]
     found = [0] * job.world_size
@@ -56,7 +56,7 @@ def state_bytes(optimizer: Optimizer, job: samestep.Job) -> list[int]:
 
 
 def compare(name: str, towers_per_worker: int, rounds: int, job: samestep.Job) -> str:
-    """Return the rows of one model."""
+    """Return the rows of the table for one model."""
     subject, num_towers = SUBJECTS[name], job.world_size * towers_per_worker
     torch.manual_seed(0)
     batch = subject.batch(subject.rows * num_towers)

@@ -3,9 +3,9 @@
     python benchmarks/step.py [--rounds 30]
 
 Both train the same model on the same global batch with the same workers (one per core, 1 thread each).
-Of DistributedDataParallel's settings those are taken that are the fastest for the model, in a few rounds
-before. A round times one block of steps of the one, then of the other, in turn first and second; reported are
-the medians and the quartiles of the rounds' ratios.
+DistributedDataParallel runs with its fastest settings for the model, found in a few rounds before. A round
+times one block of steps of each, in alternating order; reported are the medians and the quartiles of the
+rounds' ratios.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SETTINGS: dict[str, dict[str, bool | float]] = {
     "views, 1 MB": {"gradient_as_bucket_view": True, "bucket_cap_mb": 1},
     "views, 100 MB": {"gradient_as_bucket_view": True, "bucket_cap_mb": 100},
 }
-"""Of DistributedDataParallel; static graphs only without accumulation, which they do not count."""
+"""For DistributedDataParallel; a static graph expects one backward pass per step: no accumulation."""
 
 
 class Transformer(nn.Module):
@@ -72,7 +72,7 @@ def mlp() -> nn.Module:
 
 
 def pictures(*shape: int) -> Callable[[int], Batch]:
-    """Return a function of the number of rows: pictures and their classes."""
+    """Return a function from the number of rows to pictures and their classes."""
     return lambda rows: (torch.randn(rows, *shape), torch.randint(0, 10, (rows,)))
 
 
@@ -94,7 +94,7 @@ def adamw(model: nn.Module) -> Optimizer:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, the data and the optimizer of its training, and the rows of a tower."""
+    """A model, its data and optimizer, and the rows of a tower."""
 
     build: Callable[[], nn.Module]
     batch: Callable[[int], Batch]
@@ -120,7 +120,7 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def ours(model: nn.Module, optimizer: Optimizer, num_towers: int, job: samestep.Job, **settings: int) -> Step:
-    """Return one step of samestep, a function of the global batch; `settings` go to `Towers`."""
+    """Return samestep's step, a function of the global batch; `settings` go to `Towers`."""
     towers = samestep.Towers(model, num_towers, job=job, **settings)
 
     def step(batch: Batch) -> None:
@@ -135,7 +135,7 @@ def ours(model: nn.Module, optimizer: Optimizer, num_towers: int, job: samestep.
 def theirs(
     model: nn.Module, optimizer: Optimizer, num_towers: int, job: samestep.Job, **settings: bool | float
 ) -> Step:
-    """Return one step of DistributedDataParallel, accumulating under `no_sync`."""
+    """Return DistributedDataParallel's step, with accumulation under `no_sync`."""
     return accumulating(DistributedDataParallel(model, **settings), optimizer, loss_of, num_towers, job)
 
 
@@ -151,7 +151,7 @@ def seconds(step: Step, batch: Batch, repeats: int, job: samestep.Job) -> float:
 def timed(
     steps: Sequence[Step], batch: Batch, rounds: int, repeats: int, job: samestep.Job
 ) -> list[list[float]]:
-    """Return the seconds that each of some steps took, in each round, in which all have their turns."""
+    """Return the seconds of each kind of step in each round; a round times all of them."""
     times: list[list[float]] = [[] for _ in steps]
     for round_number in range(rounds + 2):
         for which in sorted(range(len(steps)), reverse=round_number % 2 == 0):
@@ -162,7 +162,7 @@ def timed(
 
 
 def fastest(subject: Subject, batch: Batch, num_towers: int, job: samestep.Job) -> tuple[str, Step, int]:
-    """Return the fastest settings' name, DistributedDataParallel's step with them, and steps for a round."""
+    """Return the fastest settings' name, DistributedDataParallel's step with them, and steps per round."""
     names = [name for name in SETTINGS if num_towers == job.world_size or "static" not in name]
     steps = [theirs(*subject.trained(), num_towers, job, **SETTINGS[name]) for name in names]
     repeats = torch.tensor(max(1, round(0.25 / seconds(steps[0], batch, 5, job))))
@@ -191,7 +191,7 @@ def compare(name: str, towers_per_worker: int, rounds: int, job: samestep.Job) -
 
 
 def on_all_cores() -> None:
-    """Start this script again as one worker per core, unless it is one already."""
+    """Start this script again with one worker per core, unless this process is a worker."""
     if "RANK" not in os.environ:
         workers = str(len(os.sched_getaffinity(0)))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", workers]
@@ -200,7 +200,7 @@ def on_all_cores() -> None:
 
 
 def measure_all(description: str, compare: Callable[[str, int, int, samestep.Job], str]) -> None:
-    """Start one worker per core, or be one, and print what `compare` finds for each subject."""
+    """Start one worker per core, or be one, and print the result of `compare` for each subject."""
     parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--only", default="")

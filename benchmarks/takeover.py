@@ -1,15 +1,15 @@
-"""How long a job stands still when one of its workers is killed: going on without it, against restarts.
+"""How long a job pauses when one of its workers is killed: continuing without it, against restarts.
 
     python benchmarks/takeover.py [--tries 5] [--workers 2] [--checkpoint-every 100]
 
-The digits train, logging each step. A while after a checkpoint one of the workers, in turn, gets a SIGKILL.
-Measured is the time from then until training is two steps further than it was (one may have been on its way):
+The digits recipe trains and logs each step. Some time after a checkpoint, one of the workers gets a SIGKILL,
+another worker in each try. The pause lasts until training is two steps further (one may have been in flight):
 
-- "takeover": `samestep train --workers N`; the others go on.
+- "takeover": `samestep train --workers N`; the others continue.
 - "restart": the same, but all workers are killed, and the same command is started again at once.
 - "torchrun": torchrun with --max-restarts, which stops all workers and starts them again.
 
-The latter two go on from the newest checkpoint, and take the steps since then again.
+The latter two continue from the newest checkpoint, and repeat the steps since then.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Job:
     checkpoint_every: int
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Start it, or start it again."""
+        """Start the job, or start it again."""
         training = [
             "-m",
             "samestep",
@@ -68,19 +68,19 @@ class Job:
         return subprocess.Popen([sys.executable, *command], stdout=quiet, stderr=quiet, env=environment)
 
     def step(self) -> int:
-        """Return how far it is."""
+        """Return the last logged step."""
         lines = read_lines(self.run_dir) if (self.run_dir / FILE).exists() else []
         return max((line["step"] for line in lines if "loss/total" in line), default=0)
 
     def wait_for(self, step: int) -> None:
-        """Wait until it is so far."""
+        """Wait until a step is logged."""
         deadline_s = time.monotonic() + LONGEST_S
         while self.step() < step:
             assert time.monotonic() < deadline_s, f"{self.way}: no step {step} within {LONGEST_S} s"
             time.sleep(0.01)
 
     def time_lost(self, victim: int) -> float:
-        """Kill a worker after half the steps between two checkpoints; return the seconds to the next step."""
+        """Kill a worker half-way between two checkpoints; return the seconds until two steps later."""
         launcher = self.start()
         self.wait_for(self.checkpoint_every * 3 // 2)
         assert all_checkpoints(self.run_dir)

@@ -1,10 +1,10 @@
-"""What it costs, while nothing fails, that a job could go on without a worker.
+"""The cost, while nothing fails, of being ready to continue without a worker.
 
     python benchmarks/takeover_cost.py [--workers 2] [--blocks 40] [--steps 50]
 
-A `Trainer` takes steps of a net for the digits, and so does a loop in `samestep.Elastic`. In blocks that take
-turns, they are ready to go on without a worker (states are noted before a step, newcomers looked for), or are
-not. The median of all steps of each kind is printed, and the ratio.
+A `Trainer` trains a net on the digits, and then a loop in `samestep.Elastic` does. In alternating blocks of
+steps, they are ready to continue without a worker (they record states before a step, and look for newcomers),
+or they are not. Printed are the median step time of each kind, and their ratio.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAMES = ("without", "with")
 
 
 class Times:
-    """Times steps, in blocks that are ready to go on without a worker and blocks that are not, in turn."""
+    """Times steps, in alternating blocks that are ready to continue without a worker or not."""
 
     def __init__(self, job: samestep.Job, steps: int) -> None:
         self._job, self._steps = job, steps
@@ -35,7 +35,7 @@ class Times:
         self._since_s = 0.0
 
     def begin(self, step: int) -> None:
-        """Note when a step begins, the first of a block after a switch."""
+        """Record when a step begins; at the first step of a block, switch readiness on or off."""
         if step % self._steps == 0:
             is_ready = step // self._steps % 2
             self._job.__dict__["renewable"] = self._renewable if is_ready else None
@@ -53,7 +53,7 @@ class Times:
         return f"| {what} | {1e3 * without:.3f} | {1e3 * ready:.3f} | {ready / without:.4f} | {ranges} |"
 
     def end(self) -> None:
-        """Be ready again, as the end of the job expects it."""
+        """Switch readiness on again, as the end of the job expects."""
         self._job.__dict__["renewable"] = self._renewable
 
 
@@ -64,16 +64,16 @@ class Timer(samestep.Callback):
         self._times = times
 
     def before_step(self, trainer: samestep.Trainer, batch: Any) -> None:
-        """Note when a step begins."""
+        """Record when a step begins."""
         self._times.begin(trainer.step.towers.step)
 
     def on_end(self, trainer: samestep.Trainer) -> None:
-        """Be ready again."""
+        """Switch readiness on again."""
         self._times.end()
 
 
 def parts(job: samestep.Job) -> dict[str, Any]:
-    """Return what a run consists of."""
+    """Return the objects of a run."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU())
     model.append(nn.Linear(512, 10))
@@ -100,7 +100,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     options.add_argument("--workers", type=int, default=2)
     options.add_argument("--blocks", type=int, default=40)
-    options.add_argument("--steps", type=int, default=50, help="of a block")
+    options.add_argument("--steps", type=int, default=50, help="in a block")
     chosen = options.parse_args()
     num_steps = chosen.blocks * chosen.steps
 

@@ -1,11 +1,11 @@
-"""When things happen at a takeover: a real job of 3 workers, one of them killed, as a table and a picture.
+"""The timeline of a takeover: a real job of 3 workers, one of them killed, as a table and a picture.
 
     python benchmarks/takeover_timeline.py [--victim 1] [--picture docs/pictures/takeover.svg]
 
-A pass takes 20 ms, in which it mostly waits, as for a GPU, so that three workers and a newcomer have room on
-two cores. The victim kills itself in its second pass of a step. The workers and their launcher note when they
-come to what is in the table, in the clock that all processes of a machine share. The job ends a few steps
-after another worker has joined.
+A pass takes 20 ms and mostly waits, as for a GPU, so that three workers and a newcomer have room on two
+cores. The victim kills itself in its second pass of a step. The workers and their launcher record the time of
+each event in the table, by a clock that all processes of a machine share. The job ends a few steps after
+another worker has joined.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ JOB = Path(__file__).with_name("timeline_job.py")
 
 @dataclass(frozen=True)
 class Event:
-    """Something that one process has noted; its time is counted from the kill."""
+    """An event that one process recorded; its time is relative to the kill."""
 
     who: int
     what: str
@@ -41,7 +41,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Moment:
-    """A line of the table."""
+    """A row of the table."""
 
     at_ms: float
     who: str
@@ -50,7 +50,7 @@ class Moment:
 
 
 class Events:
-    """All that the processes of a job have noted."""
+    """All events that the processes of a job recorded."""
 
     def __init__(self, folder: Path) -> None:
         lines = [json.loads(line) for file in folder.glob("*.jsonl") for line in file.open()]
@@ -71,16 +71,16 @@ class Events:
         self.left = [who for who in range(NUM_WORKERS) if who != self.victim]
 
     def first(self, what: str, kind: str, who: int, after_ms: float = 0.0) -> float:
-        """Return when something was first noted after a moment."""
+        """Return the time of the first such event after a moment."""
         found = (e for e in self.all if (e.what, e.kind, e.who) == (what, kind, who) and e.at_ms > after_ms)
         return next(found).at_ms
 
     def next_of(self, what: str, kind: str, after_ms: Mapping[int, float]) -> dict[int, float]:
-        """Return when each of these workers next came to something, after a moment of its own."""
+        """Return the time of each worker's first such event after its own moment."""
         return {who: self.first(what, kind, who, at_ms) for who, at_ms in after_ms.items()}
 
     def spans(self, what: str, who: int) -> Iterator[tuple[float, float, Mapping[str, Any]]]:
-        """Yield from when to when a process did something."""
+        """Yield the beginning and end of each time a process did something, and further fields."""
         found = [e for e in self.all if (e.what, e.who) == (what, who)]
         for begin, end in pairwise(found):
             if (begin.kind, end.kind) == ("begin", "end"):
@@ -90,7 +90,7 @@ class Events:
 
 
 def moments(events: Events) -> list[Moment]:
-    """Return the lines of the table; what several workers come to is at the moment when the last one does."""
+    """Return the rows of the table; an event of several workers counts when the last one reaches it."""
     newcomer, all_left = events.newcomer, " and ".join(map(str, events.left))
     workers, new = f"workers {all_left}", f"worker {newcomer}"
     everyone = f"workers {', '.join(map(str, events.left))} and {newcomer}"
@@ -145,7 +145,7 @@ def moments(events: Events) -> list[Moment]:
 
 
 def table(found: Sequence[Moment]) -> str:
-    """Return the moments, with the numbers that they have in the picture."""
+    """Return the table, with the moments' numbers in the picture."""
     lines = ["| | ms | who | what |", "|---:|---:|---|---|"]
     lines += [f"| {n} | {m.at_ms:,.0f} | {m.who} | {m.text} |" for n, m in enumerate(found, 1)]
     return "\n".join(lines)
@@ -168,7 +168,7 @@ def lane_of(who: int) -> str:
 
 
 def work_of(events: Events, who: int) -> Iterator[Span]:
-    """Yield all that a worker does."""
+    """Yield all spans of a worker."""
     lane = lane_of(who)
     for begin_ms, end_ms, more in events.spans("pass", who):
         yield Span(lane, PASS, begin_ms, end_ms, str(more["tower"]) * (end_ms != 0.0))
@@ -185,7 +185,7 @@ def work_of(events: Events, who: int) -> Iterator[Span]:
 
 
 def steps_of(events: Events, who: int) -> Iterator[Span]:
-    """Yield the steps of a worker, and what else it does."""
+    """Yield the steps of a worker, and its other spans."""
     averages = [end_ms for _, end_ms, _ in events.spans("average", who)]
     begins = {more["step"]: begin_ms for begin_ms, _, more in reversed([*events.spans("pass", who)])}
     for begin_ms in begins.values():
@@ -195,7 +195,7 @@ def steps_of(events: Events, who: int) -> Iterator[Span]:
 
 
 def panels(events: Events, found: Sequence[Moment]) -> list[Panel]:
-    """Return the stretches of time that are drawn."""
+    """Return the panels to draw, each a stretch of time."""
     at = {number: moment.at_ms for number, moment in enumerate(found, 1)}
     ready_ms = events.first("ready", "at", NUM_WORKERS)
     told_ms = min(events.first("regroup", "begin", who, ready_ms) for who in events.left)
@@ -219,7 +219,7 @@ def panels(events: Events, found: Sequence[Moment]) -> list[Panel]:
 
 
 def life_of(events: Events, who: int) -> tuple[float, float]:
-    """Return from when to when a process is there, as far as can be seen."""
+    """Return when a process starts and ends, as far as the picture shows."""
     begin_ms = events.first("started", "at", LAUNCHER) if who == events.newcomer else -1e9
     return begin_ms, 0.0 if who == events.victim else 1e9
 

@@ -1,4 +1,4 @@
-"""The job that `takeover_timeline.py` runs: each process notes in a file when it comes to what.
+"""The job that `takeover_timeline.py` runs; each process records the times of events in a file.
 
 python timeline_job.py FOLDER VICTIM
 """
@@ -27,7 +27,7 @@ from samestep.app.launching.worker_process import WorkerProcess  # noqa: E402
 from samestep.towers.run import StepRun  # noqa: E402
 from samestep.towers.towers import Towers  # noqa: E402
 from samestep.workers.environment import NUMBER  # noqa: E402
-from samestep.workers.members import Members  # noqa: E402
+from samestep.workers.members import Key, Members  # noqa: E402
 from samestep.workers.rendezvous import Generations  # noqa: E402
 
 NUM_WORKERS, NUM_TOWERS, ROWS = 3, 7, 140
@@ -38,7 +38,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Notes:
-    """What a process notes, in a file of its own; a line is there also where the process is killed next."""
+    """A process's file of events, flushed by line, so that a killed process loses none."""
 
     def __init__(self, folder: Path) -> None:
         self.who = int(os.environ.get(NUMBER, LAUNCHER))
@@ -47,13 +47,13 @@ class Notes:
         self.write("imports", "end")
 
     def write(self, what: str, kind: str = "at", time_ns: int | None = None, **more: Any) -> None:
-        """Note that something begins, ends, or is at this moment."""
+        """Record that something begins, ends or happens at this moment."""
         now_ns = time.monotonic_ns() if time_ns is None else time_ns
         line = {"who": self.who, "what": what, "kind": kind, "time_ns": now_ns, **more}
         self._file.write(json.dumps(line) + "\n")
 
     def around(self, owner: Any, name: str, what: str) -> None:
-        """Note when a function is called, and when it returns or raises."""
+        """Record when a function is called, and when it returns or raises."""
         function = getattr(owner, name)
 
         @wraps(function)
@@ -66,19 +66,21 @@ class Notes:
 
         setattr(owner, name, call)
 
-    def before(self, owner: Any, name: str, what: str, more: Callable[..., dict[str, Any]]) -> None:
-        """Note when a function is called, and something of what it is called with."""
+    def before(self, owner: Any, name: str, what: str, more: Callable[..., dict[str, Any] | None]) -> None:
+        """Record when a function is called, with fields that `more` makes of its arguments, unless None."""
         function = getattr(owner, name)
 
         @wraps(function)
         def call(*arguments: Any, **options: Any) -> Any:
-            self.write(what, **more(*arguments, **options))
+            fields = more(*arguments, **options)
+            if fields is not None:
+                self.write(what, **fields)
             return function(*arguments, **options)
 
         setattr(owner, name, call)
 
     def passes(self) -> None:
-        """Note each pass of a tower."""
+        """Record each pass of a tower."""
         turns = StepRun.turns
 
         def noted(run: StepRun) -> Iterator[samestep.Tower]:
@@ -91,14 +93,14 @@ class Notes:
 
 
 def note_all(notes: Notes) -> None:
-    """Let this process note what it comes to."""
+    """Record all events of this process."""
     notes.passes()
     notes.around(Towers, "average", "average")
     notes.around(loop.Loop, "_regroup", "regroup")
     notes.around(Members, "advance", "list")
     notes.around(Generations, "_meet", "connect")
     notes.around(loop.Loop, "_catch_up", "compare")
-    notes.before(Members, "is_ready", "ready", lambda _: {})
+    notes.before(Members, "say", "ready", lambda _, key, *about: {} if key is Key.READY else None)
     notes.before(Roster, "_replace", "becomes", lambda _, old, new: {"members": json.loads(new)[1]})
     notes.before(WorkerProcess, "__init__", "started", lambda _, number, *others: {"number": number})
 
@@ -110,7 +112,7 @@ class Ending(samestep.Callback):
         self.count = 0
 
     def after_step(self, trainer: samestep.Trainer, report: samestep.Report) -> None:
-        """Count the steps with all workers after the one that is lost."""
+        """Count the steps with all workers after the kill."""
         self.count += report.step > KILL_AT and trainer.job.world_size == NUM_WORKERS
         if self.count == STEPS_AFTER:
             trainer.stop()

@@ -1,4 +1,4 @@
-"""What several processes do over time, as SVG: a lane for each, and numbers at moments."""
+"""A timeline of several processes as SVG: a lane for each process, and numbered moments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Mark", "Panel", "Span", "draw"]
 WIDTH, LEFT, RIGHT = 800, 92, 22
 LANE, BAR, HEAD, FOOT, GAP, LEGEND = 30, 18, 58, 30, 14, 62
 RADIUS, APART = 8.5, 19
-_CHAR = 6.2  # how wide a character of a bar's text is
+_CHAR = 6.2  # width of a character in a bar
 _CSS = """
 svg { font-family: system-ui, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; font-size: 12px }
 .paper { fill: #ffffff; stroke: #dfe3e7 } .ink { fill: #1d232a } .soft { fill: #5d6670 }
@@ -29,7 +29,7 @@ svg { font-family: system-ui, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-
 
 @dataclass(frozen=True)
 class Span:
-    """Something that a process does for a while; a text stands in it where there is room."""
+    """Something that a process does for a while; the text is drawn if there is room."""
 
     lane: str
     kind: str
@@ -52,12 +52,12 @@ class Panel:
     """A stretch of time.
 
     Attributes:
-        title: what happens in it.
-        begin_ms: where it begins.
-        end_ms: where it ends.
-        tick_ms: from one line to the next.
-        lives: its lanes from top to bottom, and from when to when each process is there.
-        spans: what they do.
+        title: the panel's title.
+        begin_ms: the beginning.
+        end_ms: the end.
+        tick_ms: the distance between ticks.
+        lives: the lanes from top to bottom, with the start and end of each process.
+        spans: what the processes do.
         marks: the moments.
     """
 
@@ -71,20 +71,20 @@ class Panel:
 
     @property
     def height(self) -> int:
-        """How much room it takes."""
+        """The height in the picture."""
         return HEAD + LANE * len(self.lives) + FOOT
 
     def x(self, at_ms: float) -> float:
-        """Return where a moment is."""
+        """Return the x coordinate of a moment."""
         share = (min(max(at_ms, self.begin_ms), self.end_ms) - self.begin_ms) / (self.end_ms - self.begin_ms)
         return LEFT + share * (WIDTH - LEFT - RIGHT)
 
     def y(self, lane: str) -> float:
-        """Return the middle of a lane."""
+        """Return the y coordinate of the middle of a lane."""
         return HEAD + LANE * (list(self.lives).index(lane) + 0.5)
 
     def has(self, begin_ms: float, end_ms: float) -> bool:
-        """Say whether some of that time is in it."""
+        """Return whether some of that time is in the panel."""
         return begin_ms < self.end_ms and end_ms > self.begin_ms
 
 
@@ -92,9 +92,9 @@ def draw(panels: Sequence[Panel], kinds: Mapping[str, str], says: str) -> str:
     """Return the picture.
 
     Args:
-        panels: from top to bottom.
-        kinds: colors of the spans, by kind.
-        says: what a screen reader says.
+        panels: the panels from top to bottom.
+        kinds: the spans' colors, by kind.
+        says: the text for screen readers.
     """
     height = sum(panel.height + GAP for panel in panels) + LEGEND
     parts, top = [], 0
@@ -174,7 +174,7 @@ def _marks(panel: Panel) -> Iterator[str]:
 
 
 def _spread(places: Sequence[float]) -> list[float]:
-    """Move places apart, by as little as keeps their order."""
+    """Move places apart so that marks do not overlap, and keep their order."""
     found: list[float] = []
     for place in places:
         found.append(max(place, found[-1] + APART) if found else place)

@@ -1,7 +1,7 @@
-"""samestep's Trainer of transformers beside theirs: seconds per step on one worker, interleaved.
+"""Seconds per step of samestep's Trainer for transformers and of transformers' own, on one worker.
 
-Both train the same small Llama on the same rows, with one CPU thread: theirs by gradient accumulation over T
-batches, samestep's by T towers of the same rows. As printed by
+Both train the same small Llama on the same rows, with one CPU thread: transformers' by gradient accumulation
+over T batches, samestep's with T towers on the same rows. Rounds alternate between the two.
 
     python benchmarks/transformers_trainer.py
 """
@@ -20,7 +20,7 @@ TOWERS = 4
 
 
 class Clock(transformers.TrainerCallback):
-    """Notes how long each step takes."""
+    """Records how long each step takes."""
 
     def __init__(self):
         self.seconds = []
@@ -55,14 +55,14 @@ def seconds_per_step(kind, options, sizes, num_steps, rows):
 
 
 def main():
-    """Take turns."""
+    """Train with each in turn, and print the times."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument("--words", type=int, default=128, help="of each row")
+    parser.add_argument("--words", type=int, default=128, help="in each row")
     given = parser.parse_args()
     sizes = {
         "vocab_size": 4096,

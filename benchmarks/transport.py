@@ -1,4 +1,4 @@
-"""How long it takes to give every worker the averages: gloo's `all_gather` against sends and receives.
+"""The time to send all shards of the averages to every worker: `all_gather` against sends and receives.
 
 python benchmarks/transport.py [--megabytes 40]
 """

@@ -1,7 +1,7 @@
-"""A contrastive loss, which compares every row of the batch with every other, for the memory of one tower.
+"""A contrastive loss, which compares every row of the batch with all others, in the memory of one tower.
 
 Each handwritten digit is cut in two, and two small nets learn which halves belong together. Such a loss is
-no mean over towers: `forward` tells `Step` to gather what all towers give before the loss is computed.
+not a mean over towers: with `forward`, `Step` gathers the outputs of all towers and computes the loss once.
 """
 
 import torch
@@ -28,7 +28,7 @@ class Halves(nn.Module):
         self.log_scale = nn.Parameter(torch.tensor(2.0))
 
     def forward(self, pictures):
-        """Embed both halves of each picture: [rows, 1, 8, 8] -> twice [rows, 32], of length 1."""
+        """Embed both halves of each picture: [rows, 1, 8, 8] -> two [rows, 32] of unit vectors."""
         left, right = pictures.chunk(2, dim=-1)
         return F.normalize(self.left(left)), F.normalize(self.right(right))
 
@@ -40,7 +40,7 @@ def embed(model, batch):
 
 
 def info_nce(model, outputs, batch):
-    """Compare all rows of the batch with each other; called once, on every worker alike."""
+    """Compare all rows of the batch with each other; called once, with the same inputs on every worker."""
     left, right = outputs
     logits = model.log_scale.exp() * left @ right.T
     own = torch.arange(len(logits), device=logits.device)
@@ -48,7 +48,7 @@ def info_nce(model, outputs, batch):
 
 
 def matches(model, batch):
-    """Return how many left halves are closest to their own right halves, of how many."""
+    """Return the number of left halves that are closest to their own right halves, and the number of rows."""
     left, right = embed(model, batch)
     closest = (left @ right.T).argmax(1)
     return {"matches": ((closest == torch.arange(len(left), device=left.device)).sum(), len(left))}

@@ -1,4 +1,4 @@
-"""A loop of one's own that goes on when a worker is killed: `python examples/elastic.py`, on all cores."""
+"""A custom loop that continues when a worker is killed: `python examples/elastic.py`, on all cores."""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from samestep.recipes.digits.data import Digits
 
 
 def main(job: samestep.Job) -> None:
-    """Train the digits for five epochs; every worker runs this, and one that comes later begins here, too."""
+    """Train on the digits for five epochs; every worker runs this, including those that join later."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 100), nn.ReLU(), nn.Dropout(0.2), nn.Linear(100, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -35,7 +35,7 @@ def main(job: samestep.Job) -> None:
     with samestep.Elastic(**state) as elastic:
         while loader.epoch < 5:
             for batch in loader:
-                report = elastic(step, batch)  # again, where a worker was lost
+                report = elastic(step, batch)  # repeats the step if a worker is lost
             scheduler.step()
             if job.is_first:
                 print(f"epoch {loader.epoch}: loss {report.loss:.4f} on {job.world_size} workers", flush=True)

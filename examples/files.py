@@ -1,4 +1,4 @@
-"""A dataset of one's own: pictures in files, read by two loader processes for each worker."""
+"""A custom dataset: pictures in files, read by two loader processes per worker."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ class Pictures(torch.utils.data.Dataset):
     """The files FOLDER/SPLIT/LABEL/*.png."""
 
     def __init__(self, split, augment):
-        self.files = sorted((FOLDER / split).glob("*/*.png"))  # sorted: in the same order on every machine
+        self.files = sorted((FOLDER / split).glob("*/*.png"))  # the same order on every machine
         self.augment = augment
 
     def __len__(self):
@@ -29,14 +29,14 @@ class Pictures(torch.utils.data.Dataset):
         with Image.open(file) as image:
             pixels = torch.from_numpy(np.array(image, np.float32) / 255)
         if self.augment:
-            # Generators are seeded for each example and epoch, whichever process reads it.
+            # Global generators are seeded for each example and epoch, whichever process reads it.
             shift = torch.randint(-1, 2, (2,)).tolist()
             pixels = pixels.roll(shift, (0, 1))
         return pixels[None], int(file.parent.name)
 
 
 def write_files():
-    """Write the built-in digits as files, in place of a dataset that you have already."""
+    """Write the built-in digits as files, to stand in for your dataset."""
     for index, (pixels, label) in enumerate(zip(*load_digits(), strict=True)):
         file = FOLDER / ("train" if index % 5 else "test") / str(label) / f"{index:04}.png"
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Fine-tuning: a net that knows the digits 0 to 4 learns 5 to 9, first its new head alone, then all of it."""
+"""Fine-tuning: a net trained on the digits 0 to 4 learns 5 to 9, first its new head, then all layers."""
 
 import torch
 import torch.nn.functional as F
@@ -40,16 +40,16 @@ def train(job, name, model, parameters, data, callbacks=()):
 
 
 class Thaw(samestep.Callback):
-    """Keeps a part of the model as it is before a step, and lets it learn from then on."""
+    """Freezes a part of the model until a given step."""
 
     def __init__(self, part, at_step):
         self.part, self.at_step = part, at_step
 
     def before_step(self, trainer, batch):
-        # What is set here follows from the step alone, so a run that is continued does the same.
+        # Depends only on the step, so a resumed run does the same.
         is_thawed = trainer.step.towers.step >= self.at_step
         self.part.requires_grad_(is_thawed)
-        self.part.train(is_thawed)  # batch norm uses the statistics that it has, until it is thawed
+        self.part.train(is_thawed)  # while frozen, batch norm uses its running statistics
 
 
 def main(job):
@@ -59,7 +59,7 @@ def main(job):
         *(nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten()),
     ).to(job.device)
 
-    # Here the net is trained first; yours may come from a file: encoder.load_state_dict(torch.load(...)).
+    # Pretrain a net; yours may come from a file: encoder.load_state_dict(torch.load(...)).
     model = nn.Sequential(encoder, nn.Linear(512, 5).to(job.device))
     train(job, "pretrain", model, model.parameters(), digits(0, 4))
 

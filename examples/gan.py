@@ -1,4 +1,4 @@
-"""A GAN: two models in one job, each with towers of its own. It draws handwritten digits."""
+"""A GAN that draws handwritten digits: two models in one job, each with its own towers."""
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +22,8 @@ def main(job):
         nn.Linear(128, 1),
     ).to(job.device)
 
-    # Either net runs in the passes of the other, so each is `also` part of the other's steps: its batch-norm
-    # statistics are shared. Two seeds, because the two steps of a batch should not draw the same noise.
+    # Each net also runs in the other's passes; `also` shares its batch-norm statistics in those steps, too.
+    # Two seeds, because the two steps of a batch should not draw the same noise.
     d_towers = samestep.Towers(discriminator, 8, job=job, also=generator, seed=0)
     g_towers = samestep.Towers(generator, 8, job=job, also=discriminator, seed=1)
     d_optimizer = torch.optim.Adam(discriminator.parameters(), lr=1e-3, betas=(0.5, 0.999))
@@ -48,7 +48,7 @@ def main(job):
 
             discriminator.requires_grad_(False)
             generator.requires_grad_(True)
-            for tower in g_towers(batch):  # of the batch, only the number of rows is used
+            for tower in g_towers(batch):  # uses only the batch's number of rows
                 tower.backward(F.softplus(-discriminator(fakes(tower.rows))).mean())
             g_report = g_towers.average()
             g_optimizer.step()

@@ -1,7 +1,7 @@
-"""A language model on lines of uneven length: every token of the batch counts the same, padding nothing.
+"""A language model on lines of uneven length: all tokens of the batch count equally, and padding does not.
 
-The loss is Σ (losses of all tokens) / (number of all tokens), over the whole batch. The mean of the towers'
-means would be another number: towers have different numbers of tokens.
+The loss is Σ (losses of all tokens) / (number of tokens), over the whole batch. The mean of the towers' means
+would differ from it, because towers have different numbers of tokens.
 """
 
 import argparse
@@ -17,13 +17,13 @@ import samestep
 
 STEPS, PADDING = 200, -100
 
-source = Path(argparse.__file__).read_bytes()  # some text that is everywhere
+source = Path(argparse.__file__).read_bytes()  # a text that every machine has
 lines = [torch.tensor(list(line)) for line in source.splitlines(keepends=True) if line.strip()]
 train, test = lines[: len(lines) * 9 // 10], lines[len(lines) * 9 // 10 :]
 
 
 def pad(lines):
-    """Return one tower's lines, int64 [rows, length of the longest]; towers may differ in length."""
+    """Pad one tower's lines, int64 [rows, length of the longest]; lengths may differ between towers."""
     return pad_sequence(lines, batch_first=True, padding_value=PADDING)
 
 
@@ -42,7 +42,7 @@ class LanguageModel(nn.Module):
 
 
 def loss_of(model, tokens):
-    """Return the loss summed over the tokens, and how many they are: `Step` divides, once for all towers."""
+    """Return the loss summed over the tokens, and their number; `Step` divides once, over all towers."""
     targets = tokens[:, 1:]
     logits = model(tokens)
     total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PADDING, reduction="sum")

@@ -1,4 +1,4 @@
-"""The same as a recipe, with options: samestep train examples/recipe.py --width 128; see --help."""
+"""trainer.py as a recipe with options: samestep train examples/recipe.py --width 128; see --help."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Parity(samestep.Settings):
     """Hidden units."""
 
     def build(self, job: samestep.Job) -> samestep.Trainer:
-        """Make model, data and step, alike on every worker."""
+        """Build model, data and step, the same on every worker."""
         torch.manual_seed(self.seed)
         model = nn.Sequential(nn.Linear(8, self.width), nn.ReLU(), nn.Linear(self.width, 2))
         model = model.to(job.device)
@@ -43,5 +43,5 @@ class Parity(samestep.Settings):
 
 
 def accuracy(model, batch):
-    """Return how many rows are right, of how many."""
+    """Return the number of correct rows, and the number of rows."""
     return {"accuracy": ((model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[1]))}

@@ -1,4 +1,4 @@
-"""A model, data and a loss of one's own; checkpoints, resume, evaluation and the rest come with `Trainer`."""
+"""A custom model, dataset and loss; `Trainer` adds checkpoints, resume, evaluation and more."""
 
 import torch
 import torch.nn.functional as F

@@ -212,10 +212,10 @@ def test_a_compiler_that_is_not_there_is_named(settings, monkeypatch):
         ({"width": 100}, "--width 100: not a multiple of 8, twice --heads 4; give --width 104"),
         (
             {"vocabulary": 300},
-            "--vocabulary 300: applies only to files; leave it out, or give their folder by",
+            "--vocabulary 300: applies only to token files; leave it out, or pass their folder with",
         ),
-        ({"token_dtype": "uint16"}, "--token-dtype uint16: applies only to files"),
-        ({"document_end": 0}, "--document-end 0: applies only to files"),
+        ({"token_dtype": "uint16"}, "--token-dtype uint16: applies only to token files"),
+        ({"document_end": 0}, "--document-end 0: applies only to token files"),
         ({"document_end": 256}, "--document-end 256: expected a token below --vocabulary 256"),
         ({"context": 0}, "--context 0: expected an integer from 1 to 65536"),
         ({"clip_norm": 0.0}, "--clip-norm 0.0: expected a number above 0"),

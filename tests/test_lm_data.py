@@ -206,7 +206,9 @@ def test_the_library_of_this_python_is_read():
 
 
 def test_a_library_without_sources_is_refused(tmp_path):
-    with pytest.raises(MissingFileError, match="no source files of the standard library there; give texts"):
+    with pytest.raises(
+        MissingFileError, match="no source files of the standard library there; pass your own texts"
+    ):
         library_files(tmp_path)
     with pytest.raises(MissingFileError, match="no source files"):
         library_files(tmp_path / "missing")

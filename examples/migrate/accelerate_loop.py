@@ -1,4 +1,4 @@
-"""Accelerate's `accumulate`: the same loop for any setup, with the divisor inside."""
+"""Accelerate's `accumulate`: one loop for any setup, with the division inside."""
 
 from accelerate import Accelerator
 from problem import (
@@ -27,5 +27,5 @@ for _ in range(EPOCHS):
             optimizer.zero_grad()
 if accelerator.is_main_process:
     print_distance(accelerator.unwrap_model(model))
-model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)  # they would keep the group
+model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)  # they hold the process group
 accelerator.end_training()

@@ -1,4 +1,4 @@
-"""Accelerate for devices, precision and trackers, as before; towers for the average."""
+"""Accelerate for devices, precision and trackers; samestep's towers for the average."""
 
 from accelerate import Accelerator
 from problem import (
@@ -14,10 +14,10 @@ from problem import (
 
 import samestep
 
-accelerator = Accelerator(cpu=True)  # it joins the processes, and samestep finds them joined
+accelerator = Accelerator(cpu=True)  # creates the process group, which samestep uses
 job = samestep.init("cpu")
 model = LanguageModel()
-optimizer = accelerator.prepare(optimizer_of(model))  # the model is not wrapped: nothing else may average
+optimizer = accelerator.prepare(optimizer_of(model))  # leave the model unwrapped: only towers may average
 towers = samestep.Towers(model, BATCH_ROWS // MICRO_ROWS, job=job, seed=0)
 for batch in batches():
     for tower in towers(batch):

@@ -1,4 +1,4 @@
-"""Run all the programs here on one process and on two, and print how far each ends from the truth."""
+"""Run all programs of this folder on one process and on two, and print each one's distance from the truth."""
 
 import os
 import re
@@ -29,7 +29,7 @@ def outcome(program: str, num_processes: int) -> tuple[float, str | None]:
 
 
 def read(printed: str) -> tuple[float, str | None]:
-    """Return what a program has printed: its distance from the truth, and its digest or None."""
+    """Parse a program's output: its distance from the truth, and its digest or None."""
     distance = re.search(r"distance from the truth (\S+)", printed)
     digest = re.search(r"weights sha256 (\S+)", printed)
     assert distance is not None, printed

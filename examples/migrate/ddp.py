@@ -16,7 +16,7 @@ for batch in batches():
     slices = batch.tensor_split(world_size)[rank].split(MICRO_ROWS)
     for tokens in slices:
         is_last = tokens is slices[-1]
-        with contextlib.nullcontext() if is_last else replica.no_sync():  # the forward pass, too
+        with contextlib.nullcontext() if is_last else replica.no_sync():  # must include the forward pass
             loss = token_losses(replica, tokens) / len(slices)
             loss.backward()
     optimizer.step()

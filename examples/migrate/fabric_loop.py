@@ -1,4 +1,4 @@
-"""Lightning Fabric's `no_backward_sync`: one's own loop and divisor, devices and wrapping by Fabric."""
+"""Lightning Fabric's `no_backward_sync`: a custom loop and divisor; devices and wrapping by Fabric."""
 
 import os
 

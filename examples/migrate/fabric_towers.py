@@ -1,4 +1,4 @@
-"""Fabric for devices, precision and logging, as before; towers for the average."""
+"""Fabric for devices, precision and logging; samestep's towers for the average."""
 
 from lightning_fabric import Fabric
 from problem import (
@@ -14,7 +14,7 @@ from problem import (
 
 import samestep
 
-fabric = Fabric(accelerator="cpu", devices=1)  # this process's device; samestep joins the processes
+fabric = Fabric(accelerator="cpu", devices=1)  # this process's device; samestep connects the processes
 job = samestep.init("cpu")
 module = LanguageModel()
 model, optimizer = fabric.setup(module, optimizer_of(module))

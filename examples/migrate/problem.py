@@ -1,7 +1,7 @@
-"""What all the programs here train: a small language model on sentences of uneven length.
+"""The problem that all programs of this folder solve: a small language model on sentences of uneven length.
 
 The loss is the mean over all tokens of a batch of 16 sentences; padding does not count. A process may hold
-4 sentences at a time. `truth` is the answer: the same training in float64, batches whole.
+4 sentences at a time. `truth` is the reference: the same training on whole batches in float64.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.distributed.nn  # before a group is made: it keeps the group of that moment alive for good
+import torch.distributed.nn  # import before init: it keeps the current process group alive
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -36,7 +36,7 @@ class LanguageModel(nn.Module):
 
 
 def sentences() -> Tensor:
-    """Return int64 [100, 20]: walks of 2 to 20 tokens around a circle, then padding. The last batch has 4."""
+    """Return walks of 2 to 20 tokens around a circle, padded, int64 [100, 20]. The last batch has 4."""
     generator = torch.Generator().manual_seed(0)
     strides = torch.randint(1, 4, (100, 1), generator=generator)
     starts = torch.randint(0, WORDS, (100, 1), generator=generator)
@@ -52,7 +52,7 @@ def batches() -> Iterator[Tensor]:
 
 
 def num_tokens(tokens: Tensor) -> Tensor:
-    """Count the tokens to predict, int64 0-dim."""
+    """Count the tokens to predict, as a 0-dim int64 tensor."""
     return (tokens[:, 1:] != PADDING).sum()
 
 

@@ -1,4 +1,4 @@
-"""samestep: sums and what they count; one division, of the totals."""
+"""With samestep: towers return sums and counts, and only the totals are divided."""
 
 from problem import (
     BATCH_ROWS,

@@ -1,4 +1,4 @@
-"""A batch: nested tensors, rows first. Counting its rows and cutting it into towers."""
+"""A batch: nested tensors with rows along the first dimension. Counts its rows and cuts it into towers."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ __all__ = ["GlobalBatch", "LocalBatch", "Slices", "cut"]
 class LocalBatch:
     """One worker's part of a global batch, already cut into its towers.
 
-    What a `TowerLoader` returns, and the way to pass data from any other source: see docs/data.md.
+    A `TowerLoader` yields these. Make your own to pass data from any other source: see docs/data.md.
 
     Attributes:
         rows: rows of the global batch.
-        slices: from tower index to the tower's batch, for this worker's towers that have rows, in order. It
-            may be any mapping, such as one that reads a tower when it is asked for.
-        position: which batch of the run this is.
-        fingerprint: a 32-bit number that workers compare, to see that they have the same batch.
-        tower_rows: rows of each of the T towers, those without any last; by default as even as possible, the
-            longer ones first.
-        again: makes the same batch for the towers that this worker runs now, if they have changed since it
-            was made; None if it cannot be made again.
-        compared: reads a part of the batch that all workers can read, and returns a 32-bit number of it,
-            which they compare; None if they compare nothing more.
+        slices: from tower index to the tower's batch, for this worker's towers that have rows, in order. Any
+            mapping works, such as one that reads a tower's batch on access.
+        position: the batch's number in the run, from 0.
+        fingerprint: a 32-bit number of the global batch; workers compare it, to check that they have the
+            same batch.
+        tower_rows: the rows of each of the T towers, empty towers last; by default as even as possible, the
+            larger ones first.
+        again: makes the same batch for the towers that this worker runs now, in case the placement has
+            changed since; None if it cannot be made again.
+        compared: reads a part of the batch that all workers can read, and returns a 32-bit number of it for
+            them to compare; None to compare nothing more.
 
     Example:
         >>> from samestep import TowerLoader, Towers
@@ -60,7 +61,7 @@ class LocalBatch:
     compared: Callable[[], int] | None = field(default=None, repr=False, compare=False)
 
     def __getitem__(self, key: Any) -> NoReturn:
-        """Explain where the rows are, to a loop that unpacks this like a DataLoader's batch."""
+        """Raise an error that explains where the rows are, for loops that unpack a DataLoader's batch."""
         raise UsageError(
             "a loader's batch cannot be indexed or unpacked, because it holds this worker's towers one by "
             "one: loop over towers(batch), and index tower.batch"
@@ -73,14 +74,14 @@ class LocalBatch:
         return [range(start, stop) for start, stop in pairwise(accumulate(self.tower_rows, initial=0))]
 
     def row_tensors(self, batch: Any, rows: int) -> Iterator[Tensor]:
-        """Yield the tensors in a tower's batch that hold its rows, and not what is given whole."""
+        """Yield the tensors in a tower's batch that hold its rows, without values that are not cut."""
         root = self.slices.root if isinstance(self.slices, Slices) else None
         for each in tensors(batch) if root is None else _in_columns(root, batch):
             if isinstance(each, Tensor) and (root is not None or each.shape[:1] == (rows,)):
                 yield each
 
     def to(self, device: torch.device) -> LocalBatch:
-        """Return the same batch with its tensors on a device, moved there when a tower is asked for."""
+        """Return the same batch with its tensors on a device; each tower's are moved on access."""
         copier = Copier(device)
         read = partial(_at_turn, copier, lambda tower: copier.moved(self.slices[tower]))
         return replace(self, slices=Slices(tuple(self.slices), read))
@@ -88,12 +89,12 @@ class LocalBatch:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Slices(Mapping[int, Any]):
-    """Towers' batches that are made each time that they are asked for, so that one at a time is in memory.
+    """Towers' batches, made on each access, so that only one at a time is in memory.
 
     Attributes:
-        towers: their indices.
+        towers: the towers' indices.
         make: from a tower's index to its batch.
-        root: the structure of the batch that they are cut from, if they are.
+        root: the structure of the global batch that they are cut from, if there is one.
     """
 
     towers: Sequence[int]
@@ -117,28 +118,28 @@ class Slices(Mapping[int, Any]):
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """A whole batch taken apart.
+    """A global batch, parsed.
 
     Attributes:
-        root: what is in it.
-        rows: how many, the same in all columns.
-        versions: the tensors that are given whole, and their versions when the batch was opened.
+        root: its structure.
+        rows: the number of rows, the same in all columns.
+        versions: the tensors that are not cut, and their version counters when the batch was opened.
     """
 
     root: Node
     rows: int
-    versions: Sequence[tuple[Tensor, int]]  # of the tensors that are given whole
+    versions: Sequence[tuple[Tensor, int]]
 
     @classmethod
     def open(cls, batch: Any) -> GlobalBatch:
-        """Take a nest apart and count its rows.
+        """Parse a nest and count its rows.
 
         Raises:
             BatchError: nothing in the nest has rows, something cannot be cut, or numbers of rows differ.
         """
         root = parse(batch)
         rows = _rows(root)
-        if rows is None:  # nothing but lists that can be read in two ways: each must be readable in one
+        if rows is None:  # only ambiguous lists: each must then be readable in one way
             root = resolved(root, None)
             rows = _rows(root)
         if rows is None:
@@ -152,13 +153,13 @@ class GlobalBatch:
         return cls(root, rows, [(each, version_of(each)) for each in given])
 
     def take(self, rows: range, copier: Copier) -> Any:
-        """Copy some rows of each column, tensors to the copier's device, nested as before.
+        """Copy some rows of each column, tensors to the copier's device, into the same structure.
 
-        It is a copy even there, because a view may start at any address, and kernels may choose by
-        alignment.
+        The rows are copied even on the same device: a view may start at any address, and kernels may be
+        chosen by alignment.
 
         Raises:
-            BatchError: a tensor was written to since the batch was opened.
+            BatchError: a tensor was modified since the batch was opened.
         """
         if any(version_of(tensor) != version for tensor, version in self.versions):
             raise BatchError(
@@ -168,31 +169,31 @@ class GlobalBatch:
         return _taken(self.root, slice(rows.start, rows.stop), copier)
 
     def fingerprint(self) -> int:
-        """Return a 32-bit number that tells batches apart; see `samestep.batches.fingerprint`."""
+        """Return a 32-bit number that identifies the batch; see `samestep.batches.fingerprint`."""
         return fingerprint(self.root)
 
 
 def cut(batch: Any, placement: Placement, job: Job, *, is_read_twice: bool = False) -> LocalBatch:
-    """Cut a global batch into this worker's towers, or check one that has been cut already.
+    """Cut a global batch into this worker's towers, or check a `LocalBatch`, which is cut already.
 
-    A tower's rows are copied each time that they are asked for.
+    A tower's rows are copied on each access.
 
     Args:
         batch: any nest, or a `LocalBatch`.
-        placement: says which rows are this worker's.
-        job: this worker's.
-        is_read_twice: read all slices of a `LocalBatch` now, and keep them in the host's memory.
+        placement: which towers each worker runs.
+        job: this worker's view of the job.
+        is_read_twice: read all slices of a `LocalBatch` now, and keep them in host memory.
 
     Raises:
-        BatchError: numbers of rows disagree, there are none, something cannot be cut, or a `LocalBatch` is
-            another worker's.
+        BatchError: numbers of rows differ, there are no rows, something cannot be cut, or a `LocalBatch`
+            holds other towers than this worker's.
     """
     if isinstance(batch, LocalBatch):
         _check_tower_rows(batch, placement.num_towers)
         local = _made_for(batch, placement, job)
         if is_read_twice:
             if local.compared is not None:
-                local.compared()  # which comes with the first slices
+                local.compared()  # now, because a loader reads it with the first slices
             local = replace(local, slices=dict(local.slices))
         local = replace(local.to(job.device), fingerprint=_with_tower_rows(local))
     else:
@@ -229,7 +230,7 @@ def _check_tower_rows(local: LocalBatch, num_towers: int) -> None:
 
 
 def _made_for(local: LocalBatch, placement: Placement, job: Job) -> LocalBatch:
-    """Return the batch with the slices of the towers that this worker runs, in order."""
+    """Return the batch for the towers that this worker runs now, made again if need be."""
     ranges = local.ranges(placement.num_towers)
     expected = [tower for tower in placement.towers(job.rank) if ranges[tower]]
     if list(local.slices) != expected and local.again is not None:
@@ -243,7 +244,7 @@ def _made_for(local: LocalBatch, placement: Placement, job: Job) -> LocalBatch:
 
 
 def _rows(root: Node) -> int | None:
-    """Return the rows of the first column: of a tensor or an array, where there is one."""
+    """Return the rows of the first tensor or array, or else of the first list or tuple."""
     found = min(columns(root), key=lambda column: column.is_sequence, default=None)
     return None if found is None else found.rows
 
@@ -298,6 +299,6 @@ def _in_columns(node: Node, part: Any) -> Iterator[Tensor | NDArray[Any]]:
 
 
 def _whole(value: Any, copier: Copier) -> Any:
-    """Return the value itself, unless tensors in it are elsewhere."""
+    """Return the value itself, unless tensors in it have to move to the device."""
     elsewhere = any(isinstance(each, Tensor) and each.device != copier.device for each in tensors(value))
     return copier.moved(value) if elsewhere else value

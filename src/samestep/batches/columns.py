@@ -1,4 +1,4 @@
-"""What a batch is made of: columns, which are cut along rows, values, which stay whole, and nests of both."""
+"""The structure of a batch: columns, which are cut along rows, values, which are not, and nests of both."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ __all__ = [
     "wholes",
 ]
 
-_FLAT = frozenset((str, int, float, bool, bytes, type(None)))  # what long lists are mostly made of
+_FLAT = frozenset(
+    (str, int, float, bool, bytes, type(None))
+)  # checked first, as long lists mostly hold these
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A value in a batch that every tower gets whole, whatever it is.
+    """Marks a value in a batch that is not cut: every tower gets all of it.
 
     Attributes:
-        value: what `tower.batch` has in this place; tensors in it are moved to the worker's device.
+        value: any object; `tower.batch` holds it in the same place. Its tensors move to the worker's device.
 
     Example:
         >>> from samestep import Towers
@@ -51,16 +53,16 @@ class Whole:
 
 @dataclass(frozen=True)
 class Column:
-    """What is cut along rows: a tensor, an array, or a list or tuple with one entry a row."""
+    """A value that is cut along rows: a tensor, an array, or a list or tuple with one entry per row."""
 
     path: str
     value: Any
     version: int = 0
-    in_list: str = ""  # the path of the list that it is in, if it is in one
+    in_list: str = ""  # the path of the innermost list that holds this, if any
 
     @property
     def rows(self) -> int:
-        """How many."""
+        """The number of rows."""
         return len(self.value)
 
     @property
@@ -71,7 +73,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Branch:
-    """A mapping, dataclass, list or tuple, and what is in it, by key, attribute or index."""
+    """A mapping, dataclass, list or tuple, and its entries by key, attribute or index."""
 
     nest: Any
     children: dict[Any, Node]
@@ -79,20 +81,20 @@ class Branch:
 
 @dataclass(frozen=True)
 class Undecided:
-    """A list that is one entry per row or a nest of columns: only the numbers of rows decide which.
+    """A list that holds either one entry per row or columns: the number of rows decides which.
 
-    These are lists of nests with tensors (the targets of a detection, or views of a batch) and of tuples of
-    strings (pairs, or what torch's `default_collate` makes of two columns of strings).
+    These are lists of nests with tensors (the targets of a detector, or views of a batch) and lists of tuples
+    of strings (pairs, or two columns of strings from torch's `default_collate`).
     """
 
     path: str
     value: Any
 
     def decided(self, rows: int | None) -> Node:
-        """Return a column or a branch; `rows` is None where nothing else in the batch has rows.
+        """Return a column or a branch; `rows` is None if nothing else in the batch has rows.
 
         Raises:
-            BatchError: it can be read in both ways, or in none.
+            BatchError: both readings are possible, or neither.
         """
         branch = self._as_branch(rows)
         has_entry_a_row = rows is None or len(self.value) == rows
@@ -125,10 +127,10 @@ Node: TypeAlias = Column | Whole | Branch | Undecided
 
 
 def parse(value: Any, path: str = "batch", in_list: str = "") -> Node:
-    """Take a batch apart.
+    """Parse a batch.
 
     Raises:
-        BatchError: something in it is no nest and cannot be cut.
+        BatchError: the batch holds something that can neither be cut nor parsed as a nest.
     """
     if isinstance(value, Whole):
         return value
@@ -156,7 +158,7 @@ def parse(value: Any, path: str = "batch", in_list: str = "") -> Node:
 
 
 def columns(node: Node) -> Iterator[Column]:
-    """Iterate over the columns, but for those of what is undecided."""
+    """Iterate over the columns, except those in an `Undecided`."""
     if isinstance(node, Column):
         yield node
     elif isinstance(node, Branch):
@@ -165,7 +167,7 @@ def columns(node: Node) -> Iterator[Column]:
 
 
 def wholes(node: Node) -> Iterator[Any]:
-    """Iterate over the values that are given whole."""
+    """Iterate over the values that are not cut."""
     if isinstance(node, Whole):
         yield node.value
     elif isinstance(node, Branch):
@@ -174,12 +176,12 @@ def wholes(node: Node) -> Iterator[Any]:
 
 
 def version_of(value: Any) -> int:
-    """Return a number that changes when a tensor is written to, except through NumPy or `.data`."""
+    """Return a tensor's version counter, which misses writes through NumPy or `.data`; else 0."""
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 def resolved(node: Node, rows: int | None) -> Node:
-    """Decide what is undecided, for a batch of so many rows."""
+    """Replace each `Undecided` by a column or a branch, for a batch with this number of rows."""
     if isinstance(node, Undecided):
         return node.decided(rows)
     if isinstance(node, Branch):
@@ -188,7 +190,7 @@ def resolved(node: Node, rows: int | None) -> Node:
 
 
 def _parse_sequence(value: Any, path: str) -> Node:
-    """Parse a list or tuple that holds no tensors but in mappings and the like."""
+    """Parse a list or tuple that holds tensors, if any, only inside mappings or other nests."""
     if isinstance(value, tuple) and all(isinstance(entry, NUMBERS) for entry in value):
         return Whole(value)
     if _FLAT.issuperset(map(type, value)):
@@ -200,7 +202,7 @@ def _parse_sequence(value: Any, path: str) -> Node:
 
 
 def _holds_columns(value: Any) -> bool:
-    """Whether there are tensors in a list or tuple, or in lists and tuples in it."""
+    """Whether this is a tensor, array or `Whole`, or nested lists and tuples with one of them."""
     if is_sequence(value):
         return not _FLAT.issuperset(map(type, value)) and any(map(_holds_columns, value))
     return isinstance(value, Tensor | np.ndarray | Whole)
@@ -225,7 +227,7 @@ def _check_can_be_cut(value: Tensor | NDArray[Any], path: str) -> None:
 
 
 def _step(nest: Any, key: Any) -> str:
-    """Return how an entry of a nest is written in a path."""
+    """Return the part of a path that leads to an entry of a nest."""
     if isinstance(nest, Mapping) or is_sequence(nest):
         return f"[{key!r}]"
     names = getattr(nest, "_fields", None)

@@ -1,4 +1,4 @@
-"""Copies of towers' rows, on the device that computes them."""
+"""Copies towers' rows to the device that computes on them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ __all__ = ["Copier", "copied"]
 
 
 class Copier:
-    """Brings one tower's rows after the other to a device.
+    """Copies rows to a device, one tower after the other.
 
-    To a GPU they are copied from pinned memory, on a stream of their own: beside the pass of the tower
-    before, which the GPU computes while the host goes on. The host waits for the pass before that one, so
-    that no more than two towers' rows are there.
+    For a GPU, rows are copied from pinned memory on a separate stream, to overlap with the previous tower's
+    pass. The host waits for the pass before that one, so that the GPU holds at most two towers' rows.
 
     Args:
-        device: where the rows are computed.
+        device: the device that computes the passes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,17 +30,17 @@ class Copier:
         self._last_pass: torch.cuda.Event | None = None
 
     def copied(self, tensor: Tensor) -> Tensor:
-        """Return a copy on the device; the tensor may be written to as soon as this returns."""
+        """Return a copy on the device; the original may be modified as soon as this returns."""
         if self._stream is None or tensor.device.type != "cpu":
             return tensor.to(self.device, copy=True)
         return self._sent(torch.empty_like(tensor, pin_memory=True).copy_(tensor))
 
     def moved(self, value: Any) -> Any:
-        """Return a nest with its tensors on the device; those that are there are not copied."""
+        """Return a nest with its tensors on the device; those already there are not copied."""
         return mapped(lambda each: self._moved(each) if isinstance(each, Tensor) else each, value)
 
     def wait_for_pass(self) -> None:
-        """Wait for the pass before the last one; call it before a tower's rows are copied."""
+        """Wait for the GPU to finish the last pass but one; call this before copying a tower's rows."""
         if self._stream is not None:
             before, self._last_pass = self._last_pass, torch.cuda.current_stream(self.device).record_event()
             if before is not None:
@@ -53,7 +52,7 @@ class Copier:
         return self._sent(tensor if tensor.is_pinned() else tensor.pin_memory())
 
     def _sent(self, pinned: Tensor) -> Tensor:
-        """Copy beside what the GPU computes; what is computed from now on waits for it."""
+        """Copy while the GPU computes; later kernels on the current stream wait for the copy."""
         assert self._stream is not None
         current = torch.cuda.current_stream(self.device)
         with torch.cuda.stream(self._stream):
@@ -64,7 +63,7 @@ class Copier:
 
 
 def copied(array: Tensor | NDArray[Any]) -> Any:
-    """Copy a tensor or an array; the memory of both starts at the same alignment in every process."""
+    """Copy a tensor or array into torch's memory, which has the same alignment in every process."""
     if isinstance(array, Tensor):
         return array.clone()
     if type(array) is np.ndarray and array.dtype == object:

@@ -1,4 +1,4 @@
-"""A 32-bit number that identifies a batch: all values on the CPU count, and shapes, dtypes and names."""
+"""A 32-bit number that identifies a batch, by its values on the CPU, shapes, dtypes and names."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = ["fingerprint"]
 
 
 def fingerprint(node: Node) -> int:
-    """Return the number: the same in every process, however the values lie in memory.
+    """Return the number: the same in every process, whatever the memory layout.
 
-    Values of a GPU are left out, because reading them would make the host wait for it, and so are objects
-    that are not made of numbers, strings and tensors.
+    Values on a GPU are left out, because reading them would make the host wait for the GPU. Objects that are
+    not made of numbers, strings and tensors count with the name of their type only.
     """
     return zlib.crc32(json.dumps(_outline(node), default=_described, skipkeys=True).encode())
 
@@ -37,7 +37,7 @@ def _outline(node: Node) -> Any:
 
 
 def _described(value: Any) -> Any:
-    """Return what JSON can write of a value that it cannot write itself."""
+    """Describe a value of a type that JSON does not support."""
     if isinstance(value, Tensor):
         return [str(value.dtype), list(value.shape), _crc_of_tensor(value)]
     if isinstance(value, np.ndarray):

@@ -1,7 +1,7 @@
-"""Nests: mappings, lists, tuples and dataclasses, taken apart and put together with other entries.
+"""Nests: mappings, lists, tuples and dataclasses, taken apart and rebuilt with other entries.
 
-torch's pytree silently treats a nest of an unknown type as a value; here every dataclass and mapping is a
-nest.
+Unlike torch's pytree, which treats a container of an unregistered type as a value, this treats every mapping
+and dataclass as a nest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PLAIN = (*NUMBERS, str, bytes, Enum)
 
 
 def entries(value: Any) -> dict[Any, Any] | None:
-    """Return what a nest holds, by key, attribute or index; None for what is no nest."""
+    """Return a nest's entries, by key, attribute or index; None if the value is no nest."""
     if isinstance(value, Mapping):
         return {key: value[key] for key in value}
     if isinstance(value, list | tuple):
@@ -53,7 +53,7 @@ def rebuilt(nest: Any, new: Mapping[Any, Any]) -> Any:
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return a nest with each tensor and array replaced; what is no nest stays as it is."""
+    """Return a nest with `function` applied to each tensor and array; other values stay as they are."""
     if isinstance(value, Tensor | np.ndarray):
         return function(value)
     held = None if isinstance(value, PLAIN) else entries(value)

@@ -32,14 +32,14 @@ _REMEDIES = {
 
 @contextmanager
 def storage(path: Path, action: str = "written") -> Iterator[None]:
-    """Turn the system's error for `path`, or a file in it, into one line.
+    """Turn an `OSError` for `path`, or for a file in it, into an error of one line.
 
     Args:
-        path: what is worked on.
-        action: what cannot be done to it, in the past participle.
+        path: the file or folder in use.
+        action: what failed, as a past participle.
 
     Raises:
-        StorageError: in place of an `OSError`; what cannot be read is an input, with exit status 2.
+        StorageError: in place of an `OSError`; with exit status 2 for "read", where the input is at fault.
     """
     try:
         yield
@@ -57,15 +57,15 @@ def storage(path: Path, action: str = "written") -> Iterator[None]:
 def open_regular(
     file: Path, *, inside: Folder | None = None, follow_symlinks: bool = True
 ) -> BufferedReader | None:
-    """Open a regular file; None if it is something else, such as a pipe or device, which may never end.
+    """Open a regular file; return None for anything else, such as a pipe or device, which may never end.
 
     Args:
         file: its path.
-        inside: the open folder to look in for its name.
-        follow_symlinks: whether it may be a link; else that is an error.
+        inside: the open folder in which to look up the file's name.
+        follow_symlinks: whether `file` may be a symbolic link; if not, a link is an error.
 
     Raises:
-        OSError: it cannot be opened.
+        OSError: the file cannot be opened.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow_symlinks else os.O_NOFOLLOW)
     if inside is None:
@@ -79,15 +79,15 @@ def open_regular(
 
 
 def read_file(file: Path, max_bytes: int, *, inside: Folder | None = None) -> bytes:
-    """Return the content of a regular file: not of a pipe or device, which may never end.
+    """Return the content of a regular file; pipes and devices are refused, as they may never end.
 
     Args:
-        file: its path; a link is followed.
-        max_bytes: the most that it may have.
-        inside: the open folder to look in for its name, which must not be a link.
+        file: its path; a symbolic link is followed, unless `inside` is passed.
+        max_bytes: the largest size to accept.
+        inside: the open folder in which to look up the file's name, which must not be a link.
 
     Raises:
-        DataError: it is something else, or too large.
+        DataError: it is not a regular file, or too large.
         StorageError: there is not enough memory.
         OSError: it cannot be read.
     """
@@ -105,14 +105,14 @@ def read_file(file: Path, max_bytes: int, *, inside: Folder | None = None) -> by
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write a text file, replacing what is there: readers find the old text or the new, never a part.
+    """Write a text file atomically: a reader finds the old text or the new one, never a part.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: the file cannot be written.
     """
     unfinished = f".{file.name}.unfinished"
     with storage(file), Folder.open(file.parent, make=True) as folder:
-        folder.unlink(unfinished)  # of a write that was killed
+        folder.unlink(unfinished)  # left by a killed write
         with folder.create(unfinished) as stream:
             stream.write(text.encode())
             stream.flush()
@@ -125,8 +125,8 @@ def parse_json(content: bytes) -> Any:
     """Return the value of a JSON text in UTF-8.
 
     Raises:
-        ValueError: it is not JSON; or a name appears twice in an object, it holds NaN or an infinity, it is
-            nested too deeply, or a number has too many digits.
+        ValueError: the text is not JSON, repeats a name in an object, holds NaN or an infinity, is nested
+            too deeply, or holds a number with too many digits.
 
     Example:
         >>> parse_json(b'{"step": 1, "step": 2}')

@@ -1,4 +1,4 @@
-"""Locks of flock(2), which the kernel releases when their holder ends, however it ends."""
+"""Locks by flock(2), which the kernel releases when their holder ends, for whatever reason."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from samestep.errors import StorageError
 __all__ = ["FileLock", "hold", "keep", "let_go"]
 
 _POLL_S = 0.1
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)  # the last for a folder on NFS
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)  # EBADF: a folder on NFS
 
 _held: set[int] = set()
 
 
 def hold(descriptor: int) -> bool | None:
-    """Lock what is open until `let_go`: False if another has it, None if the file system has no locks."""
+    """Lock an open file until `let_go`: False if another process has the lock, None without lock support."""
     found: bool | None = True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -37,17 +37,17 @@ def hold(descriptor: int) -> bool | None:
 
 
 def keep(descriptor: int) -> None:
-    """Take what is open for one that `hold` has locked, though another process has the lock."""
+    """Treat an open file as locked by `hold`, although another process holds the lock."""
     _held.add(descriptor)
 
 
 def let_go(descriptor: int) -> bool:
-    """Unlock what `hold` has locked, before it is closed; False where nothing was: in a child process."""
+    """Unlock a file that `hold` locked, before closing it; False for any other, as in a forked child."""
     if descriptor not in _held:
         return False
     _held.discard(descriptor)
     with suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # also where a child process has inherited it
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough if a child inherited the file
     return True
 
 
@@ -55,9 +55,9 @@ class FileLock:
     """A file in an open folder that one process at a time holds.
 
     Attributes:
-        is_real: False where the file system has no locks; after `acquire`.
-        is_claimed: whether another process still has the lock that this one claims.
-        text: what the holder has written into it, where `acquire` has failed.
+        is_real: after `acquire`, whether the file system supports locks.
+        is_claimed: whether this process claims the lock while another still holds it.
+        text: after `acquire` has failed, the text that the holder wrote to the file.
     """
 
     def __init__(self, folder: Folder, name: str) -> None:
@@ -69,15 +69,15 @@ class FileLock:
         self._descriptor = -1
 
     def acquire(self, wait_s: float, *, claims: Callable[[str], bool] = lambda text: False) -> bool:
-        """Make the file if it is not there, and lock it; wait so many seconds, and say whether it is held.
+        """Create the file if it is missing, lock it, and return whether this process now has the lock.
 
         Args:
-            wait_s: how long to wait for another holder.
-            claims: whether to take it from a holder that has written this text.
+            wait_s: how long to wait for another holder, in seconds.
+            claims: from the text of the current holder to whether to claim the lock from it.
 
         Raises:
-            StorageError: something else has its name: a pipe, a device, a file with another name as well.
-            OSError: it cannot be opened; a link is not followed.
+            StorageError: the name belongs to a pipe, a device or a file with several hard links.
+            OSError: the file cannot be opened; symbolic links are not followed.
         """
         deadline_s = time.monotonic() + wait_s
         while True:
@@ -97,32 +97,32 @@ class FileLock:
             self._descriptor, self.is_real = descriptor, held is True
             if self.is_there():
                 return True
-            self.release()  # it was deleted before it was locked
+            self.release()  # deleted before it was locked
 
     def try_again(self) -> None:
-        """Lock what was claimed, if its holder is gone by now."""
+        """Lock the claimed file, if its former holder has ended."""
         if self.is_claimed and hold(self._descriptor):
             self.is_claimed = False
 
     def release(self) -> None:
-        """Let another process have it."""
+        """Unlock and close the file."""
         if let_go(self._descriptor):
             os.close(self._descriptor)
 
     def is_there(self) -> bool:
-        """Say whether the name still leads to the file that is held."""
+        """Return whether the name still refers to the locked file."""
         found = self._folder.look(self._name)
         return found is not None and os.path.samestat(found, os.fstat(self._descriptor))
 
     def read(self) -> str:
-        """Return its text, as another process may have written it: NFS shows that where a file is opened."""
+        """Return the current text. The file is opened again, because NFS shows others' writes only then."""
         descriptor = self._open()
         text = os.pread(descriptor, 200, 0).decode(errors="replace")
         os.close(descriptor)
         return text
 
     def write(self, text: str) -> None:
-        """Replace its text."""
+        """Replace the text."""
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, text.encode(), 0)
 
@@ -139,7 +139,7 @@ class FileLock:
 
 
 def _close_in_child() -> None:
-    """Close what a forked process inherits: a loader process that outlives its worker must not hold it."""
+    """Close inherited files in a fork: a loader process that outlives its worker must not keep the lock."""
     while _held:
         os.close(_held.pop())
 

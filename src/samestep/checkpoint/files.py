@@ -1,10 +1,10 @@
-"""A checkpoint's files: written all or not at all, and every byte checked when they are read.
+"""A checkpoint's files: all are written or none, and every byte is checked when they are read.
 
 model.safetensors            weights and buffers, for any tool that reads safetensors
-averaged_model.safetensors   their moving averages, where they are kept, by the same names
+averaged_model.safetensors   the averaged model's weights and buffers by the same names, if there is one
 training.json                all other state: towers, loader, optimizer; see `samestep.checkpoint.state_tree`
-training.safetensors         its tensors
-manifest.json                step, fingerprint, digest; sizes and SHA-256 of the rest
+training.safetensors         the tensors of that state
+manifest.json                step, fingerprint, digest; sizes and SHA-256 of the other files
 """
 
 from __future__ import annotations
@@ -42,20 +42,21 @@ _REQUIRED = {f"{WEIGHTS}.safetensors", f"{STATE}.safetensors", _OUTLINE}
 _ALLOWED = _REQUIRED | {f"{AVERAGES}.safetensors"}
 _MAX_OUTLINE_BYTES = 2**28
 
-# The errors of opening a file that mean damage; others are about this machine.
+# Errors on opening a file that mean a damaged checkpoint; others are about this machine.
 _DAMAGE = (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EIO)
 
 
 def write(snapshot: Snapshot, path: Path, parent: Folder | None = None) -> Path:
-    """Write a snapshot as a checkpoint; any thread may do it, while training continues.
+    """Write a snapshot as a checkpoint; may run in any thread while training continues.
 
     Args:
         snapshot: what to write.
         path: the checkpoint's folder.
-        parent: the folder above, held open; by default that of the path.
+        parent: the open parent folder; by default the parent of `path`.
 
     Raises:
-        StorageError: it cannot be written, or something else is there; what was at `path` before still is.
+        ConfigError: `path` does not end with the name of a folder.
+        StorageError: it cannot be written, or `path` holds something else; what was at `path` is unchanged.
     """
     with storage(path), ExitStack() as stack:
         name = path.name
@@ -89,17 +90,19 @@ def _write_bytes(folder: Folder, name: str, content: bytes) -> tuple[int, str]:
 
 
 def _write_tensors(folder: Folder, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
-    # safetensors wants row-major tensors that share no memory, as a snapshot's copies are.
+    # safetensors needs row-major tensors that share no memory; a snapshot's copies share none.
     rows = {key: tensor.contiguous() for key, tensor in tensors.items()}
     path = folder.path_of(name)
     try:
         safetensors.torch.save_file(rows, path)
-    except SafetensorError as error:  # has the system's error, too, as text only
+    except SafetensorError as error:  # raised for OS errors too, with the number in the text only
         number = re.search(r"os error (\d+)", str(error))
         code = int(number[1]) if number else errno.EIO
         why = os.strerror(code) if number else str(error)
         raise OSError(code, why, str(folder.path / name)) from error
-    shutil.copymode(folder.path_of(_OUTLINE), path)  # safetensors lets only the owner read its files
+    shutil.copymode(
+        folder.path_of(_OUTLINE), path
+    )  # safetensors creates files that only their owner can read
     with path.open("rb") as stream:
         os.fsync(stream.fileno())
         return os.fstat(stream.fileno()).st_size, hashlib.file_digest(stream, "sha256").hexdigest()
@@ -107,7 +110,7 @@ def _write_tensors(folder: Folder, name: str, tensors: Mapping[str, Tensor]) -> 
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint that was read whole."""
+    """A checkpoint, read and verified."""
 
     path: Path
     manifest: Manifest
@@ -118,12 +121,12 @@ pytree.register_dataclass(Found)  # so that workers can send each other its tens
 
 
 def read(path: Path) -> Found:
-    """Read a checkpoint and check every byte of it; files that it does not list are not looked at.
+    """Read a checkpoint and verify every byte; files that its manifest does not list are ignored.
 
     Raises:
         MissingFileError: there is no such folder.
-        DamagedError: it is not what was written, or less than that.
-        DataError: it is of a newer format, or larger than this machine's memory.
+        DamagedError: the content is not what was written, or not all of it.
+        DataError: its format is newer, or it is larger than this machine's memory.
         StorageError: it cannot be read.
     """
     with storage(path, "read"), _open(path) as folder:
@@ -132,11 +135,11 @@ def read(path: Path) -> Found:
         except DamagedError:
             if folder.is_there():
                 raise
-    return read(path)  # it was replaced or deleted while it was read
+    return read(path)  # replaced or deleted during the read
 
 
 def _open(path: Path) -> Folder:
-    """Open a checkpoint's folder, or that which a save was about to replace when it was killed."""
+    """Open a checkpoint's folder, or the old one if a save was killed while it replaced the folder."""
     for place in (path, path.parent / replaced_name(path.name)):
         try:
             mode = os.lstat(place).st_mode
@@ -173,7 +176,7 @@ def _check_memory(path: Path, num_bytes: int) -> None:
 
 
 def _snapshot(path: Path, manifest: Manifest, contents: dict[str, bytes]) -> Snapshot:
-    """Make a snapshot of the files' contents, and free them one by one."""
+    """Build a snapshot from the files' contents, and free the contents one by one to save memory."""
     tensors = {
         name: _parse_tensors(path / f"{name}.safetensors", contents.pop(f"{name}.safetensors"))
         for name in (WEIGHTS, AVERAGES, STATE)
@@ -202,7 +205,7 @@ def _parse_tensors(file: Path, content: bytes) -> dict[str, Tensor]:
     except Exception as error:  # the parser raises many types of errors for damaged files
         why = one_line(f"{type(error).__name__}: {error}")
         raise DamagedError(f"{file}: is not a safetensors file ({why})") from error
-    # In memory that torch has allocated and aligned, as it was before.
+    # Clone to get torch's alignment: kernels may choose by it, and safetensors' memory may have another.
     return {name: found.pop(name).clone() for name in list(found)}
 
 

@@ -1,4 +1,4 @@
-"""Whether a checkpoint's state fits the objects that load it: checked before anything is changed."""
+"""Checks that a checkpoint's state fits the objects that load it, before any of them changes."""
 
 from __future__ import annotations
 
@@ -17,39 +17,35 @@ from samestep.errors import ConfigError, DataError, one_line, shown
 
 __all__ = ["check_state", "check_tensors"]
 
-_OWN_SHAPES = (Adafactor, LBFGS)  # their state has other shapes than the parameters
+_OWN_SHAPES = (Adafactor, LBFGS)  # the shapes of their state differ from the parameters'
 
 
 def check_tensors(saved: Mapping[str, Any], current: Mapping[str, Any], file: str, name: str) -> None:
     """Compare the entries of a module's state: their names, shapes and dtypes.
 
     Args:
-        saved: those of the checkpoint, by name.
-        current: those of the module, by name.
+        saved: the checkpoint's entries, by name.
+        current: the module's entries, by name.
         file: the file with `saved`, for messages.
-        name: the module's, for messages.
+        name: the module's name, for messages.
 
     Raises:
         DataError: they differ.
     """
-    for entry in [*current, *saved]:
-        in_file, in_module = (_describe(entries.get(entry)) for entries in (saved, current))
-        if in_file != in_module:
-            raise DataError(
-                f"{file}: does not fit the {name}: {shown(entry, 200)} is {in_file} in the file, {in_module} "
-                f"in the {name}; use a checkpoint of the same model"
-            )
+    problem = _difference(saved, current, name)
+    if problem:
+        raise DataError(f"{file}: does not fit the {name}: {problem}; use a checkpoint of the same model")
 
 
 def check_state(
     saved: Mapping[str, Any], kinds: Mapping[str, Any], targets: Mapping[str, Any], path: Path
 ) -> None:
-    """Compare states with the objects that are to load them, as far as their types are known here.
+    """Compare saved states with the objects that will load them; unknown types are checked by name only.
 
     Args:
         saved: the states, by name.
-        kinds: the names of the types that they are from.
-        targets: the objects, by name.
+        kinds: the type names of the objects that were saved, by name.
+        targets: the objects to load into, by name.
         path: the checkpoint, for messages.
 
     Raises:
@@ -79,17 +75,18 @@ def _problem(saved: Any, target: Any) -> str | None:
     if isinstance(target, (LRScheduler, GradScaler)):
         return _unlike(saved, target.state_dict())
     if isinstance(target, nn.Module):
-        return _problem_of_module(saved, state_of(target))
+        if not isinstance(saved, dict):
+            return f"it is {_describe(saved)}, expected a dict"
+        return _difference(saved, state_of(target), "module")
     return None
 
 
-def _problem_of_module(saved: Any, current: Mapping[str, Any]) -> str | None:
-    if not isinstance(saved, dict):
-        return f"it is {_describe(saved)}, expected a dict"
-    for name in [*current, *saved]:
-        in_file, in_module = (_describe(entries.get(name)) for entries in (saved, current))
+def _difference(saved: Mapping[str, Any], current: Mapping[str, Any], name: str) -> str | None:
+    """Describe the first entry of a module's state that differs from the saved one."""
+    for entry in [*current, *saved]:
+        in_file, in_module = (_describe(entries.get(entry)) for entries in (saved, current))
         if in_file != in_module:
-            return f"{shown(name, 200)} is {in_file} in the file, {in_module} in the module"
+            return f"{shown(entry, 200)} is {in_file} in the file, {in_module} in the {name}"
     return None
 
 
@@ -134,8 +131,8 @@ def _has_shape_for(value: Any, parameter: Tensor, optimizer: Optimizer) -> bool:
 
 
 def _unlike(saved: Any, current: Any, name: str = "it") -> str | None:
-    """Say where two nests differ in their types; entries that one of them does not have are left out."""
-    if current is None:  # not set yet
+    """Describe where two nests differ in type; dict entries that only one of them has are ignored."""
+    if current is None:  # not set yet: any type may be saved
         return None
     if isinstance(current, dict):
         if not isinstance(saved, dict):
@@ -153,7 +150,7 @@ def _unlike(saved: Any, current: Any, name: str = "it") -> str | None:
 
 
 def _kind(value: Any) -> str:
-    """Name a group of types that may replace each other: options that are off are None or False."""
+    """Name a group of interchangeable types: an option that is off is None or False."""
     if value is None or isinstance(value, bool):
         return "option"
     if isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1):

@@ -1,6 +1,6 @@
-"""Folders held open, for all that samestep writes: no rename of a folder above can turn it into another's.
+"""Folders held open for everything that samestep writes, so that renaming a parent cannot redirect a write.
 
-What is created is new (`O_EXCL`): links, pipes and files that were put in its place are never written to.
+Files are created with `O_EXCL`, so links, pipes and files that someone put in their place are never written.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 
 
 class Folder:
-    """An open folder: what is done in it is done in this very one, wherever its path leads by now.
+    """An open folder: operations act on this folder, even if its path now leads to another.
 
         with Folder.open(path) as folder:
             ...
 
     Args:
-        path: where it was opened.
-        descriptor: of it; closed on leaving.
+        path: the path it was opened by.
+        descriptor: its file descriptor, which `close` closes.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
         self.descriptor = descriptor
-        self._absolute = os.path.abspath(path)  # the process may go to another working folder
+        self._absolute = os.path.abspath(path)  # the working directory may change
 
     @classmethod
     def open(cls, path: Path, *, make: bool = False) -> Folder:
-        """Open a folder; with `make` make it where it is not there."""
+        """Open a folder; with `make`, create it if it is missing."""
         if make:
             make_folder(path)
         return cls(path, os.open(path, os.O_RDONLY | os.O_DIRECTORY))
@@ -53,13 +53,13 @@ class Folder:
         self.close()
 
     def close(self) -> None:
-        """Close it."""
+        """Close the descriptor; a second call does nothing."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
     def is_there(self) -> bool:
-        """Say whether its path still leads to it."""
+        """Return whether the path still leads to this folder."""
         try:
             found = os.stat(self._absolute)
         except (FileNotFoundError, NotADirectoryError):
@@ -67,11 +67,11 @@ class Folder:
         return os.path.samestat(found, os.fstat(self.descriptor))
 
     def names(self) -> list[str]:
-        """Return what is in it, sorted."""
+        """Return the names of the entries, sorted."""
         return sorted(os.listdir(self.descriptor))
 
     def look(self, name: str) -> os.stat_result | None:
-        """Describe an entry, a link as such; None where there is none."""
+        """Return the status of an entry, not following a link; None if there is no entry."""
         with self.naming(name):
             try:
                 return os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
@@ -79,12 +79,12 @@ class Folder:
                 return None
 
     def path_of(self, name: str) -> Path:
-        """Return a path that leads to an entry, for libraries that take nothing else."""
+        """Return a path to an entry, for libraries that need one."""
         by_descriptor = Path(f"/proc/self/fd/{self.descriptor}")
         return (by_descriptor if by_descriptor.exists() else self.path) / name
 
     def folder(self, name: str, *, make: bool = False) -> Folder:
-        """Open a folder in it, which may be a link to one; with `make` make a new one where nothing is."""
+        """Open a subfolder, or a link to one; with `make`, create it if there is no such entry."""
         with self.naming(name):
             if make and self.look(name) is None:
                 self.make(name)
@@ -94,23 +94,23 @@ class Folder:
             )
 
     def make(self, name: str) -> None:
-        """Make a folder in it."""
+        """Create a subfolder."""
         with self.naming(name):
             os.mkdir(name, dir_fd=self.descriptor)
 
     def create(self, name: str) -> BinaryIO:
-        """Make a file, and open it for writing; it is an error if anything has that name."""
+        """Create a file and open it for writing; an existing entry is an error."""
         with self.naming(name):
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
             return os.fdopen(os.open(name, flags, 0o666, dir_fd=self.descriptor), "wb")
 
     def unlink(self, name: str) -> None:
-        """Delete a file or a link, if it is there."""
+        """Delete a file or link, if it exists."""
         with self.naming(name), suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.descriptor)
 
     def remove(self, name: str) -> None:
-        """Delete a folder with all that is in it, or a file, or a link, if it is there."""
+        """Delete a folder with its content, a file or a link, if it exists."""
         found = self.look(name)
         with self.naming(name):
             if found is not None and stat.S_ISDIR(found.st_mode):
@@ -124,7 +124,7 @@ class Folder:
             os.rename(name, to, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
 
     def exchange(self, name: str, other: str) -> bool:
-        """Give two entries each other's names, in one indivisible act; False where the system has none."""
+        """Swap the names of two entries atomically; return False if the system cannot."""
         libc = ctypes.CDLL(None, use_errno=True)
         if not hasattr(libc, "renameat2"):
             return False
@@ -137,12 +137,12 @@ class Folder:
         raise OSError(number, os.strerror(number), os.fspath(self.path / other))
 
     def flush(self) -> None:
-        """Wait until the names in it are on the disk."""
+        """Wait until the names of the entries are on disk."""
         os.fsync(self.descriptor)
 
     @contextmanager
     def naming(self, name: str) -> Iterator[None]:
-        """Let an error name the whole path."""
+        """Put an entry's full path into an `OSError`."""
         try:
             yield
         except OSError as error:
@@ -152,7 +152,7 @@ class Folder:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until a file's content, or the names in a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -161,7 +161,7 @@ def flush(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it, if they are not there; names that are new are on the disk then."""
+    """Create a folder and its missing parents, and flush the new names to disk."""
     if not path.is_dir():
         make_folder(path.parent)
         path.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""A run's state between two steps on its way from one worker to others, in memory."""
+"""Sends a run's state between two steps from one worker to others, in memory."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from samestep.workers.job import Job
 __all__ = ["Trained", "send_state", "set_trained", "take_state", "trained"]
 
 Trained: TypeAlias = Mapping[str, Mapping[str, bool]]
-"""Which parameters of a module require grad, by the names of both."""
+"""Which parameters require grad: by the module's name, then by the parameter's."""
 
 
 def send_state(
     objects: TrainingObjects, job: Job, source: int, targets: Sequence[int], more: Any = None
 ) -> tuple[Snapshot, Any] | None:
-    """Send one worker's state to some others; all must call this.
+    """Send the state of worker `source` to the workers `targets`; all workers must call this.
 
     Returns:
-        The state, and what else the worker sends, on those for whom it is; see `take_state`.
+        On the targets, the state, for `take_state`, and the source's `more`; None on the others.
     """
     sent = (take_snapshot(objects), more) if job.rank == source else None
     sent = hand_over(sent, job, source, targets, f"the state of worker {source}")
@@ -34,16 +34,16 @@ def send_state(
 
 
 def take_state(snapshot: Snapshot, objects: TrainingObjects) -> None:
-    """Take over the state of another worker.
+    """Load the state of another worker.
 
     Raises:
-        ConfigError, DataError: it does not fit; then nothing is taken over.
+        ConfigError, DataError: it does not fit the objects, which are unchanged then.
     """
     restore(snapshot, objects, Path("the state of another worker"))
 
 
 def trained(objects: TrainingObjects) -> Trained:
-    """Return which parameters are trained; a checkpoint does not know, as the program says it."""
+    """Return which parameters require grad; a checkpoint does not hold this, because the program sets it."""
     return {
         name: {key: parameter.requires_grad for key, parameter in module.named_parameters()}
         for name, module in _modules(objects).items()
@@ -51,7 +51,7 @@ def trained(objects: TrainingObjects) -> Trained:
 
 
 def set_trained(objects: TrainingObjects, flags: Trained) -> None:
-    """Let those parameters be trained that another worker trains."""
+    """Set `requires_grad` as on another worker."""
     for name, module in _modules(objects).items():
         for key, parameter in module.named_parameters():
             if key in flags.get(name, {}):
@@ -59,6 +59,6 @@ def set_trained(objects: TrainingObjects, flags: Trained) -> None:
 
 
 def _modules(objects: TrainingObjects) -> dict[str, nn.Module]:
-    """Return the modules that may be trained."""
+    """Return the modules with parameters: the model, under the name "", and the user's others."""
     others = {name: each for name, each in objects.others.items() if isinstance(each, nn.Module)}
     return {name: uncompiled(module) for name, module in {"": objects.model, **others}.items()}

@@ -1,4 +1,4 @@
-"""The description of a checkpoint: step, digest, checksums. How it is written, read and checked."""
+"""The description of a checkpoint: step, digest, checksums. Writes, reads and checks it."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Manifest:
     """The description of a checkpoint, which `samestep.load` returns.
 
     Attributes:
-        step: steps taken when it was written.
+        step: steps taken when the checkpoint was written.
         digest: `samestep.digest` of the model's weights.
         files: each file's size in bytes and SHA-256.
-        fingerprint: what the bits depend on besides the state: the device, versions of libraries, ...
-        state: what was passed to `save` by a name of the user's and not to `load`, by name.
+        fingerprint: what the bits depend on besides the state: device, library versions, ...
+        state: what was passed to `save` under other keywords and not to `load`, by name.
 
     Example:
         >>> import tempfile, torch, samestep
@@ -54,9 +54,9 @@ class Manifest:
     state: Mapping[str, Any] = field(default_factory=dict)
 
     def to_text(self) -> str:
-        """Return the content of manifest.json: the same for the same state, so without times and places.
+        """Return the content of manifest.json; equal states give equal texts, so it holds no time or path.
 
-        Its last entry is the SHA-256 of the text without that entry, in every format to come.
+        In this and every later format, the last entry is the SHA-256 of the text without that entry.
         """
         values = {
             "format": FORMAT,
@@ -73,11 +73,11 @@ class Manifest:
 
         Args:
             content: the text, in UTF-8.
-            file: where it is from, for messages.
+            file: its path, for messages.
 
         Raises:
-            DamagedError: this is not what was written.
-            DataError: it is whole, but of a newer format.
+            DamagedError: the content is not what was written.
+            DataError: the content is intact, but its format is newer.
         """
         try:
             values = parse_json(content)

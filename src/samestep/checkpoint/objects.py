@@ -1,4 +1,4 @@
-"""The objects that a checkpoint holds the state of, and how it is taken from and given to them."""
+"""The objects in a checkpoint, and how to get and load their state."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ __all__ = [
 ]
 
 WEIGHTS, AVERAGES = "model", "averaged_model"
-"""Names of the modules with a file of their own for their tensors, and of these files."""
+"""Names of the modules with a tensor file of their own, and of these files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingObjects:
-    """The objects that a checkpoint holds the state of; see `samestep.save`.
+    """The objects in a checkpoint; see `samestep.save`.
 
     Attributes:
         model: the model in training.
         towers: hold T, the seed, the step and the noise scale.
-        loader: holds the position, and the settings that it depends on; in general any object with a state.
+        loader: holds the position and the settings it depends on; any object with a `state_dict` works.
         averaged_model: torch's `AveragedModel`, or another module with the averages.
-        rng: whether the process's global generators belong to the state.
-        state: objects with a `state_dict`, or plain values, by name; None counts as not there.
+        rng: whether to include the process's global generators.
+        state: objects with a `state_dict`, or plain values, by name; None is left out.
     """
 
     model: nn.Module
@@ -53,7 +53,7 @@ class TrainingObjects:
 
     @property
     def device(self) -> torch.device:
-        """Where training computes."""
+        """The device of the towers, or else of the model's first tensor."""
         if self.towers is not None:
             return self.towers.job.device
         tensors = (entry for entry in self.model.state_dict().values() if isinstance(entry, Tensor))
@@ -61,14 +61,14 @@ class TrainingObjects:
 
     @property
     def modules(self) -> dict[str, nn.Module | None]:
-        """The modules with a file of their own for their tensors, by the file's name."""
+        """The modules with a tensor file of their own, by the file's name."""
         averaged = uncompiled(self.averaged_model)
         averages = averaged.module if isinstance(averaged, AveragedModel) else averaged
         return {WEIGHTS: self.model, AVERAGES: averages}
 
     @property
     def own(self) -> dict[str, Any]:
-        """The objects of this library's that belong to the rest of the state, by name."""
+        """The objects of samestep itself, besides the modules, by name."""
         averaged = uncompiled(self.averaged_model)
         found = {
             "towers": self.towers,
@@ -86,18 +86,18 @@ class TrainingObjects:
 
     @property
     def are_sharded(self) -> bool:
-        """Whether no worker has all of the state."""
+        """Whether some state is sharded, so that no worker has all of it."""
         return any(isinstance(value, ShardedOptimizer) for value in self.state.values())
 
     def gathered(self) -> TrainingObjects:
-        """Return the objects with all of the state on worker 0, for a snapshot; all must call this."""
+        """Return the objects with sharded state gathered on worker 0; all workers must call this."""
         state = {n: Gathered.of(v) if isinstance(v, ShardedOptimizer) else v for n, v in self.state.items()}
         return replace(self, state=state)
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """Stands in for a sharded optimizer, with the state of all its shares."""
+    """Stands in for a sharded optimizer, with the state of all workers' shares."""
 
     optimizer: ShardedOptimizer
     state: dict[str, Any]
@@ -108,7 +108,7 @@ class Gathered:
         return cls(optimizer, optimizer._gathered([0]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the plain optimizer's state, on worker 0."""
+        """Return the state as of the unsharded optimizer; complete on worker 0 only."""
         return self.state
 
 
@@ -129,17 +129,17 @@ class ComparedSettings:
 
 @dataclass(frozen=True)
 class AverageCount:
-    """What an `AveragedModel` holds besides the averages: the number of updates."""
+    """The state of an `AveragedModel` besides the averages: the number of updates."""
 
     averaged_model: AveragedModel
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all entries but those of the averages."""
+        """Return all entries except the averages."""
         entries = self.averaged_model.state_dict()
         return {name: entry for name, entry in entries.items() if not name.startswith("module.")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put the entries back, and leave the averages as they are."""
+        """Load the entries, and keep the averages."""
         entries = self.averaged_model.state_dict()
         averages = {name: entry for name, entry in entries.items() if name.startswith("module.")}
         self.averaged_model.load_state_dict({**averages, **state})
@@ -156,12 +156,12 @@ class GlobalGenerators:
         return GlobalStreams.capture(self.device).state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put their states back."""
+        """Restore their states."""
         GlobalStreams.from_state_dict(state, self.device).restore()
 
 
 def state_of(value: Any) -> Any:
-    """Return an object's state, a module's by the names without `torch.compile`; a plain value as it is."""
+    """Return an object's state, or a plain value itself; `torch.compile` does not change a module's names."""
     if not hasattr(value, "state_dict"):
         return value
     state = value.state_dict()
@@ -171,7 +171,7 @@ def state_of(value: Any) -> Any:
 
 
 def in_order(state: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state by parameter, and not by when each was first updated."""
+    """Sort an optimizer's state by parameter; torch orders it by each parameter's first update."""
     entries = state.get("state")
     if isinstance(entries, dict) and all(isinstance(key, int) for key in entries):
         return {**state, "state": dict(sorted(entries.items()))}
@@ -179,7 +179,7 @@ def in_order(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_state(target: Any, state: Any) -> None:
-    """Give an object the state that `state_of` returned, whether or not it is compiled."""
+    """Load a state from `state_of` into an object, compiled or not."""
     if isinstance(target, nn.Module):
         entries = target.state_dict()
         state = {name: state[plain] for plain, name in zip(plain_names(entries), entries, strict=True)}
@@ -192,6 +192,6 @@ def kind_of(value: Any) -> str:
 
 
 def class_of(value: Any) -> type:
-    """Return an object's type: that of a module before it was compiled, of an optimizer unsharded."""
+    """Return an object's type, seen through `torch.compile` and optimizer sharding."""
     value = value.optimizer if isinstance(value, Gathered) else uncompiled(value)
     return value.optimizer_class if isinstance(value, ShardedOptimizer) else type(value)

@@ -1,4 +1,4 @@
-"""A folder that takes another's place whole: killed at any moment, the old one or the new one is there."""
+"""Replaces a folder as a whole: if the process is killed at any moment, the old one or the new one exists."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _OF_SYSTEMS = ("Thumbs.db", "desktop.ini", "lost+found")
 
 @contextmanager
 def replacing(parent: Folder, name: str, files: Collection[str]) -> Iterator[Folder]:
-    """Make a new folder, to be filled, which then takes the place of what has the name, if anything has.
+    """Yield a new folder to fill; on leaving, rename it to `name`, in place of any folder of that name.
 
     Args:
-        parent: where.
-        name: of the folder.
-        files: the names that files in it may have: a folder that holds others is not replaced.
+        parent: the folder to create it in.
+        name: the final name.
+        files: the file names that such a folder may hold; one that holds others is not replaced.
 
     Raises:
-        StorageError: what is there is something else, or another process is at it.
-        OSError: of the disk; on any error, what was there before still is.
+        StorageError: `name` belongs to something else, or another process is replacing it.
+        OSError: the disk failed. On any error, what had the name before still has it.
     """
     unfinished = f".{name}.unfinished"
     folder = _claim(parent, unfinished, files)
@@ -36,23 +36,23 @@ def replacing(parent: Folder, name: str, files: Collection[str]) -> Iterator[Fol
         yield folder
         _install(parent, unfinished, name)
     finally:
-        with suppress(OSError):  # the next one deletes it
-            parent.remove(unfinished)  # it would keep a full disk full
+        with suppress(OSError):  # the next call deletes it
+            parent.remove(unfinished)  # free its space, as the disk may be full
         _release(folder)
 
 
 def replaced_name(name: str) -> str:
-    """Return the name that a folder has for a moment where a system cannot exchange it for the new one."""
+    """Return the temporary name of the old folder, on systems that cannot swap two names."""
     return f".{name}.replaced"
 
 
 def _claim(parent: Folder, name: str, files: Collection[str]) -> Folder:
-    """Make and lock a new folder, in place of what a killed process has left there."""
+    """Create and lock a new folder, after deleting what a killed process left there."""
     while True:
         _sweep(parent, name, files)
         try:
             parent.make(name)
-        except FileExistsError:  # another process has been quicker
+        except FileExistsError:  # another process was quicker
             continue
         folder = parent.folder(name)
         if hold(folder.descriptor) is not False and folder.is_there():
@@ -61,7 +61,7 @@ def _claim(parent: Folder, name: str, files: Collection[str]) -> Folder:
 
 
 def _sweep(parent: Folder, name: str, files: Collection[str]) -> None:
-    """Delete what a killed process has left, but not what a live one writes."""
+    """Delete what a killed process left; raise if a live one is writing there."""
     _check_replaceable(parent, name, files)
     found = parent.look(name)
     if found is None or not stat.S_ISDIR(found.st_mode):
@@ -82,7 +82,7 @@ def _release(folder: Folder) -> None:
 
 
 def _check_replaceable(parent: Folder, name: str, files: Collection[str]) -> None:
-    """Check that nobody's files are lost: there is nothing, or a link, or a folder of such files only."""
+    """Check that no foreign file would be lost: the name is free, a link, or a folder of known files."""
     found = parent.look(name)
     if found is None or stat.S_ISLNK(found.st_mode):
         return
@@ -99,12 +99,12 @@ def _check_replaceable(parent: Folder, name: str, files: Collection[str]) -> Non
 
 
 def _is_of_system(name: str) -> bool:
-    """Say whether a file is one that systems put into any folder, such as .DS_Store or .nfs0123."""
+    """Return whether the operating system may have put a file there, such as .DS_Store or .nfs0123."""
     return name.startswith(".") or name in _OF_SYSTEMS
 
 
 def _install(parent: Folder, unfinished: str, name: str) -> None:
-    """Give the new folder its name; what had it before is deleted, or has the temporary name then."""
+    """Rename the new folder to `name`; the old one is deleted, or left under the name `unfinished`."""
     if parent.look(name) is None:
         parent.rename(unfinished, name)
     elif not parent.exchange(unfinished, name):
@@ -121,7 +121,7 @@ def _install(parent: Folder, unfinished: str, name: str) -> None:
 
 
 def _recover(parent: Folder, name: str, files: Collection[str]) -> None:
-    """Put a folder back that was about to be replaced by a process that was killed."""
+    """Restore a folder that a killed process had renamed to replace it."""
     replaced = replaced_name(name)
     _check_replaceable(parent, replaced, files)
     if parent.look(name) is None and parent.look(replaced) is not None:

@@ -35,22 +35,22 @@ def save(  # noqa: PLR0913 - what a run's state consists of
     rng: bool = False,
     **state: Any,
 ) -> Path:
-    """Write a checkpoint: under a temporary name, flushed to disk, then renamed.
+    """Write a checkpoint atomically: under a temporary name, flushed to disk, then renamed.
 
-    Call it on all workers, between two steps. Worker 0 writes, and all wait for it; an error there is raised
-    on all.
+    Call it on all workers, between two steps. Worker 0 writes and the others wait; an error on worker 0 is
+    raised on all.
 
     Args:
-        path: the folder to write; a checkpoint that is there already is replaced, in one act.
+        path: the folder to write; an existing checkpoint there is replaced atomically.
         model: its `state_dict` is written as safetensors.
-        towers: their step and noise scale are kept; `load` refuses another T or seed. Required in a job of
+        towers: their step and noise scale are saved; `load` refuses another T or seed. Required in a job of
             several workers.
-        loader: its position is kept; `load` refuses another batch size, seed, number of examples, ...
-        averaged_model: torch's `AveragedModel`, whole; or another module with the averages.
-        step: steps taken, if there are no `towers`, which know it; by default 0.
-        rng: keep the states of the process's global generators (torch's, Python's and NumPy's legacy one),
-            for a loop that draws from them outside the towers' turns, such as for its batches. They must be
-            in the same state on all workers.
+        loader: its position is saved; `load` refuses another batch size, seed, number of examples, ...
+        averaged_model: torch's `AveragedModel` itself, or another module with the averages.
+        step: steps taken, by default 0. Only without `towers`, which count their steps.
+        rng: save the states of the process's global generators (torch's, Python's and NumPy's legacy one),
+            for a loop that draws from them outside the towers' passes, such as for its batches. All workers
+            must have them in the same state.
         state: optimizers, schedulers and anything else with a `state_dict`, or plain numbers, strings,
             tensors, and lists, tuples and dicts of them; None is left out.
 
@@ -58,13 +58,12 @@ def save(  # noqa: PLR0913 - what a run's state consists of
         The folder.
 
     Raises:
-        ConfigError: some of the state cannot be written; `step` beside `towers`; a path without a name; or no
-            `towers` in a job of several workers.
-        DisagreementError: workers have different weights, of which worker 0's would be written; or, with
-            `rng`, they have drawn different numbers.
+        ConfigError: some of the state cannot be written, both `step` and `towers` are passed, `path` has no
+            last part, or `towers` is missing in a job of several workers.
+        DisagreementError: the workers' weights differ, or, with `rng`, their generators' states.
         UsageError: a step is open.
-        StorageError: it cannot be written, or what is at `path` is not a checkpoint, a link or an empty
-            folder; it is still there then.
+        StorageError: the checkpoint cannot be written, or `path` holds something other than a checkpoint, a
+            link or an empty folder, which is left as it is.
 
     Example:
         >>> import tempfile
@@ -104,27 +103,28 @@ def load(
     rng: bool = False,
     **state: Any,
 ) -> Manifest:
-    """Read a checkpoint back into the objects it was written from: all of it, or, on an error, nothing.
+    """Load a checkpoint into the objects: all of its state or, on an error, nothing.
 
-    Call it on all workers, of any number. With `towers`, worker 0 reads it for all. Without, each process
-    reads it for itself: so the weights of another run can be loaded, before `Towers` are made.
+    Call it on all workers; their number may differ from when it was saved. With `towers`, worker 0 reads the
+    files for all. Without, each process reads them by itself, for example to start from the weights of
+    another run before `Towers` are created.
 
     Args:
-        path: the folder.
+        path: the checkpoint's folder.
         model: gets the weights.
-        towers: get the step and the noise scale, if T and the seed are the same.
-        loader: gets the position, if batch size, seed, number of examples, ... are the same.
-        averaged_model: gets the averages; an `AveragedModel` also the number of updates.
-        rng: put the states of the process's global generators back.
-        state: the objects with a `load_state_dict` to fill, by the names they were saved under.
+        towers: get the step and the noise scale; T and the seed must be the same.
+        loader: gets the position; batch size, seed, number of examples, ... must be the same.
+        averaged_model: gets the averages; an `AveragedModel` also gets the number of updates.
+        rng: restore the states of the process's global generators.
+        state: the objects with a `load_state_dict` to load into, by the names they were saved under.
 
     Returns:
         The checkpoint's manifest; its `state` has what was saved under names not passed here.
 
     Raises:
         MissingFileError: there is no checkpoint.
-        DamagedError: it is not what was written.
-        DataError: it does not fit the objects or the memory, or is of a newer format.
+        DamagedError: its files are not what was written.
+        DataError: it does not fit the objects or the memory, or its format is newer.
         ConfigError: it is from a run with other settings.
         DisagreementError: it does not fit the objects of another worker.
         UsageError: a step is open.

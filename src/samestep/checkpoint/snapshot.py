@@ -1,4 +1,4 @@
-"""The state of a run between two steps, in host memory: on its way to the disk, or back from it."""
+"""The state of a run between two steps, in host memory: copied from the objects, and restored to them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from samestep.workers.job import Job
 __all__ = ["STATE", "Snapshot", "restore", "take_snapshot"]
 
 STATE = "training"
-"""Names the files with all that is not a model's tensors."""
+"""Name of the files with all state besides the modules' tensors."""
 
 _SECTIONS = ("own", "state", "kinds", "extra")
 _NOT_ON_DISK = (torch.complex128, torch.complex32)  # safetensors has no such dtypes
@@ -40,9 +40,9 @@ class Snapshot:
         step: steps taken.
         fingerprint: see `samestep.identity`.
         weights: the model's tensors, by name.
-        averages: those of the averaged model, by the names in the model; None without one.
-        outline: all other state in JSON, without its tensors; see `samestep.checkpoint.state_tree`.
-        tensors: of that state, by name.
+        averages: the averaged model's tensors, by the names in the model; None without an averaged model.
+        outline: all other state as JSON values, without tensors; see `samestep.checkpoint.state_tree`.
+        tensors: the tensors of that other state, by name.
     """
 
     step: int
@@ -53,10 +53,10 @@ class Snapshot:
     tensors: Mapping[str, Tensor]
 
     def sections(self) -> dict[str, dict[str, Any]]:
-        """Return all other state: "own" objects, the user's "state" and its "kinds", modules' "extra" state.
+        """Return all other state: "own" objects, the user's "state", its type names, modules' "extra" state.
 
         Raises:
-            ValueError: the outline holds something else.
+            ValueError: the outline has other sections.
         """
         nest = from_outline(self.outline, self.tensors)
         is_right = isinstance(nest, dict) and tuple(nest) == _SECTIONS
@@ -65,18 +65,18 @@ class Snapshot:
         return nest  # type: ignore[no-any-return]
 
 
-pytree.register_dataclass(Snapshot)  # so that workers can send each other its tensors
+pytree.register_dataclass(Snapshot)  # so that workers can send its tensors
 
 
 def take_snapshot(objects: TrainingObjects, step: int = 0) -> Snapshot:
-    """Copy the state of all objects to host memory; call it between steps.
+    """Copy the state of all objects to host memory; call it between two steps.
 
     Args:
         objects: what to copy.
-        step: steps taken, where there are no `towers` that know it.
+        step: steps taken; only used without `towers`.
 
     Raises:
-        ConfigError: some of it cannot be written to a checkpoint.
+        ConfigError: some of the state cannot be written to a checkpoint.
     """
     modules = {name: {} if m is None else state_of(m) for name, m in objects.modules.items()}
     tensors: dict[str, Tensor] = {}
@@ -102,21 +102,21 @@ def take_snapshot(objects: TrainingObjects, step: int = 0) -> Snapshot:
 def restore(
     snapshot: Snapshot, objects: TrainingObjects, path: Path, job: Job | None = None
 ) -> dict[str, Any]:
-    """Put a snapshot back into the objects: all of it on all workers, or, on an error, nothing on any.
+    """Load a snapshot into the objects: all of it on all workers or, on an error, nothing on any worker.
 
     Args:
         snapshot: from `take_snapshot`, on this or another placement.
         objects: of the same model and experiment; those that are None are left out.
-        path: the checkpoint that it was read from, for messages.
-        job: all its workers must call this; without one this process is by itself.
+        path: the checkpoint that the snapshot was read from, for messages.
+        job: the job, all workers of which must call this; None to load in this process alone.
 
     Returns:
-        The user's state that no object was asked to take, by name.
+        The user's state that is not in `objects`, by name.
 
     Raises:
-        ConfigError: it is from a run with other settings, or an object cannot be loaded into.
+        ConfigError: the snapshot is from a run with other settings, or an object cannot load state.
         DataError: it does not fit the objects.
-        DisagreementError: it does not fit those of another worker.
+        DisagreementError: it does not fit the objects of another worker.
     """
     with ExitStack() as undo:
         error: Error | None = None
@@ -142,7 +142,7 @@ def restore(
 def _weights_for(
     snapshot: Snapshot, sections: Mapping[str, Any], objects: TrainingObjects, path: Path
 ) -> list[tuple[Any, dict[str, Any]]]:
-    """Return each module and what it is to load, after checking that nothing is missing."""
+    """Return each module with the entries to load, after checking that nothing is missing."""
     found: list[tuple[Any, dict[str, Any]]] = []
     tensors = {WEIGHTS: snapshot.weights, AVERAGES: snapshot.averages}
     for name, module in objects.modules.items():
@@ -167,18 +167,18 @@ def _weights_for(
 
 
 def _load(name: str, target: Any, state: Any, path: Path, undo: ExitStack) -> None:
-    """Load one object, and add to `undo` how to put its former state back."""
+    """Load one object, and add a callback to `undo` that restores its former state."""
     if isinstance(target, ShardedOptimizer):
         undo.callback(target._keep())
     else:
         former = state_of(target)
-        # An optimizer keeps the tensors that it loads; others may write into those of their former state.
+        # No copy for an optimizer, as loading replaces its tensors; other objects may write into theirs.
         undo.callback(load_state, target, former if isinstance(target, Optimizer) else copy.deepcopy(former))
     try:
         load_state(target, state)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    except Exception as error:  # an object may raise anything for a state that does not fit
+    except Exception as error:  # objects raise errors of any type for a state that does not fit
         why = one_line(f"{type(error).__name__}: {error}")
         raise DataError(f"{path}: its state of {name} does not fit ({why})") from error
 

@@ -1,12 +1,12 @@
-"""Nested state <-> JSON (the outline) and named tensors: reading them can run no code.
+"""Nested state <-> JSON (the outline) and named tensors. Unlike pickle, reading them cannot run code.
 
-Numbers, strings, booleans, None, lists and dicts with string keys are in the outline as they are. All else
-is an object with one name that begins with `$`:
+Numbers, strings, booleans, None, lists and dicts with string keys stay as they are in the outline. Anything
+else becomes an object with a key that begins with `$`:
 
-    {"$tensor": name, "order": [0, 2, 3, 1]}    a tensor; its memory's order where that is not row-major
+    {"$tensor": name, "order": [0, 2, 3, 1]}    a tensor; its axes' order in memory, if not row-major
     {"$tuple": [...]}                           a tuple
-    {"$dict": [[key, value], ...]}              a dict with other keys, such as an optimizer's numbers
-    {"$counter": [[key, count], ...]}           a collections.Counter, as MultiStepLR has it
+    {"$dict": [[key, value], ...]}              a dict with other keys, such as an optimizer's ints
+    {"$counter": [[key, count], ...]}           a collections.Counter, as in MultiStepLR
     {"$float": "inf"}                           a number that JSON cannot hold
 """
 
@@ -27,15 +27,15 @@ __all__ = ["from_outline", "to_outline"]
 
 
 def to_outline(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Return the outline of a nest, and put its tensors into `tensors`, as they are.
+    """Return the outline of a nest, and add its tensors to `tensors`, without copying them.
 
     Args:
         value: numbers, strings, booleans, None, tensors, and lists, tuples and dicts of them.
-        name: what the nest is called, in messages and the tensors' names.
-        tensors: grows.
+        name: the nest's name, for messages and as the prefix of its tensors' names.
+        tensors: the dict to add to.
 
     Raises:
-        ConfigError: something else is in it.
+        ConfigError: the nest holds something else.
 
     Example:
         >>> tensors = {}
@@ -51,7 +51,7 @@ def to_outline(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": str(float(value))}
     if isinstance(value, Tensor):
-        return _note(value, name, tensors)
+        return _outline_tensor(value, name, tensors)
     if type(value) in (list, tuple, torch.Size):
         items = [to_outline(item, f"{name}.{index}", tensors) for index, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
@@ -72,7 +72,7 @@ def _outline_dict(value: dict[Any, Any], name: str, tensors: dict[str, Tensor]) 
     return {"$dict": [[to_outline(key, name, {}), item] for key, item in items]}
 
 
-def _note(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _outline_tensor(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     while name in tensors:  # {"a.b": ...} beside {"a": {"b": ...}}
         name += "'"
     tensors[name] = tensor
@@ -83,10 +83,10 @@ def _note(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> dict[str, An
 
 
 def from_outline(outline: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the nest that `to_outline` was given.
+    """Return the nest of an outline, as passed to `to_outline`.
 
     Raises:
-        ValueError: it is not an outline, or a tensor is missing, left over or used twice.
+        ValueError: this is not an outline, or a tensor is missing, left over or used twice.
 
     Example:
         >>> from_outline({"$dict": [[0, {"$tensor": "a"}], [1, {"$tuple": []}]]}, {"a": torch.zeros(2)})
@@ -126,7 +126,7 @@ def _value(outline: Any, left: dict[str, Tensor]) -> Any:
 
 
 def _ordered(tensor: Tensor, order: list[int] | None) -> Tensor:
-    """Return the tensor with its axes in memory from the slowest to the fastest in `order`."""
+    """Return the tensor, with axes laid out in memory in `order`, slowest first."""
     if order is None:
         return tensor
     if sorted(order) != list(range(tensor.ndim)):

@@ -1,1 +1,1 @@
-"""The loaders: one global order of the examples, or T shards, and a random stream for each example."""
+"""The loaders: examples in one global order, or in T shards, with a random stream for each example."""

@@ -1,4 +1,4 @@
-"""torch's DataLoader underneath a loader of ours: which options are passed on to it, and how it is read."""
+"""The DataLoader of torch under samestep's loaders: which options they pass on, and how they read it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _OWNED = {
 
 
 def check_options(options: Iterable[str], loader: str, owned: Mapping[str, str] = _OWNED) -> None:
-    """Refuse options of DataLoader that are decided here.
+    """Refuse options of DataLoader that samestep's loaders set themselves.
 
     Raises:
-        ConfigError: one of them is given.
+        ConfigError: one of these options is passed.
     """
     for name in options:
         if name in owned:
@@ -38,14 +38,14 @@ def check_options(options: Iterable[str], loader: str, owned: Mapping[str, str] 
 def reading(
     dataset: Dataset[Any], job: Job, options: Mapping[str, Any], **more: Any
 ) -> Callable[[], Generator[Any]]:
-    """Return a function that reads a dataset through a DataLoader, and gives what it yields as it is."""
+    """Return a function that reads a dataset through a DataLoader, without batching or collating."""
     options = {"num_workers": 0, "persistent_workers": False, **options, **more}
     timeout_s = options.pop("timeout", 0) or job.timeout_s
     loader: DataLoader[Any] = DataLoader(
         dataset,
         batch_size=None,
-        collate_fn=_as_it_is,
-        # Without one of its own, DataLoader draws a number from torch's global generator each epoch.
+        collate_fn=_unchanged,
+        # Without a generator, DataLoader draws a number from torch's global generator each epoch.
         generator=torch.Generator(),
         worker_init_fn=start_loader_process,
         timeout=timeout_option(options["num_workers"], options["persistent_workers"], timeout_s),
@@ -54,5 +54,5 @@ def reading(
     return partial(read_through, loader, job.rank, timeout_s)
 
 
-def _as_it_is(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch

@@ -1,4 +1,4 @@
-"""What a torch DataLoader has been given, as arguments of a `TowerLoader`."""
+"""The arguments of a torch DataLoader, as arguments for a `TowerLoader`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return the arguments.
 
     Raises:
-        ConfigError: something of it cannot be kept.
+        ConfigError: a TowerLoader has no counterpart of some argument.
     """
     if not isinstance(loader, DataLoader):
         raise ConfigError(f"loader is a {type(loader).__name__}: expected a torch.utils.data.DataLoader")
@@ -81,12 +81,12 @@ def _check_can_be_kept(loader: DataLoader[Any]) -> None:
         ),
         "a DistributedSampler": (
             isinstance(sampler, DistributedSampler),
-            "it leaves each process a part, which depends on how many there are; use shuffle=True",
+            "it gives each process a part that depends on the number of processes; use shuffle=True",
         ),
         "a sampler with a generator": (
             isinstance(getattr(sampler, "generator", None), torch.Generator),
-            "what it gives depends on what was drawn before; without one it draws from the global "
-            "generators, which are seeded from (seed, epoch)",
+            "its order depends on earlier draws; without a generator it draws from the global generators, "
+            "which are seeded from (seed, epoch)",
         ),
         "a generator": (loader.generator is not None, streams),
         "a worker_init_fn": (

@@ -1,8 +1,8 @@
-"""The data of a run: one global order, a random stream for each example, torch's DataLoader underneath.
+"""The data of a run: one global order, a random stream for each example, read by torch's DataLoader.
 
-The examples of a batch depend on (seed, epoch) alone, and the random numbers of an example on (seed, epoch,
-example). So every placement, and any number of loader processes, sees the same batches, and a run can
-continue from batch 1,000,000 without reading the ones before.
+The order of an epoch depends on (seed, epoch) alone, and the random numbers of an example on (seed, epoch,
+example). So the batches are the same for every placement and any number of loader processes, and a run can
+continue from batch 1,000,000 without reading the earlier ones.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ __all__ = ["PlacedTowers", "TowerLoader"]
 
 
 class PlacedTowers(Protocol):
-    """What a `TowerLoader` needs of `samestep.Towers`; `placement` may change between any two steps."""
+    """The part of `samestep.Towers` that a `TowerLoader` uses; `placement` may change between steps."""
 
     @property
     def model(self) -> nn.Module:
-        """What is trained."""
+        """The model in training."""
 
     @property
     def placement(self) -> Placement:
@@ -55,43 +55,44 @@ class PlacedTowers(Protocol):
 class TowerLoader:
     """Loads this worker's rows of each global batch, already cut into towers.
 
-    An iteration yields the rest of the current epoch, from `position` on; the next one is the next epoch's.
-    Around `dataset[example]` torch's CPU generator, Python's `random` and NumPy's legacy generator are
-    seeded from (seed, epoch, example), and around `collate_fn` from (seed, position, tower). An example that
-    an epoch holds several times has another stream each time. Examples are read with one CPU thread, in
-    loader processes and without.
+    An iteration yields the rest of the current epoch, from `position` on; the next iteration, the next epoch.
+    While `dataset[example]` runs, torch's CPU generator, Python's `random` and NumPy's legacy generator are
+    seeded from (seed, epoch, example); while `collate_fn` runs, from (seed, position, tower). Each repeat of
+    an example in an epoch has its own stream. Examples are read with one CPU thread, whether or not in loader
+    processes.
 
-    All workers read the first example of every 32nd batch, and compare it. Where a batch leaves some tower a
-    single row and the model has a `BatchNorm1d`, there is a warning.
+    All workers read the first example of every 32nd batch and compare it. There is a warning if a batch gives
+    some tower a single row and the model has a `BatchNorm1d`.
 
-    A batch's slices are read one by one, small ones up to 4 MiB together: a loader process holds
-    `prefetch_factor` of these, not batches. They are handed out when they are asked for, in order; one that
-    is asked for again, or later, is read again.
-    What was read ahead is for the towers' current placement. When that has been replaced, it is dropped and
-    read again for the new one; `persistent_workers=True` keeps the loader processes then.
+    A batch is read slice by slice (one tower's rows each; small ones together, up to 4 MiB), so a loader
+    process holds `prefetch_factor` slices, not batches. Slices are read ahead in order; a slice that is
+    accessed again, or out of order, is read again. When the towers' placement changes, slices read ahead are
+    dropped and read for the new placement; `persistent_workers=True` keeps the loader processes then.
 
     Args:
-        dataset: map-style: `len(dataset)` and `dataset[example]`; or a `BatchedDataset`, of which each
-            tower's rows are read by one call.
+        dataset: map-style, with `len(dataset)` and `dataset[example]`; or a `BatchedDataset`, which reads
+            a tower's rows in one call.
         batch_size: rows of the global batch.
         towers: a `samestep.Towers`.
-        seed: of the order and of all examples' random streams.
-        shuffle: a new permutation for each epoch, which is the default without `order`; otherwise the
-            dataset's own order.
+        seed: the seed of the order and of all examples' random streams.
+        shuffle: draw a new permutation for each epoch, the default without `order`; if False, keep the
+            dataset's order.
         order: `order(seed, epoch)` -> the indices of an epoch's examples, int64 [n], for weighted sampling,
-            subsets, grouping by length: a tensor, an array, or an iterable of ints such as a torch `Sampler`.
-            Any length, repeats allowed, but as many batches in every epoch. It must give the same whenever it
-            is asked; the global generators are seeded from (seed, epoch) while it runs. See docs/data.md.
-        drop_last: leave out an epoch's last batch where it is short.
+            subsets or grouping by length: a tensor, an array, or an iterable such as a torch `Sampler`. It
+            may repeat examples and have any length that gives the same number of batches in every epoch. Each
+            call for an epoch must return the same; (seed, epoch) seeds the global generators for it. See
+            docs/data.md.
+        drop_last: leave out an epoch's last batch if it is incomplete.
         collate_fn: a tower's list of examples -> its batch; torch's `default_collate` by default.
         dataloader_options: passed on to `torch.utils.data.DataLoader`, such as `num_workers`, `pin_memory`,
             `prefetch_factor`, `persistent_workers`, `multiprocessing_context`, `timeout`.
 
     Raises:
-        ConfigError: no examples, no whole batch, a batch size below 1, an option that cannot be set here, or
-            an `order` that gives something else; in an iteration, an epoch with another number of batches.
-        LoaderError: later, a loader process was killed, or none has answered for `timeout`, by default that
-            of the job.
+        ConfigError: the dataset is empty or has no whole batch, `batch_size` is below 1, an option cannot be
+            set here, or `order` returns anything but indices; while iterating, `order` gives another number
+            of batches than in epoch 0.
+        LoaderError: while iterating, a loader process was killed, or none answered within `timeout`, by
+            default that of the job.
 
     Example:
         >>> from samestep import Towers
@@ -155,7 +156,7 @@ class TowerLoader:
         """Batches handed out over the whole run, all epochs together. Setting it reads no data.
 
         Raises:
-            ConfigError: it is set to something else than an int of at least 0.
+            ConfigError: it is set to anything but an int of at least 0.
         """
         return self._position
 
@@ -166,7 +167,7 @@ class TowerLoader:
         self._position = position
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and the settings that it depends on."""
+        """Return the position and the settings it depends on."""
         return {"position": self._position, **self._settings}
 
     @classmethod
@@ -175,17 +176,19 @@ class TowerLoader:
     ) -> TowerLoader:
         """Return a loader with the dataset, batch size and options of a torch `DataLoader`.
 
-        Each worker reads its own rows only. What a sampler shuffles is shuffled; another one becomes `order`.
+        Each worker reads its own rows only. torch's sequential and random samplers set `shuffle`; any other
+        sampler becomes `order`.
 
         Args:
-            loader: is not iterated over; its `batch_size` is the global one.
+            loader: the DataLoader, which is not iterated over. Its `batch_size` is taken as the global one.
             towers: a `samestep.Towers`.
-            seed: of the order and of all examples' random streams.
-            batch_size: another global one, such as the loader's times the processes or accumulation steps.
+            seed: the seed of the order and of all examples' random streams.
+            batch_size: another global size, such as the loader's times the number of processes or
+                accumulation steps.
 
         Raises:
-            ConfigError: the loader has something that cannot be kept, such as a `batch_sampler`, a generator,
-                a `worker_init_fn`, an `IterableDataset`, or a `DistributedSampler`.
+            ConfigError: the loader has a part without a counterpart here, such as a `batch_sampler`, a
+                generator, a `worker_init_fn`, an `IterableDataset`, or a `DistributedSampler`.
 
         Example:
             >>> from samestep import Towers
@@ -200,11 +203,11 @@ class TowerLoader:
         return cls(towers=towers, seed=seed, **options)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the position of what `state_dict` returned, with any number of workers.
+        """Continue from the position in a `state_dict`, with any number of workers.
 
         Raises:
-            ConfigError: it is from a run with another batch size, seed, number of examples, `shuffle`,
-                `drop_last` or `order`, as far as epoch 0 shows.
+            ConfigError: the state is from a run with another batch size, seed, number of examples,
+                `shuffle`, `drop_last` or `order`; of an order only epoch 0 is compared.
         """
         check_same(state, self._settings, "loader")
         self.position = state["position"]
@@ -217,7 +220,7 @@ class TowerLoader:
 
     @property
     def _num_rows(self) -> int:
-        """Rows of epoch 0; every epoch has as many batches."""
+        """Rows of epoch 0; every epoch has the same number of batches."""
         return len(self.dataset) if self._custom is None else self._custom.num_rows
 
     @property
@@ -234,13 +237,12 @@ class TowerLoader:
 
         Raises:
             ConfigError: `order` gives another number of batches than in epoch 0, or no indices.
-            UsageError: `position` was set, or another iteration went on, since the last batch of this one.
+            UsageError: since the last batch, `position` was set or another iteration yielded a batch.
         """
         expected, end = self._position, (self.epoch + 1) * len(self)
         order = self._order(self.epoch)
         while expected < end:
-            # What is read ahead is for this placement. The next step may be under another one, and then
-            # it is read again from there on.
+            # Slices read ahead are for this placement. If it changes between steps, read again from there.
             placed = self._towers.placement, self._towers.job.rank
             with closing(self._read(order, range(expected, end))) as batches:
                 while expected < end and (self._towers.placement, self._towers.job.rank) == placed:
@@ -250,12 +252,13 @@ class TowerLoader:
                     yield batch
 
     def _read(self, order: NDArray[np.int64], positions: range) -> Generator[LocalBatch]:
-        """Yield batches; their slices are read ahead one by one, and handed out when they are asked for."""
-        # Workers whose orders differ find out in an epoch's first step: one may be longer than the other.
+        """Yield batches with slices that are read ahead one by one, and returned on access."""
+        # Part of every batch's fingerprint, so that workers find different orders in the epoch's first step.
         checksum = 0 if self._custom is None else zlib.crc32(order.tobytes())
         if self._stream is not None:
-            self._stream.close()  # a DataLoader that keeps its processes reads for one iteration at a time
-        placed = self._towers.placement, self._towers.job.rank  # now, as these are read ahead later
+            self._stream.close()  # a DataLoader with persistent processes allows one iteration at a time
+        # Evaluated now, because the generator below runs later.
+        placed = self._towers.placement, self._towers.job.rank
         requests = (self._request(self._rows(order, each), each, *placed) for each in positions)
         row_bytes = math.inf if self._stream is None else self._stream.row_bytes
         self._stream = Stream(requests, self._reader, self._read_ahead, self._sampler, row_bytes)
@@ -266,7 +269,7 @@ class TowerLoader:
     def _batch(
         self, read: Callable[[Request, int], Any], rows: NDArray[np.int64], position: int, checksum: int
     ) -> LocalBatch:
-        """Return a batch of which slices are read when they are asked for."""
+        """Return a batch with slices that are read on access."""
         request = self._request(rows, position, self._towers.placement, self._towers.job.rank)
         assert self._stream is not None
         compared = None if request.compared is None else cache(partial(read, request, COMPARED))
@@ -285,7 +288,7 @@ class TowerLoader:
         return order[start : start + self.batch_size]
 
     def _request(self, rows: NDArray[np.int64], position: int, placement: Placement, worker: int) -> Request:
-        """Ask for a worker's towers that have rows."""
+        """Return the request for a worker's towers that have rows."""
         mine = placement.rows(worker, len(rows))
         examples = {tower: rows[part.start : part.stop] for tower, part in mine.items()}
         return Request(position // len(self), position, examples, compared_at(position, rows))

@@ -1,4 +1,4 @@
-"""What torch's DataLoader reads in processes, with one error for those that are killed or do not answer."""
+"""Reads from a torch DataLoader's processes, with one error class if they are killed or do not answer."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ __all__ = ["read_through", "start_loader_process", "timeout_option"]
 _SLICE_S = 0.2
 _EXIT_WAIT_S = 1.0
 _CAUGHT = "Caught "
-"""How DataLoader begins the words of what a loader process has met."""
+"""Start of the message of an error that DataLoader re-raises from a loader process."""
 
 
 def start_loader_process(_: int) -> None:
-    """Do what a loader process does first: see that it ends with its worker, and without a word.
+    """Set up a loader process, so that it ends with its worker, and silently.
 
-    It leaves the process group. Launchers and terminals signal a whole group, and a process that ends before
-    its worker would make the worker fail in the step that it is to finish.
+    It leaves the process group: launchers and terminals signal the whole group, and a loader process that
+    ends before its worker would make the worker fail in its last step.
     """
     os.setpgid(0, 0)
     end_with_parent(signal.SIGKILL)
@@ -42,31 +42,31 @@ def start_loader_process(_: int) -> None:
 def _say_unless_orphaned(
     say: Callable[..., object], kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Say what a thread of a loader process met, unless it is that the worker has died.
+    """Report an uncaught error in a loader process, unless its cause is that the worker has died.
 
-    A worker's connections break a moment before the system tells its children that it is gone.
+    A worker's connections break a moment before the system signals its death to its children.
     """
     worker = multiprocessing.parent_process()
     if worker is not None and isinstance(error, ConnectionError | EOFError):
-        worker.join(_EXIT_WAIT_S)  # in which this process is killed
+        worker.join(_EXIT_WAIT_S)  # if the worker died, this process is killed meanwhile
         if not worker.is_alive():
             return
     say(kind, error, trace)
 
 
 def timeout_option(num_workers: int, persistent_workers: bool, timeout_s: float) -> float:
-    """Return DataLoader's timeout: a slice of ours where it can go on waiting, so that stops don't count."""
+    """Return DataLoader's timeout: short if it can wait again, so that time while stopped does not count."""
     return 0 if num_workers == 0 else timeout_s if persistent_workers else min(_SLICE_S, timeout_s)
 
 
 def read_through(loader: DataLoader[Any], rank: int, timeout_s: float) -> Generator[Any]:
-    """Yield what a DataLoader with `timeout_option` yields, on the worker `rank`.
+    """Yield the items of a DataLoader with `timeout_option`, on worker `rank`.
 
     Raises:
-        LoaderError: no process has handed in anything for the timeout; or one was killed, in which case it
-            is raised at once in the main thread, whatever that does.
+        LoaderError: no loader process returned anything within the timeout, or one was killed; the latter is
+            raised at once in the main thread, at whatever line it is.
     """
-    with torch.device("cpu"):  # whatever the default is: it draws a number from a generator of that device
+    with torch.device("cpu"):  # DataLoader fills a tensor on the default device from our CPU generator
         batches = _named(partial(iter, loader), loader, rank, timeout_s)
     _name_killed(rank)
     while True:
@@ -77,14 +77,14 @@ def read_through(loader: DataLoader[Any], rank: int, timeout_s: float) -> Genera
 
 
 def _named(call: Callable[[], Any], loader: DataLoader[Any], rank: int, timeout_s: float) -> Any:
-    """Call what may wait for loader processes, again and again while it may go on waiting."""
+    """Call a function that may wait for loader processes; call it again after a timeout of DataLoader's."""
     patience = Patience(timeout_s)
     while True:
         try:
             return call()
         except Error as error:
             raise _in_own_words(error) from None
-        except RuntimeError as error:  # DataLoader has no types of its own
+        except RuntimeError as error:  # DataLoader has no error types of its own
             if isinstance(error.__cause__, LoaderError):
                 raise error.__cause__ from None
             if str(error).startswith("DataLoader worker (pid"):
@@ -92,9 +92,11 @@ def _named(call: Callable[[], Any], loader: DataLoader[Any], rank: int, timeout_
             if not str(error).startswith("DataLoader timed out"):
                 raise
         except (ConnectionError, EOFError) as error:
-            if str(error).startswith(_CAUGHT):  # in a loader process, which is there
+            if str(error).startswith(_CAUGHT):  # the dataset's error, from a live loader process
                 raise
-            time.sleep(_EXIT_WAIT_S)  # a loader process has just ended: SIGCHLD says more
+            time.sleep(
+                _EXIT_WAIT_S
+            )  # a loader process has just ended: SIGCHLD's handler raises a better error
             what = one_line(f"{type(error).__name__}: {error}")
             raise LoaderError(f"a loader process of worker {rank} is gone: {what}") from error
         if loader.timeout >= timeout_s or patience.is_over():
@@ -106,7 +108,7 @@ def _named(call: Callable[[], Any], loader: DataLoader[Any], rank: int, timeout_
 
 
 def _in_own_words(error: Error) -> Error:
-    """Return an error of a loader process without the traceback that DataLoader puts before its words."""
+    """Return an error of a loader process, without the traceback that DataLoader puts into its message."""
     if not str(error).startswith(_CAUGHT):
         return error
     kind = type(error)
@@ -114,7 +116,7 @@ def _in_own_words(error: Error) -> Error:
 
 
 def _wake_stopped() -> None:
-    """Let processes that are stopped go on, so that they end when they are told to."""
+    """Resume stopped processes, so that they can act on the signal to end."""
     for process in multiprocessing.active_children():
         if process.pid is not None:
             os.kill(process.pid, signal.SIGCONT)
@@ -126,7 +128,7 @@ def _lost(error: RuntimeError, rank: int) -> LoaderError:
 
 
 def _name_killed(rank: int) -> None:
-    """Let torch's handler of SIGCHLD raise a `LoaderError`, of which workers tell each other."""
+    """Wrap torch's SIGCHLD handler to raise a `LoaderError`, which workers announce to each other."""
     raise_killed = signal.getsignal(signal.SIGCHLD)
     is_torchs = getattr(raise_killed, "__module__", "").startswith("torch.utils.data")
     if not callable(raise_killed) or not is_torchs or threading.current_thread() != threading.main_thread():

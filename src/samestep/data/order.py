@@ -24,10 +24,10 @@ _CPU = torch.device("cpu")
 
 
 def indices_of(order: Order, seed: int, epoch: int, num_examples: int) -> NDArray[np.int64]:
-    """Return an epoch's indices, int64 [n]; the global generators are seeded from (seed, epoch) meanwhile.
+    """Return an epoch's indices, int64 [n]; while `order` runs, (seed, epoch) seeds the global generators.
 
     Raises:
-        ConfigError: they are no integers in range, or there are none.
+        ConfigError: `order` returns no indices, or something other than integers in range.
     """
     with keep_globals(_CPU):
         seed_globals(stream_seed(seed, "order", epoch), _CPU)
@@ -49,7 +49,7 @@ def indices_of(order: Order, seed: int, epoch: int, num_examples: int) -> NDArra
 
 @dataclass(frozen=True)
 class CustomOrder:
-    """A user's order, and what its epoch 0 shows of it."""
+    """A user's order, with the size and checksum of its epoch 0."""
 
     order: Order
     seed: int
@@ -59,10 +59,10 @@ class CustomOrder:
 
     @classmethod
     def check(cls, order: Order, seed: int, num_examples: int) -> CustomOrder:
-        """Ask for epoch 0 twice, which must give the same.
+        """Call `order` twice for epoch 0, and check that the indices are the same.
 
         Raises:
-            ConfigError: it does not, or as for `indices_of`.
+            ConfigError: they differ, `order` is not callable, or as for `indices_of`.
         """
         if not callable(order):
             raise ConfigError(
@@ -83,9 +83,9 @@ class CustomOrder:
 
 
 def numbered(indices: NDArray[np.int64], num_examples: int) -> NDArray[np.int64]:
-    """Return index + k · num_examples for an example that an epoch holds for the k-th time, from 0.
+    """Return index + k · num_examples for the k-th occurrence (from 0) of an example in an epoch.
 
-    Each is another number, so each has a random stream of its own.
+    The numbers are unique, so each occurrence gets its own random stream.
 
     >>> numbered(np.array([3, 1, 3, 3]), 10)
     array([ 3,  1, 13, 23])

@@ -1,4 +1,4 @@
-"""Reads examples into towers' batches, in this process, a thread of it, or a loader process."""
+"""Reads examples into towers' batches, in this process, in a thread of it, or in a loader process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 COMPARED = -1
-"""Where a reader puts what all workers compare, beside the towers' batches."""
+"""The key, beside the towers' indices, of the number that all workers compare."""
 
 _CPU = torch.device("cpu")
 _COMPARE_EVERY = 32  # batches
@@ -44,10 +44,10 @@ _ALIGNMENT_BYTES = 64
 
 @runtime_checkable
 class BatchedDataset(Protocol):
-    """A dataset that makes many examples in one call.
+    """A dataset that returns many examples in one call.
 
-    Each row must depend on its own example and seed alone, whatever else is in the call: see
-    `samestep.streams.uniforms` for such random numbers. `batch` may run in a thread beside the passes.
+    Each row must depend on its own example and seed alone, not on the other rows in the call;
+    `samestep.streams.uniforms` gives such random numbers. `batch` may run in a thread during the passes.
 
     Example:
         >>> class Squares:
@@ -69,7 +69,7 @@ class BatchedDataset(Protocol):
 
         Args:
             examples: their indices, int64 [n].
-            seeds: one for each, uint64 [n], from (seed, epoch, example).
+            seeds: a seed for each, from (seed, epoch, example), uint64 [n].
 
         Returns:
             Nested tensors with n rows each, in the order of `examples`.
@@ -78,10 +78,10 @@ class BatchedDataset(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """Some of a worker's towers in one batch, before they are read: the numbers of their examples.
+    """The examples to read for some of a worker's towers in one batch, as numbers from `samestep.data.order`.
 
-    The k-th time that an epoch holds an example, its number is higher by k times the dataset's length.
-    `compared` is the number of an example that all workers read, and compare; None where there is none.
+    The k-th occurrence (from 0) of an example in an epoch has the number index + k · len(dataset). `compared`
+    is the number of an example that all workers read and compare; None to compare none.
     """
 
     epoch: int
@@ -91,15 +91,15 @@ class Request:
 
 
 def compared_at(position: int, rows: NDArray[np.int64]) -> int | None:
-    """Return the example of a batch that all workers read, in every so many batches: the first."""
+    """Return the first example of every 32nd batch, for all workers to read and compare; else None."""
     return int(rows[0]) if position % _COMPARE_EVERY == 0 else None
 
 
 @dataclass(frozen=True)
 class Reader(Dataset[dict[int, Any]]):
-    """A dataset for DataLoader: its "indices" are requests, its "examples" the towers' batches.
+    """A dataset for DataLoader, with requests as its "indices" and towers' batches as its "examples".
 
-    It holds nothing that changes, so a loader process may read any request at any time.
+    It has no mutable state, so a loader process may read any request at any time.
     """
 
     dataset: Any
@@ -116,12 +116,12 @@ class Reader(Dataset[dict[int, Any]]):
                 first = fingerprint(Whole(rows[0])) if is_compared else first
                 slices[tower] = self._collated(rows, request.position, tower, twice=is_compared)
             number = self._compared(request, first)
-        # What a collate_fn returns may be the dataset's own memory, and a pass may write to it.
+        # A collate_fn may return the dataset's own memory, and a pass may write to it.
         own = aligned if self.collate_fn is None else copied
         return number | {tower: mapped(own, batch) for tower, batch in slices.items()}
 
     def _collated(self, rows: list[Any], position: int, tower: int, *, twice: bool) -> Any:
-        """Make a tower's batch of its rows; check that it is the same when it is made twice."""
+        """Collate a tower's rows; if `twice`, check that a second call gives the same batch."""
         seed = stream_seed(self.seed, "collate", position, tower)
         if self.collate_fn is None or not twice or not all(map(_is_copied_whole, rows)):
             seed_globals(seed, _CPU)
@@ -140,7 +140,7 @@ class Reader(Dataset[dict[int, Any]]):
         return found[1]
 
     def _compared(self, request: Request, first: int | None) -> dict[int, int]:
-        """Return a number of the example that all workers read; check that it is the same when read again."""
+        """Return the fingerprint of the compared example; check it against `first`, if tower 0 was read."""
         if request.compared is None:
             return {}
         number = fingerprint(Whole(self._example(request.epoch, request.compared)))
@@ -165,9 +165,9 @@ class Reader(Dataset[dict[int, Any]]):
 
 @dataclass(frozen=True)
 class BatchedReader(Dataset[dict[int, Any]]):
-    """The same for a `BatchedDataset`: one call reads all rows of a request, which are then copied apart.
+    """A `Reader` for a `BatchedDataset`: one call reads all rows of a request, which are then split by tower.
 
-    It leaves all global state alone, so it may run in a thread beside the passes.
+    It touches no global state, so it may run in a thread during the passes.
     """
 
     dataset: BatchedDataset
@@ -200,7 +200,7 @@ class BatchedReader(Dataset[dict[int, Any]]):
 
 
 def _is_copied_whole(value: Any) -> bool:
-    """Whether a row is a nest of tensors, arrays and plain values, so that a copy shares nothing with it."""
+    """Whether a row is a nest of tensors, arrays and plain values, so that a copy shares no memory."""
     if isinstance(value, (Tensor, np.ndarray, *PLAIN)):
         return True
     held = entries(value)
@@ -209,7 +209,7 @@ def _is_copied_whole(value: Any) -> bool:
 
 @contextmanager
 def as_in_a_loader_process() -> Iterator[None]:
-    """Read with one thread, as DataLoader's processes do, and leave the global generators as they were."""
+    """Use one CPU thread, as DataLoader's processes do, and restore the global generators afterwards."""
     streams, threads = GlobalStreams.capture(_CPU), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -220,9 +220,9 @@ def as_in_a_loader_process() -> Iterator[None]:
 
 
 def aligned(value: Tensor | NDArray[Any]) -> Tensor | NDArray[Any]:
-    """Move a tensor or array to memory that starts at the same alignment in every process.
+    """Return a tensor or array in aligned memory; copy it if need be.
 
-    Kernels may choose by alignment, and arrays from NumPy start where torch's own would not.
+    Kernels may be chosen by alignment, and NumPy aligns its memory differently from torch.
     """
     if isinstance(value, Tensor):
         if value.layout != torch.strided or value.is_nested or value.device.type != "cpu":
@@ -234,6 +234,6 @@ def aligned(value: Tensor | NDArray[Any]) -> Tensor | NDArray[Any]:
 
 
 def is_batched(dataset: object) -> bool:
-    """Say whether a dataset is a `BatchedDataset`."""
-    # Hugging Face's datasets have a method `batch` too, which does something else.
+    """Return whether a dataset is a `BatchedDataset`."""
+    # Hugging Face's datasets have an unrelated method `batch`.
     return isinstance(dataset, BatchedDataset) and "seeds" in inspect.signature(dataset.batch).parameters

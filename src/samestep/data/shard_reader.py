@@ -1,4 +1,4 @@
-"""Reads the shards of a worker's towers, row by row and step by step, in this process or a loader process."""
+"""Reads the shards of a worker's towers, batch by batch, in this process or a loader process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Ended:
-    """Instead of a tower's batch: its shard has ended, after so many examples of the epoch."""
+    """Takes the place of a tower's batch if its shard has ended, after `num_examples` of the epoch."""
 
     tower: int
     num_examples: int
@@ -30,20 +30,20 @@ class Ended:
 
 @dataclass(frozen=True)
 class ShardReader(IterableDataset[Any]):
-    """For each batch, the towers' batches in order; then None, until all loader processes have had a turn.
+    """Yields the towers' batches in order, and None up to a multiple of the number of loader processes.
 
-    It holds nothing that changes. In one of several loader processes it gives every n-th item, which
-    DataLoader puts together in order again.
+    It has no mutable state. Each of n loader processes yields every n-th item, and DataLoader merges them in
+    order.
 
     Attributes:
         source: see `StreamLoader`.
-        rows: of each tower that is read, in a batch.
+        rows: from each tower that is read to its rows in a batch.
         num_towers: T.
-        seed: of all streams.
-        epoch: which one.
-        position: of the first batch to read, in the run.
-        num_before: batches of this epoch before that one.
-        collate_fn: makes a tower's batch of a list of examples.
+        seed: the seed of all random streams.
+        epoch: the epoch to read.
+        position: the position in the run of the first batch to read.
+        num_before: batches of the epoch before that one.
+        collate_fn: a tower's list of examples -> its batch.
     """
 
     source: Source
@@ -67,7 +67,7 @@ class ShardReader(IterableDataset[Any]):
 
 
 class _TowerReader:
-    """One tower's shard, from where it is; it is opened when its first batch is read."""
+    """Reads one tower's shard, from its current example on; opens it for the first batch."""
 
     def __init__(self, reader: ShardReader, tower: int) -> None:
         self._reader = reader
@@ -77,7 +77,7 @@ class _TowerReader:
         self._has_ended = False
 
     def next(self, position: int) -> Any:
-        """Return the tower's next batch, or `Ended` where there is no whole one."""
+        """Return the tower's next batch, or `Ended` if too few examples are left for one."""
         reader, tower = self._reader, self._tower
         with as_in_a_loader_process():
             if self._shard is None:
@@ -101,7 +101,7 @@ class _TowerReader:
             pass
 
     def _examples(self) -> Iterator[Any]:
-        """Yield examples, each under its own stream, until the shard ends."""
+        """Yield examples, each read under its own random stream, until the shard ends."""
         assert self._shard is not None
         reader, tower = self._reader, self._tower
         while not self._has_ended:

@@ -1,4 +1,4 @@
-"""The T shards of a stream, one for each tower, wherever it runs."""
+"""The T shards of a stream, one for each tower, whichever worker runs it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Source: TypeAlias = Callable[..., Iterable[Any]] | Iterable[Any]
 
 
 class VirtualWorker:
-    """What `torch.utils.data.get_worker_info` returns while a tower's shard is read: worker t of T.
+    """The result of `torch.utils.data.get_worker_info` while a tower's shard is read: worker t of T.
 
-    It notes whether the dataset has asked for its part.
+    It records whether the dataset has read `id` or `num_workers`, as one that yields only its part does.
     """
 
     def __init__(self, tower: int, num_towers: int, seed: int, dataset: Any) -> None:
@@ -34,13 +34,13 @@ class VirtualWorker:
 
     @property
     def id(self) -> int:
-        """The tower."""
+        """The tower's index t."""
         self.was_asked = True
         return self._part[0]
 
     @property
     def num_workers(self) -> int:
-        """T."""
+        """The number of towers T."""
         self.was_asked = True
         return self._part[1]
 
@@ -50,9 +50,9 @@ class Shard:
     """One tower's examples in an epoch.
 
     Attributes:
-        examples: from number `start` on.
-        worker: what the dataset sees as its loader process, if anything.
-        start: how many examples have been left out already.
+        examples: the examples from number `start` on.
+        worker: the loader process that the dataset sees; None for none.
+        start: how many examples the source has skipped itself.
     """
 
     examples: Iterator[Any]
@@ -62,8 +62,8 @@ class Shard:
 
 @contextmanager
 def seen_as(worker: VirtualWorker | None) -> Iterator[None]:
-    """Let datasets see this virtual worker, and not the process that reads for several towers."""
-    # Only DataLoader's own processes set it, and T of them on each worker would read everything:
+    """Make `get_worker_info` return this virtual worker, not the real process, which reads several towers."""
+    # torch sets it only in DataLoader's processes; T of those on each worker would read all shards:
     # https://github.com/pytorch/pytorch/blob/main/torch/utils/data/_utils/worker.py
     before, _utils.worker._worker_info = _utils.worker._worker_info, worker  # type: ignore[assignment]
     try:
@@ -73,7 +73,7 @@ def seen_as(worker: VirtualWorker | None) -> Iterator[None]:
 
 
 def open_shard(source: Source, tower: int, num_towers: int, *, epoch: int, seed: int, start: int) -> Shard:
-    """Open one tower's shard; only a function with a parameter `start` begins there."""
+    """Open one tower's shard, from its first example; from `start` if the source has such a parameter."""
     if not isinstance(source, Iterable):
         if _has_start(source):
             return Shard(iter(source(tower, num_towers, epoch, seed, start=start)), start=start)
@@ -84,7 +84,7 @@ def open_shard(source: Source, tower: int, num_towers: int, *, epoch: int, seed:
         part = split_dataset_by_node(source, tower, num_towers)
         part.set_epoch(epoch)
         return Shard(iter(part))
-    # A copy for each tower and epoch, as each of DataLoader's processes has: it may keep things in itself.
+    # A copy for each tower and epoch, as in DataLoader's processes, because a dataset may have mutable state.
     own = copy.deepcopy(source)
     if hasattr(own, "set_epoch"):
         own.set_epoch(epoch)
@@ -95,7 +95,7 @@ def open_shard(source: Source, tower: int, num_towers: int, *, epoch: int, seed:
 
 
 def _own_examples(examples: Iterable[Any], worker: VirtualWorker) -> Iterator[Any]:
-    """Yield all where the dataset gives this tower its part, and every T-th where it gives each all."""
+    """Yield all examples if the dataset selects this tower's part itself, or else every T-th."""
     gives_part = True
     tower, num_towers = worker._part
     for number, example in enumerate(examples):
@@ -111,7 +111,7 @@ def _own_examples(examples: Iterable[Any], worker: VirtualWorker) -> Iterator[An
 
 
 def check_source(source: Any) -> None:
-    """Refuse what cannot be read as T shards.
+    """Refuse a source that cannot be read as T shards.
 
     Raises:
         ConfigError: see the messages.

@@ -1,4 +1,4 @@
-"""Batches that leave a tower a single row, of which batch norm cannot take a variance."""
+"""Warns of batches that give a tower a single row, which has no variance for batch norm."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from samestep.summation.placement import even_ranges
 __all__ = ["warn_of_single_rows"]
 
 _LAYERS = (nn.BatchNorm1d, nn.LazyBatchNorm1d)
-"""Those that normalise over rows alone; in two and three dimensions they do over positions, too."""
+"""Layers that normalise over rows alone; the 2d and 3d ones also normalise over positions."""
 
 
 def warn_of_single_rows(
     model: nn.Module, num_towers: int, *, examples: int, batch_size: int, drop_last: bool
 ) -> None:
-    """Warn if a batch of an epoch gives some tower one row, and a layer in training normalises over rows."""
+    """Warn if a batch gives some tower one row while a layer in training mode normalises over rows."""
     named = uncompiled(model).named_modules(prefix="model")
     layer = next((name for name, layer in named if isinstance(layer, _LAYERS) and layer.training), None)
     last = 0 if drop_last else examples % batch_size

@@ -1,4 +1,4 @@
-"""A worker's slices in the order of the run, read ahead one tower after the other."""
+"""A worker's slices (towers' batches) in the order of the run, read ahead one tower after the other."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from samestep.data.readers import COMPARED, BatchedReader, Reader, Request
 __all__ = ["RequestSampler", "Stream", "read_ahead"]
 
 _NUM_AHEAD = 2
-_SMALL_BYTES = 4 << 20  # a call for each of many small towers would cost more than it saves
+_SMALL_BYTES = 4 << 20  # a call for each of many small towers would cost more than reading ahead saves
 
 _Place: TypeAlias = tuple[int, int]  # a batch's position, and a tower
 _Examples: TypeAlias = Mapping[int, NDArray[np.int64]]
 
 
 class RequestSampler:
-    """Gives DataLoader requests for indices: those set last, each time that it is iterated over."""
+    """A sampler for DataLoader with requests as its indices; each iteration yields those set last."""
 
     def __init__(self) -> None:
         self.requests: Iterator[Request] = iter(())
@@ -37,16 +37,16 @@ class RequestSampler:
 
 
 class Stream:
-    """Slices that are read ahead in order. Those that have gone by are read again, where they are asked for.
+    """Reads slices ahead, in order; a slice that is requested again, or late, is read again on the spot.
 
-    A tower is read by itself, or with others of its batch that together hold no more than 4 MiB.
+    One call reads one tower, or several of a batch that together hold at most 4 MiB.
 
     Args:
         requests: one for each batch, in order.
-        reader: reads them.
-        read: reads ahead, from what `sampler` is given; None for a thread of this process.
-        sampler: of the DataLoader that reads ahead.
-        row_bytes: of the rows read last, to begin with.
+        reader: reads the requests.
+        read: reads the requests of `sampler` ahead; None to read ahead in a thread of this process.
+        sampler: the sampler of the DataLoader behind `read`.
+        row_bytes: an estimate of the bytes of a row, until the first slice is read.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Stream:
         self._source = read_ahead(reader, self._requests) if read is None else read()
 
     def take(self, request: Request, tower: int) -> Any:
-        """Return the batch of a tower of a request, or what is compared; those before it are dropped."""
+        """Return a tower's slice, or for COMPARED the number to compare; drop those before it."""
         place = request.position, tower
         self._wanted = max(self._wanted, place)
         while self._source is not None and self._last < place:
@@ -77,18 +77,18 @@ class Stream:
         return self._held.pop(place) if place in self._held else self.read(request, tower)
 
     def close(self) -> None:
-        """Read nothing ahead any more."""
+        """Stop reading ahead."""
         if self._source is not None:
             self._source.close()
             self._source = None
-            self._requests.close()  # it refers to this, and a DataLoader to it
+            self._requests.close()  # it refers to this stream, and the DataLoader to it
             self._held = {}
 
     def _next(self, source: Iterator[dict[int, Any]]) -> dict[_Place, Any]:
         try:
             slices = next(source)
         except BaseException:
-            self.close()  # what comes next is not known any more
+            self.close()  # the source's place in the order is unknown now
             raise
         request = self._asked.popleft()
         for tower, rows in list(request.examples.items())[:1]:
@@ -96,15 +96,15 @@ class Stream:
         return {(request.position, tower): batch for tower, batch in slices.items()}
 
     def read(self, request: Request, tower: int) -> Any:
-        """Read the batch of a tower now."""
+        """Read a tower's slice, or the number to compare, now."""
         examples = {tower: request.examples[tower]} if tower != COMPARED else {}
         compared = request.compared if tower in (COMPARED, 0) else None
         return self._reader[replace(request, examples=examples, compared=compared)][tower]
 
     def _split(self, requests: Iterator[Request]) -> Generator[Request]:
-        """Split requests, and note the parts that are read: the slices come in the same order."""
+        """Split requests into parts to read, and record them: their slices return in the same order."""
         for request in requests:
-            compared = request.compared  # comes with the first part
+            compared = request.compared  # read with the first part
             for part in self._parts(request):
                 if (request.position, max(part, default=COMPARED)) >= self._wanted:
                     self._asked.append(replace(request, examples=part, compared=compared))
@@ -125,7 +125,7 @@ class Stream:
 
 
 def _num_bytes(value: Any) -> float:
-    """Return the memory of a nest's tensors, arrays and numbers; infinity where there is something else."""
+    """Return the bytes of a nest's tensors, arrays and plain values; infinity if it holds anything else."""
     if isinstance(value, Tensor | np.ndarray):
         return math.inf if isinstance(value, np.ndarray) and value.dtype.hasobject else value.nbytes
     if isinstance(value, PLAIN):
@@ -135,7 +135,7 @@ def _num_bytes(value: Any) -> float:
 
 
 def read_ahead(reader: BatchedReader | Reader, requests: Iterator[Request]) -> Generator[dict[int, Any]]:
-    """Read in a background thread, ahead of the passes."""
+    """Read in a background thread, up to two requests ahead."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="samestep-loader")
     try:
         waiting: deque[Future[dict[int, Any]]] = deque()

@@ -1,4 +1,4 @@
-"""The data of a run that come as a stream: T shards, one for each tower, read in parallel on any workers."""
+"""Data that comes as a stream: T shards, one for each tower, whichever workers read them."""
 
 from __future__ import annotations
 
@@ -38,42 +38,43 @@ _HINT = "a source that depends on tower, T, epoch and seed alone, not on process
 
 
 class StreamLoader:
-    """Loads this worker's rows of each global batch from a stream, of which each tower reads its own shard.
+    """Loads this worker's rows of each global batch from a stream in T shards, one for each tower.
 
-    Which examples a tower gets depends on (seed, T, epoch) alone, not on the workers. Around each example
+    The examples of a tower depend on (seed, T, epoch) alone, not on the workers. While an example is read,
     torch's CPU generator, Python's `random` and NumPy's legacy generator are seeded from (seed, epoch, tower,
-    number in the shard), and around `collate_fn` from (seed, position, tower).
+    number in the shard); while `collate_fn` runs, from (seed, position, tower).
 
-    An iteration yields the rest of the current epoch. An epoch ends, on all workers, where the first tower
-    cannot fill its rows: what the others have left is not read. To know that, workers exchange a message of
-    some bytes before each batch is handed out, so ask for the next batch between two steps.
+    An iteration yields the rest of the current epoch. The epoch ends on all workers as soon as some tower
+    cannot fill its rows; what the other shards still hold is not read. To find that out, workers exchange a
+    message of some bytes before each batch, so request the next batch between two steps.
 
-    Before the first batch, each worker reads the first rows of tower 0 twice, to see that all get the same; a
-    checkpoint keeps a checksum of them, and a run that goes on with another stream is warned.
+    Before the first batch, each worker reads the first rows of tower 0 twice, and all compare them. A
+    checkpoint holds their checksum, and a run that continues with another stream gets a warning.
 
-    A run that goes on in the middle of an epoch, and a worker that gets other towers, reads past the examples
-    before, unless `source` takes a `start`.
+    After a resume in the middle of an epoch, or for towers that move to another worker, earlier examples are
+    read and skipped, unless `source` has a parameter `start`.
 
     Args:
         source: one of
 
-            - `make_shard(tower, num_towers, epoch, seed)` -> an iterable of a tower's examples. Where it has
-              a parameter `start`, it is to leave out that many examples itself.
-            - an `IterableDataset`, such as a webdataset: each tower has a copy, to which
-              `torch.utils.data.get_worker_info()` says worker `tower` of `num_towers`. If it never asks, each
-              tower takes every T-th example. `set_epoch(epoch)` is called where there is one.
+            - `make_shard(tower, num_towers, epoch, seed)` -> an iterable of a tower's examples. If it has a
+              parameter `start`, it must skip that many examples itself.
+            - an `IterableDataset`, such as a webdataset: each tower has a copy, which sees worker `tower` of
+              `num_towers` in `torch.utils.data.get_worker_info()`. If it does not call that, each tower takes
+              every T-th example. If it has a method `set_epoch`, that is called with the epoch.
             - a Hugging Face `datasets.IterableDataset`, split by `split_dataset_by_node`.
             - another iterable that can be iterated over again: each tower takes every T-th example.
         batch_size: rows of the global batch, at least T.
         towers: a `samestep.Towers`.
-        seed: of all random streams.
+        seed: the seed of all random streams.
         collate_fn: a tower's list of examples -> its batch; torch's `default_collate` by default.
         dataloader_options: passed on to `torch.utils.data.DataLoader`: `num_workers`, `pin_memory`,
             `prefetch_factor`, `multiprocessing_context`, `timeout`.
 
     Raises:
-        ConfigError: a source that cannot be split, fewer rows than towers, or an option that cannot be set.
-        BatchError: in an iteration, a shard has not even the rows of an epoch's first batch.
+        ConfigError: the source cannot be split, a batch has fewer rows than towers, or an option cannot be
+            set here.
+        BatchError: while iterating, a shard is too short for an epoch's first batch.
         LoaderError: as for `TowerLoader`.
 
     Example:
@@ -126,34 +127,34 @@ class StreamLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next batch; where that is the last one, the loop has to end first."""
+        """The epoch of the next batch; after an epoch's last batch it grows only when the iteration ends."""
         return self._epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, its epoch, and the settings that they depend on."""
+        """Return the position, its epoch, and the settings they depend on."""
         place = {"position": self._position, "epoch": self._epoch, "batches_of_epoch": self._num_before}
         return {**place, "first_examples": self._checksum, **self._settings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the position of what `state_dict` returned, with any number of workers.
+        """Continue from the position in a `state_dict`, with any number of workers.
 
         Raises:
-            ConfigError: it is from a run with another batch size, seed or T.
+            ConfigError: the state is from a run with another batch size, seed or T.
         """
         check_same(state, self._settings, "loader")
         self._position, self._epoch = int(state["position"]), int(state["epoch"])
         self._num_before = int(state["batches_of_epoch"])
         self._checksum, self._is_checked = state["first_examples"], False
-        self._let_go()
+        self._drop_iteration()
 
     def next_batch(self) -> LocalBatch | None:
-        """Return the next batch; None where the epoch has ended, and the next call begins another.
+        """Return the next batch, or None at the end of an epoch; the call after that begins the next epoch.
 
-        What an iteration does, in one call that begins wherever the position is: for a step of a
-        `samestep.Elastic`, which is taken again from its beginning where a worker is lost.
+        Does what an iteration does, but always continues from the current position: for the step function of
+        a `samestep.Elastic`, which is repeated from its beginning if a worker is lost.
 
         Raises:
-            BatchError, DisagreementError, UsageError: as an iteration does.
+            BatchError, DisagreementError, UsageError: as in an iteration.
         """
         if self._batches is None:
             self._batches = iter(self)
@@ -162,10 +163,10 @@ class StreamLoader:
             batch = next(self._batches, None)
         finally:
             if batch is None:
-                self._let_go()
+                self._drop_iteration()
         return batch
 
-    def _let_go(self) -> None:
+    def _drop_iteration(self) -> None:
         if self._batches is not None:
             self._batches.close()
             self._batches = None
@@ -179,16 +180,16 @@ class StreamLoader:
         """Iterate over the rest of the current epoch.
 
         Raises:
-            BatchError: a shard has not even the rows of the first batch.
+            BatchError: a shard is too short for the epoch's first batch.
             DisagreementError: another worker could not read its shards.
-            UsageError: a shard gives something else when it is read again; a step is open; or another
-                iteration went on since the last batch of this one.
+            UsageError: tower 0's shard differs when it is read again, a step is open, or another iteration
+                yielded a batch since the last one.
         """
         expected = self._position
         if not self._is_checked:
             self._check_source()
         while True:
-            # A worker that gets other towers has to open their shards, and read past what has been read.
+            # After a new placement, open the shards of the new towers, and skip the examples already used.
             placement = self._towers.placement
             with closing(self._read(placement)) as batches:
                 while self._towers.placement == placement:
@@ -202,7 +203,7 @@ class StreamLoader:
                     yield batch
 
     def _next(self, batches: Iterator[dict[int, Any]]) -> LocalBatch | None:
-        """Return the next batch, or None, alike on all workers, where a tower cannot fill its rows."""
+        """Return the next batch, or None on all workers if some tower cannot fill its rows."""
         self._towers._check_no_step("read the next batch")
         slices: dict[int, Any] = {}
         error: Exception | None = None
@@ -226,7 +227,7 @@ class StreamLoader:
         return None
 
     def _first_ended(self, ended: Ended | None, error: Exception | None) -> Ended | None:
-        """Ask all workers whether a shard has ended; raise on all where one has met an error."""
+        """Return the first shard of all workers' that has ended; raise on all workers if one met an error."""
         job, where = self._towers.job, f"batch {self._position} of the stream"
         kind = _FAILED if error is not None else _FULL if ended is None else _ENDED
         own = (kind, 0, 0) if ended is None else (kind, ended.tower, ended.num_examples)
@@ -238,7 +239,7 @@ class StreamLoader:
         return next((Ended(tower, count) for kind, tower, count in everyone if kind == _ENDED), None)
 
     def _read(self, placement: Placement) -> Generator[dict[int, Any]]:
-        """Yield this worker's slices, batch after batch; in place of some, that their shards have ended."""
+        """Yield this worker's slices, batch after batch, with `Ended` for shards that have ended."""
         read, num_items = self._reading(placement)
         own = placement.rows(self._towers.job.rank, self.batch_size)
         with closing(read()) as items:
@@ -247,7 +248,7 @@ class StreamLoader:
                 yield dict(zip(own, batch, strict=False))
 
     def _reading(self, placement: Placement) -> tuple[Callable[[], Generator[Any]], int]:
-        """Return what reads on from here, and how many items it gives for each batch."""
+        """Return a function that reads on from the position, and its number of items for each batch."""
         own = placement.rows(self._towers.job.rank, self.batch_size)
         num_processes = min(self._options.get("num_workers", 0), len(own))
         read = self._reading_of(own, num_processes, self._epoch, self._position, self._num_before)
@@ -269,7 +270,7 @@ class StreamLoader:
         return reading(reader, self._towers.job, self._options, num_workers=num_processes)
 
     def _check_source(self) -> None:
-        """Read the run's first rows of tower 0, on all workers, and again: they must be the same."""
+        """Read the run's first rows of tower 0 twice on all workers, and check that they are the same."""
         checksum, error = 0, None
         try:
             checksum, again = self._first_checksum(), self._first_checksum()
@@ -291,7 +292,7 @@ class StreamLoader:
         self._checksum, self._is_checked = checksum, True
 
     def _first_checksum(self) -> int:
-        """Return a number of the first batch of tower 0; 0 where it cannot be taken apart."""
+        """Return the fingerprint of tower 0's first batch; 0 if that cannot be parsed."""
         first = Placement.even(self._towers.placement.num_towers, 1).rows(0, self.batch_size)[0]
         num_processes = min(self._options.get("num_workers", 0), 1)
         with closing(self._reading_of({0: first}, num_processes, 0, 0, 0)()) as items:

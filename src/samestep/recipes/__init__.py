@@ -1,4 +1,4 @@
-"""One file, one experiment, to be read from top to bottom."""
+"""The built-in experiments, a folder each, with `recipe.py` to be read from top to bottom."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ _SETTINGS = {
 
 
 class _Recipes(Mapping[str, "type[Settings]"]):
-    """The settings of the recipes by name; a recipe, and torch with it, is imported when it is looked up.
+    """The recipes' settings classes by name, each imported when it is looked up.
 
-    Beside those of this package, the entry points that other packages declare in the group
-    `samestep.recipes`.
+    Includes the entry points that other packages declare in the group `samestep.recipes`.
     """
 
     def __getitem__(self, name: str) -> type[Settings]:

@@ -1,1 +1,1 @@
-"""CIFAR-10, as the classic tutorial had it."""
+"""CIFAR-10, as in TensorFlow's classic tutorial."""

@@ -1,15 +1,15 @@
-r"""Convolutions with large kernels through Fourier transforms, for float32 on a CPU.
+r"""Convolutions with large kernels by Fourier transforms, for float32 on a CPU.
 
-A 5×5 kernel costs 25 multiplications for each output, channel and channel; in the spectrum of a 16×16 tile,
-a few. NNPACK, which comes with torch, computes so, and its sums are shorter and so closer to the exact ones
-than those of the direct way. All three products of a training step are convolutions with stride 1,
+Per output and pair of channels, a 5×5 kernel takes 25 multiplications; in the spectrum of a 16×16 tile, it
+takes a few. NNPACK, a part of torch, works this way. Its sums have fewer terms than a direct convolution's,
+so rounding errors are smaller. All three products of a training step are convolutions with stride 1,
 
 .. math::
     y = x ⋆ w, \qquad \frac{\partial L}{\partial x} = g ⋆ \bar w^\top, \qquad
     \frac{\partial L}{\partial w} = (x^\top ⋆ g^\top)^\top
 
-with ⋆ the sliding product, a bar for the kernel turned by 180° and ⊤ for rows and channels, or outputs and
-inputs, exchanged. torch itself takes NNPACK for the first alone, and only where it has no oneDNN.
+where ⋆ is the cross-correlation, a bar rotates the kernel by 180°, and ⊤ swaps rows and channels, or output
+and input channels. torch itself uses NNPACK for the first product only, and only without oneDNN.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from torch.autograd.function import once_differentiable
 __all__ = ["FourierConv2d"]
 
 _TILE = 16
-"""Side of NNPACK's largest tile, in pixels; a small picture is transformed at once in one of this size."""
+"""Side of NNPACK's largest tile, in pixels; a picture that fits needs only one transform."""
 
 _MIN_ROWS = 4
-"""Below this, transforming the kernels costs more than it saves."""
+"""With fewer rows, transforming the kernels costs more than it saves."""
 
 
 class FourierConv2d(nn.Conv2d):
     """`torch.nn.Conv2d`, more than twice as fast on a CPU for kernels of 5×5 and small pictures.
 
-    It computes through Fourier transforms for float32 [rows ≥ 4, channels, height, width] on a CPU, where
-    height and width with their padding are at most 16, stride and dilation are 1, and there is one group.
-    Everything else is left to torch: other dtypes (autocast included), other devices, machines without
-    NNPACK. Differentiable once. The bits do not depend on the number of threads.
+    It uses Fourier transforms for float32 [rows ≥ 4, channels, height, width] on a CPU, if height and width
+    with padding are at most 16, stride and dilation are 1, and there is one group. Everything else is left to
+    torch: other dtypes (also under autocast), other devices, machines without NNPACK. Differentiable once.
+    The bits do not depend on the number of threads.
 
     Example:
         >>> convolution = FourierConv2d(3, 8, 5, padding=2)
@@ -68,7 +68,7 @@ class FourierConv2d(nn.Conv2d):
             and pictures.device.type == self.weight.device.type == "cpu"
             and pictures.dtype == self.weight.dtype == torch.float32
             and not torch.is_autocast_enabled("cpu")
-            and torch.backends.nnpack.is_available()  # also wakes it: without, its products fail
+            and torch.backends.nnpack.is_available()  # also initializes NNPACK, or its products fail
         )
 
 
@@ -80,7 +80,7 @@ class _Convolve(torch.autograd.Function):
         ctx: Any, inputs: Tensor, kernels: Tensor, bias: Tensor | None, padding: tuple[int, int]
     ) -> Tensor:
         ctx.is_last = inputs.is_contiguous(memory_format=torch.channels_last)
-        inputs = inputs.contiguous()  # NNPACK's order, which the backward pass wants again
+        inputs = inputs.contiguous()  # NNPACK needs this layout, in the backward pass too
         ctx.save_for_backward(inputs, kernels)
         ctx.padding = padding
         return _arrange(_slide(inputs, kernels, padding, bias), ctx.is_last)
@@ -109,5 +109,5 @@ def _slide(inputs: Tensor, kernels: Tensor, padding: tuple[int, ...], bias: Tens
 
 
 def _arrange(values: Tensor, is_last: bool) -> Tensor:
-    """Return the values with channels last in memory, or first."""
+    """Return the values in channels-last memory format if `is_last`, else unchanged."""
     return values.contiguous(memory_format=torch.channels_last) if is_last else values

@@ -29,7 +29,7 @@ CLASS_NAMES = (
     "ship",
     "truck",
 )
-"""What the labels 0 to 9 stand for."""
+"""The names of the labels 0 to 9."""
 
 _URL, _FILE = "https://www.cs.toronto.edu/~kriz/", "cifar-10-binary.tar.gz"
 _MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
@@ -40,10 +40,10 @@ _RECORD_BYTES = 1 + 3 * 32 * 32
 
 
 def ensure_cifar10(data_dir: Path, *, base_url: str = _URL, md5: str = _MD5) -> Path:
-    """Return the folder of the batch files; fetch and unpack the archive first where there is none.
+    """Return the folder of the batch files; if it is missing, download and unpack the archive first.
 
-    Any number of processes may call it at once: one fetches, the others wait for it. An archive of the right
-    checksum that lies in `data_dir` already is not fetched again.
+    Any number of processes may call this at once: one downloads, the others wait. An archive in `data_dir`
+    with the right checksum is not downloaded again.
 
     Args:
         data_dir: the folder that holds `cifar-10-batches-bin`, or that folder itself.
@@ -51,8 +51,8 @@ def ensure_cifar10(data_dir: Path, *, base_url: str = _URL, md5: str = _MD5) -> 
         md5: the archive's MD5 checksum, in hexadecimal digits.
 
     Raises:
-        MissingFileError: the archive cannot be fetched, or nothing can be written to `data_dir`.
-        DataError: what was fetched is not the archive.
+        MissingFileError: the archive cannot be downloaded, or `data_dir` cannot be written to.
+        DataError: the download is not the expected archive.
     """
     archive = Archive(f"{base_url.rstrip('/')}/{_FILE}", md5, _FOLDER)
     return _find(data_dir) or fetch(archive, data_dir)
@@ -66,20 +66,20 @@ def _find(data_dir: Path) -> Path | None:
 
 
 class Cifar10:
-    """The records of one split, read through memory maps that processes share.
+    """The records of one split, in memory-mapped files, which processes share.
 
-    A file holds 10,000 records of one label byte and 3,072 pixel bytes, channel by channel. They are checked
-    once, when they are opened; after that only the records asked for are read.
+    A file holds 10,000 records of one label byte and 3,072 pixel bytes, channel by channel. Opening a file
+    checks its size and labels; after that, only requested records are read.
 
     Args:
-        split: "train", five files, or "test", one.
+        split: "train" (five files) or "test" (one file).
         data_dir: the folder that holds `cifar-10-batches-bin`, or that folder itself.
-        num_records: expected in each file.
+        num_records: the expected number of records in each file.
 
     Raises:
-        ConfigError: another split.
-        MissingFileError: a batch file is not there.
-        DataError: a batch file is cut off, has another number of records, or a label above 9.
+        ConfigError: `split` is neither.
+        MissingFileError: a batch file is missing.
+        DataError: a batch file is truncated, has another number of records, or a label above 9.
 
     References:
         https://www.cs.toronto.edu/~kriz/cifar.html
@@ -100,30 +100,30 @@ class Cifar10:
         return len(self.labels)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # A memory map is pickled as a copy of all that it shows; another process opens the files instead.
+        # Pickling a memory map copies all its data, so let the other process open the files instead.
         return _reopen, self._settings
 
     def pictures(self, examples: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Return uint8 [n, 3, 32, 32] of the records numbered by int64 [n]."""
+        """Return pictures, uint8 [n, 3, 32, 32], of the examples, int64 [n]."""
         records = np.empty((len(examples), _RECORD_BYTES), dtype=np.uint8)
         files, rows = np.divmod(examples, len(self._files[0]))
-        # Quicker than one fancy index for each file until a call asks for hundreds.
+        # Faster than one fancy index per file, unless a call asks for hundreds of examples.
         for record, file, row in zip(records, files.tolist(), rows.tolist(), strict=True):
             record[:] = self._files[file][row]
         return records[:, 1:].reshape(-1, *_SHAPE)
 
 
 class Cifar10Pictures:
-    """Pictures and labels as a model wants them (a `BatchedDataset`).
+    """Pictures and labels as inputs of a model (a `BatchedDataset`).
 
     Args:
         records: the split.
-        distort: for training, as `distort_pictures` does from each example's own random stream; otherwise,
-            for testing, the middle of each picture.
+        distort: True, for training, applies `distort_pictures` with each example's own random stream; False,
+            for testing, crops the middle of each picture.
         picture_size: height and width in pixels; 32 for whole pictures.
 
     Raises:
-        ConfigError: a size below 1 or above 32.
+        ConfigError: `picture_size` is below 1 or above 32.
     """
 
     def __init__(self, records: Cifar10, *, distort: bool, picture_size: int = 24) -> None:
@@ -140,8 +140,8 @@ class Cifar10Pictures:
         """Return pictures, float32 [n, 3, size, size], channels last in memory, and labels, int64 [n].
 
         Args:
-            examples: int64 [n], which pictures of the split.
-            seeds: uint64 [n], of the pictures' random streams; without `distort` they are not used.
+            examples: indices of pictures in the split, int64 [n].
+            seeds: seeds of the pictures' random streams, uint64 [n]; unused without `distort`.
         """
         pictures = self.records.pictures(examples)
         labels = torch.from_numpy(self.records.labels[examples])
@@ -155,7 +155,7 @@ def _reopen(split: Literal["train", "test"], folder: Path, num_records: int) -> 
 
 
 def _open(path: Path, num_records: int) -> NDArray[np.uint8]:
-    """Map a batch file, uint8 [records, 3073], and check it."""
+    """Memory-map a batch file, uint8 [records, 3073], and check it."""
     remedy = f"delete {path.parent} and fetch it again, or unpack {_FILE} there yourself"
     try:
         _check_length(path, num_records, remedy)

@@ -1,4 +1,4 @@
-"""Archives from the web: fetched once, checked, and unpacked so that nothing half-written is ever used."""
+"""Archives from the web: downloaded once, verified, and unpacked so that no partial file is ever used."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ __all__ = ["Archive", "fetch"]
 _CHUNK_BYTES = 1 << 16
 _POLL_S = 0.1
 _TIMEOUT_S = 30.0
-"""How long a server may be silent, and in which time nothing need have come."""
+"""How long a server may be silent, and how long after the start the minimum speed does not apply."""
 _BYTES_PER_S = 10_000
-"""What has to have come in any longer time, on average."""
+"""The minimum average speed."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Archive:
     """A gzipped tar file on the web with all its files in one folder.
 
     Attributes:
-        url: http or https; its last part is the name of the file.
-        md5: its checksum, in hexadecimal digits.
-        folder: the folder that it unpacks to, without others in it.
-        max_bytes: the most that it may have, packed or unpacked.
+        url: http or https; its last part is the file's name.
+        md5: the checksum, in hexadecimal digits.
+        folder: the name of the folder in the archive, without subfolders.
+        max_bytes: the largest size to accept, packed or unpacked.
     """
 
     url: str
@@ -50,30 +50,30 @@ class Archive:
 
     @property
     def file(self) -> str:
-        """The name of the file."""
+        """The file's name."""
         return self.url.rpartition("/")[2]
 
 
 def fetch(archive: Archive, data_dir: Path) -> Path:
-    """Return the archive's folder under `data_dir`; fetch and unpack it where it is not there.
+    """Return the archive's folder under `data_dir`; if it is missing, download and unpack the archive.
 
-    Any number of processes may call it at once: one does the work, the others wait for it. An archive of the
-    right checksum that lies in `data_dir` already is unpacked, not fetched again. The folder appears under
-    its name only when all of it is on the disk.
+    Any number of processes may call this at once: one does the work, the others wait. An archive in
+    `data_dir` with the right checksum is not downloaded again. The folder gets its name only once all of its
+    files are on disk.
 
     Args:
-        archive: what to fetch.
-        data_dir: where it is kept; made where it is not there.
+        archive: what to download.
+        data_dir: the folder to keep it in; created if it is missing.
 
     Raises:
-        ConfigError: the archive has to be fetched, and the package for that is not installed.
-        MissingFileError: the archive cannot be fetched, or nothing can be written to `data_dir`.
-        DataError: what was fetched has another checksum, or cannot be unpacked safely.
+        ConfigError: a download is needed, and the package for it is not installed.
+        MissingFileError: the archive cannot be downloaded, or `data_dir` cannot be written to.
+        DataError: the download has another checksum, or cannot be unpacked safely.
     """
     remedy = f"download {archive.url} yourself and unpack it into {data_dir}"
     try:
         with Folder.open(data_dir, make=True) as data, _alone(data, f".{archive.file}.lock"):
-            # Another process may have been at it while this one waited.
+            # Another process may have done it while this one waited.
             if data.look(archive.folder) is None:
                 _unpack(archive, data, remedy)
     except OSError as error:
@@ -91,7 +91,7 @@ def fetch(archive: Archive, data_dir: Path) -> Path:
 
 @contextmanager
 def _alone(data: Folder, name: str) -> Iterator[None]:
-    """Hold a lock, which the system releases when the process ends, however it ends."""
+    """Hold a lock file, waiting for other processes."""
     lock = FileLock(data, name)
     if not lock.acquire(_TIMEOUT_S):
         print(f"samestep: {data.path}: waiting for another process that fetches there", file=sys.stderr)
@@ -113,7 +113,7 @@ def _unpack(archive: Archive, data: Folder, remedy: str) -> None:
 
 @contextmanager
 def _archive_in(data: Folder, archive: Archive, remedy: str) -> Iterator[BufferedReader]:
-    """Open the archive in a folder, after fetching it where it is not there or is another file."""
+    """Open the archive in a folder; download it first if it is missing or has another checksum."""
     with ExitStack() as stack:
         try:
             file = stack.enter_context(_open(data, archive.file))
@@ -128,7 +128,7 @@ def _archive_in(data: Folder, archive: Archive, remedy: str) -> Iterator[Buffere
 
 
 def _open(data: Folder, name: str) -> BufferedReader:
-    """Open a regular file: no pipe or device, which may never end."""
+    """Open a regular file; refuse pipes and devices, which may never end."""
     with data.naming(name):
         file = open_regular(data.path / name, inside=data)
     if file is None:
@@ -145,7 +145,7 @@ def _md5_of(file: BufferedReader, max_bytes: int) -> str:
 def _download(archive: Archive, data: Folder, remedy: str) -> None:
     """Download the file under a temporary name, check it and rename it."""
     unfinished = f".{archive.file}.unfinished"
-    data.unlink(unfinished)  # of a process that was killed
+    data.unlink(unfinished)  # left by a killed process
     try:
         with data.create(unfinished) as file:
             found = _transfer(archive, file, remedy)
@@ -164,7 +164,7 @@ def _download(archive: Archive, data: Folder, remedy: str) -> None:
 
 
 def _transfer(archive: Archive, file: BinaryIO, remedy: str) -> str:
-    """Copy what the server sends, and return its MD5 checksum."""
+    """Download the archive to an open file, and return its MD5 checksum."""
     transfer = _Transfer(archive, file)
     try:
         with extra("cifar10"):
@@ -172,7 +172,7 @@ def _transfer(archive: Archive, file: BinaryIO, remedy: str) -> str:
         transfer.watch()
     except (ConfigError, DataError, MissingFileError) as error:
         raise type(error)(f"{archive.url}: {error}; run again, or {remedy}") from error
-    except Exception as error:  # requests' are OSErrors, too; hostile answers raise others, such as Unicode's
+    except Exception as error:  # requests' are OSErrors; bad answers raise others, such as UnicodeError
         if isinstance(error, OSError) and not isinstance(error, RequestException):
             raise
         raise MissingFileError(
@@ -183,7 +183,7 @@ def _transfer(archive: Archive, file: BinaryIO, remedy: str) -> str:
 
 
 class _Transfer(threading.Thread):
-    """Fetches, in a thread that can be left alone: names, connections and headers have no deadline else."""
+    """Downloads in a thread that can be abandoned, as name look-up and headers have no overall timeout."""
 
     def __init__(self, archive: Archive, file: BinaryIO) -> None:
         super().__init__(daemon=True)
@@ -196,7 +196,7 @@ class _Transfer(threading.Thread):
         self._is_left = False
 
     def watch(self) -> None:
-        """Start, show the progress and wait; raise what went wrong, or that it takes too long."""
+        """Start, show progress and wait; raise the thread's error, or an error if it is too slow."""
         begin_s = time.monotonic()
         self.start()
         with _progress(self._archive.file) as show:
@@ -217,13 +217,13 @@ class _Transfer(threading.Thread):
     def run(self) -> None:
         try:
             self._fetch()
-        except Exception as error:  # raised where it is waited for
+        except Exception as error:  # `watch` raises it
             self._error = error
 
     def _fetch(self) -> None:
         import requests
 
-        headers = {"Accept-Encoding": "identity"}  # what is unpacked on the way has no limit
+        headers = {"Accept-Encoding": "identity"}  # or requests would decompress without a limit on the size
         url = self._archive.url
         with requests.get(url, headers=headers, stream=True, timeout=_TIMEOUT_S) as response:
             response.raise_for_status()
@@ -241,7 +241,7 @@ class _Transfer(threading.Thread):
 
 @contextmanager
 def _progress(name: str) -> Iterator[Callable[[int, int | None], object]]:
-    """Show how many bytes have come, of how many, on a terminal; nothing without Rich."""
+    """Show the bytes received, of the total, on a terminal; nothing without Rich."""
     if find_spec("rich") is None:
         yield lambda num_bytes, total: None
         return
@@ -256,7 +256,7 @@ def _progress(name: str) -> Iterator[Callable[[int, int | None], object]]:
 
 
 def _reason(error: BaseException) -> str:
-    """Say in a few words why: the status, or the innermost cause, without the layers around it."""
+    """Return the HTTP status, or the message of the innermost cause."""
     response = getattr(error, "response", None)
     if response is not None:
         return f"HTTP status {response.status_code}"

@@ -2,9 +2,9 @@ r"""Local response normalisation at the speed of a matrix product.
 
 .. math:: y_c = x_c s_c^{-\beta}, \qquad s_c = k + \frac{\alpha}{n} \sum_{j \in N(c)} x_j^2
 
-where N(c) is a window of n channels around c. torch pads, pools and raises to a power, each in its own
-slow pass over memory; here the sums over windows are one 1×1 convolution with a banded kernel, and the
-gradient has one more:
+where N(c) is a window of n channels around c. torch pads, pools and raises to a power, each in a slow pass
+over memory. Here, one 1×1 convolution with a banded kernel computes the sums over windows, and the gradient
+takes one more:
 
 .. math:: \frac{\partial L}{\partial x_j} =
     g_j s_j^{-\beta} - \frac{2 \alpha \beta}{n} x_j \sum_{c : j \in N(c)} g_c y_c / s_c
@@ -26,8 +26,8 @@ __all__ = ["FastLocalResponseNorm"]
 class FastLocalResponseNorm(nn.LocalResponseNorm):
     """`torch.nn.LocalResponseNorm`, ten times as fast on a CPU; differentiable once.
 
-    It computes in the dtype of its input, under autocast too, where torch computes in float32. float16 is the
-    exception: squares of large activations would overflow. Inputs in `torch.channels_last` are fastest.
+    It computes in the dtype of its input, also under autocast, where torch computes in float32. float16 is
+    computed in float32, as squares of large activations would overflow. `torch.channels_last` is fastest.
 
     Args:
         size: channels of the window, n.
@@ -73,13 +73,13 @@ class _Normalise(torch.autograd.Function):
         inputs, outputs, sums, powers = ctx.saved_tensors
         ratios = (gradient * outputs).div_(sums)
         spread = _convolve(ratios, ctx.kernel.transpose(0, 1))
-        result = torch.mul(gradient, powers, out=ratios)  # in memory that is in the cache
+        result = torch.mul(gradient, powers, out=ratios)  # reuse memory that is in the cache
         return result.addcmul_(inputs, spread, value=-2 * ctx.beta), None, None, None
 
 
 @cache
 def _window(num_channels: int, size: int, factor: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the banded kernel, [channels, channels, 1, 1]: `factor` where in is in out's window, else 0."""
+    """Return the kernel, [out, in, 1, 1]: `factor` if channel in is in the window of out, else 0."""
     channels = torch.arange(num_channels, device=device)
     offsets = channels - channels[:, None]
     inside = (offsets >= -(size // 2)) & (offsets <= (size - 1) // 2)

@@ -1,8 +1,8 @@
-"""The classic of synchronous training: CIFAR-10 with two convolutions and local response normalisation.
+"""A classic of synchronous training: CIFAR-10 with two convolutions and local response normalisation.
 
-The net, its distorted pictures, its schedule and its averaged weights are those of TensorFlow's CIFAR-10
-tutorial, which reached about 86% of the test pictures after 100,000 steps. Its batch size was per GPU; here
-it is that of all towers together. The learning rate does not change with the number of towers.
+The net, the distortions, the schedule and the averaged weights are those of TensorFlow's CIFAR-10 tutorial,
+which reached a test accuracy of about 86% after 100,000 steps. Its batch size was per GPU; here it is for all
+towers together. The learning rate does not depend on the number of towers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _EPOCHS_PER_DECAY = 350
 class Cifar10Net(nn.Sequential):
     """Two convolutions and three linear layers: [rows, 3, size, size] -> [rows, 10].
 
-    The first ReLU comes after its max-pooling. They commute, gradients included, and the pooled picture is a
+    The first ReLU comes after max-pooling. The two commute, gradients included, and the pooled picture has a
     quarter of the size.
 
     Args:
@@ -72,7 +72,7 @@ class Cifar10Net(nn.Sequential):
 
 
 class _Flatten(nn.Module):
-    """[rows, channels, height, width] -> [rows, features], in the order of channels-last memory: no copy."""
+    """[rows, channels, height, width] -> [rows, features], without a copy for channels-last memory."""
 
     def forward(self, pictures: Tensor) -> Tensor:
         return pictures.permute(0, 2, 3, 1).flatten(1)
@@ -91,7 +91,7 @@ def _start(layer: nn.Conv2d | nn.Linear, sigma: float, bias: float) -> nn.Module
 
 
 class WeightAverage(AveragedModel):
-    r"""The moving average of the weights, from the initial ones on; torch's own leaves those out.
+    r"""The moving average of the weights, starting from the initial ones; torch's averages leave those out.
 
     .. math:: \bar w \leftarrow d \bar w + (1 - d) w, \qquad
         d = \min\left(0.9999, \frac{1 + n}{10 + n}\right)
@@ -101,7 +101,7 @@ class WeightAverage(AveragedModel):
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        """Take in the weights after one more update."""
+        """Update the averages with the current weights."""
         averages, weights = (tuple(m.parameters()) for m in (self.module, model))
         torch._foreach_lerp_(averages, weights, 1 - self.decay)
         self.n_averaged += 1
@@ -114,8 +114,8 @@ class WeightAverage(AveragedModel):
 
 
 def build(settings: Cifar10Settings, job: Job) -> Trainer:
-    """Make the parts."""
-    # Imported here, because what fetches archives takes a while to import.
+    """Build the training run."""
+    # Imported here, because the download code takes a while to import.
     from samestep.recipes.cifar10.data import Cifar10, Cifar10Pictures, ensure_cifar10
 
     folder = ensure_cifar10(settings.data_dir)
@@ -144,22 +144,22 @@ def _make_step(settings: Cifar10Settings, job: Job) -> Step:
 
 
 def decayed(model: nn.Module) -> list[dict[str, Any]]:
-    """Return the parameters for an optimizer, which adds the gradient of `Cifar10Net.weight_decay`."""
+    """Return parameter groups that make the optimizer add the gradient of `Cifar10Net.weight_decay`."""
     named = dict(model.named_parameters())
     weights = [named.pop(name) for name in _DECAYED]
     return [{"params": list(named.values())}, {"params": weights, "weight_decay": _WEIGHT_DECAY}]
 
 
 def staircase(optimizer: torch.optim.Optimizer, batch_size: int) -> StepLR:
-    """Return the schedule: after every 350 epochs the learning rate falls to a tenth."""
+    """Return the schedule: every 350 epochs the learning rate drops to a tenth."""
     num_steps = max(1, _EPOCHS_PER_DECAY * _EPOCH_ROWS // batch_size)
     return StepLR(optimizer, num_steps, gamma=0.1)
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
-    """Return the mean cross-entropy over the rows, plus the weight decay, without the latter's gradient.
+    """Return the mean cross-entropy over the rows, plus the weight decay without its gradient.
 
-    The optimizer adds it, once a step; here it would take a twentieth of the time of every tower.
+    The optimizer adds that gradient once a step; computed here, it would take 5% of each tower's time.
     """
     pictures, labels = batch
     assert isinstance(model, Cifar10Net)
@@ -167,12 +167,12 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
 
 
 def terms_of(model: nn.Module) -> Mapping[str, Tensor]:
-    """Return the part of the loss that depends on the weights alone."""
+    """Return the part of the loss that depends only on the weights."""
     assert isinstance(model, Cifar10Net)
     return {"weight decay": model.weight_decay()}
 
 
 def precision(model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, int]]:
-    """Return how many pictures have the right class as the likeliest, of how many."""
+    """Return the number of pictures with the right class on top, and the number of pictures."""
     pictures, labels = batch
     return {"precision @ 1": ((model(pictures).argmax(dim=1) == labels).sum(), len(labels))}

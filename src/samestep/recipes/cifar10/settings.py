@@ -1,4 +1,4 @@
-"""The options of the recipe, which --help reads: no torch here."""
+"""The options of the recipe; torch is not imported, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Cifar10Settings(Settings):
     steps: int = 100_000
     run_dir: Path = Path("runs/cifar10")
     data_dir: Path = Path("data/cifar10")
-    """Folder of the pictures; they are downloaded (170 MB) if they are not there."""
+    """Folder of the pictures; they are downloaded (170 MB) if they are missing."""
     log_every: int = 10
     picture_size: Annotated[int, Range(4, 32)] = 24
     """Height and width that pictures are cropped to, 4 to 32 pixels."""
     learning_rate: LearningRate = 0.1
-    """Learning rate of the first 350 epochs; a tenth of it in the next 350, and so on."""
+    """Learning rate of the first 350 epochs; it drops to a tenth every 350 epochs."""
     loader_processes: LoaderProcesses = 0
     """Processes that read and distort pictures for each worker; with 0 the worker does it itself."""
 
@@ -38,7 +38,7 @@ class Cifar10Settings(Settings):
     free: ClassVar[frozenset[str]] = Settings.free | {"steps", "data_dir", "loader_processes"}
 
     def build(self, job: Job) -> Trainer:
-        """Make the parts."""
+        """Build the training run."""
         from samestep.recipes.cifar10.recipe import build
 
         return build(self, job)

@@ -1,4 +1,4 @@
-"""Archives taken apart by hand: their files, and none of their links, modes, owners and times."""
+"""Unpacks tar archives safely: plain files only, without links, modes, owners and times."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _MAX_MEMBERS = 100
 
 
 def unpack(file: BinaryIO, data: Folder, folder: str, max_bytes: int) -> None:
-    """Unpack a gzipped tar file into a folder beside the final one, flush it to the disk, and rename it.
+    """Unpack a gzipped tar file into a temporary folder, flush it to disk, and rename it to `folder`.
 
     Args:
         file: the archive.
-        data: where the folder appears.
-        folder: its name; the archive holds files in it, and nothing else.
-        max_bytes: the most that the archive may have when it is unpacked.
+        data: the parent of the new folder.
+        folder: its name; the archive must hold files in a folder of this name, and nothing else.
+        max_bytes: the largest unpacked size to accept.
 
     Raises:
-        DataError: it is damaged, larger, or holds something else.
-        OSError: the disk does not take it.
+        DataError: the archive is damaged, too large, or holds anything else.
+        OSError: the disk cannot be written to.
     """
     unfinished = f".{folder}.unfinished"
-    data.remove(unfinished)  # of a process that was killed
+    data.remove(unfinished)  # left by a killed process
     data.make(unfinished)
     try:
         with data.folder(unfinished) as into:
@@ -50,7 +50,7 @@ def unpack(file: BinaryIO, data: Folder, folder: str, max_bytes: int) -> None:
 
 
 def _extract(file: BinaryIO, folder: str, into: Folder, max_bytes: int) -> None:
-    """Write the files of an archive, as new ones: without its modes, owners, times and links."""
+    """Write the archive's files as new files, with default modes, owners and times."""
     num_members = 0
     with gzip.open(file) as content, _open_tar(content, max_bytes) as tar:
         for member in tar:
@@ -72,7 +72,7 @@ def _open_tar(content: gzip.GzipFile, max_bytes: int) -> tarfile.TarFile:
 
 
 class _Limited:
-    """A stream of no more than a number of bytes."""
+    """A stream that raises an error past a number of bytes."""
 
     def __init__(self, stream: gzip.GzipFile, max_bytes: int) -> None:
         self._stream = stream

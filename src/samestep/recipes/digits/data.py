@@ -22,7 +22,7 @@ from samestep.streams import stream_seed, uniforms
 __all__ = ["NUM_TRAIN", "Digits", "load_digits"]
 
 NUM_TRAIN = 1437
-"""Pictures of the train split, four fifths; the other 360 are the test split."""
+"""Pictures in the train split, four fifths of all; the other 360 are the test split."""
 
 _NUM_DIGITS, _SIZE, _BRIGHTEST = 1797, 8, 16
 _MEAN, _STD = 4.88, 6.02  # of all pixels, 0..16
@@ -34,7 +34,7 @@ def load_digits(file: Traversable | None = None) -> tuple[NDArray[np.uint8], NDA
     """Read all 1,797 pictures and their labels.
 
     Args:
-        file: gzipped lines of 64 pixels, row by row, and a label; by default the one in this package.
+        file: gzipped lines of 64 pixels, row by row, and a label; by default the file in this package.
 
     Returns:
         pictures: uint8 [1797, 8, 8], 0..16; and labels: int64 [1797], 0..9.
@@ -70,12 +70,12 @@ class Digits:
     """Handwritten digits of 8×8 pixels, standardised, in a fixed split of 1,437 and 360.
 
     Args:
-        split: "train" or "test". Which picture is in which is a fixed permutation of all.
+        split: "train" or "test"; a fixed permutation of all pictures assigns them.
         augment: shift each picture by -1, 0 or 1 pixels in both directions and scale its contrast by 0.8 to
-            1.2, from the example's own random stream.
+            1.2, at random from the example's own stream.
 
     Raises:
-        ConfigError: another split.
+        ConfigError: `split` is neither.
         DataError: the file in this package is damaged.
 
     Example:
@@ -99,7 +99,7 @@ class Digits:
         return len(self._labels)
 
     def __getitem__(self, example: int) -> tuple[Tensor, Tensor]:
-        """Return one picture, float32 [1, 8, 8], and its label; torch's global generator augments it."""
+        """Return one picture, float32 [1, 8, 8], and its label; augmentation draws from torch's generator."""
         seed = torch.randint(2**63 - 1, (1,)).numpy().astype(np.uint64)
         pictures, labels = self.batch(np.array([example]), seed)
         return pictures[0], labels[0]
@@ -108,8 +108,8 @@ class Digits:
         """Return pictures, float32 [n, 1, 8, 8], and labels, int64 [n].
 
         Args:
-            examples: int64 [n], which pictures of the split.
-            seeds: uint64 [n], of the pictures' random streams; without `augment` they are not used.
+            examples: indices of pictures in the split, int64 [n].
+            seeds: seeds of the pictures' random streams, uint64 [n]; unused without `augment`.
         """
         pictures = self._pictures[examples].astype(np.float32)
         if self.augment:
@@ -119,12 +119,12 @@ class Digits:
 
 
 def _permutation() -> NDArray[np.int64]:
-    """Order all pictures by a hash, which no version of any library can change."""
+    """Order all pictures by a hash, which does not depend on library versions."""
     return np.array(sorted(range(_NUM_DIGITS), key=lambda picture: stream_seed(0, "digits", picture)))
 
 
 def _augment(pictures: NDArray[np.float32], chances: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Shift and scale pictures, [n, 8, 8], by three random numbers in [0, 1) each, [n, 3]."""
+    """Shift and scale pictures, [n, 8, 8], by three random numbers in [0, 1) per picture, [n, 3]."""
     margin = (_MAX_SHIFT, _MAX_SHIFT)
     padded = np.pad(pictures, ((0, 0), margin, margin))
     starts = (chances[:, :2] * (2 * _MAX_SHIFT + 1)).astype(np.int64)

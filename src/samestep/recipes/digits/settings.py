@@ -1,4 +1,4 @@
-"""The options of the recipe, which --help reads: no torch here."""
+"""The options of the recipe; torch is not imported, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DigitsSettings(Settings):
     recipe: ClassVar[str] = "digits"
 
     def build(self, job: Job) -> Trainer:
-        """Make the parts."""
+        """Build the training run."""
         from samestep.recipes.digits.recipe import build
 
         return build(self, job)

@@ -1,1 +1,1 @@
-"""A language model: what comes next in a text."""
+"""A small language model."""

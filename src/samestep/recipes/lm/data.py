@@ -1,4 +1,4 @@
-"""A stream of tokens as a model wants it: windows of one length, in which documents are told apart."""
+"""A stream of tokens as inputs of a model: windows of equal length, with document boundaries."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ Stream: TypeAlias = NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.uint32]
 """Token ids, in memory or mapped from a file."""
 
 IGNORED = -100
-"""The target that fills up the last window and does not count."""
+"""The target that pads the last window and does not count."""
 
 _BLOCK, _NUM_BLOCKS = 1 << 14, 1 << 12
 
 
 class Windows:
-    """A stream cut into windows of one length (a `BatchedDataset`).
+    """A stream cut into windows of equal length (a `BatchedDataset`).
 
-    Window n holds the tokens from n × context on as inputs, and those from n × context + 1 on as targets. So
-    each token but the first of the stream is a target once; the last window is filled up with targets that
-    do not count. The token that ends a document is the last target of that one, and the first input of the
-    next.
+    Window n has the tokens from n × context on as inputs, and those from n × context + 1 on as targets. So
+    each token except the first of the stream is a target once; the last window is padded with targets that
+    do not count. The token that ends a document is the last target of that document and the first input of
+    the next.
 
     Args:
         stream: token ids, [tokens].
         context: the length of a window, in tokens.
-        vocabulary: how many tokens there are; the ids are 0 to one less.
-        border: the token that ends a document; None where all is one document.
-        name: of the stream, for errors.
+        vocabulary: the number of tokens; ids are 0 to `vocabulary` - 1.
+        border: the token that ends a document; None if the stream is one document.
+        name: the stream's name, for errors.
 
     Raises:
-        ConfigError: a context below 1.
-        DataError: fewer than two tokens; from `batch`, a token that is not in the vocabulary.
+        ConfigError: `context` is below 1.
+        DataError: there are fewer than two tokens; from `batch`, a token is not in the vocabulary.
 
     Example:
         >>> stream = np.frombuffer(b".one.two.", dtype=np.uint8)
@@ -77,18 +77,18 @@ class Windows:
 
     @property
     def num_targets(self) -> int:
-        """How many tokens count: all but the first."""
+        """The number of tokens that count: all except the first."""
         return len(self.stream) - 1
 
     def batch(self, examples: NDArray[np.int64], seeds: NDArray[np.uint64]) -> tuple[Tensor, Tensor, Tensor]:
         """Return inputs, targets and starts, int64 [n, context] each.
 
-        A start is the index in its window where the document of an input starts; 0 if that is in an earlier
-        window.
+        An input's start is the index in its window where its document starts; 0 if the document starts in an
+        earlier window.
 
         Args:
-            examples: int64 [n], which windows.
-            seeds: not used.
+            examples: indices of windows, int64 [n].
+            seeds: unused.
         """
         inputs = np.full((len(examples), self.context), self.border or 0, dtype=np.int64)
         targets = np.full((len(examples), self.context), IGNORED, dtype=np.int64)
@@ -113,15 +113,15 @@ class Windows:
 
 
 def open_tokens(path: Path, dtype: str) -> Stream:
-    """Map a flat file of token ids, without a header, as `numpy.ndarray.tofile` writes it.
+    """Memory-map a flat file of token ids without a header, as `numpy.ndarray.tofile` writes it.
 
     Args:
-        path: of the file.
+        path: the file.
         dtype: "uint8", "uint16" or "uint32", little-endian.
 
     Raises:
         MissingFileError: there is no such file.
-        DataError: it is no regular file, empty, or its size is no multiple of a token's.
+        DataError: it is not a regular file, is empty, or its size is not a multiple of a token's.
         StorageError: it cannot be read.
     """
     kind = np.dtype(dtype).newbyteorder("<")
@@ -146,7 +146,7 @@ def open_tokens(path: Path, dtype: str) -> Stream:
 
 
 def fingerprint(stream: Stream) -> str:
-    """Return a SHA-256 of a stream: up to 67 million tokens of all, else of 4,096 blocks spread over it."""
+    """Return a SHA-256 of a stream: of all tokens up to 67 million, else of 4,096 evenly spaced blocks."""
     starts = range(0, len(stream), _BLOCK)
     if len(starts) > _NUM_BLOCKS:
         starts = range(0, len(stream), len(stream) // _NUM_BLOCKS)

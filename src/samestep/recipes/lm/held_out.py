@@ -1,4 +1,4 @@
-"""How well a model foretells held-out tokens, beside a compressor."""
+"""How well a model predicts held-out tokens, compared with a compressor."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _XZ_MAX_BYTES = 32 << 20
 
 
 class HeldOut:
-    """What is said of the held-out tokens: bits per byte, beside those of `xz -9` on the same bytes.
+    """Metrics on the held-out tokens: bits per byte of the model, and of `xz -9` on the same bytes.
 
     Args:
-        windows: of them.
-        is_of_bytes: whether tokens are bytes; else it is bits per token, and there is nothing beside it.
+        windows: the held-out tokens.
+        is_of_bytes: whether tokens are bytes; if not, the only metric is bits per token.
     """
 
     def __init__(self, windows: Windows, is_of_bytes: bool) -> None:
@@ -29,7 +29,7 @@ class HeldOut:
         self._is_of_bytes = is_of_bytes
 
     def __call__(self, totals: Mapping[str, tuple[Tensor, Tensor]]) -> Mapping[str, float]:
-        """Return metrics from the totals of `nats_of`."""
+        """Return the metrics from the totals of `nats_of`."""
         nats, count = totals["nats"]
         bits = float(nats) / math.log(2) / int(count)
         if not self._is_of_bytes:
@@ -39,7 +39,7 @@ class HeldOut:
 
     @cached_property
     def _xz(self) -> float:
-        """Bits per byte of the same bytes: all but the first, which is no target."""
+        """Bits per byte of `xz -9` on all bytes except the first, which is not a target."""
         return (
             8 * len(lzma.compress(self._windows.stream[1:].tobytes(), preset=9)) / self._windows.num_targets
         )

@@ -1,4 +1,4 @@
-"""The Python standard library's own source files, which every machine with Python has, as documents."""
+"""The source files of Python's standard library, which is on every machine with Python, as documents."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from samestep.errors import MissingFileError
 __all__ = ["BORDER", "is_held_out", "library_files", "read_library"]
 
 BORDER = 0
-"""The byte before and after each file, which no Python source can hold."""
+"""The byte before and after each file; no Python source can hold it."""
 
 _TESTS = {"test", "tests", "idle_test"}
 _OTHERS = {"site-packages", "dist-packages", "lib-dynload", "__pycache__"}
-_TABLES = {"encodings", "pydoc_data"}  # made by programs
+_TABLES = {"encodings", "pydoc_data"}  # generated
 _OF_THE_MACHINE = ("_sysconfigdata", "sitecustomize", "usercustomize")
 _HELD_OUT_PART = 16
 
@@ -30,11 +30,10 @@ _HELD_OUT_PART = 16
 def library_files(root: Path | None = None) -> list[str]:
     """Return the names of the source files, sorted, with slashes.
 
-    Left out are tests, packages that are installed beside, tables that programs made, and what differs from
-    machine to machine.
+    Leaves out tests, installed packages, generated tables, and files that differ from machine to machine.
 
     Args:
-        root: of the library; by default that of the Python that runs.
+        root: the library's folder; by default that of the running Python.
 
     Raises:
         MissingFileError: there is no source file.
@@ -44,7 +43,7 @@ def library_files(root: Path | None = None) -> list[str]:
         names = sorted(_walk(root))
     if not names:
         raise MissingFileError(
-            f"{root}: no source files of the standard library there; give texts of your own by --data-dir"
+            f"{root}: no source files of the standard library there; pass your own texts with --data-dir"
         )
     return names
 
@@ -53,12 +52,12 @@ def read_library(split: Literal["train", "val"], root: Path | None = None) -> ND
     """Return the files of one split, uint8 [bytes], with the border byte before the first and after each.
 
     Args:
-        split: "train", or "val" for the files that are held out: about one in 16.
-        root: of the library; by default that of the Python that runs.
+        split: "train", or "val" for the held-out files, about one in 16.
+        root: the library's folder; by default that of the running Python.
 
     Raises:
         MissingFileError: there is no source file.
-        StorageError: one cannot be read.
+        StorageError: a file cannot be read.
 
     Example:
         >>> text = read_library("val")
@@ -76,7 +75,7 @@ def read_library(split: Literal["train", "val"], root: Path | None = None) -> ND
 
 
 def is_held_out(name: str) -> bool:
-    """Say whether a file is in the split "val": by a hash of its name."""
+    """Return whether a file is in the split "val", by a hash of its name."""
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % _HELD_OUT_PART == 0
 
 

@@ -17,17 +17,17 @@ _HASH_FACTOR, _HASH_MODULUS = 1_000_003, 2**31 - 1
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a `GPT` consists of.
+    """The sizes of a `GPT`.
 
     Attributes:
-        vocabulary: how many tokens there are.
+        vocabulary: the number of tokens.
         width: features of a token; a multiple of twice `heads`.
-        depth: blocks, each of attention and a perceptron.
-        heads: of attention.
+        depth: the number of blocks, each of attention and a perceptron.
+        heads: the number of attention heads.
         context: the longest row, in tokens.
-        ngrams: tokens of the longest n-gram that has an embedding; 1 for tokens alone.
-        ngram_slots: embeddings of n-grams of each length.
-        tied_head: whether the head's weight is that of the tokens' embedding.
+        ngrams: the length of the longest n-gram with an embedding, in tokens; 1 for tokens alone.
+        ngram_slots: the number of embeddings for the n-grams of each length.
+        tied_head: whether the head shares the weight of the tokens' embedding.
     """
 
     vocabulary: int = 256
@@ -41,11 +41,11 @@ class Sizes:
 
 
 class GPT(nn.Module):
-    """A decoder of tokens: [rows, length] -> logits of the next ones, [rows, length, vocabulary].
+    """A decoder: tokens [rows, length] -> logits of the next tokens [rows, length, vocabulary].
 
-    Several documents may lie in one row, one after the other. A token sees itself and those before it in its
-    own document alone, and positions are counted from there: a document's logits are those that it would have
-    in a row of its own.
+    A row may hold several documents, one after the other. A token attends only to itself and earlier tokens
+    of its own document, and positions count from the document's start: a document has the same logits as in
+    a row of its own.
 
     References:
         Radford et al., "Language models are unsupervised multitask learners", 2019, for the pre-norm blocks;
@@ -74,7 +74,7 @@ class GPT(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """The device of the weights."""
         return self.head.weight.device
 
     def forward(self, tokens: Tensor, starts: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class GPT(nn.Module):
         return logits
 
     def _initialize(self) -> None:
-        """Begin with blocks that add nothing and with a head for which all tokens are alike."""
+        """Draw the weights; at first, blocks add zero and the head gives all tokens the same logit."""
         for layer in self.modules():
             if isinstance(layer, nn.Linear):
                 nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
@@ -110,13 +110,13 @@ class GPT(nn.Module):
 class NgramEmbedding(nn.Module):
     """The sum of the embeddings of a token and of the n-grams that end with it.
 
-    An n-gram's embedding is found by a hash; some share one. No n-gram reaches into the document before.
+    A hash selects an n-gram's embedding, so some n-grams share one. No n-gram spans two documents.
 
     Args:
-        vocabulary: how many tokens there are.
+        vocabulary: the number of tokens.
         width: features of an embedding.
-        ngrams: tokens of the longest n-gram.
-        slots: embeddings of n-grams of each length.
+        ngrams: the length of the longest n-gram, in tokens.
+        slots: the number of embeddings for the n-grams of each length.
 
     References:
         Pagnoni et al., "Byte latent transformer", 2024, https://arxiv.org/abs/2412.09871, section 3.2.1.
@@ -133,7 +133,7 @@ class NgramEmbedding(nn.Module):
 
         Args:
             tokens: int64 [rows, length].
-            positions: int64 [rows, length], of each token in its document.
+            positions: each token's position in its document, int64 [rows, length].
         """
         features: Tensor = self.tokens(tokens)
         ids = tokens
@@ -160,11 +160,11 @@ class _Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention of several heads, with positions by rotation: [rows, length, width] -> the same.
+    """Multi-head attention with rotary positions: [rows, length, width] -> [rows, length, width].
 
     Args:
         width: features of a token; a multiple of twice `heads`.
-        heads: of attention.
+        heads: the number of heads.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -174,12 +174,12 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, features: Tensor, turns: tuple[Tensor, Tensor], is_seen: Tensor) -> Tensor:
-        """Return what each token gathers from those that it sees.
+        """Return the attention's output for each token.
 
         Args:
             features: [rows, length, width].
             turns: cosines and sines of the positions' angles, [rows, 1, length, features of a head / 2].
-            is_seen: bool [rows, 1, length, length].
+            is_seen: the attention mask, bool [rows, 1, length, length].
         """
         heads = self.query_key_value(features).unflatten(-1, (3, self.heads, -1))
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)  # [rows, heads, length, -1]
@@ -190,7 +190,7 @@ class Attention(nn.Module):
 
 
 def rotate(features: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each feature of the first half with its partner of the second, as complex numbers by e^(i angle).
+    """Multiply features, with the first half as real and the second as imaginary parts, by e^(i angle).
 
     Example:
         >>> rotate(torch.tensor([1.0, 0.0]), torch.tensor([0.0]), torch.tensor([1.0]))

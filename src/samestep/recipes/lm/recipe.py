@@ -1,6 +1,6 @@
-"""A small GPT on bytes: by default, those of the Python standard library's sources.
+"""A small GPT on bytes: by default, on the source files of Python's standard library.
 
-Ends with bits per byte of the files that are held out, beside those of `xz -9`, and with a sample of text.
+Ends with the bits per byte on held-out files, compared with `xz -9`, and with a sample of text.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _EVALUATED_TOKENS = 4096
 
 
 def build(settings: LmSettings, job: Job) -> Trainer:
-    """Make the parts."""
+    """Build the training run."""
     train, held_out = (_open(settings, split) for split in ("train", "val"))
     check_same(train, held_out, job)
     step = _make_step(settings, job)
@@ -67,7 +67,7 @@ def _open(settings: LmSettings, split: Literal["train", "val"]) -> Windows:
 
 
 def check_same(train: Windows, held_out: Windows, job: Job) -> None:
-    """Raise on all workers unless they have the same tokens."""
+    """Raise an error on all workers unless they have the same tokens."""
     same = {"tokens to train on": train, "held-out tokens": held_out}
     agree(job, {name: fingerprint(windows.stream) for name, windows in same.items()}, where="data")
 
@@ -78,7 +78,7 @@ def _make_step(settings: LmSettings, job: Job) -> Step:
     model = GPT(sizes).to(job.device)
     if settings.compile:
         _check_compiler(job)
-        model.compile(dynamic=False)  # for each shape by itself: the same code on every placement
+        model.compile(dynamic=False)  # compile each shape by itself: the same code on every placement
     towers = Towers(model, settings.towers, job=job, seed=settings.seed, placement=settings.placement)
     groups = groups_of(model, settings)
     make = partial(ShardedOptimizer, towers, AdamW) if settings.shard_optimizer else AdamW
@@ -103,9 +103,9 @@ def _check_compiler(job: Job) -> None:
 
 
 def groups_of(model: GPT, settings: LmSettings) -> list[dict[str, Any]]:
-    """Return the parameters for an optimizer: those of embeddings, other matrices, and the rest.
+    """Return parameter groups for an optimizer: embeddings, other matrices, and the rest.
 
-    An embedding gets a gradient in few steps: it learns faster. Only matrices decay.
+    Embeddings have a higher learning rate, as each gets a gradient in few steps. Only matrices decay.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, nn.Embedding)]
     embeddings = [layer.weight for layer in layers if layer.weight is not model.head.weight]
@@ -118,7 +118,7 @@ def groups_of(model: GPT, settings: LmSettings) -> list[dict[str, Any]]:
 
 
 def cosine(step: int, *, warmup: int, steps: int) -> float:
-    """Return the learning rate of a step, numbered from 0, as a share of the highest.
+    """Return the learning rate of a step, counted from 0, as a fraction of the highest.
 
     >>> [round(cosine(step, warmup=2, steps=6), 3) for step in range(7)]
     [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
@@ -129,7 +129,7 @@ def cosine(step: int, *, warmup: int, steps: int) -> float:
 
 
 def loss_of(model: nn.Module, batch: Any) -> LossSum:
-    """Return the cross-entropy summed over the tokens that count, and how many they are."""
+    """Return the cross-entropy summed over the tokens that count, and their number."""
     inputs, targets, starts = batch
     logits = model(inputs, starts).flatten(0, 1)
     total = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
@@ -137,7 +137,7 @@ def loss_of(model: nn.Module, batch: Any) -> LossSum:
 
 
 def nats_of(model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
-    """Return the same of the held-out tokens, added in float64."""
+    """Return the same for held-out tokens, summed in float64."""
     inputs, targets, starts = batch
     logits = model(inputs, starts).flatten(0, 1)
     nats = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="none")

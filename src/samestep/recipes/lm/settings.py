@@ -1,4 +1,4 @@
-"""The options of the recipe, which --help reads: no torch here."""
+"""The options of the recipe; torch is not imported, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class LmSettings(Settings):
     token_dtype: Literal["uint8", "uint16", "uint32"] = "uint8"
     """Dtype of the token ids in the files, little-endian."""
     vocabulary: Annotated[int, Range(2, 2**24)] = _NUM_BYTES
-    """Number of tokens; the ids are 0 to one less."""
+    """Number of tokens in the vocabulary; ids start at 0."""
     document_end: Annotated[int, Range(0, 2**24)] | None = None
-    """Token that ends each document of the files; without it a file is one document."""
+    """Token that ends each document in the files; without it, a file is one document."""
     context: Annotated[int, Range(1, 2**16)] = 256
     """Length of a row, in tokens."""
     width: Annotated[int, Range(2, 2**14)] = 128
@@ -41,29 +41,29 @@ class LmSettings(Settings):
     depth: Annotated[int, Range(1, 1024)] = 4
     """Blocks, each of attention and a perceptron."""
     heads: Annotated[int, Range(1, 2**12)] = 4
-    """Heads of the attention."""
+    """Attention heads."""
     ngrams: Annotated[int, Range(1, 16)] = 4
     """Length of the longest n-gram that has an embedding, in tokens; 1 for single tokens only."""
     ngram_slots: Annotated[int, Range(1, 2**24)] = 8192
     """Number of embeddings for the n-grams of each length, found by a hash."""
     tied_head: bool = False
-    """Use the weight of the embedding for the head, too."""
+    """Share the embedding's weight with the head."""
     learning_rate: LearningRate = 0.004
-    """Learning rate after the warm-up; then it falls to 0 along half a cosine."""
+    """Learning rate after the warm-up; from there it decays to 0 by a cosine schedule."""
     embedding_rate: Annotated[float, Range(0, 10**6, is_open=True)] = 15.0
     """Learning rate of the embeddings, as a multiple of --learning-rate."""
     warmup: Annotated[int, Range(0, 10**12)] = 30
     """Steps over which the learning rate rises from 0."""
     weight_decay: Annotated[float, Range(0, 10**6)] = 0.1
-    """Weight decay of AdamW, on matrices alone."""
+    """Weight decay of AdamW, on matrices only."""
     clip_norm: Annotated[float, Range(0, 10**6, is_open=True)] = 1.0
     """Clip the gradient to this 2-norm."""
     compile: bool = False
     """Compile the model with torch.compile; the last bits of the result differ."""
     shard_optimizer: bool = False
-    """Shard the optimizer's state over the workers; a worker that is lost then ends the run."""
+    """Shard the optimizer's state over the workers; losing a worker then ends the run."""
     sample: Annotated[int, Range(0, 10**6)] = 400
-    """Bytes of text to draw from the model at the end; only where tokens are bytes."""
+    """Bytes of text to sample from the model after each evaluation; only if tokens are bytes."""
 
     recipe: ClassVar[str] = "lm"
     free: ClassVar[frozenset[str]] = Settings.free | {"data_dir", "sample", "shard_optimizer"}
@@ -83,7 +83,7 @@ class LmSettings(Settings):
             self._check_of_library()
 
     def build(self, job: Job) -> Trainer:
-        """Make the parts."""
+        """Build the training run."""
         from samestep.recipes.lm.recipe import build
 
         return build(self, job)
@@ -94,11 +94,11 @@ class LmSettings(Settings):
         return self.token_dtype == "uint8" and self.vocabulary == _NUM_BYTES
 
     def _check_of_library(self) -> None:
-        """The standard library is read as bytes, and says itself where a document ends."""
+        """Refuse options of token files: the standard library is read as bytes, with known document ends."""
         for name, value in (("token_dtype", "uint8"), ("vocabulary", _NUM_BYTES), ("document_end", None)):
             if getattr(self, name) != value:
                 option = f"--{name.replace('_', '-')}"
                 raise ConfigError(
-                    f"{option} {getattr(self, name)}: applies only to files; leave it out, or give their "
-                    "folder by --data-dir"
+                    f"{option} {getattr(self, name)}: applies only to token files; leave it out, or pass "
+                    "their folder with --data-dir"
                 )

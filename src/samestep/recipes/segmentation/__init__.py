@@ -1,1 +1,1 @@
-"""A class for every pixel."""
+"""Semantic segmentation: a class for every pixel."""

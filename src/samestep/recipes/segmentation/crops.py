@@ -1,4 +1,4 @@
-"""Pictures and their label maps as a model wants them: random crops for training, whole ones for testing."""
+"""Pictures and label maps as inputs of a model: random crops for training, whole pictures for testing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MID_GREY = 127
 
 
 class LabelledPictures(Protocol):
-    """Where pictures of any size and their label maps come from."""
+    """A source of pictures of any size with their label maps."""
 
     def __len__(self) -> int:
         """Return the number of pictures."""
@@ -29,19 +29,18 @@ class LabelledPictures(Protocol):
 
 
 class RandomCrops:
-    """A square cut out of each picture at a random place, and flipped left to right half the time.
+    """Random square crops of pictures and label maps, flipped with probability 0.5 (a `BatchedDataset`).
 
-    Both come from the example's own random stream, and the label map goes along (a `BatchedDataset`). A
-    picture that is smaller than the square is padded, at the right and at the bottom, with mid-grey and the
-    ignore label.
+    Place and left-right flip come from the example's own random stream. A picture that is smaller than the
+    square is padded at the right and at the bottom, with mid-grey and the ignore label.
 
     Args:
-        source: of the pictures.
+        source: the pictures and label maps.
         size: height and width of the square, in pixels.
-        ignore_label: what stands in label maps where a pixel is of no class.
+        ignore_label: the label of pixels without a class.
 
     Raises:
-        ConfigError: a size below 1.
+        ConfigError: `size` is below 1.
 
     Example:
         >>> from samestep.recipes.segmentation.shapes import Shapes
@@ -68,8 +67,8 @@ class RandomCrops:
         Pictures are channels last in memory.
 
         Args:
-            examples: int64 [n], which pictures.
-            seeds: uint64 [n], of the pictures' random streams.
+            examples: indices of pictures, int64 [n].
+            seeds: seeds of the pictures' random streams, uint64 [n].
         """
         pictures = np.full((len(examples), self.size, self.size, 3), _MID_GREY, dtype=np.uint8)
         labels = np.full((len(examples), self.size, self.size), self.ignore_label, dtype=np.uint8)
@@ -83,13 +82,12 @@ class RandomCrops:
 
 
 class WholePictures:
-    """Whole pictures of any size, as they are (a `BatchedDataset`).
+    """Whole pictures of any size (a `BatchedDataset`).
 
-    Those in one batch must be of the same size: padding would let what stands beside a picture change what
-    a net sees at its edge.
+    All pictures in a batch must have the same size: padding would change what a net sees at their edges.
 
     Args:
-        source: of the pictures.
+        source: the pictures and label maps.
     """
 
     def __init__(self, source: LabelledPictures) -> None:
@@ -103,11 +101,11 @@ class WholePictures:
         """Return pictures, float32 [n, 3, height, width] in [-1, 1], and labels, uint8 [n, height, width].
 
         Args:
-            examples: int64 [n], which pictures.
-            seeds: not used.
+            examples: indices of pictures, int64 [n].
+            seeds: unused.
 
         Raises:
-            BatchError: the pictures are of different sizes.
+            BatchError: the pictures have different sizes.
         """
         pictures, labels = zip(*(self.source.read(example) for example in examples.tolist()), strict=True)
         sizes = sorted({values.shape for values in labels})
@@ -120,7 +118,7 @@ class WholePictures:
 
 
 def _cut(values: NDArray[np.uint8], size: int, chances: NDArray[np.float64]) -> NDArray[np.uint8]:
-    """Return a window at a place that two numbers in [0, 1) choose; a side that is shorter is kept whole."""
+    """Return the window at a place chosen by two numbers in [0, 1); a side shorter than `size` is kept."""
     top, left = (int(chances[axis] * (max(0, values.shape[axis] - size) + 1)) for axis in (0, 1))
     return values[top : top + size, left : left + size]
 

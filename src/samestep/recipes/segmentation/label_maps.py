@@ -1,4 +1,4 @@
-"""A folder of pictures and a folder of their label maps, paired by name and checked before they are used."""
+"""A folder of pictures and a folder of label maps, paired by name and checked before use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["LabelMaps"]
 _PICTURES, _LABELS = (".png", ".jpg", ".jpeg"), (".png",)  # suffixes
 _PICTURE_MODES = ("RGB", "RGBA", "L", "LA", "P", "CMYK")
 _FORMATS = {".png": ["PNG"], ".jpg": ["JPEG"], ".jpeg": ["JPEG"]}
-# What Pillow raises on damaged files; Image.UnidentifiedImageError is an OSError.
+# Pillow raises these for damaged files; Image.UnidentifiedImageError is an OSError.
 _UNREADABLE = (
     OSError,
     SyntaxError,
@@ -37,20 +37,20 @@ _UNREADABLE = (
 
 
 class LabelMaps:
-    """Pictures and label maps in the folders `pictures` and `labels`, paired by the names before the suffix.
+    """Pictures and label maps in the folders `pictures` and `labels`, paired by their names without suffix.
 
-    A picture is a PNG or JPEG of 8 bits a channel, in colour or grey. A label map is a PNG with one channel,
-    of 8 bits or a palette; the values (not colours) are the labels. Hidden files and those with other
-    suffixes are left alone. Pairs are in the order of their names.
+    A picture is a PNG or JPEG with 8 bits per channel, in colour or grey. A label map is a PNG with one 8-bit
+    channel or a palette; its values (not its colours) are the labels. Hidden files and other suffixes are
+    ignored. Pairs are sorted by name.
 
     Args:
-        folder: that holds `pictures` and `labels`.
-        num_classes: labels are 0 to `num_classes` - 1,
-        ignore_label: or this, where a pixel is of no class.
+        folder: the folder that holds `pictures` and `labels`.
+        num_classes: the number of classes; labels are 0 to `num_classes` - 1.
+        ignore_label: the label of pixels without a class.
 
     Raises:
-        MissingFileError: a folder is not there, or a picture or label map has no partner.
-        DataError: a file cannot be opened, is of another kind, or not of the size of its partner.
+        MissingFileError: a folder is missing, or a picture or label map has no partner.
+        DataError: a file cannot be opened, is of another kind, or differs from its partner in size.
     """
 
     def __init__(self, folder: Path, num_classes: int, *, ignore_label: int = 255) -> None:
@@ -79,10 +79,10 @@ class LabelMaps:
         """Read all pictures and label maps once, each on one worker.
 
         Args:
-            job: all its workers must call this.
+            job: the job, all workers of which must call this.
 
         Raises:
-            DataError: as for `read`; on every worker the same.
+            DataError: as for `read`; the same error on every worker.
         """
         own = self._first_problem(range(job.rank, len(self), job.world_size))
         for problem in gather_objects(job.transport, own, "check of the label maps"):
@@ -109,7 +109,7 @@ class LabelMaps:
 
 
 def _pairs(pictures: Path, labels: Path) -> list[tuple[Path, Path]]:
-    """Return (picture, label map), by name."""
+    """Return pairs of a picture and a label map, sorted by name."""
     found = _by_stem(pictures, _PICTURES)
     maps = _by_stem(labels, _LABELS)
     if not found:
@@ -151,15 +151,15 @@ def _named(suffixes: tuple[str, ...]) -> str:
 
 
 def _check_kinds(picture: Path, labels: Path) -> None:
-    """Check kind and size, which the first bytes of the files hold."""
+    """Check kind and size, reading only the files' headers."""
     mode, size, depth = _look(picture)
-    # Pillow keeps the upper 8 of 16 bits a channel, and opens them as if there were no more.
+    # Pillow silently keeps only the upper 8 of 16 bits per channel.
     if mode not in _PICTURE_MODES or depth > 8:
         raise DataError(
             f"{picture}: its pixels are {mode} of {depth} bits, expected 8 bits a channel; convert it"
         )
     mode, size_of_labels, depth = _look(labels)
-    # Pillow scales grey of fewer bits up to 255, and those of a palette not.
+    # Pillow scales grey values of fewer bits up to 255, but not the indices of a palette.
     if mode != "P" and (mode, depth) != ("L", 8):
         raise DataError(
             f"{labels}: its pixels are {mode} of {depth} bits, expected one channel of 8 bits, or a palette; "
@@ -173,14 +173,18 @@ def _check_kinds(picture: Path, labels: Path) -> None:
 
 
 def _look(path: Path) -> tuple[str, tuple[int, int], int]:
-    """Return a file's mode in Pillow's terms, (width, height), and the bits of a channel."""
+    """Return a file's Pillow mode, (width, height), and bits per channel."""
     with _opened(path) as (image, file):
         if image.format != "PNG":
             return image.mode, image.size, 8
         if getattr(image, "is_animated", False):
             raise DataError(f"{path}: is animated, expected a single picture; save one frame of it")
         file.seek(0)
-        return image.mode, image.size, file.read(25)[-1]  # of IHDR, which always comes first
+        return (
+            image.mode,
+            image.size,
+            file.read(25)[-1],
+        )  # the bit depth in IHDR, which is always the first chunk
 
 
 def _read(path: Path, mode: str | None = None) -> NDArray[np.uint8]:
@@ -190,7 +194,7 @@ def _read(path: Path, mode: str | None = None) -> NDArray[np.uint8]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[Image.Image, BinaryIO]]:
-    """Open a picture; what goes wrong with it inside is a `DataError`."""
+    """Open a picture; turn errors inside the block into a `DataError`."""
     try:
         opened = open_regular(path)
         if opened is None:

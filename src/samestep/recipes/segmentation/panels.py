@@ -11,19 +11,19 @@ from torch import Tensor
 __all__ = ["label_panels"]
 
 _GREY = 128
-_GOLDEN_RATIO = 0.618034  # its multiples, modulo 1, are hues that are far apart
+_GOLDEN_RATIO = 0.618034  # multiples of it, modulo 1, give hues that are far apart
 
 
 def label_panels(pictures: Tensor, labels: Tensor, predicted: Tensor, *, ignore_label: int) -> Tensor:
     """Return picture, label map, prediction and errors side by side.
 
-    Classes have colours, the first one black; errors are white on black, pixels to ignore grey.
+    Classes have colours, with black for the first; errors are white on black, ignored pixels grey.
 
     Args:
         pictures: float [n, 3, height, width], in [-1, 1].
         labels: uint8 [n, height, width].
         predicted: int64 [n, height, width], 0 to 255.
-        ignore_label: what stands in `labels` where a pixel is of no class.
+        ignore_label: the label of pixels without a class.
 
     Returns:
         uint8 [n, 3, height, 4 width].
@@ -53,6 +53,6 @@ def _coloured(labels: Tensor) -> Tensor:
 
 @cache
 def _colours() -> Tensor:
-    """Return a colour for each value of 8 bits, uint8 [256, 3]."""
+    """Return a colour for each 8-bit value, uint8 [256, 3]."""
     hues = [colorsys.hsv_to_rgb(value * _GOLDEN_RATIO % 1, 0.8, 1.0) for value in range(1, 256)]
     return torch.tensor([(0.0, 0.0, 0.0), *hues]).mul(255).to(torch.uint8)

@@ -1,8 +1,8 @@
-"""Semantic segmentation: a class for every pixel, on a folder of pictures or on shapes that it draws itself.
+"""Semantic segmentation: a class for every pixel, on a folder of pictures or on drawn shapes.
 
 An encoder and a decoder with batch norm and skip connections, Adam, the poly schedule, weight decay on
-convolution weights only, and a loss that is the mean over all valid pixels of the batch, whichever towers
-they are in. About 0.95 mean intersection over union on the drawn shapes.
+convolution weights only, and a loss that is the mean over all valid pixels of the batch, across towers. It
+reaches a mean intersection over union of about 0.95 on the drawn shapes.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ __all__ = ["SegmentationNet", "SegmentationSettings"]
 
 
 class SegmentationNet(nn.Module):
-    """An encoder that halves the picture three times and a decoder that adds what it saw on the way.
+    """An encoder that halves the resolution three times, and a decoder with skip connections.
 
     [n, 3, height, width] -> logits [n, classes, height, width], for pictures of any size.
 
     Args:
-        num_classes: of the label maps.
-        width: channels at the picture's own size; twice as many at each half of it.
+        num_classes: the number of classes.
+        width: channels at full resolution; doubled each time the resolution is halved.
 
     References:
         Ronneberger, Fischer & Brox, "U-Net", 2015, https://arxiv.org/abs/1505.04597, for the skips;
-        He et al., "Delving deep into rectifiers", 2015, https://arxiv.org/abs/1502.01852, for the start.
+        He et al., "Delving deep into rectifiers", 2015, https://arxiv.org/abs/1502.01852, for the initial
+        weights.
     """
 
     def __init__(self, num_classes: int = 4, width: int = 16) -> None:
@@ -73,7 +74,7 @@ class SegmentationNet(nn.Module):
         features = seen.pop()
         for across, up in zip(reversed(self.across), reversed(self.up), strict=True):
             skip = seen.pop()
-            # Narrowed before it is enlarged: a quarter of the work, and the same values.
+            # Convolve before upsampling: a quarter of the work for the same values, as the kernel is 1×1.
             enlarged = F.interpolate(across(features), size=skip.shape[-2:])
             features = up(enlarged + skip)
         logits: Tensor = self.head(features)
@@ -81,13 +82,13 @@ class SegmentationNet(nn.Module):
 
 
 def _convolution(num_inputs: int, num_outputs: int, *, size: int = 3, stride: int = 1) -> nn.Sequential:
-    """Return a convolution without a bias, which batch norm would take off again, batch norm and ReLU."""
+    """Return a convolution, batch norm and ReLU; no bias, as batch norm would subtract it."""
     convolution = nn.Conv2d(num_inputs, num_outputs, size, stride, padding=size // 2, bias=False)
     return nn.Sequential(convolution, nn.BatchNorm2d(num_outputs), nn.ReLU())
 
 
 def build(settings: SegmentationSettings, job: Job) -> Trainer:
-    """Make the parts."""
+    """Build the training run."""
     train, test = _open(settings, "train", job), _open(settings, "test", job)
     step = _make_step(settings, job)
     crops = RandomCrops(train, settings.crop_size, ignore_label=settings.ignore_label)
@@ -120,7 +121,7 @@ def _open(settings: SegmentationSettings, split: Literal["train", "test"], job: 
 def _make_step(settings: SegmentationSettings, job: Job) -> Step:
     torch.manual_seed(stream_seed(settings.seed, "weights"))
     model = SegmentationNet(settings.classes, settings.width).to(job.device)
-    # The order that pictures are read in, and convolutions are quickest in.
+    # The datasets' memory format, and the fastest one for convolutions.
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     towers = Towers(
         model,
@@ -130,7 +131,7 @@ def _make_step(settings: SegmentationSettings, job: Job) -> Step:
         placement=settings.placement,
         statistics=settings.statistics,
     )
-    # Coupled: Adam scales the decay as it does the gradient. AdamW would not.
+    # Adam, not AdamW: the loss includes the decay, so Adam scales it like the rest of the gradient.
     optimizer = torch.optim.Adam(decayed(model, settings.weight_decay), lr=settings.learning_rate)
     return Step(
         towers,
@@ -142,12 +143,12 @@ def _make_step(settings: SegmentationSettings, job: Job) -> Step:
 
 
 def loss_of(model: nn.Module, batch: Any, *, ignore_label: int, weight_decay: float) -> LossSum:
-    """Return the loss summed over the valid pixels, and how many they are.
+    """Return the loss summed over the valid pixels, and their number.
 
-    It is cross-entropy plus the weight decay, without the latter's gradient, which the optimizer adds.
+    The loss is cross-entropy plus the weight decay without its gradient, which the optimizer adds.
     """
     pictures, labels = batch
-    # One row for each pixel: on a GPU, that sum has a kernel that always adds in the same order.
+    # One row per pixel: for this shape, the GPU's kernel always adds in the same order.
     logits = model(pictures).permute(0, 2, 3, 1).flatten(0, 2)
     labels = labels.flatten().long()
     num_valid = (labels != ignore_label).sum()
@@ -157,13 +158,13 @@ def loss_of(model: nn.Module, batch: Any, *, ignore_label: int, weight_decay: fl
 
 
 def terms_of(model: nn.Module, *, weight_decay: float) -> Mapping[str, Tensor]:
-    """Return the part of the loss that depends on the weights alone: λ Σ ‖W‖² / 2."""
+    """Return the part of the loss that depends only on the weights: λ Σ ‖W‖² / 2."""
     squares = [weight.square().sum() for weight in decayed_weights(model)]
     return {"weight decay": torch.stack(squares).sum() * (weight_decay / 2)}
 
 
 def decayed(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return the parameters for an optimizer that adds the gradient of that part."""
+    """Return parameter groups that make the optimizer add the gradient of the weight decay."""
     weights = decayed_weights(model)
     chosen = set(weights)
     others = [parameter for parameter in model.parameters() if parameter not in chosen]
@@ -171,7 +172,7 @@ def decayed(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def decayed_weights(model: nn.Module) -> list[Tensor]:
-    """Return the weights of convolutions and linear layers: no biases, and nothing of batch norm."""
+    """Return the weights of convolutions and linear layers, without biases and batch norm."""
     return [layer.weight for layer in model.modules() if isinstance(layer, (nn.Conv2d, nn.Linear))]
 
 
@@ -187,13 +188,13 @@ def count_pixels(model: nn.Module, batch: Any, *, ignore_label: int) -> Mapping[
 
 
 def metrics_of(totals: Mapping[str, tuple[Tensor, Tensor]]) -> Mapping[str, float]:
-    r"""Return the mean over classes of intersection over union, and the share of the pixels that are right.
+    r"""Return the mean over classes of intersection over union, and the share of correct pixels.
 
-    With n_ij the pixels of class i that are taken for class j,
+    With n_ij the number of pixels of class i predicted as class j,
 
     .. math:: \mathrm{IoU}_i = \frac{n_{ii}}{\sum_j n_{ij} + \sum_j n_{ji} - n_{ii}}
 
-    where a class that is neither labelled nor predicted is left out.
+    The mean leaves out classes that are neither labelled nor predicted.
     """
     confusion, num_pixels = totals["pixels"]
     right = confusion.diagonal().double()

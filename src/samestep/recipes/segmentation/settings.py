@@ -1,4 +1,4 @@
-"""The options of the recipe, which --help reads: no torch here."""
+"""The options of the recipe; torch is not imported, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["CLASS_NAMES", "SegmentationSettings"]
 
 CLASS_NAMES = ("background", "circle", "square", "triangle")
+"""The names of the labels 0 to 3 of the drawn shapes."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,11 @@ class SegmentationSettings(Settings):
     steps: int = 400
     run_dir: Path = Path("runs/segmentation")
     data_dir: Path | None = None
-    """Folder with train and test, each with the folders pictures and labels; without it, shapes are drawn."""
+    """Folder with train and test, each with folders pictures and labels; without it, shapes are drawn."""
     classes: Annotated[int, Range(2, 256)] = len(CLASS_NAMES)
-    """Number of classes; the labels are 0 to one less."""
+    """Number of classes; labels start at 0."""
     ignore_label: Annotated[int, Range(0, 255)] = 255
-    """Label of pixels that have no class and are not counted."""
+    """Label of pixels without a class, which are not counted."""
     crop_size: Annotated[int, Range(16, 4096)] = 48
     """Height and width that training pictures are cropped to, at least 16 pixels."""
     width: Annotated[int, Range(1, 1024)] = 16
@@ -60,7 +61,7 @@ class SegmentationSettings(Settings):
             )
 
     def build(self, job: Job) -> Trainer:
-        """Make the parts."""
+        """Build the training run."""
         from samestep.recipes.segmentation.recipe import build
 
         return build(self, job)

@@ -1,4 +1,4 @@
-"""Drawn pictures of circles, squares and triangles, with their label maps: no files, no download."""
+"""Drawn pictures of circles, squares and triangles with label maps, made without files or downloads."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from samestep.streams import stream_seed
 
 __all__ = ["CLASS_NAMES", "NUM_TEST", "NUM_TRAIN", "Shapes"]
 
-"""What the labels 0 to 3 stand for."""
-
 NUM_TRAIN, NUM_TEST = 1000, 200
-"""Pictures of the two splits."""
+"""The number of pictures in each split."""
 
 _SIDE = 64
 _MAX_SHAPES = 4
-_RADII = (8.0, 14.0)  # from the middle to a corner or the edge of a circle, in pixels
+_RADII = (8.0, 14.0)  # from the center to a corner, or to the edge of a circle, in pixels
 _MAX_TILT = np.pi / 12
 _NUM_CORNERS = {2: 4, 3: 3}
 _GREYS = (60.0, 190.0)  # of backgrounds
@@ -29,18 +27,18 @@ _NOISE = 12.0  # standard deviation, on the scale of 0 to 255
 
 
 class Shapes:
-    """Pictures of 64×64 pixels with one to four coloured shapes over a grey background, and noise over all.
+    """Pictures of 64×64 pixels with one to four coloured shapes on a grey background, and noise.
 
-    Size, place, colour and a slight tilt are at random and say nothing about the class. Later shapes cover
-    earlier ones. Pixels that an outline cuts are of mixed colour and have the ignore label.
+    Size, place, colour and a slight tilt are random and independent of the class. Later shapes cover earlier
+    ones. Pixels on an outline have a mixed colour and the ignore label.
 
     Args:
-        split: "train", 1,000 pictures, or "test", 200.
+        split: "train" (1,000 pictures) or "test" (200).
         seed: picture i is drawn from the random stream of (seed, split, i).
-        ignore_label: what stands in label maps where a pixel is of no class.
+        ignore_label: the label of pixels without a class.
 
     Raises:
-        ConfigError: another split.
+        ConfigError: `split` is neither.
 
     Example:
         >>> picture, labels = Shapes("test").read(0)
@@ -76,9 +74,9 @@ class Shapes:
 
 
 def _distance(label: int, random: np.random.Generator) -> NDArray[np.float64]:
-    """Draw a shape's place, size and angle; return each pixel's distance to its outline, inside negative.
+    """Draw a shape's place, size and angle; return each pixel's distance to the outline, negative inside.
 
-    Outside a polygon's corners it is that to the nearer edge's line.
+    Beyond a polygon's corners, it is the distance to the line through the farther edge.
     """
     radius = random.uniform(*_RADII)
     middle = random.uniform(_RADII[0], _SIDE - _RADII[0], 2)
@@ -94,7 +92,7 @@ def _distance(label: int, random: np.random.Generator) -> NDArray[np.float64]:
 
 
 def _colour(random: np.random.Generator) -> NDArray[np.float64]:
-    """Draw a colour that is no grey."""
+    """Draw a colour that is not close to grey."""
     while True:
         colour = random.uniform(0, 255, 3)
         if np.ptp(colour) >= _MIN_SPREAD:
