@@ -44,7 +44,7 @@ class Callback:
         """Run before the first step, after the newest checkpoint has been loaded."""
 
     def before_step(self, trainer: Trainer, batch: Any) -> None:
-        """Run before each step; called again if a worker is lost during the step and it is repeated."""
+        """Run before the step on `batch`; run again if the step is repeated because a worker was lost."""
 
     def after_step(self, trainer: Trainer, report: Report) -> None:
         """Run after a step's update; `trainer.step.towers.step` is the number of steps taken."""
