@@ -35,7 +35,7 @@ class Eval:
     """Evaluate the newest checkpoint of a run."""
 
     run_dir: Path
-    """The run folder: the --run-dir of train."""
+    """The run folder that train wrote: its --run-dir."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to compute on; auto is the GPU if there is one."""
     threads: Threads = 1

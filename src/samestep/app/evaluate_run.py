@@ -64,7 +64,7 @@ def _checkpoints(settings: Settings, job: Job) -> Iterator[Found]:
         print(f"{settings.run_dir}: no checkpoint yet; waiting for the first", flush=True)
     with storage(settings.run_dir, "read"):
         held = Folder.open(settings.run_dir) if job.is_first else None
-    while step != settings.steps:
+    while step < settings.steps:
         # Worker 0 looks for all. All ask it once a second, so no collective runs into the timeout.
         look = partial(search, settings.run_dir, newer_than=step, refused=refused, held=held)
         result = from_first_worker(job, look)

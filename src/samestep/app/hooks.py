@@ -132,6 +132,8 @@ class Hooks:
         try:
             return Before.of(self._trainer.step, self._terms)
         except Exception as error:
+            if self._terms is None:
+                raise
             self._terms = None
             if self._loggers:
                 _say("terms", error)

@@ -181,7 +181,7 @@ class Loop:
     # ---- actions after a step ------------------------------------------------------------------------
 
     def _evaluate(self) -> None:
-        every = self._trainer.evaluate_every
+        every = 0 if self._trainer.evaluate is None else self._trainer.evaluate_every
         if every > 0 and self._step % every == 0:
             self._measure()
             self._trainer.print_on_first(line_of(self._step, self.metrics or {}))

@@ -34,7 +34,8 @@ class Before:
         """Read the values; call this before the step."""
         with torch.no_grad():
             found = terms(step.towers.model) if terms is not None else {}
-        return cls(found, [float(group["lr"]) for group in step.optimizer.param_groups])
+        # A user's own optimizer may have no "lr"; `Scalars.read` leaves NaN out.
+        return cls(found, [float(group.get("lr", math.nan)) for group in step.optimizer.param_groups])
 
 
 @dataclass

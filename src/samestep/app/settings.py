@@ -220,8 +220,11 @@ class Settings(abc.ABC):
         Raises:
             StorageError: the file cannot be written.
         """
-        values = {name: str(v) if isinstance(v, Path) else v for name, v in dataclasses.asdict(self).items()}
-        write_whole(self.run_dir / _FILE, json.dumps({"recipe": self.recipe, **values}, indent=2) + "\n")
+        values = {"recipe": self.recipe, **self._plain_values()}
+        write_whole(self.run_dir / _FILE, json.dumps(values, indent=2) + "\n")
+
+    def _plain_values(self) -> dict[str, Any]:
+        return {name: _plain(value) for name, value in dataclasses.asdict(self).items()}
 
     def check_same_experiment(self) -> None:
         """Compare these settings with those in the run folder, if there are any.
@@ -243,8 +246,8 @@ class Settings(abc.ABC):
         """
         if not isinstance(earlier, dict):
             return
-        current = {"recipe": self.recipe, **dataclasses.asdict(self)}
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        current = {"recipe": self.recipe, **self._plain_values()}
+        defaults = {field.name: _plain(field.default) for field in dataclasses.fields(self)}
         for name in sorted(current):
             # An earlier version may not have had this option: then compare with its default.
             values = earlier.get(name, defaults.get(name)), current[name]
@@ -257,10 +260,12 @@ class Settings(abc.ABC):
                 )
 
     def must_match(self) -> dict[str, Any]:
-        """Return the settings that `check_same` compares, with "given" in place of each folder's path."""
-        values = dataclasses.asdict(self)
-        folders = {n: None if v is None else "given" for n, v in values.items() if n.endswith("_dir")}
-        return {"recipe": self.recipe, **{n: v for n, v in values.items() if n not in self.free}, **folders}
+        """Return the settings that `check_same` compares; of folders in `free`, whether they are given."""
+        values = self._plain_values()
+        fixed = {name: value for name, value in values.items() if name not in self.free}
+        folders = {name for name in values if name in self.free and name.endswith("_dir")}
+        given = {name: None if values[name] is None else "given" for name in folders}
+        return {"recipe": self.recipe, **fixed, **given}
 
 
 def trainer_of(settings: Settings, job: Job) -> Trainer:
@@ -276,6 +281,11 @@ def trainer_of(settings: Settings, job: Job) -> Trainer:
             "`return self.trainer(step, loader, ...)`"
         )
     return trainer
+
+
+def _plain(value: Any) -> Any:
+    """Return an option's value as settings.json has it, with a path as text."""
+    return str(value) if isinstance(value, Path) else value
 
 
 def is_plain(value: object) -> bool:
