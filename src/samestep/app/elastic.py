@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from samestep.app.regroup import meet_again, renewable_of, tell
+from samestep.app.regroup import meet_again, renewable_of, report_regroup
 from samestep.app.unknown_optimizers import UnknownOptimizers
 from samestep.batches.batch import LocalBatch
 from samestep.checkpoint.handover import Trained, send_state, set_trained, take_state, trained
@@ -52,7 +52,7 @@ class _Noted:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Progress:
     """A worker's progress.
 
     Attributes:
@@ -229,39 +229,43 @@ class Elastic:
         if self._job.is_first:
             # A loss is reported, even if others have joined since.
             why = "new workers have joined" if self._have_come and why == _DUE else why
-            tell(why, self._job, self._towers.step)
+            report_regroup(why, self._job, self._towers.step)
 
     @property
-    def _place(self) -> _Place:
+    def _progress(self) -> _Progress:
         is_entry, flags = self._call == self._entry, trained(self._objects)
-        return _Place(self._num_done, self._result, self._call, is_entry, self._is_torn, flags)
+        return _Progress(self._num_done, self._result, self._call, is_entry, self._is_torn, flags)
 
     def _catch_up(self) -> None:
         """Exchange progress with the others; take the state of a worker that is ahead of this one."""
-        places: list[_Place] = gather_objects(self._job.transport, self._place, "how far the workers are")
-        ahead = max(places, key=lambda place: place.num_done)
-        newcomers = [worker for worker, place in enumerate(places) if place.num_done < 0]
-        self._check_places(places, ahead, newcomers)
-        behind = [worker for worker, place in enumerate(places) if place.num_done < ahead.num_done]
+        progress: list[_Progress] = gather_objects(
+            self._job.transport, self._progress, "how far the workers are"
+        )
+        ahead = max(progress, key=lambda each: each.num_done)
+        newcomers = [worker for worker, each in enumerate(progress) if each.num_done < 0]
+        self._check_progress(progress, ahead, newcomers)
+        behind = [worker for worker, each in enumerate(progress) if each.num_done < ahead.num_done]
         if behind:
-            self._hand_over(places.index(ahead), behind)
+            self._hand_over(progress.index(ahead), behind)
         set_trained(self._objects, ahead.trained)
         self._call, self._num_done, self._result = ahead.call, ahead.num_done, ahead.result
         for towers in self._all_towers:
             towers._agree_again()
         self._have_come |= bool(newcomers)
 
-    def _check_places(self, places: Sequence[_Place], ahead: _Place, newcomers: Sequence[int]) -> None:
-        torn = [w for w, p in enumerate(places) if p.is_torn and p.num_done == ahead.num_done]
+    def _check_progress(
+        self, progress: Sequence[_Progress], ahead: _Progress, newcomers: Sequence[int]
+    ) -> None:
+        torn = [w for w, p in enumerate(progress) if p.is_torn and p.num_done == ahead.num_done]
         if torn:
             raise UsageError(
                 f"{ahead.call}: a worker was lost after worker {torn[0]} had averaged a step in this call, "
                 "but before the call ended: expected one step per call, and no messages after it"
             )
         if newcomers and not ahead.is_entry:
-            self._send_away(newcomers, ahead, is_to_tell=places[self._job.rank] is ahead)
+            self._send_away(newcomers, ahead, is_to_tell=progress[self._job.rank] is ahead)
 
-    def _send_away(self, newcomers: Sequence[int], ahead: _Place, *, is_to_tell: bool) -> None:
+    def _send_away(self, newcomers: Sequence[int], ahead: _Progress, *, is_to_tell: bool) -> None:
         """Let newcomers exit that cannot start at this call; later newcomers may arrive at the entry call."""
         assert self._renewable is not None
         why = f"{ahead.call}: new workers cannot start at this call"

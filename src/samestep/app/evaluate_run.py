@@ -58,7 +58,7 @@ def evaluate_run(settings: Settings, job: Job, *, weights: Weights = "average", 
 
 
 def _checkpoints(settings: Settings, job: Job) -> Iterator[Found]:
-    """Yield each new whole checkpoint, skipping all but the newest, until that of the last step."""
+    """Yield the newest whole checkpoint whenever a new one appears, up to that of the last step."""
     step, refused = -1, set[Path]()
     if job.is_first and not all_checkpoints(settings.run_dir):
         print(f"{settings.run_dir}: no checkpoint yet; waiting for the first", flush=True)

@@ -126,7 +126,7 @@ class Hooks:
         return step % (every or self._trainer.log_every) == 0 or is_last
 
     def _show(self, step: int, every: int | None, found: Mapping[str, float]) -> None:
-        self._tell(step, lambda logger: logger.log(step, found) if logger.every == every else None)
+        self._log_and_keep(step, lambda logger: logger.log(step, found) if logger.every == every else None)
 
     def _look(self) -> Before:
         try:
@@ -148,7 +148,7 @@ class Hooks:
             logger.after_evaluation(self._trainer, metrics)
             logger.log(step, finite)
 
-        self._tell(step, show)
+        self._log_and_keep(step, show)
         for callback in self._trainer.callbacks:
             callback.after_evaluation(self._trainer, metrics)
 
@@ -159,7 +159,7 @@ class Hooks:
             for callback in self._trainer.callbacks:
                 callback.after_checkpoint(self._trainer, path)
 
-    def _tell(self, step: int, action: Callable[[Logger], None]) -> None:
+    def _log_and_keep(self, step: int, action: Callable[[Logger], None]) -> None:
         """Call `action` for each logger, and keep it in case this worker takes over as worker 0."""
         if step != self._logged_step:
             self._logged, self._logged_step = [], step

@@ -16,7 +16,7 @@ from samestep.app.evaluation import line_of
 from samestep.app.hooks import Hooks
 from samestep.app.interruption import Interruption, StopFlags
 from samestep.app.lock import RunLock
-from samestep.app.regroup import meet_again, renewable_of, tell
+from samestep.app.regroup import meet_again, renewable_of, report_regroup
 from samestep.app.resume import objects_of, put_back, small_states, write_checkpoint
 from samestep.app.run_folder import tidy
 from samestep.app.writer import CheckpointWriter
@@ -32,7 +32,7 @@ __all__ = ["Loop"]
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Progress:
     """A worker's progress.
 
     Attributes:
@@ -223,7 +223,7 @@ class Loop:
         self._batches = None
         meet_again(self._job, self._catch_up)
         if self._job.is_first:
-            tell(why, self._job, self._step)
+            report_regroup(why, self._job, self._step)
             self._lock.take_over()
             if not self._leads:
                 tidy(self._lock.checkpoints)
@@ -231,24 +231,24 @@ class Loop:
         self._leads = self._job.is_first
 
     @property
-    def _place(self) -> _Place:
+    def _progress(self) -> _Progress:
         step = self._step if self._has_state else -1
         elapsed_s = self._interruption.elapsed_s
         flags = trained(objects_of(self._trainer))
-        return _Place(step, self._num_done, self._report, self.metrics, self._leads, elapsed_s, flags)
+        return _Progress(step, self._num_done, self._report, self.metrics, self._leads, elapsed_s, flags)
 
     def _catch_up(self) -> None:
         """Exchange progress with the others; take the state of a worker that is ahead of this one."""
-        trainer, own = self._trainer, self._place
-        places = gather_objects(self._job.transport, own, "how far the workers are")
-        ahead = max(places, key=lambda place: place.order)
-        behind = [worker for worker, place in enumerate(places) if place.order < ahead.order]
+        trainer, own = self._trainer, self._progress
+        progress = gather_objects(self._job.transport, own, "how far the workers are")
+        ahead = max(progress, key=lambda each: each.order)
+        behind = [worker for worker, each in enumerate(progress) if each.order < ahead.order]
         trainer.step.towers._leave_behind()
         objects = objects_of(trainer)
-        handed = send_state(objects, self._job, places.index(ahead), behind) if behind else None
+        handed = send_state(objects, self._job, progress.index(ahead), behind) if behind else None
         # No line below waits for another worker, so a state is taken over completely or not at all.
         self.flags = StopFlags(0 if ahead.report is None else ahead.report.flags) & ~StopFlags.REGROUP
-        self._interruption.start_earlier(max(place.elapsed_s for place in places))
+        self._interruption.start_earlier(max(each.elapsed_s for each in progress))
         if handed is not None:
             trainer.step.towers._step = ahead.step
             self._show(own, ahead)
@@ -257,10 +257,10 @@ class Loop:
         self._report, self.metrics, self._num_done = ahead.report, ahead.metrics, ahead.num_done
         self._has_state = True
         trainer.step.towers._agree_again()
-        if self._num_done == self._rest.index(self._finish_writing) and not places[0].leads:
+        if self._num_done == self._rest.index(self._finish_writing) and not progress[0].leads:
             self._num_done -= 1  # worker 0 was lost, perhaps before it had written the checkpoint
 
-    def _show(self, own: _Place, ahead: _Place) -> None:
+    def _show(self, own: _Progress, ahead: _Progress) -> None:
         """Call the hooks for the action that the others have finished and this worker has not."""
         if own.step < 0:
             return

@@ -10,7 +10,7 @@ from samestep.errors import ConfigError, LostWorkerError
 from samestep.workers.job import Job
 from samestep.workers.transport import Renewable
 
-__all__ = ["meet_again", "renewable_of", "tell"]
+__all__ = ["meet_again", "renewable_of", "report_regroup"]
 
 
 def renewable_of(job: Job, objects: TrainingObjects) -> Renewable | None:
@@ -44,7 +44,7 @@ def meet_again(job: Job, catch_up: Callable[[], None]) -> None:
             continue
 
 
-def tell(why: str, job: Job, step: int) -> None:
+def report_regroup(why: str, job: Job, step: int) -> None:
     """Print why the workers regrouped, and how many there are now."""
     workers = f"{job.world_size} worker{'s' * (job.world_size > 1)}"
     sys.stderr.write(f"samestep: {why}; going on with {workers} after step {step}\n")

@@ -144,7 +144,7 @@ class Rendezvous:
         cards = _cards(info)
         begun = next((card for card in cards if card["job"] is not None), None)
         if begun is None:
-            begun = self._unheard(info, cards[0])
+            begun = self._running_job(info, cards[0])
         if begun is not None:
             self._check_same(begun)
         self._card["job"] = begun["job"] if begun else cards[0]["token"]
@@ -160,7 +160,7 @@ class Rendezvous:
             members=None if begun else members,
         )
 
-    def _unheard(self, info: RendezvousInfo, first: _Card) -> _Card | None:
+    def _running_job(self, info: RendezvousInfo, first: _Card) -> _Card | None:
         """Return the card of a running job of which no host has come to this round; None if there is none.
 
         The job's hosts may have been silent for longer than torch waits for them. Rank 0 of the round looks

@@ -119,7 +119,7 @@ class Hosts:
 
 
 def is_running(store: Store) -> bool:
-    """Return whether any host of the job whose store this is still increments its counter."""
+    """Return whether any host still increments its counter in a job's store."""
     prompt, patience = PromptStore(store, _PREFIX), Patience(LOST_S)
     before = counts = prompt.ask(_counts)
     while counts == before and not patience.is_over():

@@ -207,7 +207,7 @@ class Replacement:
         for worker in lost:
             worker.is_left_behind = True
             self._free(worker.seat)
-            _tell_why(worker)
+            _explain_newcomer(worker)
         if self._roster.is_asked_again():
             self._roster.begin_again()
 
@@ -244,7 +244,7 @@ class Replacement:
         return [present[number] for number in sorted(self._roster.newcomers(present))]
 
 
-def _tell_why(worker: WorkerProcess) -> None:
+def _explain_newcomer(worker: WorkerProcess) -> None:
     """Print why a newcomer could not join, unless it was killed."""
     if (worker.status or 0) > 0:
         failure = Failure.read(worker.error_file)

@@ -136,7 +136,7 @@ class Roster:
     # ---- reports of the workers ----------------------------------------------------------------------
 
     def newcomers(self, numbers: Iterable[int]) -> set[int]:
-        """Return those of these workers that are not in the first list and do not train yet."""
+        """Return the workers among `numbers` that are not in the first list and do not train yet."""
         later = [number for number in numbers if number not in self._first]
         return {number for number in later if not self.go_on([number])}
 
@@ -157,11 +157,11 @@ class Roster:
         return self._all(Key.AGAIN, [self.generation])
 
     def ready(self, numbers: Iterable[int]) -> list[int]:
-        """Return those of these newcomers that have built everything that they can on their own."""
+        """Return the newcomers among `numbers` that have built everything that they can on their own."""
         return [number for number in numbers if self._all(Key.READY, [number])]
 
     def sent_away(self, numbers: Iterable[int]) -> list[int]:
-        """Return those of these newcomers that could not start at the others' current call."""
+        """Return the newcomers among `numbers` that could not start at the others' current call."""
         return [number for number in numbers if self._all(Key.AWAY, [number])]
 
     def silent(self) -> list[int]:

@@ -28,7 +28,7 @@ __all__ = ["join", "launch"]
 
 _OF_SIGNALS = range(129, 256)
 _CALL = "SAMESTEP_CALL"
-"""The variable that holds the call of `launch`, among those of its script, for which a worker was started."""
+"""The variable that names the call of `launch` for which a worker was started: a script may make several."""
 
 
 @dataclass
