@@ -1,11 +1,11 @@
 import json
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from samestep.app.settings import read_settings
+from samestep.app.settings import Settings, read_settings
 from samestep.errors import ConfigError, DataError, MissingFileError
 from samestep.recipes import RECIPES
 from samestep.recipes.digits.recipe import DigitsSettings
@@ -133,3 +133,22 @@ def test_an_option_that_the_file_lacks_had_its_default(tmp_path):
 def test_where_and_how_a_run_goes_on_is_free(tmp_path):
     write(tmp_path, threads=4, timeout=5.0, run_dir="/elsewhere")
     DigitsSettings(run_dir=tmp_path).check_same_experiment()
+
+
+@dataclass(frozen=True)
+class Tabled(Settings):
+    table: Path = Path("a.csv")
+
+    def build(self, job):
+        raise NotImplementedError
+
+
+def test_a_recipes_own_path_may_stay_the_same(tmp_path):
+    settings = Tabled(run_dir=tmp_path)
+    settings.write()
+    settings.check_same_experiment()
+    settings.check_same(settings.must_match())
+    with pytest.raises(ConfigError, match=r"was trained with table = a\.csv, not b\.csv"):
+        replace(settings, table=Path("b.csv")).check_same_experiment()
+    with pytest.raises(ConfigError, match=r"was trained with table = a\.csv, not b\.csv"):
+        replace(settings, table=Path("b.csv")).check_same(settings.must_match())

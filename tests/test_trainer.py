@@ -305,6 +305,32 @@ def test_a_term_that_fails_is_left_out(tmp_path, whole, capsys):
     assert capsys.readouterr().err.count("terms failed (ZeroDivisionError") == 1
 
 
+class NoRate(torch.optim.Optimizer):
+    """An optimizer without a learning rate."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad, alpha=0.1)
+
+
+def test_an_optimizer_without_a_learning_rate_can_be_logged(tmp_path):
+    trainer = trainer_of(samestep.Job(torch.device("cpu")), tmp_path)
+    trainer.step.optimizer = NoRate(trainer.model.parameters())
+    trainer.run()
+    (line,) = [line for line in lines_of(tmp_path) if line["step"] == 5]
+    assert "loss/total" in line
+    assert "step/learning rate" not in line
+
+
+def test_nothing_is_printed_of_evaluations_that_are_not_made(tmp_path, capsys):
+    run(tmp_path, evaluate=None, evaluate_every=2, steps=4, log_every=100)
+    assert not [line for line in capsys.readouterr().out.splitlines() if line.endswith("step 2: ")]
+
+
 def test_lines_of_metrics_go_on_where_the_run_does(tmp_path):
     run(tmp_path, steps=10, checkpoint_every=100)
     with (tmp_path / "metrics.jsonl").open("a") as file:

@@ -1,8 +1,8 @@
-"""The same step on any number of workers: training that averages gradients over towers, bit for bit."""
+"""Training that averages gradients over towers: the same step, bit for bit, on any number of workers."""
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # as type checkers know it; importing `typing` takes a while
+TYPE_CHECKING = False  # type checkers treat the name as true; importing `typing` takes a while
 if TYPE_CHECKING:
     __version__: str
 
@@ -115,7 +115,7 @@ def _version() -> str:
 
     try:
         return version("samestep")
-    except PackageNotFoundError:  # run from its sources
+    except PackageNotFoundError:  # imported from a source tree that is not installed
         return "unknown"
 
 

@@ -1,4 +1,4 @@
-"""`samestep` and `python -m samestep`: the command line, and what every worker of a job runs."""
+"""The entry point of `samestep` and `python -m samestep`, in the user's process and in every worker."""
 
 import sys
 
@@ -6,7 +6,7 @@ __all__ = ["main"]
 
 
 def main() -> int:
-    """Run the command line of this process, which a signal may end from here on without a word."""
+    """Run the command line of this process; Ctrl-C ends it without a traceback."""
     try:
         return _main()
     except KeyboardInterrupt:
@@ -14,7 +14,7 @@ def main() -> int:
 
 
 def _main() -> int:
-    # One after the other, as each import takes its time.
+    # Handle signals before the next import: each import takes time in which a signal may arrive.
     from samestep.workers.interrupts import end_at_once_when_interrupted
 
     end_at_once_when_interrupted()

@@ -1,6 +1,6 @@
-"""The commands: parse, call, print.
+"""The command line: parse the arguments, call the command, print its result.
 
-Torch, which takes seconds to import, is imported only once a command is known to be right.
+Importing torch takes seconds, so it is imported only after the command line has been parsed.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ class Eval:
     """Evaluate the newest checkpoint of a run."""
 
     run_dir: Path
-    """The run folder that train wrote, its --run-dir."""
+    """The run folder that train wrote: its --run-dir."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to compute on; auto is the GPU where there is one."""
+    """Device to compute on; auto is the GPU if there is one."""
     threads: Threads = 1
     """CPU threads of each worker."""
     workers: NumWorkers = "auto"
-    """Processes to start here; auto is one for each core or GPU, and at most one for each tower."""
+    """Processes to start here; auto is one per core or GPU, and at most one per tower."""
     weights: Literal["average", "raw"] = "average"
-    """Evaluate the moving averages of the weights where a run keeps them, or the raw weights."""
+    """Evaluate the moving averages of the weights, if the run keeps them, or the raw weights."""
     recipe: Path | None = None
-    """The Python file of the recipe, where it is not an installed one."""
+    """The Python file of the recipe, if it is not an installed one."""
     follow: bool = False
-    """Evaluate each new checkpoint, too, until training ends."""
+    """Also evaluate each new checkpoint until that of the last step."""
 
 
 @dataclass(frozen=True)
@@ -55,46 +55,46 @@ class Digest:
     """Print the SHA-256 of the weights in a checkpoint."""
 
     path: Path
-    """A checkpoint, or a run folder; of a run folder its newest checkpoint."""
+    """A checkpoint, or a run folder, for its newest checkpoint."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """Write a page of a run's curves, interruptions and settings, to open in a browser."""
+    """Write an HTML page with a run's curves, interruptions and settings."""
 
     run_dir: Path
     """The run folder."""
     output: Path | None = None
-    """The HTML file; by default report.html in the run folder."""
+    """The HTML file to write; by default report.html in the run folder."""
 
 
 @dataclass(frozen=True)
 class Doctor:
-    """Say what this machine has and whether the promise holds on it, to paste into an issue."""
+    """Describe this machine and test whether runs on it end with the same bits; for bug reports."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to compute on; auto is the GPU where there is one."""
+    """Device to compute on; auto is the GPU if there is one."""
     no_run: bool = False
-    """Only look, without the small runs, which take a minute or two."""
+    """Skip the small test runs, which take a minute or two."""
 
 
 @lasting_output()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command, as the process that the user started or as one of its workers.
+    """Run one command, in the process that the user started or in one of its workers.
 
     Args:
-        argv: the words after the program's name; by default those of this process.
+        argv: the arguments after the program's name; by default those of this process.
 
     Returns:
-        The exit status: 0 done, 2 the command line or an input file is wrong, 1 the run failed,
-        128 + the signal's number where one ended it.
+        The exit status: 0 for success, 2 if the command line or an input file is wrong, 1 if the run
+        failed, 128 + n if signal n ended it.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["--version"]:
         print(f"samestep {samestep.__version__}")
         return 0
     if any(word.startswith("--nnodes") for word in words):
-        # Else torch, which reads it once, prints pages of C++ frames for each lost connection.
+        # Without this, torch prints pages of C++ frames for each lost connection. It reads the variable once.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         command = parse("samestep", _commands(), words)
@@ -111,7 +111,7 @@ def _commands() -> Command:
     known = Recipes(recipes.RECIPES)
     choices: dict[str, type | Command] = {
         "train": Command(
-            "Train a recipe, or that of a Python file; an earlier run in the same folder is continued.",
+            "Train a recipe, by name or from a Python file; continue an earlier run in the same folder.",
             known,
             noun="recipe",
         ),
@@ -134,8 +134,8 @@ def _commands() -> Command:
 
 
 def _refuse(error: Error) -> int:
-    """Say in one line what is wrong with the command line, and return the exit status."""
-    if "RANK" in os.environ:  # a launcher shows one message for all of its workers
+    """Print one line that says what is wrong with the command line, and return the exit status."""
+    if "RANK" in os.environ:  # the launcher shows one message for all of its workers
         from samestep.app.launching.launch import run_worker
         from samestep.app.start import refuse
 
@@ -188,7 +188,7 @@ def _eval(command: Eval, words: list[str]) -> int:
 
 
 def _recipes_of(command: Eval) -> Mapping[str, type[Settings]]:
-    """Return what may be in the run folder: only a file that is named here is run."""
+    """Return the recipes that the run folder may name: a Python file is run only if --recipe names it."""
     if command.recipe is None:
         return recipes.RECIPES
     kind = read_recipe(command.recipe)
@@ -207,7 +207,7 @@ def _digest(command: Digest) -> int:
     from samestep.app.run_folder import read_digest
 
     print(read_digest(command.path), flush=True)
-    return 1 if is_stdout_lost() else 0  # it does nothing else
+    return 1 if is_stdout_lost() else 0  # without its output, the command has done nothing
 
 
 def _report(command: Report) -> int:
@@ -224,7 +224,7 @@ def _doctor(command: Doctor) -> int:
 
 
 def _refusing() -> AbstractContextManager[None]:
-    """Let the other workers know of an error, where there are any."""
+    """Under a launcher, report an error in the block to the other workers."""
     from samestep.workers.environment import under_launcher
 
     if not under_launcher():
@@ -237,7 +237,7 @@ def _refusing() -> AbstractContextManager[None]:
 def _on_workers(
     settings: Settings, words: list[str], work: Callable[[Job], object], **options: object
 ) -> int:
-    """Do the work on the workers that the settings and options ask for: start them, or be one of them."""
+    """Start the workers that the settings ask for; in a worker, call `work`."""
     from samestep.app.launching.launch import run_command
     from samestep.app.launching.num_workers import resolve_workers
     from samestep.workers.environment import check_environment, under_launcher
@@ -262,7 +262,7 @@ def _on_workers(
 
 
 def _nodes(settings: Settings, words: list[str], options: Mapping[str, object]) -> Nodes | None:
-    """Return the hosts that the settings name, with what all of them must have."""
+    """Return the hosts of the job, with the values that must be the same on all of them."""
     from samestep.app.launching.nodes import Nodes
 
     nodes = Nodes.of(settings.nnodes, settings.rdzv_endpoint, settings.rdzv_id)

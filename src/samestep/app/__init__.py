@@ -1,1 +1,1 @@
-"""What is around a step in a program: settings, launch, training, evaluation, run folder, loggers."""
+"""The program around a step: settings, launcher, training loop, evaluation, run folder, loggers."""

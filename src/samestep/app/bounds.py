@@ -1,4 +1,4 @@
-"""What values an option may have, as its type declares: on the command line, in settings.json, in Python."""
+"""The values that an option's type allows: on the command line, in settings.json and in Python."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "tex
 
 @dataclass(frozen=True)
 class Range:
-    """The bounds of a number, beside its type: `Annotated[int, Range(1, 9)]`. NaN is in none.
+    """The bounds of a number, as in `Annotated[int, Range(1, 9)]`. No range contains NaN.
 
     Attributes:
-        low: the lowest that is allowed.
-        high: the highest.
-        is_open: whether `low` itself is not allowed.
+        low: the lowest allowed value.
+        high: the highest allowed value.
+        is_open: whether `low` itself is excluded.
     """
 
     low: float
@@ -53,19 +53,19 @@ class Range:
 
 
 Count = Annotated[int, Range(1, 10**12)]
-"""How many there are of something, or how often it is done."""
+"""A positive count, or a period in steps."""
 Threads = Annotated[int, Range(1, 1024)]
-"""CPU threads: more than machines have cores, and fewer than where starting them crashes a process."""
+"""CPU threads. The limit is above any machine's number of cores; far more threads crash a process."""
 NumWorkers = Annotated[int, Range(1, 1024)] | Literal["auto"]
-"""Processes on a machine."""
+"""Worker processes on one machine."""
 LoaderProcesses = Annotated[int, Range(0, 256)]
-"""Processes that each worker has to read its data."""
+"""Processes with which each worker reads its data."""
 LearningRate = Annotated[float, Range(0, 10**6, is_open=True)]
 
 
 @cache
 def kinds_of(settings: type) -> dict[str, Any]:
-    """Return the types of a dataclass's fields; one that is declared again keeps the bounds that it had."""
+    """Return the types of a dataclass's fields; a field redeclared without bounds keeps those of its base."""
     kinds = get_type_hints(settings, include_extras=True)
     for base in filter(is_dataclass, settings.__mro__[1:]):
         plain, bounded = get_type_hints(base), get_type_hints(base, include_extras=True)
@@ -74,14 +74,14 @@ def kinds_of(settings: type) -> dict[str, Any]:
 
 
 def alternatives(kind: Any) -> list[tuple[Any, Range | None]]:
-    """Return the types, each with its bounds, of one such as `Annotated[int, Range(1, 9)] | None`."""
+    """Return the members of a type such as `Annotated[int, Range(1, 9)] | None`, each with its bounds."""
     if get_origin(kind) in (Union, types.UnionType):
         return [one for part in get_args(kind) for one in alternatives(part)]
     return [get_args(kind)[:2]] if get_origin(kind) is Annotated else [(kind, None)]
 
 
 def describe(kind: Any) -> str:
-    """Return what is expected: "an integer from 1 to 9 or auto"."""
+    """Return a description of the allowed values, such as "an integer from 1 to 9 or auto"."""
     return " or ".join(_describe(*one) for one in alternatives(kind) if one[0] is not type(None))
 
 
@@ -93,7 +93,7 @@ def _describe(kind: Any, bounds: Range | None) -> str:
 
 
 def fits(kind: Any, value: object) -> bool:
-    """Say whether a field of that type may have the value."""
+    """Return whether a field of this type may have the value."""
     return any(_fits(*one, value) for one in alternatives(kind))
 
 
@@ -108,16 +108,16 @@ def _fits(kind: Any, bounds: Range | None, value: Any) -> bool:
 
 
 def _is_file_name(text: str) -> bool:
-    with suppress(UnicodeEncodeError):  # half a character, which JSON can write
+    with suppress(UnicodeEncodeError):  # a lone surrogate, which JSON can hold
         return bool(text) and "\0" not in text and bool(os.fsencode(text))
     return False
 
 
 def from_word(kind: Any, word: str) -> object:
-    """Return a word of the command line as a value of the type.
+    """Convert an argument of the command line to the type.
 
     Raises:
-        ValueError: it is none; says what is expected.
+        ValueError: the type does not allow the value; the message says what is expected.
     """
     for one, bounds in alternatives(kind):
         with suppress(ValueError, TypeError):
@@ -128,10 +128,10 @@ def from_word(kind: Any, word: str) -> object:
 
 
 def from_json(kind: Any, value: object) -> object:
-    """Return a value of a JSON text as one of the type.
+    """Convert a JSON value to the type.
 
     Raises:
-        ValueError: it is none; says what is expected.
+        ValueError: the type does not allow the value; the message says what is expected.
     """
     is_path = any(one is Path for one, _ in alternatives(kind))
     if is_path and isinstance(value, str):

@@ -1,4 +1,4 @@
-"""What a program may add to a `Trainer`: callbacks on every worker, and loggers on worker 0."""
+"""Extensions of a `Trainer`: callbacks on every worker, and loggers on worker 0."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["Callback", "Logger"]
 
 
 class Callback:
-    """Does something of a program's own at points of a run, on every worker; here nothing.
+    """Base class of callbacks, which a `Trainer` calls on every worker; its methods do nothing.
 
-    What it changes must be changed alike on all workers, as in any program. One with `state_dict` and
-    `load_state_dict` is part of the checkpoints, by the name of its class. What it raises ends the run.
+    A callback must make the same changes on all workers. If it has `state_dict` and `load_state_dict`, its
+    state is part of the checkpoints, under the name of its class. An exception in a callback ends the run.
 
     Attributes:
-        reads_gradients: whether it looks at `p.grad` after a step. With a `ShardedOptimizer` no worker has
-            all averages unless somebody does: set it to False where nobody does, to save a message a step.
+        reads_gradients: whether the callback reads `p.grad` after a step. With a `ShardedOptimizer`, workers
+            exchange all averaged gradients only for callbacks that read them: False saves a message per step.
 
     Example:
         >>> class Patience(Callback):
@@ -41,32 +41,32 @@ class Callback:
     reads_gradients: bool = True
 
     def on_start(self, trainer: Trainer) -> None:
-        """Do something before the first step, once an earlier run has been continued."""
+        """Run before the first step, after the newest checkpoint has been loaded."""
 
     def before_step(self, trainer: Trainer, batch: Any) -> None:
-        """Do something before a step that will be taken on `batch`; again, where a worker is lost in it."""
+        """Run before the step on `batch`; run again if the step is repeated because a worker was lost."""
 
     def after_step(self, trainer: Trainer, report: Report) -> None:
-        """Do something after a step's update; `trainer.step.towers.step` is the number of steps taken."""
+        """Run after a step's update; `trainer.step.towers.step` is the number of steps taken."""
 
     def after_evaluation(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
-        """Do something with metrics, which are the same on all workers."""
+        """Run after an evaluation; the metrics are the same on all workers."""
 
     def after_checkpoint(self, trainer: Trainer, path: Path) -> None:
-        """Do something with a checkpoint that is on the disk, on worker 0 alone, between two steps."""
+        """Run after a checkpoint has been written, on worker 0 only, between two steps."""
 
     def on_end(self, trainer: Trainer) -> None:
-        """Do something at the end, also where the run ends by an exception."""
+        """Run at the end, also if the run ends with an exception."""
 
 
 class Logger(Callback):
-    """Keeps what a run measures; it is called on worker 0 alone.
+    """Base class of loggers, which record a run's scalars; a `Trainer` calls them on worker 0 only.
 
-    What it raises is said once, and the run goes on without it.
+    An exception in a logger is printed once, and the run continues without that logger.
 
     Attributes:
-        every: steps between two calls of `log` with what training measured; None for the `log_every` of the
-            trainer. At these steps `p.grad` is there, where it `reads_gradients`.
+        every: steps between two calls of `log` with training scalars; None for the `log_every` of the
+            trainer. At these steps `p.grad` is available, if `reads_gradients` is True.
 
     Example:
         >>> class Printed(Logger):
@@ -77,16 +77,16 @@ class Logger(Callback):
     every: int | None = None
 
     def on_regroup(self, trainer: Trainer, why: str) -> None:
-        """Do something after workers were lost, or came: the run goes on with others.
+        """Run after workers were lost or have joined, and the run continues.
 
-        Where worker 0 was lost, the loggers of the new one get `on_start` instead.
+        If worker 0 was lost, `on_start` is called on the loggers of the new worker 0 instead.
         """
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Keep what was measured after so many steps.
+        """Record scalars.
 
         Args:
-            step: steps taken.
-            scalars: finite numbers by name: of training "loss/...", "step/..." and "towers/...", and
-                after an evaluation its metrics, by the names that they have there.
+            step: number of steps taken.
+            scalars: finite numbers by name: "loss/...", "step/..." and "towers/..." in training; after an
+                evaluation, its metrics under their own names.
         """

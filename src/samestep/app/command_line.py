@@ -1,4 +1,4 @@
-"""Command lines: words -> settings, or one line that says what is wrong and what was expected."""
+"""Command lines: arguments -> a dataclass, or one line that says what is wrong and what was expected."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["Command", "parse"]
 
 @dataclass(frozen=True)
 class Command:
-    """A word of the command line that is followed by another command.
+    """A command with subcommands.
 
     Attributes:
-        help: what the command does, in one line.
-        choices: what may follow, by name: dataclasses with the options as fields, or more commands.
-        noun: what one of the choices is.
+        help: one line that says what the command does.
+        choices: the subcommands by name: dataclasses with the options as fields, or further commands.
+        noun: what a subcommand is called in messages.
     """
 
     help: str
@@ -35,13 +35,13 @@ class Command:
 
 
 def parse(program: str, command: Command, words: Sequence[str]) -> Any:
-    """Return the dataclass that `words` choose from `command`, with its fields set from the options.
+    """Return an instance of the dataclass that `words` name, with its fields set from the options.
 
-    A field with a default is an option, one without is a positional argument, and the string below a field
-    is its help. `--help` is printed, and ends in `SystemExit`.
+    A field with a default is an option, and one without is a positional argument. The string below a field
+    is its help. With `--help`, print the help and raise `SystemExit`.
 
     Raises:
-        ConfigError: what is wrong, in one line; or what the dataclass itself raises.
+        ConfigError: the words are wrong; the message is one line. Or the dataclass itself raises it.
     """
     reached: type | Command = command
     while isinstance(reached, Command):
@@ -55,7 +55,7 @@ def parse(program: str, command: Command, words: Sequence[str]) -> Any:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that raises what is wrong, where `ArgumentParser` prints it and exits."""
+    """An `ArgumentParser` that raises a `ConfigError` instead of printing the error and exiting."""
 
     def __init__(self, prog: str, arguments: str, description: str | None) -> None:
         super().__init__(
@@ -71,14 +71,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _choose(program: str, command: Command, words: Sequence[str]) -> str:
-    """Return the first of the words, which has to name one of the command's choices."""
+    """Return the first word if it names a subcommand; otherwise print the help or raise."""
     if not words or words[0] not in command.choices:
         _explain(_Parser(program, f"{command.noun.upper()} [OPTIONS]", command.help), command, words)
     return words[0]
 
 
 def _explain(parser: _Parser, command: Command, words: Sequence[str]) -> NoReturn:
-    """Print the help that the words ask for, or raise what is wrong with them."""
+    """Print the help if the words ask for it, or raise a `ConfigError` that says what is wrong."""
     if words and words[0] in ("-h", "--help"):
         listed = parser.add_argument_group(f"{command.noun}s")
         for name, choice in command.choices.items():
@@ -120,7 +120,7 @@ def _flag(field: Field[Any]) -> str:
 
 
 def _escape(text: str) -> str:
-    return text.replace("%", "%%")  # argparse would put values in
+    return text.replace("%", "%%")  # argparse formats help texts with %
 
 
 def _describe_unknown(word: str, settings: type) -> str:
@@ -132,11 +132,11 @@ def _describe_unknown(word: str, settings: type) -> str:
 
 
 def _field_docs(settings: type) -> Iterator[tuple[str, str]]:
-    """Yield each field's name and the string below it; Python itself forgets these strings."""
+    """Yield each field's name and the string below it, read from the source: Python does not keep them."""
     for kind in filter(is_dataclass, reversed(settings.__mro__)):
         try:
             source = inspect.getsource(kind)
-        except OSError:  # defined at a prompt: there is no file, and so no help
+        except OSError:  # defined at a prompt, so there is no source
             continue
         definition = ast.parse(textwrap.dedent(source)).body[0]
         assert isinstance(definition, ast.ClassDef)
@@ -147,7 +147,7 @@ def _field_docs(settings: type) -> Iterator[tuple[str, str]]:
 
 
 def _convert(kind: Any, word: str) -> object:
-    """Return a word of the command line as a value of the field's type."""
+    """Convert an argument to the field's type, with the error that argparse expects."""
     try:
         return from_word(kind, word)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What training shows on the terminal: where it runs, a line now and then, and a progress bar."""
+"""Training's output on the terminal: where it runs, a line every few steps, and a progress bar."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["Display", "print_placement"]
 
 
 def print_placement(towers: Towers) -> None:
-    """Print one line for each worker, in order: where it is, and the towers that it runs."""
+    """Print one line for each worker, in order of rank: its host, device, threads and towers."""
     job = towers.job
     placed = ", ".join(map(str, towers.placement.towers(job.rank)))
     device = str(job.device)
@@ -45,7 +45,7 @@ def print_placement(towers: Towers) -> None:
 
 
 class Display(Logger):
-    """A line every `log_every` steps, above a progress bar on a terminal."""
+    """Prints a line every `log_every` steps, and on a terminal a progress bar below."""
 
     reads_gradients = False
 
@@ -57,7 +57,7 @@ class Display(Logger):
         self._placement: Placement | None = None
 
     def on_start(self, trainer: Trainer) -> None:
-        """Print where it runs, and show the bar."""
+        """Print where the run takes place, and show the bar."""
         self._noise = trainer.step.towers.noise
         self._placement = trainer.step.towers.placement
         self._memory_bytes = total_bytes(trainer.job.device)
@@ -67,7 +67,7 @@ class Display(Logger):
             self._bar.start()
 
     def after_step(self, trainer: Trainer, report: Report) -> None:
-        """Move the bar, and say where towers have moved."""
+        """Advance the bar, and print the new placement if towers have moved."""
         placement = trainer.step.towers.placement
         if placement != self._placement:
             self._placement = placement
@@ -77,8 +77,8 @@ class Display(Logger):
             self._bar.update(self._bar.task_ids[0], completed=report.step + 1)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Print a line."""
-        if "step/seconds" not in scalars:  # of an evaluation
+        """Print loss, speed and memory; the trainer itself prints the metrics of evaluations."""
+        if "step/seconds" not in scalars:
             return
         loss, rows_per_s = scalars.get("loss/total", math.nan), scalars["step/rows per second"]
         if self._bar is not None:
@@ -92,12 +92,12 @@ class Display(Logger):
         self._print_noise_scale()
 
     def on_end(self, trainer: Trainer) -> None:
-        """Take the bar away."""
+        """Stop the bar."""
         if self._bar is not None:
             self._bar.stop()
 
     def _print_noise_scale(self) -> None:
-        """Print it where it has changed by a quarter."""
+        """Print the gradient noise scale if it has changed by a quarter since the last time."""
         scale = None if self._noise is None or not self._noise.is_settled else self._noise.value
         if scale is None or not math.isfinite(scale) or 0.8 < scale / (self._last_printed or math.inf) < 1.25:
             return
@@ -119,7 +119,7 @@ def _print_start(trainer: Trainer) -> None:
 
 
 def _bar(name: str, step: int, steps: int) -> Progress | None:
-    """Return a progress bar; None where there is no terminal, or no Rich."""
+    """Return a progress bar; None if stdout is not a terminal, or Rich is not installed."""
     if not sys.stdout.isatty() or find_spec("rich") is None:
         return None
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

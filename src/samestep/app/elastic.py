@@ -1,9 +1,9 @@
-"""A user's own loop that goes on if workers are lost, and if others join.
+"""Elastic training in a user's own loop: it continues when workers are lost or join.
 
-All workers make the same calls in the same order, and each call needs all of them, so no worker is more than
-one call ahead. If a worker is lost, the others undo the call that has begun, meet again, and make it again;
-those that are a call behind take the state of a worker that has made it. `Trainer` does the same with its own
-actions, see `samestep.app.loop`.
+All workers make the same calls in the same order, and each call needs all workers, so no worker is more than
+one call ahead. If a worker is lost, the others undo the call that has begun, form a new process group, and
+repeat the call. A worker that is one call behind takes the state of a worker that has finished the call.
+`Trainer` does the same with its own actions, see `samestep.app.loop`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from samestep.app.regroup import meet_again, renewable_of, tell
+from samestep.app.regroup import meet_again, renewable_of, report_regroup
 from samestep.app.unknown_optimizers import UnknownOptimizers
 from samestep.batches.batch import LocalBatch
 from samestep.checkpoint.handover import Trained, send_state, set_trained, take_state, trained
@@ -39,29 +39,29 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _END = "the end of the Elastic block"
-_DUE = "a worker is gone"  # all that a worker knows which has only seen that there is another list
+_DUE = "a worker is gone"  # the reason if a worker knows only that there is a newer list of workers
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
 @dataclass(frozen=True)
 class _Noted:
-    """The small part of the state at some time: all but modules and what optimizers hold for parameters."""
+    """A copy of the small part of the state: everything but modules and per-parameter optimizer state."""
 
     states: Sequence[Any]
     generators: GlobalStreams
 
 
 @dataclass(frozen=True)
-class _Place:
-    """How far a worker is.
+class _Progress:
+    """A worker's progress.
 
     Attributes:
-        num_done: calls made; −1 for a newcomer.
-        result: of the last one.
-        call: the name of the one that has begun.
-        is_entry: whether newcomers begin with that one.
-        is_torn: whether it has had an effect that cannot be undone.
-        trained: which parameters are.
+        num_done: number of finished calls; −1 for a newcomer.
+        result: the result of the last finished call.
+        call: the name of the call that has begun.
+        is_entry: whether newcomers start at this call.
+        is_torn: whether this call has had an effect that cannot be undone.
+        trained: which parameters are trained.
     """
 
     num_done: int
@@ -73,7 +73,7 @@ class _Place:
 
 
 class Elastic:
-    """Makes calls that need all workers, and makes them again without a worker that is lost meanwhile.
+    """Makes calls that need all workers, and repeats a call without a worker that is lost during it.
 
         state = {"model": model, "towers": towers, "loader": loader, "optimizer": optimizer}
         with samestep.Elastic(**state) as elastic:
@@ -82,34 +82,35 @@ class Elastic:
                     report = elastic(step, batch)
                 elastic(samestep.save, path, **state)
 
-    In a job of `samestep.launch`, the others go on without a worker that is killed, and a new one takes its
-    place: it runs the script from the beginning, gets the state from another worker when it enters the
-    `with`, and begins with the loop's first call. Under torchrun, and with one process, calls are made once.
+    In a job of `samestep.launch`, the other workers continue if a worker is killed, and a new worker replaces
+    it. The new worker runs the script from the beginning, gets the state from another worker when it enters
+    the `with` block, and starts at the loop's first call. Under torchrun, and with one process, each call is
+    made once.
 
-    - A call consists of at most one step, with its update of the weights, or of one other action that needs
-      all workers. It may be made several times, but only the last one has an effect: the states of the global
-      generators, the loader's position, learning rates and the rest of the small state are put back first.
-    - A worker that is one call behind gets the state of one that has made it, and its result, which has to be
-      picklable.
-    - Change weights in calls only. Between two calls, do what is the same on all workers, such as a
+    - A call contains at most one step, with its update of the weights, or one other action that needs all
+      workers. It may run several times, but only the last run has an effect: before a call is repeated, the
+      global generators, the loader's position, learning rates and the rest of the small state are restored.
+    - A worker that is one call behind gets the state and the call's result from a worker that has finished
+      it. So results must be picklable.
+    - Change weights only inside calls. Between two calls, do only what is the same on all workers, such as a
       scheduler's step.
-    - The loop continues from the state (`loader.epoch`, `towers.step`), as after a checkpoint: for a newcomer
-      it begins in the middle.
-    - `job.rank` and `job.world_size` change: read them, and `job.is_first`, when they are needed.
+    - The loop must continue from the state (`loader.epoch`, `towers.step`), as after a checkpoint: a newcomer
+      starts in the middle.
+    - `job.rank`, `job.world_size` and `job.is_first` change: read them each time you need them.
 
     Args:
-        model: as for `samestep.save`, and so are the others.
-        towers: of the model; pass those of other models in `state`.
-        loader: a `TowerLoader`, or another one with a state; with a `StreamLoader`, call `next_batch()`
-            inside a call.
-        averaged_model: torch's `AveragedModel`, or another module with averages.
-        state: everything else that training changes: objects with a `state_dict`. Those that are neither
-            modules nor optimizers are copied with each call.
+        model: as for `samestep.save`; so are the other arguments.
+        towers: the towers of the model; pass towers of other models in `state`.
+        loader: a `TowerLoader`, or another loader with a `state_dict`; with a `StreamLoader`, call
+            `next_batch()` inside a call.
+        averaged_model: torch's `AveragedModel`, or another module that holds averages.
+        state: everything else that training changes: objects with a `state_dict`. The states of those that
+            are neither modules nor optimizers are copied at each call.
 
     Raises:
-        ConfigError: on construction, a part of the state cannot be kept.
+        ConfigError: on construction, an object in `state` has no `state_dict`.
         DisagreementError: workers make different calls, or have different weights at the end.
-        LostWorkerError: workers are lost, and the others cannot go on.
+        LostWorkerError: workers are lost, and the others cannot continue.
         UsageError: a worker was lost between an average and the end of its call; a result cannot be
             pickled; or a `StreamLoader`'s batch was read outside of the call.
 
@@ -145,10 +146,10 @@ class Elastic:
         self._result: Any = None
         self._call = ""
         self._entry: str | None = None
-        self._known: set[str] = set()  # calls whose results can be sent to others
+        self._known: set[str] = set()  # names of calls that have returned picklable results
         self._before: _Noted
         self._after: _Noted
-        self._have_come = False  # whether there were newcomers when the workers met again
+        self._have_come = False  # whether newcomers joined in the last regroup
 
     def __enter__(self) -> Elastic:
         self._unknown.start()
@@ -174,7 +175,7 @@ class Elastic:
             self._compare()
 
     def __call__(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return `work(*args, **kwargs)`, which all workers must call, or what it returned elsewhere."""
+        """Return `work(*args, **kwargs)`, or another worker's result of it; all workers must call this."""
         if isinstance(self._objects.loader, StreamLoader):
             _check_in_call((*args, *kwargs.values()))
         if self._renewable is None:
@@ -187,7 +188,7 @@ class Elastic:
         return result
 
     def _compare(self) -> None:
-        """Compare the weights, which the program may have changed since the last step."""
+        """Compare the weights of all workers: the program may have changed them since the last step."""
         for towers in self._all_towers:
             towers._check_weights(f"step {towers.step}, the end")
 
@@ -206,8 +207,9 @@ class Elastic:
         assert renewable is not None
         if self._call != self._entry:
             self._towers._come_to(self._call)
-        elif self._job.is_first and renewable.is_due():  # the others lose this one, and follow
-            raise LostWorkerError(_DUE)  # unless one has come
+        elif self._job.is_first and renewable.is_due():
+            # Once worker 0 regroups, the others lose their connection to it, and regroup as well.
+            raise LostWorkerError(_DUE)
         result = work()
         if self._call not in self._known:
             _check_picklable(self._call, result)
@@ -215,7 +217,7 @@ class Elastic:
         self._result, self._after = result, self._note()
         self._num_done += 1
 
-    # ---- other workers than before -------------------------------------------------------------------
+    # ---- regrouping after workers are lost or have joined ----------------------------------------------
 
     def _regroup(self, why: str) -> None:
         for towers in self._all_towers:
@@ -227,49 +229,53 @@ class Elastic:
         if self._job.is_first:
             # A loss is reported, even if others have joined since.
             why = "new workers have joined" if self._have_come and why == _DUE else why
-            tell(why, self._job, self._towers.step)
+            report_regroup(why, self._job, self._towers.step)
 
     @property
-    def _place(self) -> _Place:
+    def _progress(self) -> _Progress:
         is_entry, flags = self._call == self._entry, trained(self._objects)
-        return _Place(self._num_done, self._result, self._call, is_entry, self._is_torn, flags)
+        return _Progress(self._num_done, self._result, self._call, is_entry, self._is_torn, flags)
 
     def _catch_up(self) -> None:
-        """Agree with the others on how far all are; take the state of one that is further than this one."""
-        places: list[_Place] = gather_objects(self._job.transport, self._place, "how far the workers are")
-        ahead = max(places, key=lambda place: place.num_done)
-        newcomers = [worker for worker, place in enumerate(places) if place.num_done < 0]
-        self._check_places(places, ahead, newcomers)
-        behind = [worker for worker, place in enumerate(places) if place.num_done < ahead.num_done]
+        """Exchange progress with the others; take the state of a worker that is ahead of this one."""
+        progress: list[_Progress] = gather_objects(
+            self._job.transport, self._progress, "how far the workers are"
+        )
+        ahead = max(progress, key=lambda each: each.num_done)
+        newcomers = [worker for worker, each in enumerate(progress) if each.num_done < 0]
+        self._check_progress(progress, ahead, newcomers)
+        behind = [worker for worker, each in enumerate(progress) if each.num_done < ahead.num_done]
         if behind:
-            self._hand_over(places.index(ahead), behind)
+            self._hand_over(progress.index(ahead), behind)
         set_trained(self._objects, ahead.trained)
         self._call, self._num_done, self._result = ahead.call, ahead.num_done, ahead.result
         for towers in self._all_towers:
             towers._agree_again()
         self._have_come |= bool(newcomers)
 
-    def _check_places(self, places: Sequence[_Place], ahead: _Place, newcomers: Sequence[int]) -> None:
-        torn = [w for w, p in enumerate(places) if p.is_torn and p.num_done == ahead.num_done]
+    def _check_progress(
+        self, progress: Sequence[_Progress], ahead: _Progress, newcomers: Sequence[int]
+    ) -> None:
+        torn = [w for w, p in enumerate(progress) if p.is_torn and p.num_done == ahead.num_done]
         if torn:
             raise UsageError(
                 f"{ahead.call}: a worker was lost after worker {torn[0]} had averaged a step in this call, "
                 "but before the call ended: expected one step per call, and no messages after it"
             )
         if newcomers and not ahead.is_entry:
-            self._send_away(newcomers, ahead, is_to_tell=places[self._job.rank] is ahead)
+            self._send_away(newcomers, ahead, is_to_tell=progress[self._job.rank] is ahead)
 
-    def _send_away(self, newcomers: Sequence[int], ahead: _Place, *, is_to_tell: bool) -> None:
-        """End newcomers that cannot begin here; the next ones will arrive at a call where they can."""
+    def _send_away(self, newcomers: Sequence[int], ahead: _Progress, *, is_to_tell: bool) -> None:
+        """Let newcomers exit that cannot start at this call; later newcomers may arrive at the entry call."""
         assert self._renewable is not None
         why = f"{ahead.call}: new workers cannot start at this call"
         if is_to_tell:
             sys.stderr.write(f"samestep: {why}, so they exit\n")
-        self._renewable.send_away(newcomers)  # at once: the others wait for a list without them
+        self._renewable.send_away(newcomers)  # before raising: the others wait for a list without them
         raise SystemExit(0) if self._num_done < 0 else LostWorkerError(why)
 
     def _hand_over(self, source: int, targets: Sequence[int]) -> None:
-        """Send the state of one worker to others."""
+        """Send the state of worker `source` to the workers `targets`."""
         sent = send_state(self._objects, self._job, source, targets, (self._before, self._after))
         if sent is not None:
             snapshot, (before, after) = sent
@@ -277,16 +283,16 @@ class Elastic:
             self._put_back(after if self._num_done >= 0 else self._at_entry(before, after))
             self._before, self._after = before, after
 
-    # ---- what is small of the state --------------------------------------------------------------------
+    # ---- the small part of the state -------------------------------------------------------------------
 
     @property
     def _is_torn(self) -> bool:
-        """Whether a step has been taken in the call that has begun, and lasts."""
+        """Whether a step has been taken in the call that has begun and not ended."""
         before = zip(self._small, self._before.states, strict=True)
         return any(isinstance(each, Towers) and each.step != state["step"] for each, state in before)
 
     def _at_entry(self, before: _Noted, after: _Noted) -> _Noted:
-        """Return what was before a call, but for the loader, which has the call's batch still to hand out."""
+        """Return the state before a call, except that the loader is to yield the call's batch again."""
         both = zip(self._small, before.states, after.states, strict=True)
         states = [end if each is self._objects.loader else begin for each, begin, end in both]
         return replace(before, states=states)
@@ -305,7 +311,7 @@ class Elastic:
 
 
 def _hyper_parameters(each: Any) -> Any:
-    """Return an object's state; of an optimizer what it has for its groups."""
+    """Return an object's state; for an optimizer, only the options of its parameter groups."""
     if not isinstance(each, Optimizer):
         return each.state_dict()
     groups = each.param_groups
@@ -313,7 +319,7 @@ def _hyper_parameters(each: Any) -> Any:
 
 
 def _copied(state: Any) -> Any:
-    """Return a deep copy; the plain part of a state by itself, as `deepcopy` would note each of its parts."""
+    """Return a deep copy; dicts, lists and plain values without `deepcopy`, which memoizes every one."""
     kind = type(state)
     if kind in _PLAIN:
         return state
@@ -328,7 +334,7 @@ def _set_hyper_parameters(optimizer: Optimizer, groups: Sequence[dict[str, Any]]
     for group, noted in zip(optimizer.param_groups, groups, strict=False):
         for name, value in noted.items():
             if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):
-                group[name].copy_(value)  # a scheduler may hold it
+                group[name].copy_(value)  # in place: a scheduler may hold this tensor
             else:
                 group[name] = value
 

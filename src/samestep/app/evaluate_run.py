@@ -1,4 +1,4 @@
-"""`samestep eval`: the metrics of a run's checkpoints."""
+"""`samestep eval`: metrics of a run's checkpoints."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _POLL_S = 1.0
 
 
 def evaluate_run(settings: Settings, job: Job, *, weights: Weights = "average", follow: bool = False) -> None:
-    """Print the metrics of a run's newest checkpoint on the test examples, and write them for TensorBoard.
+    """Evaluate a run's newest checkpoint, print the metrics and write them for TensorBoard.
 
     Args:
-        settings: of the run.
-        job: all its workers must call this.
-        weights: which of the two kinds to evaluate; a run without moving averages has the raw ones only.
-        follow: go on with each new checkpoint, until that of the run's last step.
+        settings: the settings of the run.
+        job: the job; all its workers must call this.
+        weights: evaluate the moving averages of the weights, if the run keeps them, or the raw weights.
+        follow: also evaluate each new checkpoint, until that of the run's last step.
 
     Raises:
         MissingFileError: there is no checkpoint, and `follow` is not set.
         ConfigError: the recipe has no evaluation.
-        DataError: none is whole, and `follow` is not set; or it does not fit the model.
+        DataError: no checkpoint is whole, and `follow` is not set; or one does not fit the model.
     """
     trainer = trainer_of(settings, job)
     if trainer.evaluate is None:
@@ -58,14 +58,14 @@ def evaluate_run(settings: Settings, job: Job, *, weights: Weights = "average", 
 
 
 def _checkpoints(settings: Settings, job: Job) -> Iterator[Found]:
-    """Yield the newest whole checkpoint whenever there is a new one, until that of the last step."""
+    """Yield the newest whole checkpoint whenever a new one appears, up to that of the last step."""
     step, refused = -1, set[Path]()
     if job.is_first and not all_checkpoints(settings.run_dir):
         print(f"{settings.run_dir}: no checkpoint yet; waiting for the first", flush=True)
     with storage(settings.run_dir, "read"):
         held = Folder.open(settings.run_dir) if job.is_first else None
-    while step != settings.steps:
-        # What worker 0 sees counts, and the others wait for no more than a second.
+    while step < settings.steps:
+        # Worker 0 looks for all. All ask it once a second, so no collective runs into the timeout.
         look = partial(search, settings.run_dir, newer_than=step, refused=refused, held=held)
         result = from_first_worker(job, look)
         refused.update(path for path, _ in result.damaged)

@@ -1,4 +1,4 @@
-"""Exact totals over examples: each counted once, and the same bits on any number of workers."""
+"""Evaluation: totals over all examples, with the same bits on any number of workers."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ _Part: TypeAlias = dict[str, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """What to measure over a dataset, each example once, whatever the number of workers.
+    """Computes metrics over a dataset, with each example counted once on any number of workers.
 
-    Workers take batches of `rows` examples in turn, so that each has the same shape, and so the same bits,
-    wherever it is computed. Integers add up exactly; floating-point totals are added in float64, in the
-    order of the batches. The model is in evaluation mode and no gradients are kept; random numbers come from
-    streams of their own, which training does not draw from. Modes and buffers are as before for each batch,
-    and afterwards. What `measure` keeps elsewhere is of this worker's batches alone.
+    Batches of `rows` examples are distributed over the workers in turn. A batch has the same shape, and so
+    gives the same bits, on any worker. Integer totals are added exactly, floating-point totals in float64 in
+    the order of the batches. The model is in evaluation mode, without gradients. Random numbers come from
+    streams that training does not use. Modes and buffers of the model are restored before each batch and at
+    the end. State that `measure` keeps elsewhere covers only this worker's batches.
 
     Args:
         dataset: map-style (`len(dataset)` and `dataset[example]`), or a `BatchedDataset`.
-        measure: `measure(model, batch)` -> (a sum, what it counts) by name, of one batch: numbers, or tensors
-            of any shape, which add up over batches.
-        metrics: `metrics(totals)` -> numbers by name, from the totals by name, the main one first; by
-            default each sum divided by what it counts.
-        rows: examples in a batch; the last may have fewer.
+        measure: `measure(model, batch)` -> {name: (sum, count)} for one batch: numbers, or tensors of any
+            shape, which are added over batches.
+        metrics: `metrics(totals)` -> {name: number} from the totals {name: (sum, count)}, with the main
+            metric first; by default each sum divided by its count.
+        rows: examples per batch; the last batch may have fewer.
         collate_fn: a list of examples -> a batch; torch's `default_collate` by default.
 
     Raises:
-        ConfigError: an empty dataset, or `rows` below 1.
+        ConfigError: the dataset is empty, or `rows` is below 1.
 
     Example:
         >>> def accuracy(model, batch):
@@ -79,17 +79,17 @@ class Evaluation:
             )
 
     def __call__(self, model: nn.Module, job: Job) -> dict[str, float]:
-        """Return the metrics of a model, on every worker; all must call it.
+        """Return the metrics of a model, on every worker; all workers must call this.
 
         Raises:
-            DisagreementError: another worker met an error, or has other weights, data or numbers of rows.
-            UsageError: `measure` or `metrics` returned something else, or `measure` wrote to the weights.
+            DisagreementError: another worker raised an error, or has different weights, data or `rows`.
+            UsageError: `measure` or `metrics` returned a wrong type, or `measure` wrote to the weights.
         """
         totals = self.totals(model, job)
         return _means(totals) if self.metrics is None else _numbers(self.metrics(totals))
 
     def totals(self, model: nn.Module, job: Job) -> Totals:
-        """Return the totals over all examples; where one worker meets an error, all raise."""
+        """Return the totals over all examples; if one worker raises an error, all do."""
         parts: dict[int, _Part] = {}
         must_match: dict[str, Any] = {}
         error = None
@@ -113,12 +113,12 @@ class Evaluation:
 
     @property
     def _must_match(self) -> dict[str, Any]:
-        """What all workers must have alike, as each of them reads other batches."""
+        """Values that must be the same on all workers, because each reads different batches."""
         first = self._reader[Request(0, 0, {}, compared=0)][COMPARED]
         return {"rows": self.rows, "examples": len(self.dataset), "checksum of example 0": first}
 
     def _measured(self, model: nn.Module, job: Job, kept: _Unchanged) -> Iterator[tuple[int, _Part]]:
-        """Yield what is measured of this worker's batches, by number."""
+        """Yield the number and the totals of each of this worker's batches."""
         dataset, reader = self.dataset, self._reader
         copier = Copier(job.device)
         for number in range(job.rank, -(-len(dataset) // self.rows), job.world_size):
@@ -131,18 +131,18 @@ class Evaluation:
 
 
 def describe(metrics: Mapping[str, float]) -> str:
-    """Return metrics as text."""
+    """Format metrics as "name = value, ..."."""
     return ", ".join(f"{name} = {value:.4f}" for name, value in metrics.items())
 
 
 def line_of(step: int, metrics: Mapping[str, float]) -> str:
-    """Return the metrics after a step as a line, with the time."""
+    """Format the metrics after a step as a line with the current time."""
     return f"{datetime.now():%Y-%m-%d %H:%M:%S}: step {step}: {describe(metrics)}"
 
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model in evaluation mode, and each of its layers back into the mode that it was in."""
+    """Put a model in evaluation mode inside the block, and restore the mode of each layer at the end."""
     modes = [(layer, layer.training) for layer in model.modules()]
     model.eval()
     try:
@@ -158,7 +158,7 @@ class _Unchanged:
     Weights must not change, and must be the same on all workers, because each measures different batches.
 
     Attributes:
-        hashes: of the weights, by name.
+        hashes: the hashes of the weights, by name.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -167,7 +167,7 @@ class _Unchanged:
         self.hashes = self._weights.by_name()
 
     def start_batch(self) -> None:
-        """Undo changes of `measure` to modes and buffers: which batches came before depends on the worker."""
+        """Undo what `measure` did to modes and buffers: which batches came before depends on the worker."""
         self._model.eval()
         self._buffers.restore()
 
@@ -207,7 +207,7 @@ def _total_of(name: object, value: Any) -> Tensor:
 
 
 def _merged(measured: Iterator[tuple[int, _Part]]) -> dict[int, _Part]:
-    """Add up what is exact in any order, and keep the rest apart, by batch."""
+    """Add integer totals, which are exact in any order; keep floating-point totals by batch number."""
     parts: dict[int, _Part] = {}
     exact: _Part = {}
     for number, part in measured:

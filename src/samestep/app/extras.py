@@ -1,4 +1,4 @@
-"""Packages that `pip install samestep` leaves out, and the extra of ours that brings them."""
+"""Optional packages, and the extra of samestep that installs them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["extra"]
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Say which extra to install where an import inside does not find a package.
+    """Turn a `ModuleNotFoundError` in the block into an error that names the extra to install.
 
     Raises:
-        ConfigError: the package and the command that installs it.
+        ConfigError: a package is not installed; the message has the command that installs it.
 
     Example:
         >>> with extra("tensorboard"):

@@ -1,4 +1,4 @@
-"""Calls a run's callbacks and loggers."""
+"""Calls to a run's callbacks and loggers."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ __all__ = ["Hooks"]
 
 
 class Hooks:
-    """All that a trainer calls: loggers on worker 0, which may fail, and callbacks everywhere.
+    """Calls the loggers, which may fail, on worker 0, and the callbacks on all workers.
 
         with Hooks(trainer, lock) as hooks:
             hooks.before_step(batch)
             hooks.after_step(step(batch))
 
     Args:
-        trainer: of the run.
-        lock: of its folder.
+        trainer: the run's trainer.
+        lock: the lock of the run folder.
     """
 
     def __init__(self, trainer: Trainer, lock: RunLock) -> None:
@@ -44,12 +44,12 @@ class Hooks:
         self._lock = lock
         self._loggers: list[Logger] = []
         self._scalars: dict[int | None, Scalars] = {}
-        self._logged: list[Callable[[Logger], None]] = []  # what was measured after the newest such step
+        self._logged: list[Callable[[Logger], None]] = []  # calls made after step `_logged_step`
         self._logged_step = -1
-        self._gradients_every: set[int | None] = set()  # after how many steps `p.grad` is looked at
+        self._gradients_every: set[int | None] = set()  # periods in steps at which `p.grad` is read
 
     def __enter__(self) -> Hooks:
-        if objects_of(self._trainer).are_sharded:  # otherwise it is always there
+        if objects_of(self._trainer).are_sharded:  # otherwise every worker has all of `p.grad` in any case
             self._gradients_every = self._find_readers()
         self._start_loggers()
         for callback in self._trainer.callbacks:
@@ -70,36 +70,41 @@ class Hooks:
     def _start_loggers(self) -> None:
         loggers = [Display(), JsonLines(self._lock), *self._trainer.loggers]
         self._loggers = loggers if self._trainer.job.is_first else []
-        # Those that log at the same steps see the same numbers; so does the worker that may take over.
+        # Loggers with the same period share their scalars. A worker that may become worker 0 keeps them, too.
         kept = loggers if self._trainer.job.renewable is not None else self._loggers
         new = {logger.every: Scalars(self._trainer.job.device) for logger in kept}
         self._scalars = new | self._scalars
         self._log(lambda logger: logger.on_start(self._trainer))
 
     def _find_readers(self) -> set[int | None]:
-        """Return how often anything of any worker looks at `p.grad`."""
+        """Return the periods at which any callback or logger of any worker reads `p.grad`."""
         loggers = self._trainer.loggers if self._trainer.job.is_first else ()
         own = {logger.every for logger in loggers if logger.reads_gradients}
         own |= {1 for callback in self._trainer.callbacks if callback.reads_gradients}
         return set().union(*gather_objects(self._trainer.job.transport, own, "callbacks"))
 
     def read_gradients(self) -> bool:
-        """Whether anything will look at `p.grad` after the step that comes next."""
+        """Whether any callback or logger will read `p.grad` after the next step."""
         step = self._trainer.step.towers.step + 1
         return any(self._is_due(step, every) for every in self._gradients_every)
 
     def take_over(self, why: str, *, was_first: bool) -> None:
-        """Go on, on worker 0, after workers were lost, or came; it may have been another one before."""
+        """Continue on worker 0 after workers were lost or have joined.
+
+        Args:
+            why: the reason, for the loggers.
+            was_first: whether this worker was worker 0 before; if not, start its loggers.
+        """
         if was_first:
             self._log(lambda logger: logger.on_regroup(self._trainer, why))
         else:
             self._start_loggers()
             if self._logged_step == self._trainer.step.towers.step:
-                for action in self._logged:  # which the other one may not have come to
+                for action in self._logged:  # the lost worker 0 may not have made these calls
                     self._log(action)
 
     def before_step(self, batch: Any) -> None:
-        """Call what comes before a step on this batch."""
+        """Call `before_step` of loggers and callbacks."""
         if self._scalars:
             self._before = self._look()
         self._log(lambda logger: logger.before_step(self._trainer, batch))
@@ -107,7 +112,7 @@ class Hooks:
             callback.before_step(self._trainer, batch)
 
     def after_step(self, report: Report) -> None:
-        """Call what comes after a step, and log its scalars where that is due."""
+        """Call `after_step` of loggers and callbacks, and log the scalars that are due."""
         self._log(lambda logger: logger.after_step(self._trainer, report))
         for every, scalars in self._scalars.items():
             scalars.add(report, self._before)
@@ -121,19 +126,21 @@ class Hooks:
         return step % (every or self._trainer.log_every) == 0 or is_last
 
     def _show(self, step: int, every: int | None, found: Mapping[str, float]) -> None:
-        self._tell(step, lambda logger: logger.log(step, found) if logger.every == every else None)
+        self._log_and_keep(step, lambda logger: logger.log(step, found) if logger.every == every else None)
 
     def _look(self) -> Before:
         try:
             return Before.of(self._trainer.step, self._terms)
         except Exception as error:
+            if self._terms is None:
+                raise
             self._terms = None
             if self._loggers:
                 _say("terms", error)
             return self._look()
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """Hand on the metrics of an evaluation."""
+        """Pass the metrics of an evaluation to loggers and callbacks."""
         step = self._trainer.step.towers.step
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
 
@@ -141,26 +148,26 @@ class Hooks:
             logger.after_evaluation(self._trainer, metrics)
             logger.log(step, finite)
 
-        self._tell(step, show)
+        self._log_and_keep(step, show)
         for callback in self._trainer.callbacks:
             callback.after_evaluation(self._trainer, metrics)
 
     def written(self, paths: Sequence[Path]) -> None:
-        """Hand on the checkpoints that are on the disk since the last call."""
+        """Call `after_checkpoint` for checkpoints that have been written."""
         for path in paths:
             self._log(lambda logger, path=path: logger.after_checkpoint(self._trainer, path))  # type: ignore[misc]
             for callback in self._trainer.callbacks:
                 callback.after_checkpoint(self._trainer, path)
 
-    def _tell(self, step: int, action: Callable[[Logger], None]) -> None:
-        """Do something with each logger, and again should this worker take over from worker 0 now."""
+    def _log_and_keep(self, step: int, action: Callable[[Logger], None]) -> None:
+        """Call `action` for each logger, and keep it in case this worker takes over as worker 0."""
         if step != self._logged_step:
             self._logged, self._logged_step = [], step
         self._logged.append(action)
         self._log(action)
 
     def _log(self, action: Callable[[Logger], None]) -> None:
-        """Do something with each logger; one that fails is left out from then on."""
+        """Call `action` for each logger; a logger that raises is not called again."""
         for logger in list(self._loggers):
             try:
                 action(logger)

@@ -1,7 +1,7 @@
 """Stopping between two steps: on a signal or a time limit, all workers stop after the same step.
 
-A worker's stop flags travel with the next step's scalars (`Step.__call__`), so they cost no message, and one
-worker that gets a signal is enough to stop all.
+A worker's stop flags are sent with the next step's scalars (`Step.__call__`), so they cost no message, and a
+signal to one worker stops all.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 __all__ = ["ECHO_S", "Interruption", "StopFlags", "handling", "is_ignored"]
 
 ECHO_S = 1.0
-"""Signals up to this many seconds after the first are taken for the same one: a batch system or `timeout`
-signals a whole process tree, and a launcher in it passes on what it got."""
+"""Signals within this many seconds of the first count as the same one: a batch system or `timeout` signals a
+whole process tree, and a launcher in that tree forwards its own signal."""
 
 
 class StopFlags(enum.IntFlag):
-    """What a worker asks of all after the current step; the flags of all workers are OR-ed."""
+    """What a worker requests of all workers after the current step; the flags of all workers are OR-ed."""
 
     CHECKPOINT = enum.auto()
     TIME_UP = enum.auto()
@@ -39,19 +39,19 @@ class StopFlags(enum.IntFlag):
 
     @property
     def reason(self) -> str | None:
-        """Why training should stop: a signal's name, or "--max-seconds"; None where it should not."""
+        """Why training should stop: a signal's name, or "--max-seconds"; None if neither asks for it."""
         if self.signal is not None:
             return self.signal.name
         return "--max-seconds" if StopFlags.TIME_UP in self else None
 
     @property
     def exit_status(self) -> int:
-        """What to exit with after stopping: 128 + the signal's number, or 0."""
+        """The exit status after stopping: 128 + the signal's number, or 0."""
         return 0 if self.signal is None else 128 + self.signal
 
     @property
     def signal(self) -> signal.Signals | None:
-        """The signal that asks to stop; None where there is none."""
+        """The signal that asks to stop; None if there is none."""
         return next((number for number, flag in _SIGNALS.items() if flag in self), None)
 
 
@@ -63,16 +63,16 @@ _SIGNALS = {
 
 
 class Interruption:
-    """While it is entered, the first SIGTERM, SIGINT or SIGHUP sets a stop flag, and a second one kills.
+    """Turns signals and time limits into stop flags.
 
-    In a thread that is not the main one, signals are left alone: Python handles them in that one only.
-
-    Times are measured on worker 0, from when this was made.
+    Inside the `with` block, the first SIGTERM, SIGINT or SIGHUP sets a stop flag, and a second one, more than
+    `ECHO_S` later, kills the process. In a thread other than the main one, signals are left alone, because
+    Python handles them in the main thread only. Times are measured on worker 0, from construction on.
 
     Args:
         job: this process's view of the job.
-        max_seconds: ask to stop after so many seconds.
-        checkpoint_minutes: ask for a checkpoint every so many minutes.
+        max_seconds: request a stop after this many seconds.
+        checkpoint_minutes: request a checkpoint every so many minutes.
 
     Example:
         >>> from samestep import init
@@ -109,17 +109,20 @@ class Interruption:
         return time.monotonic() - self._start_s
 
     def start_earlier(self, elapsed_s: float) -> None:
-        """Take over the time of a worker on which the run began earlier."""
+        """Use the elapsed time of a worker that started earlier than this one."""
         self._start_s = min(self._start_s, time.monotonic() - elapsed_s)
 
     def end(self) -> None:
-        """Leave signals to those who had them before."""
-        if not self._received:  # else the process is about to end: an echo may come, and a second signal
+        """Restore the former signal handlers, unless a signal has been received.
+
+        After a signal the process is about to end, and repeats of that signal or a second one may follow.
+        """
+        if not self._received:
             for number, handler in self._before.items():
                 signal.signal(number, handler)  # type: ignore[arg-type]
 
     def flags(self) -> StopFlags:
-        """Return what this worker asks for now."""
+        """Return what this worker requests now."""
         flags, now_s = self._received, time.monotonic()
         if self._job.is_first and self._max_s is not None and now_s - self._start_s >= self._max_s:
             flags |= StopFlags.TIME_UP
@@ -129,13 +132,13 @@ class Interruption:
         return flags
 
     def acknowledge(self, flags: StopFlags) -> None:
-        """Take a signal that another worker got for one to this worker, which may get the same soon after."""
+        """Treat a signal to another worker as received here: this worker may get the same one soon after."""
         if not self._received:
             self._received, self._received_s = flags, time.monotonic()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
-            # A loader process: the worker that it belongs to ends it, after the step.
+            # A forked loader process: its worker ends it by SIGTERM after the step. Ignore other signals.
             if number == signal.SIGTERM:
                 _die(number)
         elif not self._received:
@@ -145,7 +148,7 @@ class Interruption:
 
 
 def is_ignored(number: signal.Signals) -> bool:
-    """Say whether a signal was set to be ignored before and has to stay so: SIGHUP under nohup."""
+    """Return whether a signal must stay ignored: SIGHUP under nohup."""
     return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
@@ -153,7 +156,7 @@ def is_ignored(number: signal.Signals) -> bool:
 def handling(
     numbers: Iterable[signal.Signals], receive: Callable[[int, FrameType | None], None]
 ) -> Iterator[None]:
-    """Handle signals for a while, but for those that have to stay ignored."""
+    """Handle signals with `receive` inside the block, except those that must stay ignored."""
     before = {number: signal.getsignal(number) for number in numbers if not is_ignored(number)}
     for number in before:
         signal.signal(number, receive)

@@ -1,4 +1,4 @@
-"""One run in a run folder at a time, and in that very folder, whatever its path leads to later."""
+"""The lock of a run folder: one job at a time trains there, and only in the folder that it has locked."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from samestep.workers.job import Job
 __all__ = ["WAIT_S", "RunLock"]
 
 WAIT_S = 5.0
-"""Seconds that the holder has to end: a launcher may start new workers while old ones still die."""
+"""Seconds to wait for the holder to end: a launcher may start new workers while old ones are still ending."""
 
 _CLAIM_S = 0.5
-"""Seconds that the holder has to end where this job has gone on without it."""
+"""Seconds to wait for a holder that this job has replaced."""
 
 _HOLDER = re.compile(r"(PID \d+ on .*?(, job (?P<job>\w+), generation (?P<generation>\d+))?)?")
 
 
 class RunLock:
-    """Holds a run folder for this job.
+    """Locks a run folder for this job.
 
-    Worker 0 locks the file `lock` in the folder with flock(2), which the kernel releases when the process
-    ends, however it ends, and keeps the folder and its `checkpoints` open. On a file system without locks
-    there is a warning, and training goes on.
+    Worker 0 locks the file `lock` in the folder with flock(2), which the kernel releases however the process
+    ends, and keeps the folder and its `checkpoints` open. On a file system without locks it prints a warning,
+    and training continues.
 
         with RunLock(run_dir, job) as lock:
             ...
 
     Args:
-        run_dir: the folder of the run; made if it is not there.
-        job: all its workers must enter.
+        run_dir: the run folder; created if it does not exist.
+        job: the job; all its workers must enter the `with` block.
         wait_s: seconds to wait for another holder to end; `WAIT_S` by default.
 
     Raises:
-        LockedError: on entering, another process holds it.
+        LockedError: on entering, another process holds the lock.
         StorageError: on entering, the folder cannot be written to.
     """
 
@@ -55,18 +55,18 @@ class RunLock:
         self._open = ExitStack()
         self._folders: tuple[Folder, Folder] | None = None
         self._lock: FileLock | None = None
-        self._term: tuple[str, int] | None = None  # with which it was taken
+        self._term: tuple[str, int] | None = None  # job and generation in which the lock was taken
 
     def __enter__(self) -> RunLock:
-        if not self.job.is_newcomer:  # to a job that holds it
+        if not self.job.is_newcomer:  # a newcomer's job already holds the lock
             from_first_worker(self.job, self._acquire, f"locking the run folder ({self.run_dir})")
         return self
 
     def take_over(self) -> None:
-        """Hold the folder after a worker that has held it for this job, and was left behind.
+        """Take the lock over from a lost worker of this job.
 
-        It may still run, cut off or stopped, and have the lock: then this worker's generation counts, which
-        it writes into the file.
+        The lost worker may still run, cut off or stopped, and hold the lock. So this worker writes its
+        generation into the file, and the latest generation counts.
         """
         if self._lock is None:
             self._acquire()
@@ -76,27 +76,28 @@ class RunLock:
 
     @property
     def folder(self) -> Folder:
-        """The run's folder, on worker 0, after the same look as for `checkpoints`."""
+        """The run folder, on worker 0, after the same check as for `checkpoints`."""
         self.check()
         assert self._folders is not None
         return self._folders[0]
 
     @property
     def checkpoints(self) -> Folder:
-        """The folder of the run's checkpoints, on worker 0, after a look whether it is still where it was.
+        """The folder of the run's checkpoints, on worker 0, after `check`.
 
         Raises:
-            StorageError: it is not.
+            StorageError: see `check`.
         """
         self.check()
         assert self._folders is not None
         return self._folders[1]
 
     def check(self) -> None:
-        """Check, before something is written, that the run's path leads to the folder that is locked.
+        """Check, before something is written, that the run's path still leads to the locked folder.
 
         Raises:
-            StorageError: it was moved, deleted or replaced; or a later generation of the job has taken over.
+            StorageError: the folder was moved, deleted or replaced; or a later generation of this job, or
+                another job, has taken over.
         """
         if self._folders is None or self._lock is None:
             return  # not worker 0
@@ -128,11 +129,14 @@ class RunLock:
                 checkpoints = stack.enter_context(folder.folder("checkpoints", make=True))
                 self._folders, self._lock, self._open = (folder, checkpoints), lock, stack.pop_all()
         except StorageError as error:
-            error.exit_status = 2  # the command names a folder that is of no use
+            error.exit_status = 2  # the command line names a folder that cannot be used
             raise
 
     def _sign(self, lock: FileLock) -> None:
-        """Write down who holds it, for messages only, unless a file of somebody else's has the name."""
+        """Write the holder into the file, unless it holds other text and so is not a lock file of samestep.
+
+        Messages show the holder; its generation also decides whether a later worker may take over.
+        """
         if not lock.is_real:
             print(
                 f"samestep: {self.run_dir}: the file system has no locks; do not start a second run there",
@@ -146,12 +150,12 @@ class RunLock:
                 lock.write(holder)
 
     def _is_earlier(self, text: str) -> bool:
-        """Say whether the holder belongs to an earlier generation of this job."""
+        """Return whether the holder belongs to an earlier generation of this job."""
         found, renewable = _term_in(text), self.job.renewable
         return found is not None and renewable is not None and _is_later(renewable.term(), found)
 
     def _check_term(self, text: str, *, is_held: bool) -> None:
-        """Raise where a later generation has taken over; or another job has since this one holds it."""
+        """Raise if a later generation of this job, or while the lock is held another job, has taken over."""
         found, own = _term_in(text), self._term
         if found is None or own is None:
             return
@@ -167,7 +171,7 @@ class RunLock:
 
 
 def _term_in(text: str) -> tuple[str, int] | None:
-    """Return the job and the generation that a holder has written down."""
+    """Return the job and generation of the holder that the text names; None if it names none."""
     found = _HOLDER.fullmatch(text)
     return (found["job"], int(found["generation"])) if found and found["job"] else None
 

@@ -1,9 +1,9 @@
-"""A run's steps and what follows them, also where workers are lost, or come, on the way.
+"""A run's steps and the actions that follow each step, while workers may be lost or join.
 
-All workers do the same, one thing after the other: a step, an evaluation where one is due, a checkpoint where
-one is due, and so on. Each needs all of them, so nobody is more than one ahead. Where one is lost, the others
-put back what they have begun, meet again, and go on from where the most advanced are: the others take their
-state. Nothing is lost by that, and the bits are those of any other placement.
+All workers do the same actions in the same order: a step, an evaluation and a checkpoint if they are due, the
+next step. Each action needs all workers, so no worker is more than one action ahead. If a worker is lost, the
+others undo the action that has begun and form a new process group. Those behind take the state of a worker
+that is ahead, and all continue from there. No step is lost, and the bits are those of any other placement.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from samestep.app.evaluation import line_of
 from samestep.app.hooks import Hooks
 from samestep.app.interruption import Interruption, StopFlags
 from samestep.app.lock import RunLock
-from samestep.app.regroup import meet_again, renewable_of, tell
+from samestep.app.regroup import meet_again, renewable_of, report_regroup
 from samestep.app.resume import objects_of, put_back, small_states, write_checkpoint
 from samestep.app.run_folder import tidy
 from samestep.app.writer import CheckpointWriter
@@ -33,18 +33,18 @@ __all__ = ["Loop"]
 
 
 @dataclass(frozen=True)
-class _Place:
-    """How far a worker is.
+class _Progress:
+    """A worker's progress.
 
     Attributes:
-        step: steps taken; −1 for a newcomer, which has nothing.
-        num_done: how many of the things that follow a step are done.
-        report: of the newest step.
-        metrics: of the evaluation after it.
-        leads: whether it has had worker 0's duties.
+        step: number of steps taken; −1 for a newcomer, which has no state yet.
+        num_done: how many of the actions that follow the newest step are done.
+        report: the report of the newest step.
+        metrics: the metrics of the evaluation after that step.
+        leads: whether the worker was worker 0 before.
         elapsed_s: how long the run has lasted.
-        run_dir: its folder.
-        trained: which parameters are.
+        run_dir: the run's folder.
+        trained: which parameters are trained.
     """
 
     step: int
@@ -62,18 +62,18 @@ class _Place:
 
 
 class Loop:
-    """Takes a run's steps to the last one, or until any worker has to stop.
+    """Takes a run's steps up to the last one, or until any worker has to stop.
 
     Args:
-        trainer: of the run.
-        lock: of its folder.
-        interruption: says when to stop.
-        writer: of its checkpoints.
-        hooks: what it calls.
+        trainer: the run's trainer.
+        lock: the lock of the run folder.
+        interruption: this worker's stop flags.
+        writer: writes the run's checkpoints.
+        hooks: calls the run's callbacks and loggers.
 
     Attributes:
-        flags: of all workers in the newest step.
-        metrics: of the evaluation after the newest step; None without one.
+        flags: the OR of all workers' stop flags in the newest step.
+        metrics: the metrics of the evaluation after the newest step; None if there was none.
     """
 
     def __init__(
@@ -94,14 +94,14 @@ class Loop:
         self._writer = writer
         self._hooks = hooks
         self._batches: Iterator[Any] | None = None
-        self._before: dict[str, Any] | None = None  # small states from before the step that has begun
+        self._before: dict[str, Any] | None = None  # `small_states` before the step that has begun
         self._report: Report | None = None
         self._has_state = not self._job.is_newcomer
         self._leads = self._job.is_first
-        self._shown = (-1, 0)  # the newest step that hooks know, and whether they know its evaluation
+        self._shown = (-1, 0)  # the newest step passed to the hooks, and 1 if its evaluation was, too
         at_end = (self._finish_writing, self._evaluate_at_end, self._compare_at_end)
         self._rest = (self._evaluate, self._write, *at_end)
-        # Nothing follows a step of an earlier run, but what follows the last one.
+        # After a step of an earlier run, only the actions at the end of a run are left to do.
         self._num_done = self._rest.index(self._finish_writing)
 
     @property
@@ -115,14 +115,14 @@ class Loop:
         return is_stopped or self._step >= self._trainer.steps
 
     def join(self) -> None:
-        """Join those that train already, if this worker is a newcomer; from here on others may be lost."""
+        """Join the workers that train, if this is a newcomer; from here on other workers may be lost."""
         if self._renewable is not None:
             if self._job.is_newcomer:
                 meet_again(self._job, self._catch_up)
             self._renewable.can_go_on()
 
     def run(self) -> None:
-        """Do one thing after the other."""
+        """Do all steps and the actions that follow them, regrouping when workers are lost."""
         while not (self._is_last and self._num_done == len(self._rest)):
             try:
                 self._go_on()
@@ -149,7 +149,7 @@ class Loop:
         self._hooks.before_step(batch)
         keep = self._hooks.read_gradients()
         report = self._trainer.step(batch, flags=self._own_flags, keep_gradients=keep)
-        # From here on the step is taken: nothing waits for another worker.
+        # The step is taken. No line below waits for another worker, so all of them run.
         self._before, self._report, self._num_done, self.metrics = None, report, 0, None
         self.flags = StopFlags(report.flags)
         self._show_step(report)
@@ -162,7 +162,7 @@ class Loop:
 
     def _own_flags(self) -> StopFlags:
         flags = self._interruption.flags()
-        if self._writer.has_failed:  # asking all for a checkpoint tells them
+        if self._writer.has_failed:  # the checkpoint requested here raises the error on all workers
             flags |= StopFlags.CHECKPOINT
         if self._trainer.is_stopping:
             flags |= StopFlags.ENOUGH
@@ -171,7 +171,7 @@ class Loop:
         return flags
 
     def _next_batch(self) -> Any:
-        """Return the next batch: of this epoch, or of the next one, which must have one."""
+        """Return the next batch of this epoch, or the first one of the next epoch."""
         for _ in range(2):
             if self._batches is None:
                 self._batches = iter(self._trainer.loader)
@@ -181,10 +181,10 @@ class Loop:
         name = type(self._trainer.loader).__name__
         raise DataError(f"{name} gave no batch: expected at least one per epoch")
 
-    # ---- what follows a step -------------------------------------------------------------------------
+    # ---- actions after a step ------------------------------------------------------------------------
 
     def _evaluate(self) -> None:
-        every = self._trainer.evaluate_every
+        every = 0 if self._trainer.evaluate is None else self._trainer.evaluate_every
         if every > 0 and self._step % every == 0:
             self._measure()
             self._trainer.print_on_first(line_of(self._step, self.metrics or {}))
@@ -212,21 +212,21 @@ class Loop:
                 self._measure()
 
     def _compare_at_end(self) -> None:
-        """Compare the weights, which callbacks may have changed since the last checkpoint."""
+        """Compare the weights of all workers: callbacks may have changed them since the last checkpoint."""
         if self._is_last and self.metrics is not None:
             self._trainer.step.towers._check_weights(f"step {self._step}, the end")
 
-    # ---- other workers than before -------------------------------------------------------------------
+    # ---- regrouping after workers are lost or have joined --------------------------------------------
 
     def _regroup(self, why: str) -> None:
-        """Go on with the workers that are left, and newcomers."""
+        """Undo the action that has begun, and continue with the remaining workers and newcomers."""
         if self._before is not None:
             put_back(self._trainer, self._before)
             self._before = None
         self._batches = None
         meet_again(self._job, self._catch_up)
         if self._job.is_first:
-            tell(why, self._job, self._step)
+            report_regroup(why, self._job, self._step)
             self._lock.take_over()
             if not self._leads:
                 tidy(self._lock.checkpoints)
@@ -234,26 +234,26 @@ class Loop:
         self._leads = self._job.is_first
 
     @property
-    def _place(self) -> _Place:
+    def _progress(self) -> _Progress:
         step = self._step if self._has_state else -1
         elapsed_s = self._interruption.elapsed_s
         flags = trained(objects_of(self._trainer))
         done = (step, self._num_done, self._report, self.metrics, self._leads, elapsed_s)
-        return _Place(*done, self._lock.run_dir, flags)
+        return _Progress(*done, self._lock.run_dir, flags)
 
     def _catch_up(self) -> None:
-        """Agree with the others on how far all are; take the state of one that is further than this one."""
-        trainer, own = self._trainer, self._place
-        places = gather_objects(self._job.transport, own, "how far the workers are")
-        ahead = max(places, key=lambda place: place.order)
-        behind = [worker for worker, place in enumerate(places) if place.order < ahead.order]
+        """Exchange progress with the others; take the state of a worker that is ahead of this one."""
+        trainer, own = self._trainer, self._progress
+        progress = gather_objects(self._job.transport, own, "how far the workers are")
+        ahead = max(progress, key=lambda each: each.order)
+        behind = [worker for worker, each in enumerate(progress) if each.order < ahead.order]
         trainer.run_dir = self._lock.run_dir = ahead.run_dir
         trainer.step.towers._leave_behind()
         objects = objects_of(trainer)
-        handed = send_state(objects, self._job, places.index(ahead), behind) if behind else None
-        # What a worker has begun to take over, it takes over whole: nothing waits until it has.
+        handed = send_state(objects, self._job, progress.index(ahead), behind) if behind else None
+        # No line below waits for another worker, so a state is taken over completely or not at all.
         self.flags = StopFlags(0 if ahead.report is None else ahead.report.flags) & ~StopFlags.REGROUP
-        self._interruption.start_earlier(max(place.elapsed_s for place in places))
+        self._interruption.start_earlier(max(each.elapsed_s for each in progress))
         if handed is not None:
             trainer.step.towers._step = ahead.step
             self._show(own, ahead)
@@ -262,11 +262,11 @@ class Loop:
         self._report, self.metrics, self._num_done = ahead.report, ahead.metrics, ahead.num_done
         self._has_state = True
         trainer.step.towers._agree_again()
-        if self._num_done == self._rest.index(self._finish_writing) and not places[0].leads:
-            self._num_done -= 1  # the last checkpoint may have been lost with its writer
+        if self._num_done == self._rest.index(self._finish_writing) and not progress[0].leads:
+            self._num_done -= 1  # worker 0 was lost, perhaps before it had written the checkpoint
 
-    def _show(self, own: _Place, ahead: _Place) -> None:
-        """Call the hooks for what others have done and this worker was about to do."""
+    def _show(self, own: _Progress, ahead: _Progress) -> None:
+        """Call the hooks for the action that the others have finished and this worker has not."""
         if own.step < 0:
             return
         if ahead.report is not None and self._shown < (ahead.step, 0):
@@ -277,6 +277,6 @@ class Loop:
 
 
 def _is_checkpoint_due(step: int, flags: StopFlags, trainer: Trainer) -> bool:
-    """Say, alike on every worker, whether a checkpoint follows after `step` steps."""
+    """Return whether a checkpoint is due after `step` steps; the same on every worker."""
     is_planned = step % trainer.checkpoint_every == 0 or step >= trainer.steps
     return is_planned or bool(flags & ~StopFlags.REGROUP)

@@ -1,4 +1,4 @@
-"""How much memory a worker has used, and how much there is."""
+"""Peak memory use of a worker, and total memory of its device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["peak_bytes", "total_bytes"]
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the most memory of the device that this process has used at once: of the host, or of its GPU."""
+    """Return this process's peak memory in bytes: of its GPU, or for a CPU the peak resident set size."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -20,7 +20,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def total_bytes(device: torch.device) -> int:
-    """Return the memory of the device."""
+    """Return the total memory of the device, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""What commands print: a terminal, pipe or disk that no longer takes it never ends them."""
+"""Standard output of commands: a lost terminal, broken pipe or full disk never ends a run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["is_stdout_lost", "lasting_output"]
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Let no write to stdout or stderr raise, whoever writes; that something is lost is said once, on stderr.
+    """Let no write to stdout or stderr raise inside the block; if stdout fails, say so once on stderr.
 
-    Characters that the encoding lacks are written as escapes. A file that fails is replaced by /dev/null, so
-    that Python's own last flush cannot change the exit status:
+    Characters that the encoding cannot represent are written as escapes. A file that fails is replaced by
+    /dev/null, so that Python's own last flush cannot change the exit status:
     https://docs.python.org/3/library/signal.html#note-on-sigpipe
     """
-    if isinstance(sys.stdout, _Lasting):  # by whom this is called
+    if isinstance(sys.stdout, _Lasting):  # nested
         yield
         return
     _open_standard_files()
@@ -28,7 +28,7 @@ def lasting_output() -> Iterator[None]:
     out = _Lasting("stdout", sys.stdout, err)
     sys.stdout, sys.stderr = cast(TextIO, out), cast(TextIO, err)
     try:
-        out.flush()  # whether it is closed
+        out.flush()  # finds out at once if stdout is closed
         yield
     finally:
         out.flush()
@@ -37,12 +37,12 @@ def lasting_output() -> Iterator[None]:
 
 
 def is_stdout_lost() -> bool:
-    """Whether something that was printed to stdout has been lost."""
+    """Whether a write to stdout has failed."""
     return isinstance(sys.stdout, _Lasting) and sys.stdout.is_lost
 
 
 class _Lasting:
-    """A text file that drops what the one below it does not take, and says so once in another."""
+    """Wraps a text file: after a failed write, drops all output and says so once in `complaints`."""
 
     def __init__(self, name: str, file: TextIO | None, complaints: _Lasting | None = None) -> None:
         self._name = name
@@ -61,7 +61,7 @@ class _Lasting:
         self._try(lambda file: file.flush())
 
     def isatty(self) -> bool:
-        with suppress(OSError, ValueError):  # it is gone, or closed
+        with suppress(OSError, ValueError):  # the terminal is gone, or the file is closed
             return self._file is not None and self._file.isatty()
         return False
 
@@ -73,7 +73,7 @@ class _Lasting:
                 raise ValueError("it is closed")
             action(self._file)
         except BlockingIOError:
-            pass  # a pipe that its reader made non-blocking, and that is full for now
+            pass  # a full pipe that its reader made non-blocking
         except (OSError, ValueError) as error:
             self.is_lost = True
             _discard(self._file)
@@ -93,17 +93,17 @@ def _write(file: TextIO, text: str) -> None:
 
 
 def _discard(file: TextIO | None) -> None:
-    """Send to /dev/null what a file still holds."""
+    """Flush the file's buffer to /dev/null."""
     if file is not None:
-        with suppress(OSError, ValueError), open(os.devnull, "wb") as null:  # a test's file has no descriptor
+        with suppress(OSError, ValueError), open(os.devnull, "wb") as null:  # StringIO has no descriptor
             os.dup2(null.fileno(), file.fileno())
             file.flush()
 
 
 def _open_standard_files() -> None:
-    """Open /dev/null for each standard file that is closed: else the next file would get what is printed."""
+    """Open /dev/null for closed standard files: otherwise the next file opened would get their output."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor

@@ -1,4 +1,4 @@
-"""`samestep check RECIPE`: the check of a recipe's own step and batches."""
+"""`samestep check RECIPE`: `samestep.check` on a recipe's own step and batches."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ __all__ = ["check_recipe"]
 
 
 def check_recipe(settings: Settings) -> CheckResult:
-    """Check a recipe with the settings that `samestep train` would run it with.
+    """Check a recipe with the settings that `samestep train` would use.
 
-    Trains on its first batches with one worker, twice, and with two and three, or with `settings.workers`.
+    Trains on the recipe's first batches with one worker, twice, and then with two and three workers, or with
+    `settings.workers`.
 
     Raises:
-        ConfigError: as `check` does, and for more workers than towers.
+        ConfigError: as for `samestep.check`; or there are more workers than towers.
     """
     workers = WORKERS if settings.workers == "auto" else (settings.workers,)
     Placement.even(settings.towers, 1 if settings.workers == "auto" else settings.workers)
@@ -39,7 +40,7 @@ class _Recipe:
     settings: Settings
 
     def __call__(self, job: Job) -> tuple[Step, Iterable[Any]]:
-        if job.device.type == "cuda":  # a check starts without
+        if job.device.type == "cuda":  # `examine` starts the job without TF32
             set_tf32(self.settings.tf32)
         trainer = trainer_of(self.settings, job)
         loader = trainer.loader

@@ -1,4 +1,4 @@
-"""Recipes in a file of the user's own: `samestep train path/to/file.py`."""
+"""Recipes in a user's own file: `samestep train path/to/file.py`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _being_imported: list[Path] = []
 
 
 class Recipes(Mapping[str, "type[Settings]"]):
-    """Recipes that are installed, by name, and each Python file, by its path."""
+    """The installed recipes by name; a key that ends in .py is the path of a file with a recipe."""
 
     def __init__(self, installed: Mapping[str, type[Settings]]) -> None:
         self._installed = installed
@@ -36,10 +36,10 @@ class Recipes(Mapping[str, "type[Settings]"]):
 
 
 def read_recipe(path: Path) -> type[Settings]:
-    """Import a file, as `python path/to/file.py` would find what it imports, and return its recipe.
+    """Import a file, with its folder on `sys.path` as in `python path/to/file.py`, and return its recipe.
 
     Raises:
-        ConfigError: it cannot be imported, or has no class derived from `samestep.Settings`, or several.
+        ConfigError: the file cannot be imported, or has no or several subclasses of `samestep.Settings`.
         MissingFileError: there is no such file.
     """
     if not path.is_file():
@@ -66,10 +66,10 @@ def read_recipe(path: Path) -> type[Settings]:
 
 
 def check_class(kind: type[Settings], where: str) -> None:
-    """Refuse a recipe whose options cannot be told.
+    """Check that a recipe's options can be parsed from the command line.
 
     Raises:
-        ConfigError: it is no dataclass of its own, or the command line does not know the type of an option.
+        ConfigError: the class is not decorated as a dataclass, or an option's type is not supported.
     """
     if "__dataclass_params__" not in vars(kind):
         raise ConfigError(
@@ -87,7 +87,7 @@ def check_class(kind: type[Settings], where: str) -> None:
 
 
 def _imported(path: Path) -> ModuleType:
-    """Import a file by its own name, so that what it defines can be pickled for loader processes."""
+    """Import a file as a module of its own name, so that its classes can be pickled for loader processes."""
     folder, name = str(path.parent.resolve()), path.stem
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -106,10 +106,10 @@ def _imported(path: Path) -> ModuleType:
 
 
 def check_no_import(call: str) -> None:
-    """Refuse a call that a recipe's file makes when it is imported, as of a script that is run.
+    """Refuse a call at the top level of a recipe's file, which runs while the file is imported.
 
     Raises:
-        ConfigError: a file is being imported.
+        ConfigError: a recipe's file is being imported.
     """
     if _being_imported:
         raise ConfigError(
@@ -119,7 +119,7 @@ def check_no_import(call: str) -> None:
 
 
 def _line_of(error: BaseException, path: Path) -> str:
-    """Return where in the file it went wrong."""
+    """Return ", line N" for the line of the file that raised the error."""
     if isinstance(error, SyntaxError) and error.lineno is not None:
         return f", line {error.lineno}"
     lines, trace = [], error.__traceback__

@@ -1,4 +1,4 @@
-"""What a trainer and a loop of one's own do alike where workers were lost, or come."""
+"""Regrouping after workers were lost or have joined, for `Trainer` and `Elastic`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from samestep.errors import ConfigError, LostWorkerError
 from samestep.workers.job import Job
 from samestep.workers.transport import Renewable
 
-__all__ = ["meet_again", "renewable_of", "tell"]
+__all__ = ["meet_again", "renewable_of", "report_regroup"]
 
 
 def renewable_of(job: Job, objects: TrainingObjects) -> Renewable | None:
-    """Return the transport, where others can go on without a worker that is lost."""
+    """Return the transport if the job can continue without a lost worker; otherwise None."""
     if job.renewable is None or not objects.are_sharded:
         return job.renewable
     if job.is_newcomer:
@@ -30,21 +30,21 @@ def renewable_of(job: Job, objects: TrainingObjects) -> Renewable | None:
 
 
 def meet_again(job: Job, catch_up: Callable[[], None]) -> None:
-    """Meet the others, until all who are there have caught up with each other.
+    """Form a new process group and call `catch_up`; repeat both until no worker is lost meanwhile.
 
     Raises:
-        LostWorkerError: the others do not come.
+        LostWorkerError: the others do not join within the timeout.
     """
     assert job.renewable is not None
     while True:
         job.renewable.regroup()
         try:
             return catch_up()
-        except LostWorkerError:  # another one, meanwhile
+        except LostWorkerError:
             continue
 
 
-def tell(why: str, job: Job, step: int) -> None:
-    """Print why the job goes on with other workers, and how many."""
+def report_regroup(why: str, job: Job, step: int) -> None:
+    """Print why the workers regrouped, and how many there are now."""
     workers = f"{job.world_size} worker{'s' * (job.world_size > 1)}"
     sys.stderr.write(f"samestep: {why}; going on with {workers} after step {step}\n")

@@ -1,4 +1,4 @@
-"""Between a run and its folder: checkpoints of its state, and the newest one at the next start."""
+"""Checkpoints of a run's state, and resuming from the newest one."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ __all__ = [
 _GENERATORS = "generators"
 _SETTINGS = "settings"
 _DECIDING = ("steps", "evaluate_every", "checkpoint_every", "fresh")
-"""Options that decide what all workers do together, and when; only worker 0 uses the others."""
+"""Options that decide when all workers act together; they must be the same on all. Worker 0 uses the rest."""
 _MUST_MATCH = "must_match"
-"""Name, in a checkpoint, a recipe's settings and a script's, as far as its numbers depend on them."""
+"""Names in a checkpoint of a recipe's settings, and of other values that the run must be resumed with."""
 
 
 def check_fresh(trainer: Trainer) -> None:
-    """Raise a `ConfigError` where starting over would delete more than once."""
+    """Raise a `ConfigError` if each restart by the launcher would start over and delete checkpoints."""
     if trainer.fresh and may_restart():
         raise ConfigError(
             "--fresh together with torchrun's --max-restarts would start over at every restart: delete "
@@ -57,7 +57,7 @@ def check_fresh(trainer: Trainer) -> None:
 
 
 def open_run(trainer: Trainer, lock: RunLock) -> None:
-    """Get the folder and all parts into the state in which training begins or goes on; see `resume`."""
+    """Prepare the run folder, load the newest checkpoint, and write the settings; see `resume`."""
     job, settings = trainer.job, trainer.settings
     _compare_options(trainer)
     if trainer.fresh:
@@ -70,7 +70,7 @@ def open_run(trainer: Trainer, lock: RunLock) -> None:
 
 
 def _compare_options(trainer: Trainer) -> None:
-    """Check that all workers will do the same at the same steps."""
+    """Check that all workers have the same options, so that they act at the same steps."""
     options: dict[str, Any] = {name: getattr(trainer, name) for name in _DECIDING}
     options["evaluate"] = None if trainer.evaluate is None else type(trainer.evaluate).__name__
     options["must_match"] = {name: repr(value) for name, value in sorted(_must_match(trainer).items())}
@@ -90,10 +90,10 @@ def _note(settings: Settings, lock: RunLock) -> None:
 
 
 def write_checkpoint(trainer: Trainer, writer: CheckpointWriter) -> None:
-    """Take a snapshot of the state after the newest step, and have it written while training continues.
+    """Take a snapshot of the state after the newest step, to be written while training continues.
 
     Raises:
-        DisagreementError: workers have different weights; worker 0's would be written.
+        DisagreementError: workers have different weights, of which only worker 0's would be written.
     """
     towers = trainer.step.towers
     towers._check_weights(f"step {towers.step}, checkpoint")
@@ -102,19 +102,22 @@ def write_checkpoint(trainer: Trainer, writer: CheckpointWriter) -> None:
 
 
 def _has_drawn(trainer: Trainer) -> bool:
-    """Whether anything has drawn from the global generators; else a script that is run again has the same."""
+    """Whether anything has drawn from the global generators since the run began.
+
+    If not, checkpoints leave the generators out: the script seeds them in the same way when it runs again.
+    """
     start = trainer._from_generators
     return start is None or start.has_changed()
 
 
 def small_states(trainer: Trainer) -> dict[str, Any]:
-    """Return copies of what changes before a step is taken: where the loader is, callbacks, generators."""
+    """Return copies of the states that change before a step is taken: loader, callbacks and generators."""
     states = {name: copy.deepcopy(each.state_dict()) for name, each in _small(trainer).items()}
     return {**states, _GENERATORS: GlobalStreams.capture(trainer.job.device)}
 
 
 def put_back(trainer: Trainer, states: Mapping[str, Any]) -> None:
-    """Put back what `small_states` returned."""
+    """Restore the states that `small_states` returned."""
     for name, each in _small(trainer).items():
         each.load_state_dict(states[name])
     states[_GENERATORS].restore()
@@ -125,14 +128,15 @@ def _small(trainer: Trainer) -> dict[str, Any]:
 
 
 def resume(trainer: Trainer, lock: RunLock) -> None:
-    """Continue from the newest whole checkpoint in the run folder, if it ever had one.
+    """Load the newest whole checkpoint in the run folder; do nothing if the run never had a checkpoint.
 
-    Worker 0 reads it for all. Damaged ones are named and set aside, once the whole one has been loaded.
+    Worker 0 reads the checkpoint for all workers. Newer, damaged checkpoints are reported and renamed once
+    the whole one has been loaded.
 
     Raises:
-        ConfigError: it is of another experiment.
-        DataError: it does not fit, or there are checkpoints but none is whole.
-        StorageError: the disk does not give it.
+        ConfigError: the checkpoint belongs to another experiment.
+        DataError: the checkpoint does not fit the objects, or there are checkpoints but none is whole.
+        StorageError: the checkpoint cannot be read.
     """
     job, run_dir = trainer.job, lock.run_dir
     result = from_first_worker(
@@ -154,14 +158,14 @@ def _put_in_order(result: Search, lock: RunLock) -> None:
 
 
 def objects_of(trainer: Trainer, noted: Mapping[str, Any] | None = None) -> TrainingObjects:
-    """Return what the state of a run consists of, with what it has to be continued with, for a checkpoint."""
+    """Return the objects of a run's state; for a checkpoint, also `noted`, see `_noted`."""
     step = trainer.step
     return TrainingObjects(
         model=trainer.model,
         towers=step.towers,
         loader=trainer.loader,
         averaged_model=step.averaged_model,
-        rng=True,  # callbacks, and a user's own loader, may draw
+        rng=True,  # callbacks and a user's own loader may draw random numbers
         state={
             **{"optimizer": step.optimizer, "scheduler": step.scheduler, "scaler": step.scaler},
             **_callbacks(trainer),
@@ -171,7 +175,7 @@ def objects_of(trainer: Trainer, noted: Mapping[str, Any] | None = None) -> Trai
 
 
 def _callbacks(trainer: Trainer) -> dict[str, Any]:
-    """Return the callbacks with a state, by the names that they have in a checkpoint."""
+    """Return the callbacks that have a state, by their names in a checkpoint."""
     stateful = [callback for callback in trainer.callbacks if hasattr(callback, "state_dict")]
     callbacks = {f"callback {type(callback).__name__}": callback for callback in stateful}
     if len(callbacks) < len(stateful):
@@ -180,13 +184,16 @@ def _callbacks(trainer: Trainer) -> dict[str, Any]:
 
 
 def _noted(trainer: Trainer) -> dict[str, Any]:
-    """Return what a run has to be continued with, for a checkpoint."""
+    """Return the values that a checkpoint keeps because the run must be resumed with the same ones."""
     settings = {} if trainer.settings is None else {_SETTINGS: trainer.settings.must_match()}
     return {**settings, _MUST_MATCH: _must_match(trainer)}
 
 
 def _must_match(trainer: Trainer) -> dict[str, Any]:
-    """Return what the script says itself, and what it made the optimizer with: loading overrides that."""
+    """Return the trainer's `must_match` and the optimizer's defaults.
+
+    The defaults are compared because loading a checkpoint would silently replace those of the script.
+    """
     optimizer = trainer.step.optimizer
     plain = {f"optimizer's {name}": value for name, value in optimizer.defaults.items() if is_plain(value)}
     return {**trainer.must_match, "optimizer": kind_of(optimizer), **plain}
@@ -196,7 +203,7 @@ def _check_same(trainer: Trainer, state: Mapping[str, Any], path: Path) -> None:
     if trainer.settings is not None:
         trainer.settings.check_same(state.get(_SETTINGS))
     earlier = state.get(_MUST_MATCH)
-    if not isinstance(earlier, dict):  # of a forged checkpoint
+    if not isinstance(earlier, dict):  # a forged checkpoint
         return
     for name, now in _must_match(trainer).items():
         before = earlier.get(name, now)

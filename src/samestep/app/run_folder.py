@@ -1,8 +1,9 @@
-"""The checkpoints of a run: which there are, the newest whole one, and what becomes of the others.
+"""The checkpoints in a run folder: finding the newest whole one, renaming damaged ones, deleting old ones.
 
     RUN_DIR/checkpoints/step-00001000               a checkpoint
-    RUN_DIR/checkpoints/.step-00001000.unfinished   one that is being written, or a killed run was writing
-    RUN_DIR/checkpoints/step-00001000.damaged       one that was set aside
+    RUN_DIR/checkpoints/.step-00001000.unfinished   being written, or left behind by a killed run
+    RUN_DIR/checkpoints/.step-00001000.deleted      being deleted
+    RUN_DIR/checkpoints/step-00001000.damaged       set aside because it is damaged
 
 Only the process that holds the run's lock renames or deletes; reading needs no lock.
 """
@@ -49,22 +50,22 @@ _LEFT_BEHIND = re.compile(r"\.step-[0-9]{8,}\.(unfinished|deleted)")
 
 @dataclass(frozen=True)
 class Search:
-    """What a run folder holds.
+    """The result of `search`.
 
     Attributes:
-        found: the newest whole checkpoint; None where there is none.
-        damaged: those newer than it, newest first, and what is wrong with each.
+        found: the newest whole checkpoint; None if there is none.
+        damaged: the damaged checkpoints newer than that, newest first, and what is wrong with each.
     """
 
     found: Found | None
     damaged: tuple[tuple[Path, str], ...]
 
 
-pytree.register_dataclass(Search)  # so that workers can send each other its tensors
+pytree.register_dataclass(Search)  # for `from_first_worker`, which sends the tensors in a pytree
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
-    """Return where a run keeps the checkpoint of a step."""
+    """Return the path of the checkpoint of a step."""
     return _folder(run_dir) / f"step-{step:08d}"
 
 
@@ -80,18 +81,18 @@ def search(
     refused: Container[Path] = (),
     held: Folder | None = None,
 ) -> Search:
-    """Look for the newest whole checkpoint of a run; nothing is changed.
+    """Find the newest whole checkpoint of a run, without changing anything.
 
     Args:
-        run_dir: the folder of the run.
-        newer_than: leave out those of this step and before.
-        refused: leave these out.
-        held: the run's folder, open since it was first looked at.
+        run_dir: the run folder.
+        newer_than: skip checkpoints of this step and earlier ones.
+        refused: skip these checkpoints.
+        held: the run folder, held open to notice if the path leads to another folder.
 
     Raises:
-        DataError: the newest is of a newer format.
-        MissingFileError: the path no longer leads to the folder that is held.
-        StorageError: it cannot be read.
+        DataError: the newest checkpoint has a newer format.
+        MissingFileError: the path no longer leads to `held`.
+        StorageError: a file cannot be read.
     """
     if held is not None and not held.is_there():
         raise MissingFileError(f"{run_dir}: was moved, deleted or replaced; name the run folder again")
@@ -105,17 +106,14 @@ def search(
                 raise DamagedError(f"{path}: holds step {found.manifest.step}")
             return Search(found, tuple(damaged))
         except (DamagedError, MissingFileError) as error:
-            if not os.path.lexists(path):  # the run has deleted it just now, so it has newer ones
+            if not os.path.lexists(path):  # just deleted by the run, so there are newer checkpoints
                 return search(run_dir, newer_than=newer_than, refused=refused, held=held)
             damaged.append((path, str(error)))
     return Search(None, tuple(damaged))
 
 
 def newest_whole(run_dir: Path) -> Search:
-    """Look for the newest whole checkpoint of a run that has some, or had.
-
-    Returns:
-        With `found` None if there never was one.
+    """Find the newest whole checkpoint of a run; `found` is None if the run never had a checkpoint.
 
     Raises:
         DataError: there are checkpoints, set aside or not, but none is whole.
@@ -123,7 +121,7 @@ def newest_whole(run_dir: Path) -> Search:
     result = search(run_dir)
     aside = [path for path in _entries(run_dir) if _SET_ASIDE.fullmatch(path.name)]
     if result.found is None and (result.damaged or aside):
-        _print(f"{reason}; not used" for _, reason in result.damaged)
+        print_damaged(result)
         raise DataError(
             f"{run_dir}: none of its {len(result.damaged) + len(aside)} checkpoints is whole: restore one, "
             "choose another --run-dir, or start over with --fresh"
@@ -132,7 +130,7 @@ def newest_whole(run_dir: Path) -> Search:
 
 
 def read_digest(path: Path) -> str:
-    """Return the digest of the weights in a checkpoint, or in the newest whole one of a run."""
+    """Return the digest of the weights in a checkpoint, or in the newest whole checkpoint of a run."""
     replaced = path.parent / replaced_name(path.name)
     if os.path.lexists(path / MANIFEST) or (os.path.lexists(replaced) and not os.path.lexists(path)):
         return read(path).manifest.digest
@@ -140,10 +138,11 @@ def read_digest(path: Path) -> str:
 
 
 def find_newest(run_dir: Path) -> Found:
-    """Return the newest whole checkpoint of a run, naming those that are not; nothing is changed.
+    """Return the newest whole checkpoint of a run, and print the damaged ones; nothing is changed.
 
     Raises:
-        MissingFileError: there is none.
+        DataError: there are checkpoints, but none is whole.
+        MissingFileError: there is no checkpoint.
     """
     result = newest_whole(run_dir)
     if result.found is None:
@@ -153,12 +152,12 @@ def find_newest(run_dir: Path) -> Found:
 
 
 def print_damaged(result: Search) -> None:
-    """Name the damaged checkpoints that were passed over."""
+    """Print the damaged checkpoints that were skipped."""
     _print(f"{reason}; not used" for _, reason in result.damaged)
 
 
 def set_aside(result: Search, checkpoints: Folder) -> None:
-    """Name the damaged checkpoints that were passed over, and rename them."""
+    """Rename the damaged checkpoints that were skipped, and print them."""
     for path, reason in result.damaged:
         with storage(path, "renamed"):
             names = (f"{path.name}.damaged{f'-{n}' * (n > 1)}" for n in count(1))
@@ -168,10 +167,10 @@ def set_aside(result: Search, checkpoints: Folder) -> None:
 
 
 def tidy(checkpoints: Folder) -> None:
-    """Delete what a killed run was in the middle of writing or deleting."""
+    """Delete checkpoints that a killed run left half written or half deleted."""
     for name in checkpoints.names():
         if _LEFT_BEHIND.fullmatch(name):
-            with suppress(OSError):  # such as a file that a reader on NFS has open: later, then
+            with suppress(OSError):  # such as while a reader on NFS has a file open; the next call retries
                 checkpoints.remove(name)
 
 
@@ -179,20 +178,20 @@ def prune(checkpoints: Folder, *, keep_last: int, keep_every: int = 0) -> None:
     """Delete old checkpoints.
 
     Args:
-        checkpoints: the folder that holds them.
-        keep_last: how many of the newest to keep.
-        keep_every: keep those of steps that are multiples of this as well; with 0 none.
+        checkpoints: the folder of the checkpoints.
+        keep_last: number of newest checkpoints to keep.
+        keep_every: also keep the checkpoints of steps that are multiples of this; 0 keeps no others.
     """
     for name in _by_step(checkpoints.names())[:-keep_last]:
         if not keep_every or _step(name) % keep_every:
-            # Renamed first, so that one that is half deleted is not taken for damaged.
+            # Rename first, so that a half-deleted checkpoint is not taken for a damaged one.
             with storage(checkpoints.path / name, "deleted"):
                 checkpoints.rename(name, f".{name}.deleted")
     tidy(checkpoints)
 
 
 def clear(checkpoints: Folder) -> None:
-    """Delete all checkpoints of a run, those set aside as well."""
+    """Delete all checkpoints of a run, including those set aside."""
     for name in checkpoints.names():
         if any(pattern.fullmatch(name) for pattern in (_NAME, _SET_ASIDE, _LEFT_BEHIND)):
             with storage(checkpoints.path / name, "deleted"):

@@ -1,4 +1,4 @@
-"""The numbers that training shows of a step: losses, learning rates, speed, memory."""
+"""The scalars that training logs: losses, learning rates, speed, memory."""
 
 from __future__ import annotations
 
@@ -17,29 +17,33 @@ from samestep.towers.step import Step
 __all__ = ["Before", "Scalars", "Terms"]
 
 Terms = Callable[[nn.Module], Mapping[str, float | Tensor]]
-"""terms(model) -> those terms of the loss that depend on the weights alone, by name."""
+"""terms(model) -> {name: value} of the loss terms that depend only on the weights."""
 
 _DECAY = 0.9
 
 
 @dataclass(frozen=True)
 class Before:
-    """What the update of a step changes, as it was before: the loss's terms, and the learning rates."""
+    """Values from before a step's update: the terms of the loss, and the learning rates."""
 
     terms: Mapping[str, float | Tensor]
     learning_rates: Sequence[float]
 
     @classmethod
     def of(cls, step: Step, terms: Terms | None) -> Before:
-        """Take it before a step."""
+        """Read the values; call this before the step."""
         with torch.no_grad():
             found = terms(step.towers.model) if terms is not None else {}
-        return cls(found, [float(group["lr"]) for group in step.optimizer.param_groups])
+        # A user's own optimizer may have no "lr"; `Scalars.read` leaves NaN out.
+        return cls(found, [float(group.get("lr", math.nan)) for group in step.optimizer.param_groups])
 
 
 @dataclass
 class Scalars:
-    """What was measured since it was last read, of a step's losses the newest; see `Logger.log`."""
+    """Collects the reports of steps, and returns their scalars; see `Logger.log`.
+
+    Losses are those of the newest step, with smoothed ones over all steps; speed is the mean since `read`.
+    """
 
     device: torch.device
     _throughput: Throughput = field(default_factory=Throughput)
@@ -47,13 +51,12 @@ class Scalars:
     _recent: list[tuple[Report, Before]] = field(default_factory=list)
 
     def add(self, report: Report, before: Before) -> None:
-        """Take in a step."""
+        """Add a step; its losses stay on the device until `read`, because each copy waits for the GPU."""
         self._throughput.add(report.rows)
-        # Read only when they are shown: on a GPU each reading is a wait.
         self._recent.append((report, before))
 
     def read(self) -> dict[str, float]:
-        """Return the finite ones by name, and begin again."""
+        """Return the finite scalars by name, and start a new period."""
         report, before = self._recent[-1]
         rows_per_s, batch_s = self._throughput.read()
         rates = before.learning_rates
@@ -71,7 +74,7 @@ class Scalars:
         return {name: value for name, value in found.items() if math.isfinite(value)}
 
     def _losses(self, names: Sequence[str]) -> dict[str, float]:
-        """Fold the steps into the smoothed losses, and return the newest."""
+        """Update the smoothed losses with all steps; return them and the losses of the newest step."""
         sums = torch.stack([report.loss_sums for report, _ in self._recent])
         counts = torch.stack([report.counts for report, _ in self._recent])
         all_terms = [before.terms for _, before in self._recent]
@@ -91,16 +94,16 @@ class Scalars:
 
 @dataclass
 class _Smoothed:
-    """An exponential average without a bias at the start: the sum of decayed values over that of decays.
+    """An exponential average without bias at the start: Σ 0.9ᵏ xₖ / Σ 0.9ᵏ, for the value k steps ago.
 
-    It starts again when a run is continued, which after 100 steps makes a difference of 0.9¹⁰⁰ < 0.003%.
+    It restarts when a run is resumed. After 100 steps, the values before have a weight of 0.9¹⁰⁰ < 0.003%.
     """
 
     total: float = 0.0
     weight: float = 0.0
 
     def add(self, value: float) -> None:
-        if math.isfinite(value):  # a step that was skipped must not hide all later ones
+        if math.isfinite(value):  # a single NaN would make all later averages NaN
             self.total = _DECAY * self.total + value
             self.weight = _DECAY * self.weight + 1
 

@@ -1,4 +1,4 @@
-"""The options that all recipes share, and the file in the run folder that keeps them."""
+"""The options that all recipes share, and the file settings.json in the run folder."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ TRAINER_OPTIONS = (
     *("run_dir", "steps", "evaluate_every", "log_every", "max_seconds", "fresh"),
     *("checkpoint_every", "checkpoint_minutes", "keep_checkpoints", "keep_every"),
 )
-"""Those that a `Trainer` has by the same names."""
+"""Options that `Trainer` has under the same names."""
 
 
 @dataclass(frozen=True)
 class Settings(abc.ABC):
-    """A recipe: the options that all share, and in a class derived from it those of its own.
+    """Base class of recipes: the options that all recipes share. A subclass adds its own options and `build`.
 
-    Such a class is a frozen dataclass. Its docstring and the strings below its fields are the help of
-    `samestep train`; a field's type says what values it may have. All options are kept in the run's folder,
-    and a run is continued only with the same, but for those in `free`.
+    A subclass is a frozen dataclass. Its docstring and the strings below its fields are the help of
+    `samestep train`; a field's type defines the allowed values. All options are saved in the run folder. A
+    run can only be resumed with the same options, except for those in `free`.
 
     Raises:
         ConfigError: an option has a value that its type does not allow.
@@ -75,17 +75,17 @@ class Settings(abc.ABC):
     towers: Annotated[int, Range(1, 65_536)] = 8
     """Slices of the global batch; part of the experiment, like the batch size."""
     workers: NumWorkers = "auto"
-    """Processes to start here; auto is one for each core or GPU, and at most one for each tower."""
+    """Processes to start here; auto is one per core or GPU, and at most one per tower."""
     nnodes: str | None = None
-    """Hosts of the job, as a number or MIN:MAX, each with a command like this one; see docs/clusters.md."""
+    """Number of hosts, or MIN:MAX; run this command on each of them; see docs/clusters.md."""
     rdzv_endpoint: str | None = None
-    """HOST or HOST:PORT at which several hosts meet: that of one of them, which must not be lost."""
+    """HOST or HOST:PORT of the host at which all hosts meet; the job ends if it is lost."""
     rdzv_id: str = DEFAULT_ID
-    """Name of a job of several hosts; jobs that meet at the same place need different names."""
+    """Name of a job of several hosts; jobs with the same --rdzv-endpoint need different names."""
     threads: Threads = 1
     """CPU threads of each worker; another number may change the last bits of the result."""
     placement: Literal["auto", "even"] = "auto"
-    """Which workers run which towers: auto moves them to workers that run them faster, even never does."""
+    """Which workers run which towers: auto moves towers to faster workers, even never moves them."""
     batch_size: Annotated[int, Range(1, 2**31 - 1)] = 256
     """Rows of the global batch, of all towers together."""
     steps: Count = 1000
@@ -93,19 +93,19 @@ class Settings(abc.ABC):
     seed: Annotated[int, Range(-(2**63), 2**63 - 1)] = 0
     """Seed of the weights, the order of the data, augmentation and dropout."""
     run_dir: Path = Path("runs/unnamed")
-    """Folder for checkpoints, settings and summaries; a run that is already there is continued."""
+    """Folder for checkpoints, settings and summaries; an earlier run in this folder is continued."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to compute on; auto is the GPU where there is one."""
+    """Device to compute on; auto is the GPU if there is one."""
     autocast: Literal["none", "bf16", "fp16"] = "none"
     """Dtype of mixed precision (torch.autocast)."""
     tf32: bool = False
-    """Let GPUs multiply float32 numbers rounded to 11 significant bits (TF32): faster; the result differs."""
+    """Let GPUs round float32 factors to 11 significant bits (TF32): faster, with different results."""
     log_every: Count = 50
     """Steps between printed lines."""
     summary_every: Count = 100
-    """Steps between summaries for TensorBoard, which are written to RUN_DIR/summaries."""
+    """Steps between summaries for TensorBoard, written to RUN_DIR/summaries."""
     evaluate_every: Annotated[int, Range(0, 10**12)] = 0
-    """Steps between evaluations; there is always one at the end, and with 0 no others."""
+    """Steps between evaluations; 0 evaluates only at the end."""
     checkpoint_every: Count = 1000
     """Steps between checkpoints; one is always written at the end."""
     checkpoint_minutes: Annotated[float, Range(0, 10**6, is_open=True)] | None = None
@@ -115,16 +115,16 @@ class Settings(abc.ABC):
     keep_every: Annotated[int, Range(0, 10**12)] = 0
     """Also keep the checkpoints of steps that are multiples of this; 0 keeps no others."""
     max_seconds: Annotated[float, Range(0, 10**9, is_open=True)] | None = None
-    """Stop after so many seconds, between two steps and with a checkpoint."""
+    """Stop after this many seconds, between two steps, with a checkpoint."""
     timeout: Annotated[float, Range(0, 10**6, is_open=True)] = DEFAULT_TIMEOUT_S
     """Seconds to wait for another worker before it counts as lost; must exceed the time of a step."""
     fresh: bool = False
     """Start over: first delete the checkpoints and summaries in the run folder."""
     log_device_placement: bool = False
-    """Print at the start which worker runs which towers, and on which device."""
+    """At the start, print which worker runs which towers on which device."""
 
     recipe: ClassVar[str]
-    """Its name; by default that of the file that defines the class."""
+    """The recipe's name; by default that of the file that defines the class."""
     free: ClassVar[frozenset[str]] = frozenset(
         (
             *("nnodes", "rdzv_endpoint", "rdzv_id"),
@@ -133,13 +133,13 @@ class Settings(abc.ABC):
             *("checkpoint_every", "checkpoint_minutes", "keep_checkpoints", "keep_every"),
         )
     )
-    """Settings that may change when a run is continued: where and how it runs, not what is computed.
+    """Options that may change when a run is resumed: where and how it runs, not what is computed.
 
-    An optional folder has to stay given, or stay left out."""
+    An optional folder (`*_dir`) in this set may change, but neither be added nor left out."""
     per_worker: ClassVar[frozenset[str]] = frozenset(
         ("data_dir", "loader_processes", "workers", "rdzv_endpoint")
     )
-    """Settings that may differ between the workers of a job: what a machine has, and how it gets at data."""
+    """Options that may differ between the workers of a job, because they depend on the machine."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -155,7 +155,7 @@ class Settings(abc.ABC):
 
     @abc.abstractmethod
     def build(self, job: Job) -> Trainer:
-        """Make model, data, step and the rest, alike on every worker; return `self.trainer(...)`."""
+        """Build model, data and step, in the same way on every worker; return `self.trainer(...)`."""
 
     def trainer(  # noqa: PLR0913 - what a `Trainer` takes
         self,
@@ -171,13 +171,13 @@ class Settings(abc.ABC):
         """Return a `Trainer` with these options.
 
         Args:
-            step: see `Trainer`, as for the others.
-            loader: of its batches.
-            evaluate: what to measure on the test examples.
-            loggers: by default `TensorBoard`; where that is not installed, a line says so.
-            callbacks: to call on all workers.
-            terms: of the loss.
-            panels: what `TensorBoard` shows, where `loggers` is left out.
+            step: as for `Trainer`; so are the other arguments.
+            loader: the loader of the step's batches.
+            evaluate: the evaluation on the test examples.
+            loggers: by default `TensorBoard`; without tensorboard, a line says that summaries are missing.
+            callbacks: called on all workers.
+            terms: the terms of the loss that depend only on the weights.
+            panels: the pictures that the default `TensorBoard` shows.
         """
         from samestep.app.trainer import Trainer
 
@@ -202,14 +202,14 @@ class Settings(abc.ABC):
 
         try:
             return [TensorBoard(self.summary_every, panels=panels)]
-        except ConfigError as error:  # it is not installed
+        except ConfigError as error:  # tensorboard is not installed
             if job.is_first:
                 print(f"samestep: no summaries are written: {error}", file=sys.stderr, flush=True)
             return []
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """The dtype that `autocast` names."""
+        """The dtype of `autocast`; None for "none"."""
         import torch
 
         return {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self.autocast]
@@ -218,16 +218,19 @@ class Settings(abc.ABC):
         """Write the settings to the run folder.
 
         Raises:
-            StorageError: the disk does not take it.
+            StorageError: the file cannot be written.
         """
-        values = {name: str(v) if isinstance(v, Path) else v for name, v in dataclasses.asdict(self).items()}
-        write_whole(self.run_dir / _FILE, json.dumps({"recipe": self.recipe, **values}, indent=2) + "\n")
+        values = {"recipe": self.recipe, **self._plain_values()}
+        write_whole(self.run_dir / _FILE, json.dumps(values, indent=2) + "\n")
+
+    def _plain_values(self) -> dict[str, Any]:
+        return {name: _plain(value) for name, value in dataclasses.asdict(self).items()}
 
     def check_same_experiment(self) -> None:
-        """Compare with the settings in the run folder, if there are any.
+        """Compare these settings with those in the run folder, if there are any.
 
         Raises:
-            ConfigError: a setting that the result depends on has changed.
+            ConfigError: a setting that is not in `free` has changed.
         """
         try:
             earlier = read_values(self.run_dir)
@@ -236,17 +239,17 @@ class Settings(abc.ABC):
         self.check_same(earlier)
 
     def check_same(self, earlier: object) -> None:
-        """Compare with earlier settings of the run, as a dict; anything else says nothing.
+        """Compare these settings with a dict of the run's earlier ones; ignore anything but a dict.
 
         Raises:
-            ConfigError: a setting that the result depends on has changed.
+            ConfigError: a setting that is not in `free` has changed.
         """
         if not isinstance(earlier, dict):
             return
-        current = {"recipe": self.recipe, **dataclasses.asdict(self)}
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        current = {"recipe": self.recipe, **self._plain_values()}
+        defaults = {field.name: _plain(field.default) for field in dataclasses.fields(self)}
         for name in sorted(current):
-            # What is left out had the default, in a version that had no such option.
+            # An earlier version may not have had this option: then compare with its default.
             values = earlier.get(name, defaults.get(name)), current[name]
             is_free = name in self.free and not (name.endswith("_dir") and None in values)
             if not is_free and not (is_plain(values[0]) and values[0] == values[1]):
@@ -257,17 +260,19 @@ class Settings(abc.ABC):
                 )
 
     def must_match(self) -> dict[str, Any]:
-        """Return what `check_same` compares: the same for every place and placement of the run."""
-        values = dataclasses.asdict(self)
-        folders = {n: None if v is None else "given" for n, v in values.items() if n.endswith("_dir")}
-        return {"recipe": self.recipe, **{n: v for n, v in values.items() if n not in self.free}, **folders}
+        """Return the settings that `check_same` compares; of folders in `free`, whether they are given."""
+        values = self._plain_values()
+        fixed = {name: value for name, value in values.items() if name not in self.free}
+        folders = {name for name in values if name in self.free and name.endswith("_dir")}
+        given = {name: None if values[name] is None else "given" for name in folders}
+        return {"recipe": self.recipe, **fixed, **given}
 
 
 def trainer_of(settings: Settings, job: Job) -> Trainer:
     """Return the trainer that a recipe builds.
 
     Raises:
-        ConfigError: it builds something else.
+        ConfigError: `build` returned something else.
     """
     trainer = settings.build(job)
     if not hasattr(trainer, "step"):
@@ -278,8 +283,13 @@ def trainer_of(settings: Settings, job: Job) -> Trainer:
     return trainer
 
 
+def _plain(value: Any) -> Any:
+    """Return an option's value as settings.json has it, with a path as text."""
+    return str(value) if isinstance(value, Path) else value
+
+
 def is_plain(value: object) -> bool:
-    """Say whether a value can be compared with one of a checkpoint: in a forged one there may be anything."""
+    """Return whether a value is a number, text or None; a forged checkpoint may hold any other type."""
     return isinstance(value, int | float | str | None)
 
 
@@ -287,9 +297,9 @@ def read_settings(run_dir: Path, recipes: Mapping[str, type[Settings]]) -> Setti
     """Return the settings of the run in a folder.
 
     Raises:
-        ConfigError: it is a run of another recipe, in a file.
-        MissingFileError: there is no run.
-        DataError: its settings cannot be read.
+        ConfigError: the run's recipe is in a file that is not among `recipes`.
+        MissingFileError: there is no settings.json.
+        DataError: settings.json cannot be read, or has a wrong value.
     """
     path = run_dir / _FILE
     values = read_values(run_dir)
@@ -302,12 +312,12 @@ def read_settings(run_dir: Path, recipes: Mapping[str, type[Settings]]) -> Setti
     known = {name: _parse(path, name, of_kind, values) for name, of_kind in kinds_of(kind).items()}
     try:
         return kind(**{name: value for name, value in known.items() if name in values} | {"run_dir": run_dir})
-    except ConfigError as error:  # settings that do not go together
+    except ConfigError as error:  # settings that are not allowed together
         raise DataError(f"{path}: {error}; {_REMEDY}") from error
 
 
 def _parse(path: Path, name: str, kind: Any, values: Mapping[str, Any]) -> Any:
-    """Return one of the values as its field has it; None where it is not there."""
+    """Convert the value `name` to the type of its field; return None if it is missing."""
     if name not in values:
         return None
     try:
@@ -317,11 +327,11 @@ def _parse(path: Path, name: str, kind: Any, values: Mapping[str, Any]) -> Any:
 
 
 def read_values(run_dir: Path) -> dict[str, Any]:
-    """Return what settings.json in a run folder holds, whether these are settings or not.
+    """Return the contents of settings.json in a run folder, without checking the values.
 
     Raises:
-        MissingFileError: there is none.
-        DataError: it is no JSON object.
+        MissingFileError: there is no such file.
+        DataError: the file is not a JSON object.
     """
     path = run_dir / _FILE
     with storage(path, "read"):
@@ -343,5 +353,5 @@ def read_values(run_dir: Path) -> dict[str, Any]:
 
 
 def _shown(value: object) -> str:
-    """Return a value for a message, text without quotes."""
+    """Format a value for a message, with text unquoted."""
     return one_line(str(value), 80) if isinstance(value, str | Path) else shown(value)

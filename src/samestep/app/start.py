@@ -1,4 +1,4 @@
-"""How a worker starts: it joins the job, and all compare their settings before anything is read or trained.
+"""The start of a worker: it joins the job, and all workers compare their settings before they do anything.
 
 The workers of a job may have been started by hand on several machines, each with its own command line.
 """
@@ -21,20 +21,20 @@ __all__ = ["compare_settings", "refuse", "refusing", "start", "values_of"]
 
 _WHERE = "start"
 _REFUSAL_S = 30.0
-"""How long a worker that cannot start waits for the others, to let them know."""
+"""How long a worker that cannot start waits for the others, to report its error to them."""
 
 
 def start(settings: Settings, command: str, **options: object) -> Job:
-    """Join the job as one of its workers, all of which must come with the same settings.
+    """Join the job, and check that all workers have the same settings.
 
     Args:
-        settings: of the recipe.
-        command: the command that they are for, such as "train".
-        options: what else the command was given.
+        settings: the settings of the recipe.
+        command: the name of the command, such as "train".
+        options: further options of the command.
 
     Raises:
         ConfigError: workers were started with different settings, or one of them cannot start.
-        LostWorkerError: the workers have not found each other within the timeout.
+        LostWorkerError: the workers did not find each other within the timeout.
     """
     with refusing():
         job = init(settings.device, threads=settings.threads, tf32=settings.tf32, timeout_s=settings.timeout)
@@ -54,15 +54,15 @@ def compare_settings(job: Job, settings: Settings, command: str, **options: obje
 
 
 def values_of(settings: Settings, command: str, options: Mapping[str, object]) -> dict[str, Any]:
-    """Return what has to be the same on all workers, by the names that the command line has for it.
+    """Return the values that must be the same on all workers, by their names on the command line.
 
     Args:
-        settings: of the recipe.
-        command: that they are for.
-        options: what else it was given.
+        settings: the settings of the recipe.
+        command: the name of the command.
+        options: further options of the command.
     """
     given = {**asdict(settings), **options}
-    for name in settings.per_worker & given.keys():  # may differ, but not be left out on some
+    for name in settings.per_worker & given.keys():  # may differ, but all workers or none must set it
         given[name] = "left out" if given[name] is None else "given"
     flags = {f"--{name.replace('_', '-')}": _as_text(value) for name, value in given.items()}
     return {"command": command, "recipe": settings.recipe, **flags}
@@ -74,7 +74,7 @@ def _as_text(value: object) -> object:
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Let all workers end where this one finds an error before it has joined them."""
+    """Report an error in the block to the other workers, so that all end; for errors before joining."""
     try:
         yield
     except LostWorkerError:
@@ -84,8 +84,8 @@ def refusing() -> Iterator[None]:
 
 
 def refuse(error: Error) -> NoReturn:
-    """Raise an error that keeps this worker from starting; the others, which wait for it, get it in words."""
+    """Raise an error that keeps this worker from starting, and report it to the others that wait for it."""
     if world_size() > 1:
-        with suppress(LostWorkerError):  # what is wrong here counts, whether or not others hear of it
+        with suppress(LostWorkerError):  # raise this worker's own error, even if the others are not there
             agree(init("cpu", timeout_s=_REFUSAL_S), {}, where=_WHERE, error=error)
     raise error

@@ -1,4 +1,4 @@
-"""How fast training goes."""
+"""Training speed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["Throughput"]
 
 @dataclass
 class Throughput:
-    """Rows and batches over wall time, input included, since it was last read.
+    """Rows per second and seconds per batch in wall time, including the wait for input, since `read`.
 
     Attributes:
-        rows: taken since then.
-        batches: taken since then.
-        since_s: when that was, on `time.perf_counter`.
+        rows: rows since the last `read`.
+        batches: batches since the last `read`.
+        since_s: time of the last `read`, by `time.perf_counter`.
     """
 
     rows: int = 0
@@ -28,7 +28,7 @@ class Throughput:
         self.batches += 1
 
     def read(self) -> tuple[float, float]:
-        """Return rows per second and seconds per batch, and start counting from zero again."""
+        """Return rows per second and seconds per batch, and reset the counts."""
         now = time.perf_counter()
         elapsed_s = now - self.since_s
         rates = self.rows / elapsed_s, elapsed_s / max(1, self.batches)

@@ -1,4 +1,4 @@
-"""The loop around a step: progress, checkpoints, evaluation, and the metrics at the end."""
+"""The trainer: a loop around a step, with progress, checkpoints, evaluation and final metrics."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = ["Batches", "Trainer", "TrainingResult"]
 
 
 class Batches(Protocol):
-    """Gives an epoch's batches each time that it is iterated over, from its position on, as `TowerLoader`."""
+    """A loader like `TowerLoader`: iterating over it yields an epoch's batches, from its position on."""
 
     def __iter__(self) -> Iterator[Any]: ...
     def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
@@ -43,13 +43,13 @@ class Batches(Protocol):
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """How a run ended.
+    """The result of `Trainer.run`.
 
     Attributes:
-        step: steps taken.
-        metrics: of the evaluation at the end; empty without one, or where training stopped earlier.
-        digest: of the weights, see `samestep.digest`.
-        reason: what stopped it before its last step: "max_seconds"; None where nothing did.
+        step: number of steps taken.
+        metrics: metrics of the final evaluation; empty if there was none, or `max_seconds` ended the run.
+        digest: the SHA-256 of the weights, see `samestep.digest`.
+        reason: "max_seconds" if that ended the run before its last step; otherwise None.
     """
 
     step: int
@@ -60,48 +60,48 @@ class TrainingResult:
 
 @dataclass(eq=False, repr=False)
 class Trainer:
-    """Trains to a step, with all that `samestep train` does around it; the same on all workers.
+    """Trains up to a given step, with checkpoints, evaluation and logging; construct it on all workers.
 
-    In a folder of its own it writes checkpoints in the background, and continues from the newest whole one
-    when it is run again: after the same steps with the same bits, on any number of workers. It shows progress
-    on the terminal, keeps scalars in `metrics.jsonl`, and evaluates while it trains and at the end. SIGTERM,
-    SIGINT or SIGHUP to any worker stops all after the same step, with a checkpoint, by `SystemExit`. A worker
-    of `samestep.launch` or `samestep train` that is killed is replaced while the others go on, with the same
-    bits; see docs/reliability.md.
+    A run has its own folder. The trainer writes checkpoints there in the background, and `run` resumes from
+    the newest whole one, on any number of workers, with the same bits as an uninterrupted run. It shows
+    progress on the terminal, appends scalars to `metrics.jsonl`, and evaluates during training and at the
+    end. SIGTERM, SIGINT or SIGHUP to any worker stops all workers after the same step, with a checkpoint, by
+    `SystemExit`. In a job of `samestep.launch` or `samestep train`, a killed worker is replaced while the
+    others continue, with the same bits; see docs/reliability.md.
 
     Args:
-        step: takes one training step.
-        loader: gives its batches: a `TowerLoader`, or anything with its `__iter__`, `state_dict` and
-            `load_state_dict`.
-        run_dir: folder for checkpoints and metrics; a run that is already there is continued. Worker 0's
-            counts, also for workers that join later, so its name may include the time.
+        step: the training step.
+        loader: a `TowerLoader`, or another loader with `__iter__`, `state_dict` and `load_state_dict`.
+        run_dir: folder for checkpoints and metrics; an earlier run in this folder is continued. Worker
+            0's folder is used on all workers, so its name may include the time.
         steps: steps to train for, including those of earlier runs in the same folder.
-        evaluate: what to measure on the test examples.
-        evaluate_every: steps between evaluations; there is always one at the end. 0 for that alone.
-        loggers: get what is measured, on worker 0; see `Logger`.
-        callbacks: are called on all workers; see `Callback`.
-        terms: `terms(model)` -> terms of the loss that depend on the weights alone, by name, for the loggers;
-            called before each step, without gradients, on worker 0 and on those that may take its place.
-        checkpoint_every: steps between checkpoints; there is always one at the end.
-        checkpoint_minutes: also write one every so many minutes.
+        evaluate: the evaluation on the test examples.
+        evaluate_every: steps between evaluations; 0 evaluates only at the end.
+        loggers: called on worker 0; see `Logger`.
+        callbacks: called on all workers; see `Callback`.
+        terms: `terms(model)` -> {name: value} of the loss terms that depend only on the weights, for the
+            loggers; called before each step, without gradients, on worker 0 and on workers that may replace
+            it.
+        checkpoint_every: steps between checkpoints; one is always written at the end.
+        checkpoint_minutes: also write a checkpoint every so many minutes.
         keep_checkpoints: number of newest checkpoints to keep.
-        keep_every: also keep those of steps that are multiples of this; 0 keeps no others.
-        max_seconds: stop after so many seconds, between two steps and with a checkpoint.
+        keep_every: also keep the checkpoints of steps that are multiples of this; 0 keeps no others.
+        max_seconds: stop after this many seconds, between two steps, with a checkpoint.
         log_every: steps between printed lines.
         fresh: start over: first delete the run's checkpoints and metrics.
-        must_match: plain values by name that a run has to be continued with; the optimizer's own settings,
-            batch size, seeds and number of towers are compared in any case.
-        log_placement: print which worker runs which towers, and on which device.
-        name: of the run, for the terminal.
-        settings: of a recipe; they are kept in `settings.json`.
+        must_match: numbers or texts by name that must be the same when the run is resumed. The optimizer's
+            defaults, batch size, seeds and number of towers are always compared.
+        log_placement: print which worker runs which towers on which device.
+        name: the name of the run on the terminal.
+        settings: the settings of a recipe, to be written to `settings.json`.
 
     Attributes:
-        ending: why the run ended, for `on_end`: "done", "--max-seconds", a signal's name, or the error in a
-            line; None before.
+        ending: why the run ended, for `on_end`: "done", "--max-seconds", a signal's name, or the error in one
+            line; None until then.
         is_stopping: whether `stop` was called.
 
     Raises:
-        ConfigError: when it is made, an option is out of range; in `run`, the folder holds another run.
+        ConfigError: on construction, an option is out of range; in `run`, the folder holds another run.
 
     Example:
         >>> import tempfile, torch
@@ -143,7 +143,7 @@ class Trainer:
     settings: Settings | None = None
     ending: str | None = field(default=None, init=False)
     is_stopping: bool = field(default=False, init=False)
-    # As the run found them; None where they are those of a checkpoint.
+    # The global generators when the run began; None once a checkpoint's have been loaded.
     _from_generators: GlobalStreams | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -173,47 +173,47 @@ class Trainer:
 
     @property
     def evaluated(self) -> nn.Module:
-        """The model to evaluate: with the moving averages of the weights, where they are kept."""
+        """The model to evaluate: with the moving averages of the weights, if the step keeps them."""
         return self.step.averaged_model.module if self.step.averaged_model is not None else self.model
 
     def run(self) -> TrainingResult:
         """Train from the newest checkpoint, if there is one, to the last step.
 
-        Prints the metrics of the evaluation and, last, `weights sha256 <hex>`.
+        Prints the metrics of the final evaluation and, on the last line, `weights sha256 <hex>`.
 
         Raises:
-            ConfigError: the run folder holds another experiment, or `fresh` would delete more than once.
+            ConfigError: the run folder holds another experiment, or `fresh` would delete at every restart.
             DisagreementError: workers have different options, or different weights.
-            DataError: it holds checkpoints, but none that is whole; or the loader has no batches.
-            LockedError: another process trains in it.
-            LostWorkerError: another worker is gone or silent, and the others cannot go on without it.
+            DataError: the run folder has checkpoints, but none is whole; or the loader has no batches.
+            LockedError: another process trains in the run folder.
+            LostWorkerError: another worker is gone or silent, and the job cannot continue without it.
             StorageError: a checkpoint cannot be written.
-            SystemExit: a signal stopped it, after a checkpoint; 128 + its number.
+            SystemExit: signal n stopped the run, after a checkpoint; the exit status is 128 + n.
         """
         check_fresh(self)
         self._from_generators = GlobalStreams.capture(self.job.device)
         interruption = Interruption(
             self.job, max_seconds=self.max_seconds, checkpoint_minutes=self.checkpoint_minutes
         )
-        if not self.job.is_newcomer:  # else it is known once it joins
+        if not self.job.is_newcomer:  # a newcomer gets it when it joins
             self.run_dir = from_first_worker(self.job, lambda: self.run_dir)
         with lasting_output(), RunLock(Path(self.run_dir), self.job) as lock:
-            if not self.job.is_newcomer:  # which gets its state from another worker
+            if not self.job.is_newcomer:  # a newcomer gets its state from another worker
                 open_run(self, lock)
                 if self.log_placement:
                     print_placement(self.step.towers)
             return self._train(interruption, lock)
 
     def stop(self) -> None:
-        """End the run after the next step, on all workers, as if that were its last; for callbacks."""
+        """End the run after the next step, on all workers, as if that step were the last; for callbacks."""
         self.is_stopping = True
 
     def measure(self) -> dict[str, float]:
-        """Evaluate now, and return the metrics, on every worker; all must call it."""
+        """Evaluate the model, and return the metrics, on every worker; all workers must call this."""
         return {} if self.evaluate is None else self.evaluate(self.evaluated, self.job)
 
     def _train(self, interruption: Interruption, lock: RunLock) -> TrainingResult:
-        """Take steps to the last one, or until any worker has to stop."""
+        """Take steps up to the last one, or until any worker has to stop."""
         self.ending, self.is_stopping = None, False
         hooks = Hooks(self, lock)
         writer = CheckpointWriter(lock, keep_last=self.keep_checkpoints, keep_every=self.keep_every)

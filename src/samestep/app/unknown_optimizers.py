@@ -1,4 +1,4 @@
-"""Optimizers that a loop of one's own steps, and that `Elastic` was not given."""
+"""Warnings about optimizers that a user's loop steps but that were not passed to `Elastic`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["UnknownOptimizers"]
 
 
 class UnknownOptimizers:
-    """Warns of those that update the models, keep a state, and are not part of what is kept.
+    """Warns about optimizers that update the models and have a state, but are not among the `kept` objects.
 
     Args:
-        all_towers: of the models.
-        kept: the parts of the state; an optimizer may be held by one of these.
+        all_towers: the towers of the models.
+        kept: the objects whose state is kept; an attribute of one of these may hold an optimizer.
     """
 
     def __init__(self, all_towers: Sequence[Towers], kept: Sequence[Any]) -> None:
@@ -29,11 +29,11 @@ class UnknownOptimizers:
         self._known = weakref.WeakSet(each for each in held if isinstance(each, Optimizer))
 
     def start(self) -> None:
-        """Forget those that have been stepped before."""
+        """Ignore all steps that optimizers have taken before."""
         stepped.clear()
 
     def look(self) -> None:
-        """Look at those that have been stepped for the first time."""
+        """Check the optimizers that have been stepped since `start` and not been checked yet."""
         for optimizer in [each for each in stepped if each not in self._known]:
             self._known.add(optimizer)
             if optimizer.state and self._updates_model(optimizer):

@@ -1,4 +1,4 @@
-"""Checkpoints written in the background, while training goes on."""
+"""Checkpoints written in the background while training continues."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class CheckpointWriter:
             ...
             writer.write(step, lambda: take_snapshot(objects))
 
-    All workers must call its methods; worker 0 takes the snapshots and writes. Leaving waits for what this
-    worker writes.
+    All workers must call `write` and `wait`; worker 0 takes the snapshots and writes them. Leaving the `with`
+    block waits for this worker's writes.
 
     Args:
-        lock: of the run's folder.
-        keep_last: how many of the newest checkpoints to keep.
-        keep_every: keep those of steps that are multiples of this as well; with 0 none.
+        lock: the lock of the run folder.
+        keep_last: number of newest checkpoints to keep.
+        keep_every: also keep the checkpoints of steps that are multiples of this; 0 keeps no others.
     """
 
     def __init__(self, lock: RunLock, *, keep_last: int, keep_every: int = 0) -> None:
@@ -47,35 +47,35 @@ class CheckpointWriter:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         try:
-            self._finish()  # by itself: the others may end for a reason of their own
+            self._finish()  # without a collective: the other workers may end for another reason
         except StorageError as failure:
             if error is None:
                 raise
-            print(f"samestep: {failure}", file=sys.stderr, flush=True)  # the run ends for another reason
+            print(f"samestep: {failure}", file=sys.stderr, flush=True)  # do not hide the first error
         finally:
             self._pool.shutdown()
 
     @property
     def has_failed(self) -> bool:
-        """Whether this worker already knows that the disk does not take the last snapshot."""
+        """Whether writing the last snapshot has already failed on this worker."""
         return self._pending is not None and self._pending.done() and self._pending.exception() is not None
 
     def take_written(self) -> list[Path]:
-        """Return the checkpoints that are on the disk since this was last asked, on worker 0."""
+        """Return the checkpoints that were written since the last call; on worker 0, others have none."""
         if self._pending is not None and self._pending.done() and not self.has_failed:
             self._finish()
         written, self._written = self._written, []
         return written
 
     def write(self, step: int, take: Callable[[], Snapshot]) -> None:
-        """Take a snapshot and begin to write it, once the one before is on the disk.
+        """Wait until the previous snapshot has been written, take a new one, and start to write it.
 
         Args:
-            step: steps taken.
+            step: number of steps taken.
             take: makes the snapshot.
 
         Raises:
-            StorageError: the disk did not take the one before.
+            StorageError: the previous snapshot could not be written.
         """
         former, self._path = self._path, checkpoint_path(self._lock.run_dir, step)
         self._on_first(
@@ -86,7 +86,7 @@ class CheckpointWriter:
         """Wait for the snapshot that is being written, if there is one.
 
         Raises:
-            StorageError: the disk did not take it; earlier checkpoints are untouched.
+            StorageError: the snapshot could not be written; earlier checkpoints are untouched.
         """
         path, self._path = self._path, None
         self._on_first(self._finish, f"writing the last checkpoint ({path or self._lock.run_dir})")
@@ -95,7 +95,7 @@ class CheckpointWriter:
         from_first_worker(self._lock.job, work, what)
 
     def _begin(self, take: Callable[[], Snapshot]) -> None:
-        self._finish()  # before the copy, so that there is never more than one
+        self._finish()  # before the new snapshot, so that memory never holds two
         self._pending = self._pool.submit(self._write, take())
 
     def _finish(self) -> None:

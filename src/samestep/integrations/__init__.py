@@ -1,1 +1,1 @@
-"""Other packages' training loops, with towers in them."""
+"""Towers in the training loops of other packages."""

@@ -1,1 +1,1 @@
-"""What `samestep doctor` finds on a machine, and whether the promise holds there."""
+"""`samestep doctor`: a description of a machine, and small runs that test samestep on it."""

@@ -1,4 +1,4 @@
-"""What a machine has, as far as a run depends on it."""
+"""The properties of a machine that a run depends on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PREFIXES = (
     *("ATEN_", "CUBLAS_", "CUDA_", "GLOO_", "GOMP_", "KMP_", "LD_PRELOAD", "MALLOC_", "MKL_", "NCCL_"),
     *("OMP_", "ONEDNN_", "PYTORCH_", "SAMESTEP_", "TORCH_"),
 )
-"""Of environment variables that change kernels, threads, memory, or how workers talk to each other."""
+"""Prefixes of environment variables that affect kernels, threads, memory or communication."""
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _SHARED = Path("/dev/shm")
@@ -41,9 +41,9 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        name: what was looked at.
-        text: what was found.
-        holds: whether samestep can run with that; False makes the exit status 1.
+        name: the property.
+        text: its value.
+        holds: whether samestep can run with this value; False makes the exit status 1.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Finding:
 
 
 def find(device: torch.device) -> Iterator[Finding]:
-    """Yield what there is, and what the bits depend on where this device computes."""
+    """Yield the properties of the machine, including the fingerprint that the bits depend on."""
     yield Finding("system", platform.platform())
     for name, value in fingerprint(device).items():
         yield Finding(name, one_line(str(value), _MAX_CHARS))
@@ -69,12 +69,12 @@ def find(device: torch.device) -> Iterator[Finding]:
     ):
         try:
             yield look()
-        except OSError as error:  # the system does not tell
+        except OSError as error:  # the system does not provide this property
             yield Finding(look.__name__.strip("_").replace("_", " "), f"not known: {one_line(str(error))}")
 
 
 def in_gb(num_bytes: float) -> str:
-    """Return an amount of memory for people.
+    """Format a number of bytes.
 
     >>> in_gb(2_500_000_000)
     '2.5 GB'
@@ -91,7 +91,7 @@ def _memory() -> Finding:
     text = in_gb(total_bytes(torch.device("cpu")))
     try:
         limit = _CGROUP_LIMIT.read_text().strip()
-    except OSError:  # no container, or one that does not tell
+    except OSError:  # no cgroup limit that this process can read
         limit = ""
     return Finding("memory", f"{text}, limited to {in_gb(int(limit))}" if limit.isdecimal() else text)
 
@@ -120,7 +120,7 @@ def _environment() -> Finding:
 
 
 def _shared_memory() -> Finding:
-    """See what the system gives for memory that several processes share: loaders' processes need it."""
+    """Check for shared memory, which loader processes and the workers of one host use."""
     try:
         text = f"{_SHARED} has {in_gb(shutil.disk_usage(_SHARED).free)} free"
     except OSError as error:
@@ -161,7 +161,7 @@ def _network() -> Finding:
 
 
 def _locks() -> Finding:
-    """See whether the current folder, in which runs are by default, has locks."""
+    """Check whether files in the current folder, the default place of runs, can be locked."""
     name = "current folder"
     try:
         with tempfile.TemporaryFile(dir=".") as file:

@@ -1,4 +1,4 @@
-"""A program that measures one small net: its step beside DistributedDataParallel's, or a step's memory.
+"""A program that measures a small net: the time of a step and of DistributedDataParallel's, or peak memory.
 
     python -m samestep.app.doctor.measure speed|memory DEVICE WORKERS
 
@@ -50,13 +50,13 @@ def net() -> nn.Module:
 
 
 def batch_of(rows: int, job: Job) -> Batch:
-    """Return a global batch, the same on all workers."""
+    """Return a random global batch, the same on all workers."""
     torch.manual_seed(0)
     return torch.randn(rows, 1, 8, 8).to(job.device), torch.randint(0, 10, (rows,)).to(job.device)
 
 
 def ours(num_towers: int, job: Job) -> TrainingStep:
-    """Return a step with towers."""
+    """Return a training step with towers."""
     model = net().to(job.device)
     towers = Towers(model, num_towers, job=job)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -71,7 +71,7 @@ def ours(num_towers: int, job: Job) -> TrainingStep:
 
 
 def theirs(num_towers: int, job: Job) -> TrainingStep:
-    """Return a step of DistributedDataParallel on the same slices, all but the last under `no_sync`."""
+    """Return a training step with DistributedDataParallel on the same slices; see `accumulating`."""
     model = DistributedDataParallel(net().to(job.device), gradient_as_bucket_view=True)
     return accumulating(model, torch.optim.AdamW(model.parameters()), _loss, num_towers, job)
 
@@ -79,7 +79,7 @@ def theirs(num_towers: int, job: Job) -> TrainingStep:
 def accumulating(
     model: DistributedDataParallel, optimizer: Optimizer, loss: Loss, num_towers: int, job: Job
 ) -> TrainingStep:
-    """Return a step that accumulates the gradients of slices as large as towers."""
+    """Return a step that accumulates gradients of tower-sized slices, all but the last under `no_sync`."""
     mine = Placement.even(num_towers, job.world_size).towers(job.rank)
 
     def step(batch: Batch) -> None:
@@ -102,21 +102,21 @@ def _loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
 
 
 def compare_speed(job: Job) -> None:
-    """Print the medians of both steps in ms, and of their ratio, for one tower a worker and for four."""
+    """Print the medians of both times in ms, and of their ratio, for one tower per worker and for four."""
     rows = [_compare(towers_each * job.world_size, job) for towers_each in (1, 4)]
     if job.is_first:
         print(json.dumps(rows))
 
 
 def _compare(num_towers: int, job: Job) -> dict[str, float]:
-    """Take blocks of steps of the one and of the other, in turn first and second."""
+    """Time blocks of both steps, and swap their order in each round, so that drift affects both alike."""
     batch = batch_of(ROWS_PER_TOWER * num_towers, job)
     steps = ours(num_towers, job), theirs(num_towers, job)
     times_ms: tuple[list[float], list[float]] = [], []
     for number in range(_ROUNDS + 1):
         for which in (0, 1) if number % 2 else (1, 0):
             took_ms = _block_ms(steps[which], batch, job)
-            if number:  # the first is to warm up
+            if number:  # round 0 warms up
                 times_ms[which].append(took_ms)
     own_ms, other_ms = map(statistics.median, times_ms)
     ratios = [own / other for own, other in zip(*times_ms, strict=True)]
@@ -144,7 +144,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def _count_syncs(step: TrainingStep, batch: Batch) -> int:
-    """Return how often the host waits for the GPU in a step, as far as torch warns of it."""
+    """Return how often the host waits for the GPU in a step, as counted by torch's sync debug mode."""
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -159,14 +159,14 @@ def _count_syncs(step: TrainingStep, batch: Batch) -> int:
 
 
 def compare_memory(job: Job) -> None:
-    """Print by how many bytes a step raises the peak: with towers first, then of the whole batch at once."""
+    """Print by how many bytes a step raises the peak memory, with several towers and with one."""
     found = {str(num_towers): _measure(num_towers, job) for num_towers in (MEMORY_TOWERS, 1)}
     print(json.dumps(found))
 
 
 def _measure(num_towers: int, job: Job) -> int:
     step = ours(num_towers, job)
-    step(batch_of(2 * num_towers, job))  # makes what a step needs whatever its rows
+    step(batch_of(2 * num_towers, job))  # allocates what does not depend on the number of rows
     batch = batch_of(MEMORY_ROWS, job)
     before = _reset_peak(job.device)
     for _ in range(2):
@@ -175,7 +175,7 @@ def _measure(num_towers: int, job: Job) -> int:
 
 
 def _reset_peak(device: torch.device) -> int:
-    """Forget the peak, and return what is used now."""
+    """Reset the peak memory to the current use, and return it, in bytes."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
@@ -184,7 +184,7 @@ def _reset_peak(device: torch.device) -> int:
 
 
 def _peak(device: torch.device) -> int:
-    """Return the peak; on a host this process's own, as `getrusage` may return its parent's."""
+    """Return the peak memory in bytes. On a CPU, read /proc: `getrusage` may return the parent's peak."""
     if device.type == "cuda":
         return peak_bytes(device)
     status = Path("/proc/self/status").read_text()
@@ -192,7 +192,7 @@ def _peak(device: torch.device) -> int:
 
 
 def main() -> None:
-    """Measure what the command line names, on as many workers."""
+    """Run the measurement that the command line names, on that many workers."""
     which, device, workers = sys.argv[1:]
     work = {"speed": compare_speed, "memory": compare_memory}[which]
     launch(work, int(workers), device=device)

@@ -1,4 +1,4 @@
-"""What a step costs here, in words: figures, of which none is right or wrong."""
+"""The time and memory of a step on this machine, as text; no value counts as a failure."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["Measurements"]
 
 
 class Measurements:
-    """Measures a small net's step.
+    """Measures the training step of a small net.
 
     Args:
         runs: runs the programs.
         device: as for `samestep.init`.
-        num_workers: of the step that is timed beside DistributedDataParallel's.
+        num_workers: number of workers of the timed steps.
     """
 
     def __init__(self, runs: Runs, device: str, num_workers: int) -> None:
@@ -28,7 +28,7 @@ class Measurements:
         self._num_workers = num_workers
 
     def __iter__(self) -> Iterator[tuple[str, Callable[[], str]]]:
-        """Yield names, and what is to be done: it returns what was measured, or raises a `Fault`."""
+        """Yield each measurement's name, and a function that returns the result or raises a `Fault`."""
         yield f"a step, and DistributedDataParallel's, on {self._num_workers} workers", self._speed
         yield f"memory of a step of {MEMORY_ROWS:,} rows", self._memory
 

@@ -1,4 +1,4 @@
-"""`samestep doctor`: looks, tries, and says line by line what was found; Markdown, to paste into an issue."""
+"""The report of `samestep doctor`: Markdown to paste into an issue, printed line by line."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from samestep.workers.job import init
 __all__ = ["RECIPE", "examine"]
 
 RECIPE = ("digits", "--optimizer", "adamw")
-"""What is trained, as `samestep train` takes it: convolutions, batch norm, dropout, a random augmentation."""
+"""Arguments of `samestep train`: a recipe with convolutions, batch norm, dropout and random augmentation."""
 
 
 def examine(device: str = "auto", *, is_run: bool = True, recipe: Sequence[str] = RECIPE) -> int:
-    """Print what this machine has, whether the promise holds on it, and what a step costs.
+    """Print a description of this machine, whether runs end with the same bits, and what a step costs.
 
     Args:
         device: as for `samestep.init`.
-        is_run: whether to run anything, or only to look.
-        recipe: the words after `samestep train`.
+        is_run: whether to do the small runs.
+        recipe: the arguments of `samestep train` in these runs.
 
     Returns:
-        The exit status: 0 where all holds, else 1.
+        The exit status: 0 if there was no problem, otherwise 1.
 
     Raises:
         ConfigError: there is no such device, or a launcher has started this process.
@@ -40,7 +40,7 @@ def examine(device: str = "auto", *, is_run: bool = True, recipe: Sequence[str] 
         raise ConfigError("doctor starts workers by itself: run it as one process, without torchrun")
     chosen = init(device).device
     _print("## samestep doctor\n")
-    problems = [finding.name for finding in _said(find(chosen)) if not finding.holds]
+    problems = _print_findings(find(chosen))
     if is_run:
         num_gpus = torch.cuda.device_count() if chosen.type == "cuda" else 0
         with Runs() as runs:
@@ -53,17 +53,18 @@ def examine(device: str = "auto", *, is_run: bool = True, recipe: Sequence[str] 
     return 1 if problems else 0
 
 
-def _said(findings: Iterable[Finding]) -> list[Finding]:
-    """Print findings as they come."""
-    found = []
+def _print_findings(findings: Iterable[Finding]) -> list[str]:
+    """Print each finding at once, and return the names of those with which samestep cannot run."""
+    problems = []
     for finding in findings:
         _print(f"- {finding.name}: {'' if finding.holds else 'FAILED: '}{finding.text}")
-        found.append(finding)
-    return found
+        if not finding.holds:
+            problems.append(finding.name)
+    return problems
 
 
 def _try(trials: Iterable[tuple[str, Callable[[], str]]], mark: str) -> list[str]:
-    """Do one after the other, print what comes of each, and return the names of those that fail."""
+    """Run the trials in order, print each result, and return the names of those that failed."""
     failed = []
     for name, work in trials:
         start_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""Programs that are run for a trial, each as a user starts it, and killed where a trial says so."""
+"""Subprocesses for trials, started as a user would start them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from samestep.workers.environment import LIFELINE
 __all__ = ["Fault", "Run", "Runs"]
 
 LONGEST_S = 300.0
-"""How long a run may take: most take seconds, or minutes with a cold disk."""
+"""Time limit of a run: most take seconds, or minutes if the disk cache is cold."""
 
 _POLL_S = 0.01
 _END_S = 5.0
@@ -30,11 +30,11 @@ _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Fault(Exception):
-    """What does not hold, in words for the report."""
+    """A failed trial, with the text for the report."""
 
 
 class Run:
-    """A program, its workers if it starts some, and what they print."""
+    """A program, the workers that it starts, and their output."""
 
     def __init__(self, words: Sequence[str], folder: Path, lifeline: int) -> None:
         self._printed = folder / "stdout"
@@ -52,18 +52,22 @@ class Run:
 
     @property
     def stdout(self) -> str:
-        """What it has printed so far."""
+        """The output so far."""
         return self._printed.read_text(errors="replace")
 
     @property
     def stderr(self) -> str:
-        """What it has printed so far as errors."""
+        """The error output so far."""
         return self._complained.read_text(errors="replace")
 
-    def finish(self) -> str:
-        """Wait until it has ended, and return what it has printed."""
+    def finish(self, wait_s: float | None = None) -> str:
+        """Wait, by default `LONGEST_S`, for the program to end, and return its output.
+
+        Raises:
+            Fault: the program has failed, or has not ended in time and was killed.
+        """
         try:
-            status = self._process.wait(LONGEST_S)
+            status = self._process.wait(LONGEST_S if wait_s is None else wait_s)
         except subprocess.TimeoutExpired:
             self.kill()
             raise Fault(f"has not ended within {LONGEST_S:.0f} s{self._last_words()}") from None
@@ -72,20 +76,20 @@ class Run:
         return self.stdout
 
     def reach(self, step: int) -> None:
-        """Wait until it has told of a step."""
+        """Wait until the program has printed the line of a step."""
         deadline_s = time.monotonic() + LONGEST_S
         while not re.search(rf": step {step},", self.stdout):
             if self._process.poll() is not None or time.monotonic() > deadline_s:
-                self.finish()
+                self.finish(wait_s=0)
                 raise Fault(f"has not reported step {step}{self._last_words()}")
             time.sleep(_POLL_S)
 
     def workers(self) -> list[int]:
-        """Return the processes that it has started, in that order."""
+        """Return the ids of the program's child processes, in increasing order."""
         return sorted(pid for pid, parent in _parents() if parent == self._process.pid)
 
     def kill(self) -> None:
-        """Kill it, and then its workers, before they can end as they do without it."""
+        """Kill the program, and then its workers, before they notice that and end by themselves."""
         workers = self.workers() if self._process.poll() is None else []
         self._process.kill()
         for worker in workers:
@@ -97,17 +101,17 @@ class Run:
             time.sleep(_POLL_S)
 
     def _last_words(self) -> str:
-        """Return the end of what it has printed as errors, as a quotation in Markdown."""
+        """Return the last lines of the error output, as a quotation in Markdown."""
         lines = self.stderr.strip().splitlines()[-_MAX_LINES:]
         return "".join(f"\n  > {one_line(line)}" for line in lines)
 
 
 class Runs:
-    """Runs programs in a folder of their own, of which nothing is left: neither files nor processes.
+    """Runs programs in a temporary folder; leaving the `with` block deletes it and kills all processes.
 
     Raises:
         StorageError: on entering, there is no folder for temporary files.
-        SystemExit: a signal to this process, while it is entered; 128 + its number.
+        SystemExit: inside the block, signal n to this process; the exit status is 128 + n.
     """
 
     def __init__(self) -> None:
@@ -118,7 +122,7 @@ class Runs:
         with ExitStack() as opened:
             opened.enter_context(handling(_HANDLED, _leave))
             self._folder = opened.enter_context(temporary_folder("samestep-doctor-"))
-            self._lifeline, writing = os.pipe()  # which ends with this process: then they stop, too
+            self._lifeline, writing = os.pipe()  # closed when this process dies, which ends the programs
             opened.callback(os.close, self._lifeline)
             opened.callback(os.close, writing)
             opened.callback(self._kill_all)
@@ -131,7 +135,7 @@ class Runs:
         self._open.close()
 
     def folder(self) -> Path:
-        """Return where a new folder can be made."""
+        """Return the path of a new folder, which does not exist yet."""
         self._num_folders += 1
         return self._folder / str(self._num_folders)
 
@@ -151,7 +155,7 @@ class Runs:
 
 
 def _parents() -> Iterator[tuple[int, int]]:
-    """Yield each process that runs, and its parent; none where there is no /proc."""
+    """Yield the ids of each running process and its parent; nothing if there is no /proc."""
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             state, parent = entry.read_text().rpartition(") ")[2].split()[:2]

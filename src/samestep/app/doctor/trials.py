@@ -1,4 +1,4 @@
-"""The promise, tried: a small run in several placements, with workers killed, stopped and resumed."""
+"""Trials of samestep's guarantee: a small run on several numbers of workers, with workers killed, resumed."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ STEPS = 80
 _ONE_KILLED_AFTER, _ALL_KILLED_AFTER = 5, 25
 _CHECKPOINT_EVERY = 10
 _SHOWN = 16
-"""How many of the 64 digits of a digest are printed."""
+"""Number of digits of a digest to print, of 64."""
 
 Trial = tuple[str, Callable[[], str]]
 
 
 class Trials:
-    """Trains a recipe again and again, and compares the weights with those of the first run.
+    """Trains a recipe several times, and compares the weights with those of the first run.
 
     Args:
         runs: runs the programs.
-        recipe: the words after `samestep train`.
+        recipe: the arguments of `samestep train`.
         device: as for `samestep.init`.
-        num_devices: GPUs to use, all of which are tried; at least three workers are.
+        num_devices: number of GPUs; runs have 1 to max(3, num_devices) workers.
     """
 
     def __init__(self, runs: Runs, recipe: Sequence[str], device: str, num_devices: int) -> None:
@@ -38,13 +38,13 @@ class Trials:
         self._recipe = recipe
         self._device = device
         self._most = max(3, num_devices)
+        self._towers = max(7, self._most)
         self._expected: str | None = None
 
     def __iter__(self) -> Iterator[Trial]:
-        """Yield names, and what is to be done: it returns what was seen, or raises a `Fault`."""
-        towers = max(7, self._most)
+        """Yield each trial's name, and a function that returns the result or raises a `Fault`."""
         for num_workers in range(1, self._most + 1):
-            name = f"{towers} towers on {num_workers} worker{'s' * (num_workers > 1)}"
+            name = f"{self._towers} towers on {num_workers} worker{'s' * (num_workers > 1)}"
             yield name, partial(self._placed, num_workers)
         yield "3 workers, one killed", self._one_killed
         yield "2 workers, all killed, resumed on 1", self._all_killed
@@ -55,7 +55,7 @@ class Trials:
     def _one_killed(self) -> str:
         run = self._start(3, self._runs.folder())
         run.reach(_ONE_KILLED_AFTER)
-        with suppress(ProcessLookupError):  # it ends just now, which is seen below
+        with suppress(ProcessLookupError):  # the worker has just ended; the search below fails then
             os.kill(_workers_of(run)[0], signal.SIGKILL)
         same = self._compare(run.finish())
         found = re.search(r"going on with \d+ workers? after step \d+", run.stderr)
@@ -76,8 +76,8 @@ class Trials:
         return f"continued with step {first[1]}, {self._compare(resumed)}"
 
     def _start(self, num_workers: int, folder: Path) -> Run:
-        towers = max(7, self._most)
-        what = ("--towers", towers, "--batch-size", 14 * towers + 5, "--steps", STEPS)
+        rows = 14 * self._towers + 5  # towers of different sizes
+        what = ("--towers", self._towers, "--batch-size", rows, "--steps", STEPS)
         how = ("--workers", num_workers, "--device", self._device, "--log-every", 1)
         own = ("--run-dir", folder, "--checkpoint-every", _CHECKPOINT_EVERY)
         return self._runs.start("-m", "samestep", "train", *self._recipe, *what, *how, *own)

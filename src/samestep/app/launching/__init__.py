@@ -1,1 +1,1 @@
-"""Starting a job's workers on one host or several, watching and replacing them."""
+"""Starting a job's workers on one or several hosts, watching them and replacing lost ones."""

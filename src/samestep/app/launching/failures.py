@@ -1,4 +1,4 @@
-"""Why a worker stopped: what it leaves behind for the launcher, and which of several came first."""
+"""Records of why workers stopped, which workers write for the launcher, and the root cause among them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Failure:
     """Why one worker stopped.
 
     Attributes:
-        text: what the user should read: one line for a `samestep.Error`, the traceback of any other
-            exception, nothing where the worker has printed it itself.
-        exit_status: what the worker exits with.
+        text: the message for the user: one line for a `samestep.Error`, the traceback of any other
+            exception, empty if the worker has printed the message itself.
+        exit_status: the worker's exit status.
         is_error: whether `text` is the line of a `samestep.Error`, which needs no explanation.
-        is_echo: whether the worker ended because *another* one is gone, or because of a signal.
-        is_recorded: whether the worker itself wrote this down.
-        was_interrupted: whether SIGINT ended it, as Python's own handler lets it.
-        time_ns: when, in nanoseconds since the epoch.
+        is_echo: whether the worker ended because *another* worker is gone, or because of a signal.
+        is_recorded: whether the worker itself wrote this record.
+        was_interrupted: whether the worker ended with a `KeyboardInterrupt`.
+        time_ns: time of the failure, in nanoseconds since the epoch.
     """
 
     text: str
@@ -61,11 +61,11 @@ class Failure:
 
     @classmethod
     def of_status(cls, exit_status: int) -> Failure:
-        """Describe a worker that exits with a status and has printed why, or that a signal stopped."""
+        """Describe a worker that has printed the reason itself, or was stopped by a signal."""
         return cls("", exit_status, is_echo=exit_status > 128)
 
     def write(self, path: Path) -> None:
-        """Leave this where torch's launcher looks for it, in the format that torchrun prints."""
+        """Write this record to the file that torch's launcher reads, in the format that torchrun prints."""
         text = self.text or f"exit status {self.exit_status}"
         message = {
             "message": text,
@@ -77,7 +77,7 @@ class Failure:
 
     @classmethod
     def read(cls, path: Path) -> Failure | None:
-        """Read what a worker left at `path`; None where it left nothing, or something else."""
+        """Read a worker's record; None if there is no file, or it holds something else."""
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8"))["samestep"])
         except (OSError, ValueError, LookupError, TypeError):
@@ -85,7 +85,7 @@ class Failure:
 
 
 def _is_lost_connection(error: BaseException) -> bool:
-    if "torch" not in sys.modules:  # nor is there a connection
+    if "torch" not in sys.modules:  # so there was no connection
         return False
     from samestep.workers.transport import is_lost_connection
 
@@ -93,17 +93,17 @@ def _is_lost_connection(error: BaseException) -> bool:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    # On a CPU, torch raises a RuntimeError that nothing but its text tells from others.
+    # On a CPU, torch raises a plain RuntimeError, which only its text distinguishes from others.
     is_torchs = isinstance(error, RuntimeError) and "DefaultCPUAllocator: " in str(error)
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or is_torchs
 
 
 def root_cause(failures: Iterable[tuple[int, Failure]]) -> tuple[int, Failure]:
-    """Return the worker, and its failure, that brought the others down.
+    """Return the worker, and its failure, that caused the others to stop.
 
-    The first by time, except that a lost connection is never the cause where there is another, and that
-    a worker that died without a record is dated when that was noticed, which is after any exception that
-    may have caused it. Among those who only lost another worker, one that was interrupted is that one.
+    This is the earliest failure, with two exceptions. A lost connection or a signal is the cause only if
+    there is no other failure, and then an interrupted worker goes first. A worker that died without a record
+    goes after those with one, because its time is only that at which the launcher noticed.
     """
     return min(failures, key=lambda item: (item[1].is_echo, *_order(item[1])))
 

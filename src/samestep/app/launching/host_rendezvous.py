@@ -1,4 +1,4 @@
-"""How the launchers of several hosts meet: torch's own rendezvous, in a store that one of the hosts has."""
+"""The rendezvous of the launchers of several hosts: torch's own, in a store on one of the hosts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _POLL_S = 0.01
 _LOOK_S = 1.0
 _CLOSE_S = 3.0
 _LAST_CALL_S = 3
-"""How long those who are enough wait for more; who comes later joins, which takes no restart."""
+"""How long a round with enough hosts waits for more of them; later hosts join without a restart."""
 
 _LAST = "last job"
 
@@ -49,21 +49,23 @@ _Card = dict[str, Any]
 
 
 class Rendezvous:
-    """Meets the launchers of the other hosts, and goes on to meet those that come later.
+    """Meets the launchers of the other hosts; a thread then meets hosts that come later.
+
+    Each launcher leaves a card, its host's entry in a round: workers, job, and values that must match.
 
     Args:
-        nodes: which hosts the job has.
-        num_workers: workers of this host.
+        nodes: the options of a job of several hosts.
+        num_workers: number of workers on this host.
     """
 
     def __init__(self, nodes: Nodes, num_workers: int) -> None:
         self._nodes = nodes
         self._num_workers = num_workers
-        # Else torch opens a second store, on whichever host comes first.
+        # Without this, torch opens a second store, on whichever host comes first.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)  # what is wrong, is said here
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)  # this class reports errors
         self._store, self.has_store = join_store(nodes.host, nodes.port, nodes.timeout_s)
-        # One of its own for what torch does in it, where a question may take long.
+        # A second connection for torch's rendezvous, as its requests may block for long.
         self._meeting_store, _ = join_store(nodes.host, nodes.port, nodes.timeout_s)
         self._meeting_store.set_timeout(timedelta(seconds=_CARDS_S))
         self._handler = self._new_handler()
@@ -77,7 +79,7 @@ class Rendezvous:
         return self._store
 
     def close(self) -> None:
-        """Let nobody come any more: the job is over."""
+        """Close the rendezvous for new hosts, because the job is over."""
         closing = threading.Thread(target=self._close, daemon=True)
         closing.start()
         closing.join(2 * _CLOSE_S)
@@ -88,7 +90,7 @@ class Rendezvous:
             self._handler.shutdown()
 
     def leave(self) -> None:
-        """Meet nobody any more: a thread that comes back from torch while Python ends would abort it."""
+        """Stop the thread: if it returned from torch while Python shuts down, the process would abort."""
         self._has_ended.set()
         self._thread.join(_CLOSE_S)
 
@@ -133,7 +135,7 @@ class Rendezvous:
         raise LostWorkerError(f"the job {nodes.job_id} at {nodes.host}:{nodes.port} {why}")
 
     def _next(self) -> RendezvousInfo:
-        """Meet all who come to the next round, and leave the card there."""
+        """Wait for the next round of the rendezvous, and leave this host's card in it."""
         info = self._handler.next_rendezvous()
         info.store.set(f"card/{info.rank}", json.dumps(self._card))
         return info
@@ -142,13 +144,13 @@ class Rendezvous:
         cards = _cards(info)
         begun = next((card for card in cards if card["job"] is not None), None)
         if begun is None:
-            begun = self._unheard(info, cards[0])
+            begun = self._running_job(info, cards[0])
         if begun is not None:
             self._check_same(begun)
         self._card["job"] = begun["job"] if begun else cards[0]["token"]
         counts = [card["workers"] for card in cards]
         members = [card["host"] * PER_HOST + seat for card in cards for seat in range(card["workers"])]
-        members = members[: self._nodes.most_workers]  # the others wait until one is lost
+        members = members[: self._nodes.most_workers]  # further workers wait until a member is lost
         return Place(
             job=self._card["job"],
             host=self._card["host"],
@@ -158,10 +160,11 @@ class Rendezvous:
             members=None if begun else members,
         )
 
-    def _unheard(self, info: RendezvousInfo, first: _Card) -> _Card | None:
-        """Return the card of a job that runs, though nobody of it has come to this round; None if none does.
+    def _running_job(self, info: RendezvousInfo, first: _Card) -> _Card | None:
+        """Return the card of a running job of which no host has come to this round; None if there is none.
 
-        Its hosts may have been silent for longer than torch waits for them. The first of this round looks.
+        The job's hosts may have been silent for longer than torch waits for them. Rank 0 of the round looks
+        the job up, and passes the result to the others.
         """
         if info.rank == 0:
             last = json.loads(self._jobs.get(_LAST)) if self._jobs.check([_LAST]) else None
@@ -174,7 +177,7 @@ class Rendezvous:
         return found
 
     def _check_same(self, begun: _Card) -> None:
-        """Raise a `ConfigError` where this host, which would join a job, was started in another way."""
+        """Raise a `ConfigError` if this host was started with other values than the job that it joins."""
         for name, theirs in begun["must_match"].items():
             own = self._card["must_match"].get(name)
             if own != theirs:
@@ -184,7 +187,7 @@ class Rendezvous:
                 )
 
     def _meet_others(self) -> None:
-        """Meet all again whenever a host waits; in a thread that ends with the process."""
+        """Start another round whenever a host waits; runs in a daemon thread."""
         while not self._has_ended.wait(_LOOK_S):
             try:
                 if self._handler.num_nodes_waiting() > 0:
@@ -192,11 +195,11 @@ class Rendezvous:
             except (RendezvousClosedError, RendezvousGracefulExitError):
                 return
             except (RendezvousError, DistError):
-                continue  # who has come is gone; or the store is, which the launcher sees by itself
+                continue  # the waiting host is gone; or the store is, which the launcher notices by itself
 
 
 def _cards(info: RendezvousInfo) -> list[_Card]:
-    """Return the cards of all who have met, or that of one who knows of a job that has begun."""
+    """Return the cards of all hosts of a round; those left so far, if one belongs to a job that has begun."""
     deadline_s = time.monotonic() + _CARDS_S
     while True:
         keys = [f"card/{rank}" for rank in range(info.world_size)]

@@ -1,4 +1,4 @@
-"""Running a job of W workers on this machine, and telling once how it ended."""
+"""Running a job of W workers on this machine, and reporting once how it ended."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ __all__ = ["GRACE_S", "run_command", "run_worker", "temporary_folder"]
 def run_command(command: Sequence[str], num_workers: int, *, threads: int, nodes: Nodes | None = None) -> int:
     """Run `command` in `num_workers` processes of one job, and wait for them.
 
-    The workers' output passes straight through. When one fails, the others are stopped, and the error
-    that came first is shown once. SIGINT and SIGTERM are passed on to the workers, which have `GRACE_S`
-    seconds to finish; a second one, more than a second later, kills them.
+    The workers write to this process's stdout and stderr. If a worker fails, the others are stopped, and the
+    root cause is shown once. Signals to this process are forwarded to the workers, see `Supervisor`.
 
     Args:
-        command: the command line; its main function should go through `run_worker`.
-        num_workers: processes of the job, W.
+        command: the command line; its main function should call `run_worker`.
+        num_workers: number of worker processes on this host.
         threads: CPU threads of each worker.
-        nodes: the hosts of the job, each of which has a launcher with as many workers as it is given there;
-            None where this is the only one.
+        nodes: the options of a job of several hosts, each with its own launcher; None for a single host.
 
     Returns:
-        The exit status: 0, that of the `samestep.Error` that ended the job, 1 for any other failure, or
-        128 + the number of the signal that ended it; where another host ended it, what that one returns.
+        The exit status: 0 for success, 128 + n if signal n to this process ended the job, otherwise that of
+        the root cause: a worker's exit status, or 1 if the worker died without a record. If another host
+        ended the job, the exit status of that host.
 
     Raises:
-        ConfigError: this host has no loopback address; or the job that it joins was started in another way.
-        LostWorkerError: a worker cannot be started; the other hosts do not come, or this one cannot go on.
+        ConfigError: this host has no loopback address, or other options than the job that it joins.
+        LostWorkerError: a worker cannot be started; the other hosts did not come, or this host cannot
+            continue without them.
         StorageError: there is no folder for temporary files.
     """
     with temporary_folder("samestep-") as folder:
@@ -70,25 +70,25 @@ def run_command(command: Sequence[str], num_workers: int, *, threads: int, nodes
 def run_worker(main: Callable[[], int]) -> int:
     """Run a worker's `main` and return its exit status, with every exception reported once.
 
-    A `samestep.Error` becomes one line, anything else its traceback, an interruption nothing. Under
-    `run_command` the launcher shows it. torchrun reports at the end how every worker ended; so under it
-    workers write to stderr only what is new: not that another one is gone, and an `Error`, which mostly all
-    of them raise, only from worker 0.
+    A `samestep.Error` is reported as one line, any other exception by its traceback, an interruption not at
+    all. Under `run_command`, the launcher prints the report. torchrun prints how each worker ended, so under
+    torchrun workers do not report lost workers, and only worker 0 reports a `samestep.Error`: usually all
+    workers raise the same one.
 
     Args:
-        main: does the work and returns an exit status; non-zero where it has printed why.
+        main: does the work and returns an exit status; if that is not 0, `main` has printed the reason.
     """
     statuses: list[int] = []
     own = os.getpid()
     if launched_by_samestep():
-        # The first that is registered comes last; a process that `main` has forked has no status.
+        # Registered first, so called last. A process that `main` has forked has no status.
         atexit.register(lambda: end_with_threads(statuses[-1]) if statuses else None)
     try:
         end_with_launcher()
         release_interrupts()
         failure = Failure.of_status(main())
     except (Exception, KeyboardInterrupt, SystemExit) as error:
-        if os.getpid() != own:  # a process that `main` has forked; it is no worker
+        if os.getpid() != own:  # a process that `main` has forked, not the worker
             raise
         failure = Failure.of(error)
     statuses.append(_report(failure))
@@ -97,10 +97,10 @@ def run_worker(main: Callable[[], int]) -> int:
 
 @contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
-    """Make a folder that is deleted in the end, whose name begins with the prefix.
+    """Create a temporary folder with the name prefix, and delete it at the end of the block.
 
     Raises:
-        StorageError: on entering, there is no place for one.
+        StorageError: on entering, the folder cannot be created.
     """
     try:
         folder = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
@@ -116,7 +116,7 @@ def _report(failure: Failure) -> int:
     if path is not None and failure.exit_status != 0:
         try:
             failure.write(path)
-        except OSError:  # its disk is full, or the launcher that would read it is gone
+        except OSError:  # the disk is full, or the launcher is gone and has deleted the folder
             is_repeated = failure.is_echo
     if path is None or not is_repeated:
         sys.stderr.write(failure.text)
@@ -128,7 +128,7 @@ def _explain(found: Sequence[tuple[WorkerProcess, Failure]], num_workers: int) -
     described = [(worker.seat, failure) for worker, failure in found]
     rank, cause = root_cause(described)
     sys.stderr.write(cause.text)
-    if not cause.is_recorded:  # the workers that missed it know the step
+    if not cause.is_recorded:  # add the error of a worker that lost it, which names the step
         sys.stderr.write(next((failure.text for _, failure in described if failure.is_error), ""))
     is_silent = cause.is_recorded and not (cause.text or cause.is_echo)
     if is_silent and any(failure.exit_status != cause.exit_status for _, failure in described):
@@ -149,7 +149,7 @@ def _explain_ending(ending: Ending) -> int:
 
 
 def _failure_of(worker: WorkerProcess, num_workers: int) -> Failure:
-    """Return what a worker has left, or describe one that died without leaving a record."""
+    """Return a worker's record, or describe a worker that died without one."""
     left = Failure.read(worker.error_file)
     if left is not None:
         return left

@@ -1,4 +1,4 @@
-"""Which hosts a job has, as its command lines say; the names of the options are torchrun's."""
+"""The options of a job of several hosts, with torchrun's names."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Nodes:
     """How many hosts a job has, and where they meet.
 
     Attributes:
-        fewest: with how many it begins.
-        most: how many there are at most.
-        host: the name or address of the host that has the store.
-        port: of the store.
-        job_id: of the job among others that meet there.
+        fewest: number of hosts with which the job can begin.
+        most: largest number of hosts.
+        host: name or address of the host that has the store.
+        port: port of the store.
+        job_id: name of the job, which distinguishes it from others that meet there.
         timeout_s: how long to wait for the other hosts.
-        most_workers: how many the job can have, as towers are; more wait until one is lost.
-        must_match: values by name, which a host that joins later must have, too.
+        most_workers: largest number of workers, at most one per tower; others wait until a worker is lost.
+        must_match: values by name that must be the same on a host that joins.
     """
 
     fewest: int
@@ -43,10 +43,10 @@ class Nodes:
 
     @classmethod
     def of(cls, nnodes: str | None, endpoint: str | None, job_id: str = DEFAULT_ID) -> Nodes | None:
-        """Return what the options say; None for a job of this host alone.
+        """Parse the options; return None for a job of this host alone.
 
         Raises:
-            ConfigError: they do not say it.
+            ConfigError: an option is missing or malformed.
 
         Example:
             >>> nodes = Nodes.of("2:4", "gpu-1")

@@ -1,4 +1,4 @@
-"""How many workers a run has: a number, or one for each core or GPU of the machine."""
+"""The number of workers of a run: a given number, or one per core or GPU of the machine."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def resolve_workers(
 ) -> int:
     """Return the number of workers W that `--workers` asks for.
 
-    Under a launcher W is what the launchers of all hosts started. Otherwise "auto" is one worker per GPU, or
-    one per `threads` cores available to this process, and in any case at most one per tower.
+    Under a launcher, W is the number of workers that the launchers of all hosts started. Otherwise "auto" is
+    one worker per GPU, or one per `threads` cores available to this process, and at most one per tower.
 
     Args:
         workers: a number, or "auto".
-        towers: logical slices of the global batch, T; None where they are not known yet.
+        towers: logical slices of the global batch, T; None if not known yet.
         device: as for `init`.
         threads: CPU threads of each worker.
 
@@ -33,8 +33,8 @@ def resolve_workers(
         W, with 1 <= W <= T.
 
     Raises:
-        ConfigError: more workers than towers or than this machine can start, or not as many as the launcher
-            started; threads out of range.
+        ConfigError: W is above T or the number that this machine can start, or differs from the number that
+            the launcher started; or `threads` is out of range.
     """
     check_threads(threads)
     if under_launcher():
@@ -74,7 +74,7 @@ def _check_fits(workers: int) -> None:
 def _num_gpus(device: str) -> int:
     if device == "cpu":
         return 0
-    import torch  # not before: a launcher that needs none of it starts at once
+    import torch  # here, because importing it takes seconds, and a launcher on CPUs does not need it
 
     from samestep.workers.device import device_named
 

@@ -1,4 +1,4 @@
-"""Where one host's workers are in a job, and how that is found where it is the only host."""
+"""The place of one host's workers in a job: their ranks, numbers and environment."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["OneHost", "Place"]
 
 @dataclass(frozen=True)
 class Place:
-    """Where one host's workers are in a job.
+    """The place of one host's workers in a job.
 
     Attributes:
-        job: its name, which no other job has.
-        host: number of this host, of all that the job has had.
-        address: of the store in which all meet.
-        first_rank: of the first worker here.
-        world_size: workers in the job; those of this host where it joins a job that has begun.
-        members: the first list of workers; None where this host joins.
+        job: the unique name of the job.
+        host: the number of this host among all hosts that the job has had.
+        address: host and port of the store.
+        first_rank: the rank of the first worker on this host.
+        world_size: number of workers in the job; if this host joins a job that has begun, its own workers.
+        members: the numbers of the first workers, in order of rank; None if this host joins.
     """
 
     job: str
@@ -37,7 +37,10 @@ class Place:
     members: Sequence[int] | None
 
     def environment(self, seat: int, num_seats: int) -> dict[str, str]:
-        """Return the environment of the worker in one of this host's seats; one too many is a newcomer."""
+        """Return the environment of the worker in a seat of this host.
+
+        A worker beyond the largest number of workers starts as a newcomer, which waits until one is lost.
+        """
         rank, world_size = self.first_rank + seat, self.world_size
         if rank >= world_size:
             rank, world_size = seat, num_seats
@@ -50,11 +53,11 @@ class Place:
 
 
 class OneHost:
-    """The place of a job's only host, which has the store.
+    """The place of the only host of a job, with the interface of `Rendezvous`.
 
     Args:
-        listener: where the store is to be.
-        num_workers: of the job.
+        listener: the socket on which the store will listen.
+        num_workers: number of workers in the job.
     """
 
     def __init__(self, listener: socket.socket, num_workers: int) -> None:
@@ -64,13 +67,13 @@ class OneHost:
         self._listener = listener
 
     def open(self) -> Store:
-        """Return the store; this imports torch."""
+        """Open the store, which imports torch."""
         from samestep.workers.store import open_store
 
         return open_store(self._listener)
 
     def close(self) -> None:
-        """Do nothing: nobody can come."""
+        """Do nothing: no other host can join."""
 
     def leave(self) -> None:
         """Do nothing."""

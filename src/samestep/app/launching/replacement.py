@@ -1,4 +1,4 @@
-"""Workers that are lost are left behind, and others come in their place, while the job goes on."""
+"""Replacing lost workers while the job continues."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from samestep.workers.waiter import Patience
 __all__ = ["Replacement"]
 
 _STOPPED_S = 1.0
-"""How long a worker may be stopped, while others run, before it counts as lost."""
+"""How long a worker may be stopped (as by SIGSTOP) while others run, before it counts as lost."""
 
 _LONGEST_PAUSE_S = 60
 _LOOK_S = 0.2
@@ -31,47 +31,47 @@ _LOOK_S = 0.2
 
 @dataclass(frozen=True)
 class _Seen:
-    """How this host's workers stand at one time, and those of the others."""
+    """The states of the workers on this host and on the others at one time."""
 
-    newcomers: set[int]  # who do not train yet, on any host
-    trained: Sequence[WorkerProcess]  # of this host
-    running: Sequence[WorkerProcess]  # of these
-    replaceable: Sequence[WorkerProcess]  # of this host, who have not done all that there is to do
+    newcomers: set[int]  # workers on any host that do not train yet
+    trained: Sequence[WorkerProcess]  # workers on this host that are not newcomers
+    running: Sequence[WorkerProcess]  # those of `trained` that still run
+    replaceable: Sequence[WorkerProcess]  # workers on this host that have not finished their part
     gone: Sequence[int]  # members on lost hosts
-    elsewhere: Sequence[int]  # members on other hosts that are there
-    is_over: bool  # whether somebody has come to the end
+    elsewhere: Sequence[int]  # members on other hosts that are not lost
+    is_over: bool  # whether a worker has come to the end
 
     @property
-    def has_left(self) -> bool:
-        """Whether somebody is there who can go on."""
+    def can_any_go_on(self) -> bool:
+        """Whether there is a worker that can continue, or one that has come to the end."""
         return bool(self.running or set(self.elsewhere) - self.newcomers or self.is_over)
 
     @property
     def who_trained(self) -> list[int]:
-        """All who have trained, on any host, lost ones included."""
+        """The numbers of all workers on any host that are not newcomers, including lost ones."""
         others = {*self.gone, *self.elsewhere} - self.newcomers
         return [*others, *(worker.number for worker in self.trained)]
 
     @property
     def is_all_stopped(self) -> bool:
-        """Whether the whole job stands still, as after Ctrl-Z, and not some of its workers."""
+        """Whether all workers are stopped, as after Ctrl-Z, so that none of them counts as lost."""
         return not (self.is_over or self.elsewhere) and all(map(_is_stopped, self.running))
 
     def lost(self) -> list[WorkerProcess]:
-        """Return whom the others can go on without: those that were killed, and newcomers that failed."""
+        """Return the lost workers that can be replaced: killed by a signal, or newcomers that failed."""
         failed = [worker for worker in self.replaceable if worker.status is not None]
         return [worker for worker in failed if worker.number in self.newcomers or (worker.status or 0) < 0]
 
 
 class Replacement:
-    """Keeps this host's part of the list of a job's workers, and takes lost hosts out of it.
+    """Maintains this host's workers in the list of a job's workers, and removes lost hosts from the list.
 
     Args:
-        roster: the list.
-        hosts: of the job.
-        workers: all that were started here; those that `start` starts are added to it.
+        roster: the list of workers.
+        hosts: the hosts of the job.
+        workers: all workers started on this host; `start` appends to it.
         start: starts a worker in a seat.
-        most_workers: how many the job can have.
+        most_workers: largest number of workers in the job; None for no limit.
     """
 
     def __init__(
@@ -87,23 +87,23 @@ class Replacement:
         self._workers = workers
         self._start = start
         self._most_workers = most_workers
-        self._due_s: dict[int, float] = {}  # when to fill a seat again
-        self._num_lost: Counter[int] = Counter()  # by seat
-        self._filled_s: dict[int, float] = {}  # when, by seat
-        self._suspects: dict[int, Patience] = {}  # of having stopped, by number
+        self._due_s: dict[int, float] = {}  # by seat: when to start a new worker in it
+        self._num_lost: Counter[int] = Counter()  # by seat: workers lost in a row
+        self._filled_s: dict[int, float] = {}  # by seat: when the last new worker was started
+        self._suspects: dict[int, Patience] = {}  # by number: workers that may be stopped or hang
         self._looked_s = 0.0
 
     @property
     def is_due(self) -> bool:
-        """Whether a seat is to be filled."""
+        """Whether a new worker is to be started."""
         return bool(self._due_s)
 
     def look(self) -> None:
-        """See who is lost, at once, and who has come, now and then, and say so in the list.
+        """Remove lost workers from the list and add newcomers; a lost worker here is noticed at once.
 
         Raises:
-            LostWorkerError: this host cannot go on: without another one, without the store, or because the
-                others have gone on without it.
+            LostWorkerError: this host cannot continue: another host or the store is lost, or the other hosts
+                have continued without this one.
         """
         present = [worker for worker in self._workers if not worker.is_left_behind]
         has_ended = any(worker.status is not None for worker in present)
@@ -115,7 +115,7 @@ class Replacement:
         seen = self._see(present)
         if seen.is_over:  # a newcomer lacks what the others have done
             self._send_away()
-        if not (seen.has_left and self._roster.go_on(seen.who_trained)):
+        if not (seen.can_any_go_on and self._roster.go_on(seen.who_trained)):
             self._check_there(seen.gone)
             return
         self._check_belongs([] if seen.is_over else seen.running)
@@ -138,7 +138,7 @@ class Replacement:
         return _Seen(newcomers, trained, running, replaceable, gone, elsewhere, is_over)
 
     def end(self) -> None:
-        """Let nobody come any more, and those who have been told to stop do so with those who are left."""
+        """Admit no more newcomers, and let workers that were told to stop end with the remaining members."""
         if not self._is_time():
             return
         self._look_around()
@@ -162,19 +162,19 @@ class Replacement:
         self._hosts.look(self._roster.cut(self._hosts.own))
 
     def _elsewhere(self) -> tuple[list[int], list[int]]:
-        """Return the members of lost hosts, and those of other hosts that are there."""
+        """Return the members on lost hosts, and those on other hosts that are not lost."""
         members = [number for number in self._roster.members if host_of(number) != self._hosts.own]
         gone = [number for number in members if host_of(number) in self._hosts.lost]
         return gone, [number for number in members if number not in gone]
 
     def _check_there(self, gone: Sequence[int]) -> None:
-        """Raise where a host is lost without which the others cannot go on."""
+        """Raise if a host is lost without which the others cannot continue."""
         if gone:
             name = self._hosts.names[host_of(gone[0])]
             raise LostWorkerError(f"the host {name} was lost before the job could go on without it")
 
     def _check_belongs(self, running: Sequence[WorkerProcess]) -> None:
-        """Raise where the others have left this host behind, as they heard nothing of it for a while."""
+        """Raise if the other hosts have removed this host's workers, because it was silent for too long."""
         members = self._roster.members
         if members and any(worker.number not in members for worker in running):
             raise LostWorkerError(
@@ -183,7 +183,7 @@ class Replacement:
             )
 
     def _kill_silent(self, replaceable: Sequence[WorkerProcess]) -> None:
-        """Kill those whom others have waited for in vain, and those who are stopped while others run."""
+        """Kill workers that others have waited for until the timeout, and those stopped while others run."""
         silent = self._roster.silent()
         for worker in replaceable:
             if worker.status is not None or not (worker.number in silent or _is_stopped(worker)):
@@ -198,21 +198,21 @@ class Replacement:
                 worker.end(signal.SIGKILL)
 
     def _leave_behind(self, lost: Sequence[WorkerProcess], gone: Sequence[int], *, is_over: bool) -> None:
-        """Begin a generation without these, and without those who have done their part."""
+        """Start a generation without the lost workers, and without those that have ended."""
         out = [w.number for w in self._workers if w.status is not None or w.is_left_behind]
         if not self._roster.without([*out, *gone]) and not is_over:
-            return  # nobody would be left
+            return  # no member would be left
         for host in dict.fromkeys(map(host_of, gone)):
             sys.stderr.write(f"samestep: the host {self._hosts.names[host]} is lost; going on without it\n")
         for worker in lost:
             worker.is_left_behind = True
             self._free(worker.seat)
-            _tell_why(worker)
+            _explain_newcomer(worker)
         if self._roster.is_asked_again():
             self._roster.begin_again()
 
     def _free(self, seat: int) -> None:
-        """Have a seat filled: at once, and later each time, should whoever sits there never last."""
+        """Schedule a new worker for a seat: at once, but with exponential backoff for repeated losses."""
         now_s = time.monotonic()
         if now_s - self._filled_s.get(seat, now_s) > _LONGEST_PAUSE_S:
             self._num_lost[seat] = 0
@@ -239,13 +239,13 @@ class Replacement:
             worker.end(signal.SIGKILL)
 
     def _newcomers(self) -> list[WorkerProcess]:
-        """Return those that do not train yet, whether or not they are in the list."""
+        """Return this host's workers that do not train yet, whether or not they are in the list."""
         present = {worker.number: worker for worker in self._workers if not worker.is_left_behind}
         return [present[number] for number in sorted(self._roster.newcomers(present))]
 
 
-def _tell_why(worker: WorkerProcess) -> None:
-    """Say why a newcomer could not join, unless it was killed."""
+def _explain_newcomer(worker: WorkerProcess) -> None:
+    """Print why a newcomer could not join, unless it was killed."""
     if (worker.status or 0) > 0:
         failure = Failure.read(worker.error_file)
         sys.stderr.write("" if failure is None else failure.text)
@@ -253,7 +253,7 @@ def _tell_why(worker: WorkerProcess) -> None:
 
 
 def _is_stopped(worker: WorkerProcess) -> bool:
-    """Say whether a signal has stopped a process; only Linux tells."""
+    """Return whether a signal has stopped a process; always False on systems without /proc."""
     try:
         stat = Path(f"/proc/{worker.process.pid}/stat").read_text()
     except OSError:

@@ -1,7 +1,7 @@
 """The launchers' side of the lists of workers (see `samestep.workers.members`); each host has a launcher.
 
-None of them leads. Each takes out of the list whom it has lost itself, and adds its newcomers; any of them
-takes out a host that is lost. Two changes at once are both made: a list is changed by compare-and-set.
+No launcher leads. Each removes its own host's lost workers from the list, and adds its newcomers; any of them
+removes lost hosts. Concurrent changes are both made, because a list is replaced by compare-and-set.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ T = TypeVar("T")
 
 
 class PromptStore:
-    """A store that answers within seconds, or raises: torch's waits for ever where the network is cut.
+    """A store that answers within seconds or raises: torch's store waits for ever if the network is cut.
 
     Args:
-        store: torch's.
-        prefix: of all keys.
+        store: torch's store.
+        prefix: the prefix of all keys.
     """
 
     def __init__(self, store: Store, prefix: str) -> None:
@@ -39,7 +39,7 @@ class PromptStore:
         """Return `question(store)`.
 
         Raises:
-            LostWorkerError: there is no answer.
+            LostWorkerError: the store does not answer, or is gone.
         """
         try:
             return self._waiter.call(lambda: question(self._store))
@@ -58,12 +58,12 @@ class Roster:
     """The list of a job's workers, as a launcher sees and changes it.
 
     Args:
-        store: in which the workers find each other.
+        store: the store of the job.
         first: the first list; None for the launcher of a host that joins later.
 
     Attributes:
-        generation: number of the list that was newest when it was last looked at, or changed from here.
-        members: numbers of its workers; none where the job ends.
+        generation: the number of the newest list that this launcher has read or written.
+        members: the numbers of the workers in that list; empty if the job ends.
     """
 
     def __init__(self, store: Store, first: Iterable[int] | None = None) -> None:
@@ -71,7 +71,7 @@ class Roster:
         if first is not None:
             begin = json.dumps([0, list(first)])
             self._store.ask(lambda store: store.compare_set(Key.LIST, "", begin))
-            self._store.ask(lambda store: store.set(Key.FIRST, begin))  # which wakes who waits for it
+            self._store.ask(lambda store: store.set(Key.FIRST, begin))  # last: workers wait for this key
         _, members = json.loads(self._store.ask(lambda store: store.get(Key.FIRST)))
         self._first = frozenset(members)
         self.generation, self.members = 0, tuple[int, ...](members)
@@ -82,7 +82,11 @@ class Roster:
         self._change(lambda members: None)
 
     def without(self, numbers: Iterable[int]) -> bool:
-        """Begin a generation without these, and return True; do nothing where nobody would be left."""
+        """Start a generation without these workers; do nothing if no member would be left.
+
+        Returns:
+            Whether none of these workers is a member now.
+        """
         gone = set(numbers)
 
         def rest(members: Sequence[int]) -> tuple[int, ...]:
@@ -92,24 +96,24 @@ class Roster:
         return gone.isdisjoint(self.members)
 
     def let_in(self, numbers: Sequence[int], most: int | None = None) -> None:
-        """Begin a generation with these, too, unless the job ends; but with no more than `most` workers."""
+        """Start a generation with these workers added, up to `most` in all, unless the job ends."""
         self._change(
             lambda members: (*members, *numbers)[: max(len(members), most or 2**31)] if members else None
         )
 
     def begin_again(self) -> None:
-        """Begin a generation with the same members, unless another launcher has."""
+        """Start a generation with the same members, unless another launcher has started one."""
         seen = self.generation
         self._change(lambda members: members if self.generation == seen else None, is_same=True)
 
     def close(self) -> None:
-        """Let nobody wait for the next generation."""
+        """Publish an empty list: the job ends, and no worker waits for another generation."""
         self._change(lambda members: ())
 
     def _change(
         self, change: Callable[[tuple[int, ...]], Sequence[int] | None], *, is_same: bool = False
     ) -> None:
-        """Replace the list by what `change` makes of it, whatever others do meanwhile; None leaves it."""
+        """Replace the list by `change(members)`, retrying if others change it meanwhile; None keeps it."""
         while True:
             old = self._store.ask(lambda store: store.get(Key.LIST))
             self._take_in(old)
@@ -129,45 +133,45 @@ class Roster:
         self.generation, members = json.loads(text)
         self.members = tuple(members)
 
-    # ---- what the workers say ------------------------------------------------------------------------
+    # ---- reports of the workers ----------------------------------------------------------------------
 
     def newcomers(self, numbers: Iterable[int]) -> set[int]:
-        """Return those of these who came later and do not train yet, in the list or not."""
+        """Return the workers among `numbers` that are not in the first list and do not train yet."""
         later = [number for number in numbers if number not in self._first]
         return {number for number in later if not self.go_on([number])}
 
     def go_on(self, numbers: Iterable[int]) -> bool:
-        """Say whether all of these go on when another one is lost."""
+        """Return whether all of these workers can continue if another one is lost."""
         return self._all(Key.GOES_ON, numbers)
 
     def is_done(self, number: int) -> bool:
-        """Say whether one has done all that others may take over."""
+        """Return whether a worker has finished all work that others would otherwise take over."""
         return self._all(Key.DONE, [number])
 
     def is_over(self) -> bool:
-        """Say whether anybody has."""
+        """Return whether any worker has finished, see `is_done`."""
         return self._store.ask(lambda store: bool(store.check([Key.OVER])))
 
     def is_asked_again(self) -> bool:
-        """Say whether this generation could not connect."""
+        """Return whether workers of this generation have asked for another attempt to connect."""
         return self._all(Key.AGAIN, [self.generation])
 
     def ready(self, numbers: Iterable[int]) -> list[int]:
-        """Return those newcomers that have all that they can have by themselves."""
+        """Return the newcomers among `numbers` that have built everything that they can on their own."""
         return [number for number in numbers if self._all(Key.READY, [number])]
 
     def sent_away(self, numbers: Iterable[int]) -> list[int]:
-        """Return those newcomers that could not begin where the others were."""
+        """Return the newcomers among `numbers` that could not start at the others' current call."""
         return [number for number in numbers if self._all(Key.AWAY, [number])]
 
     def silent(self) -> list[int]:
-        """Return the members that others have waited for in vain, but for those who waited themselves."""
+        """Return the members that others have waited for until the timeout, except those that also waited."""
         here = f"{self.generation}/"
         silent = [n for n in self.members if self._all(Key.SILENT, [f"{here}{n}"])]
         return [number for number in silent if not self._all(Key.WAITED, [f"{here}{number}"])]
 
     def cut(self, own: int) -> set[int]:
-        """Return the other hosts of whose workers a connection has ended without a word."""
+        """Return the numbers of other hosts to which a connection has ended unannounced."""
         hosts = {host_of(number) for number in self.members} - {own}
         return {host for host in hosts if self._all(Key.CUT, [f"{self.generation}/{host}"])}
 

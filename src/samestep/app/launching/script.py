@@ -1,4 +1,4 @@
-"""Scripts that start their own workers."""
+"""`samestep.launch`, by which a script starts its own workers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["join", "launch"]
 
 _OF_SIGNALS = range(129, 256)
 _CALL = "SAMESTEP_CALL"
-"""The variable that tells a worker for which of its script's calls of `launch` it was started."""
+"""The variable that names the call of `launch` for which a worker was started: a script may make several."""
 
 
 @dataclass
@@ -36,8 +36,8 @@ class _Calls:
     """The calls of `launch` that this process's script has made.
 
     Attributes:
-        wanted: the one for which this process was started as a worker; None where it is no such worker.
-        num: how many there were, by the name of what each was to run.
+        wanted: the call for which this process was started as a worker; None if it is not such a worker.
+        num: the number of calls so far, by the name of their `main`.
     """
 
     wanted: str | None
@@ -46,7 +46,7 @@ class _Calls:
     @classmethod
     @cache
     def of_process(cls) -> _Calls:
-        return cls(os.environ.pop(_CALL, None))  # else what this process starts would take it for its own
+        return cls(os.environ.pop(_CALL, None))  # removed, so that child processes do not inherit it
 
     def next(self, main: Callable[[Job], object]) -> str:
         name = getattr(main, "__qualname__", type(main).__qualname__)
@@ -67,39 +67,40 @@ def launch(  # noqa: PLR0913 - what `init` takes
     rdzv_endpoint: str | None = None,
     rdzv_id: str = DEFAULT_ID,
 ) -> None:
-    """Run `main(job)` on workers of this host: each of them runs this script again, up to here, and ends.
+    """Run `main(job)` on workers of this host.
 
-    So what follows the call is for the process that made it, where variables are as before: let `main` leave
-    results in files. Under torchrun, or in workers that have made torch's process group, and with one worker,
-    `main` is called at once, and the script goes on wherever it was. A `samestep.Error` ends the script as it
-    ends a command: one line, and its exit status.
+    Each worker runs this script up to this call, calls `main`, and exits. Only the process that was started
+    first continues, with its variables unchanged: let `main` write results to files. With one worker, under
+    torchrun, or in processes that have created torch's process group, `main` is called directly, and the
+    script continues in each process. A `samestep.Error` ends the script with one line on stderr and the
+    error's exit status.
 
     Args:
-        main: what each worker does.
-        workers: processes to start, W; "auto" is one for each GPU, or one for `threads` cores.
-        towers: the T of `main`, as "auto" is at most one worker for each tower.
-        device: as for `init`, and so are the others.
+        main: called in each worker.
+        workers: number of processes to start, W; "auto" is one per GPU, or one per `threads` cores.
+        towers: the number of towers in `main`, T; "auto" starts at most one worker per tower.
+        device: as for `init`.
         threads: CPU threads of each worker.
         tf32: let the GPU round to TF32.
         timeout_s: seconds to wait for another worker.
-        nnodes: hosts of the job, "N" or "MIN:MAX", each of which runs this script; None for this one alone.
-        rdzv_endpoint: "HOST" or "HOST:PORT" where they meet: one of them, which must not be lost.
-        rdzv_id: tells the job from others that meet there.
+        nnodes: number of hosts, "N" or "MIN:MAX", each of which runs this script; None for this host alone.
+        rdzv_endpoint: "HOST" or "HOST:PORT" of the host at which all hosts meet; the job ends if it is lost.
+        rdzv_id: name of the job; jobs with the same `rdzv_endpoint` need different names.
 
     Raises:
-        SystemExit: it failed, or a signal ended it.
+        SystemExit: `main` failed, or a signal ended the job.
 
     Example:
         >>> launch(lambda job: print(f"worker {job.rank} of {job.world_size}"), workers=1)
         worker 0 of 1
     """
     check_no_import("samestep.launch")
-    if imports_script():  # a process of a DataLoader, say, which is to do its own work
+    if imports_script():  # such as a DataLoader's process, which imports the script for its own work
         return
     calls = _Calls.of_process()
     call = calls.next(main)
     if calls.wanted not in (None, call):
-        atexit.register(_end_in_vain, calls)  # does no harm when the call comes
+        atexit.register(_end_in_vain, calls)  # has no effect if the wanted call comes later
         return
     most = 1 if workers == "auto" and not _has_script() else towers
 
@@ -125,16 +126,16 @@ def launch(  # noqa: PLR0913 - what `init` takes
 
 
 def join(job: Job, main: Callable[[Job], object]) -> None:
-    """Do a worker's part, and leave the job once all do, also where a signal stopped them all."""
+    """Call `main`, and leave the job together with the other workers, also if a signal stopped them all."""
     own = os.getpid()
     try:
         main(job)
     except SystemExit as stop:
         is_well = not stop.code or stop.code in _OF_SIGNALS
-        if is_well and os.getpid() == own:  # else the others need not wait to hear what went wrong
+        if is_well and os.getpid() == own:  # after an error, exit at once, so that the others notice it
             job.close()
         raise
-    if os.getpid() == own:  # and not that of a process that main has forked
+    if os.getpid() == own:  # not in a process that main has forked
         job.close()
 
 
@@ -144,7 +145,7 @@ def _has_script() -> bool:
 
 @contextmanager
 def _workers_for(call: str) -> Iterator[None]:
-    """Tell the workers that are started meanwhile for which call that is."""
+    """Let the workers that are started inside the block know for which call they are."""
     os.environ[_CALL] = call
     try:
         yield
@@ -153,7 +154,7 @@ def _workers_for(call: str) -> Iterator[None]:
 
 
 def _end_in_vain(calls: _Calls) -> None:
-    """Fail at the end of a worker's script that has not come to the call, unless something else has."""
+    """Fail at the end of a worker's script without the wanted call, unless the script has failed already."""
     if calls.wanted is None or hasattr(sys, "last_value"):
         return
     error = UsageError(

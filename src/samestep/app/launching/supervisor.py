@@ -1,8 +1,8 @@
 """The worker processes of a job on this host: started, watched, replaced and ended together.
 
-Where all others can go on without a worker that a signal has killed (see `samestep.workers.members`), they
-do, and a newcomer is started in its place; otherwise one that fails ends all. A job of several hosts has such
-a supervisor on each.
+If a signal kills a worker, and all others can continue without it (see `samestep.workers.members`), they do,
+and a newcomer replaces it. Any other failure of a worker ends all. A job of several hosts has a supervisor on
+each host.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ _MEET_POLL_S = 0.1
 class Supervisor:
     """Runs the workers of one job on this host.
 
-    One that was killed, or stopped for a second while others run, is replaced, if all others go on without
-    it. When one fails otherwise, the others get SIGTERM; signals to this process are passed on. Workers have
-    `GRACE_S` seconds to end before they are killed; a second signal, more than `ECHO_S` after the first,
-    kills at once. When this process dies, however that comes, its workers stop as by SIGTERM, or, where other
-    hosts go on without this one, are killed.
+    A worker that was killed, or stopped for a second while others run, is replaced if all others can continue
+    without it. If a worker fails in another way, the others get SIGTERM. Signals to this process are passed
+    on to the workers. They have `GRACE_S` seconds to end before they are killed; a second signal, more than
+    `ECHO_S` after the first, kills them at once. If this process dies in any way, its workers get SIGTERM; in
+    a job of several hosts they are killed, because the other hosts continue without this one.
 
     Args:
         command: the command line of each worker.
-        num_workers: processes of the job, W.
+        num_workers: number of worker processes on this host.
         threads: CPU threads of each worker.
-        folder: an empty one, in which workers leave why they failed.
-        nodes: the hosts of the job; None where this is the only one.
+        folder: an empty folder, in which workers write why they failed.
+        nodes: the options of a job of several hosts; None for a single host.
 
     Attributes:
-        workers: those that were started, in that order.
-        received: the first signal to this process; None where there was none.
-        ending: how another host has ended the job; None where none has.
+        workers: all workers that were started, in that order.
+        received: the first signal to this process; None if there was none.
+        ending: how another host has ended the job; None if none has.
     """
 
     def __init__(
@@ -85,9 +85,9 @@ class Supervisor:
         """Start all workers, and return when all have ended.
 
         Raises:
-            ConfigError: the job that this host was to join was started in another way.
-            LostWorkerError: a worker cannot be started; the other hosts have not come, or were lost so that
-                this one cannot go on.
+            ConfigError: this host was started with other options than the job that it would join.
+            LostWorkerError: a worker cannot be started; the other hosts did not come, or this host cannot
+                continue without them.
         """
         with _lifeline() as self._lifeline, handling(_HANDLED, self._receive), ExitStack() as stack:
             meeting = self._meet(stack)
@@ -98,7 +98,7 @@ class Supervisor:
                 for seat in range(self._num_workers):
                     if self.received is None:
                         self._start(seat)
-                self._watch(meeting)  # imports torch, as the workers do meanwhile
+                self._watch(meeting)  # imports torch, after the workers have started to do the same
             finally:
                 self._end(signal.SIGKILL)
                 for worker in self.workers:
@@ -106,7 +106,7 @@ class Supervisor:
                 meeting.leave()
 
     def _meet(self, stack: ExitStack) -> OneHost | Rendezvous | None:
-        """Find this host's place; None where a signal came before."""
+        """Meet the other hosts; None if a signal came first."""
         if self._nodes is None:
             return OneHost(stack.enter_context(loopback_listener()), self._num_workers)
         from samestep.app.launching.host_rendezvous import Rendezvous
@@ -126,7 +126,7 @@ class Supervisor:
         number = self._place.host * PER_HOST + len(self.workers)
         error_file = self._folder / f"{number}.json"
         environment = {
-            "TORCH_CPP_LOG_LEVEL": "ERROR",  # else pages of C++ frames tell that the launcher was killed
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # no pages of C++ frames if the launcher is killed
             **os.environ,
             **worker_environment(self._threads),
             **self._place.environment(seat, self._num_workers),
@@ -143,11 +143,11 @@ class Supervisor:
             where = f"start of {self._num_workers} workers"
             raise LostWorkerError(f"{where}: worker {seat} could not be started ({error})") from error
         self.workers.append(WorkerProcess(number, seat, process, error_file))
-        if self.received is not None:  # while it was started
+        if self.received is not None:  # a signal came before the worker was in the list
             self.workers[-1].end(self.received)
 
     def _watch(self, meeting: OneHost | Rendezvous) -> None:
-        """Wait for all to end, and decide what becomes of the others when one has."""
+        """Wait for all workers to end; replace lost workers, or end all if one fails."""
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         from samestep.app.launching.hosts import Hosts
@@ -175,13 +175,13 @@ class Supervisor:
         self._leave(meeting, hosts, roster)
 
     def _members(self) -> Sequence[int] | None:
-        """Return the first list."""
+        """Return the first list of workers; None if this host joins a job that has begun."""
         if self._nodes is None:
             return range(len(self.workers))  # a signal may have come before all were started
         return self._place.members
 
     def _end_with(self, hosts: Hosts) -> None:
-        """End all where one has failed, here or on another host."""
+        """End all workers if one has failed, here or on another host."""
         failed = [worker for worker in self.workers if worker.status and not worker.is_left_behind]
         causes = [worker.status for worker in failed if worker.has_failed or (worker.status or 0) < 0]
         if causes:
@@ -190,7 +190,7 @@ class Supervisor:
             self._end(signal.SIGTERM)
 
     def _leave(self, meeting: OneHost | Rendezvous, hosts: Hosts, roster: Roster) -> None:
-        """Part from the other hosts; whoever has the store goes last."""
+        """Leave the job; the host with the store leaves last."""
         with suppress(LostWorkerError):
             if self.received is not None:
                 hosts.end(f"was stopped by {self.received.name}", 128 + self.received)
@@ -220,7 +220,7 @@ class Supervisor:
 
 @contextmanager
 def _lifeline() -> Iterator[int]:
-    """Yield the end of a pipe that workers read; it ends when this process does."""
+    """Yield the read end of a pipe, by which workers notice that this process has died."""
     reading, writing = os.pipe()
     try:
         yield reading

@@ -1,4 +1,4 @@
-"""One worker's process, as its launcher sees it."""
+"""A worker process, as its launcher sees it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from pathlib import Path
 __all__ = ["WorkerProcess"]
 
 _MAX_STATUS = 128
-"""Those above are of workers that a signal has stopped, after their last checkpoint."""
+"""The highest exit status of a failure; 128 + n means that signal n stopped the worker."""
 
 
 @dataclass
 class WorkerProcess:
-    """One worker's process.
+    """A worker process.
 
     Attributes:
-        number: of all that the job has had, from 0 on.
-        seat: the rank with which it was started, or that of the one in whose place it was.
-        process: the leader of a session of its own, so that a terminal's signals reach the launcher alone.
-        error_file: where the worker leaves why it failed.
-        last_signal: the signal that it was last sent; None where it was sent none.
-        is_left_behind: whether the others have gone on without it.
+        number: unique among all workers that the job has had; those of host h start at h · `PER_HOST`.
+        seat: the worker's local rank; a replacement has the seat of the worker that it replaces.
+        process: the process, in its own session, so that a terminal's signals reach only the launcher.
+        error_file: the file in which the worker records why it failed.
+        last_signal: the last signal that `end` sent; None if it sent none.
+        is_left_behind: whether the others have continued without the worker.
     """
 
     number: int
@@ -37,22 +37,22 @@ class WorkerProcess:
 
     @property
     def status(self) -> int | None:
-        """The exit status, −n where signal n killed it; None while it ran when this was last looked at."""
+        """The exit status, −n if signal n killed the worker; None if it was running at the last `look`."""
         return self.process.returncode
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has ended with an error: not well, and not because of a signal."""
+        """Whether the worker has ended with an error, and not because of a signal."""
         return 0 < (self.status or 0) <= _MAX_STATUS
 
     def look(self) -> None:
-        """See whether it still runs."""
+        """Update `status`."""
         self.process.poll()
 
     def end(self, number: signal.Signals) -> None:
-        """Send a signal to the worker and to what it has started; wake them where they are stopped."""
+        """Send a signal to the worker and its child processes, and continue them if they are stopped."""
         if self.process.poll() is None:
             self.last_signal = number
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # it ends just now
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # the worker has just ended
                 os.killpg(self.process.pid, number)
                 os.killpg(self.process.pid, signal.SIGCONT)

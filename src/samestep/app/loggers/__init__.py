@@ -1,1 +1,1 @@
-"""Where a run's numbers and pictures go."""
+"""Loggers, which write a run's scalars and pictures."""

@@ -1,4 +1,4 @@
-"""What a model's layers output, recorded during one pass through hooks that are removed afterwards."""
+"""Statistics of the outputs of a model's layers, recorded by temporary forward hooks."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ Guard = Callable[[], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class Output:
-    """What a layer returned: the distribution of its values, and how many of them are zero."""
+    """Statistics of a layer's output: the histogram of its values, and the share of zeros."""
 
     histogram: Histogram | None
     sparsity: float
 
     @classmethod
     def of(cls, values: Tensor) -> Output:
-        """Return what is recorded of a tensor."""
+        """Compute the statistics of a tensor."""
         zeros = 1 - int(values.count_nonzero()) / max(1, values.numel())
         return cls(Histogram.of(values), zeros)
 
 
 @contextmanager
 def outputs_of(layers: Sequence[tuple[str, nn.Module]], guard: Guard) -> Iterator[Mapping[str, Output]]:
-    """Collect what each layer returns when it is first called, which is in the first tower.
+    """Record the output of each layer's first call inside the block, which is that in the first tower.
 
-    What is recorded is computed inside `guard`, which keeps its errors from the pass.
+    The statistics are computed inside `guard`, so that an error in them does not end the forward pass.
     """
     found: dict[str, Output] = {}
     handles = [layer.register_forward_hook(_keep_as(name, found, guard)) for name, layer in layers]
@@ -47,7 +47,7 @@ def outputs_of(layers: Sequence[tuple[str, nn.Module]], guard: Guard) -> Iterato
 
 def _keep_as(name: str, found: dict[str, Output], guard: Guard) -> Callable[[nn.Module, Any, Any], None]:
     def keep(_: nn.Module, inputs: Any, output: Any) -> None:
-        # At once, because a layer that works in place may overwrite the output.
+        # Compute at once, because an in-place layer may overwrite the output.
         if name not in found and isinstance(output, Tensor):
             with guard():
                 found[name] = Output.of(output)
@@ -56,7 +56,10 @@ def _keep_as(name: str, found: dict[str, Output], guard: Guard) -> Callable[[nn.
 
 
 def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the activation functions of a model, and its layers with matrices or filters."""
+    """Return a model's activation functions, and its layers with weights of two or more dimensions.
+
+    Return none for a model with compiled layers, because hooks would cause them to be compiled again.
+    """
     layers = dict(model.named_modules())
     if any(hasattr(layer, "_orig_mod") or layer._compiled_call_impl is not None for layer in layers.values()):
         return []

@@ -1,4 +1,4 @@
-"""A file for TensorBoard that may fail without ending the run."""
+"""An event file for TensorBoard that can fail without ending the run."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ __all__ = ["EventFile"]
 
 
 class EventFile:
-    """A new file for TensorBoard, which gets what a step shows at once; what goes wrong with it is said once.
+    """A new event file for TensorBoard, flushed after each step; the first error is printed and closes it.
 
-    TensorBoard's own writer opens its file by name for every event, so that one in a folder that was moved is
-    begun again where the folder was, and raises what the disk refuses later, in a thread and in `close`.
+    TensorBoard's own writer does not suffice. It opens its file by name for every event, so after the folder
+    was moved it starts a new file at the old path. And it raises errors of the disk later, in a thread and in
+    `close`.
 
     Args:
-        folder: that it is made in; it is made, too, inside one that exists.
-        purge_step: hide what older files in the folder hold from this step on; None hides nothing.
+        folder: the folder of the file; created if it does not exist, but its parent must exist.
+        purge_step: hide the events of older files in the folder from this step on; None hides nothing.
     """
 
     def __init__(self, folder: Path, purge_step: int | None = None) -> None:
@@ -52,12 +53,12 @@ class EventFile:
 
     @property
     def is_open(self) -> bool:
-        """Whether it still takes what is written."""
+        """Whether the file is open for writing."""
         return self._file is not None
 
     @contextmanager
     def tolerating(self) -> Iterator[None]:
-        """Close the file where what is done inside fails, and say so once."""
+        """If an exception is raised in the block, suppress it, close the file, and print the first one."""
         try:
             yield
         except Exception as error:
@@ -70,7 +71,7 @@ class EventFile:
             _say(f"{self._folder}: summaries cannot be written ({one_line(reason)}); going on without them")
 
     def write(self, step: int, summaries: Iterable[Summary]) -> None:
-        """Write the summaries of a step; once something failed, do nothing."""
+        """Write the summaries of a step; do nothing if the file was closed after an error."""
         if self._file is None:
             return
         with self.tolerating():
@@ -80,10 +81,10 @@ class EventFile:
             self._append(Event(step=step, wall_time=now_s, summary=summary) for summary in summaries)
 
     def close(self) -> None:
-        """Write no more; all that was written is in the file."""
+        """Close the file."""
         file, self._file = self._file, None
         if file is not None:
-            with suppress(OSError):  # reported when it was written
+            with suppress(OSError):  # errors were reported on writing
                 file.close()
 
     def _append(self, events: Iterable[Event]) -> None:
@@ -101,7 +102,7 @@ class EventFile:
 
 
 def _create(folder: Path) -> BinaryIO:
-    """Open a new file, under a name that TensorBoard looks for."""
+    """Create a file with a unique name that TensorBoard recognizes."""
     stem = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}"
     for number in count():
         with suppress(FileExistsError):

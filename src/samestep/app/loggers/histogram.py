@@ -1,4 +1,4 @@
-"""Histograms of tensors, counted where they are and written as TensorBoard wants them."""
+"""Histograms of tensors, computed on the tensor's device, in TensorBoard's format."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 __all__ = ["Histogram"]
 
-_NUM_BINS = 30  # as many as TensorBoard draws
-_PIECE = 1 << 18  # values counted at a time: they stay in the cache, and no copy is larger
+_NUM_BINS = 30  # TensorBoard draws as many
+_PIECE = 1 << 18  # values counted at a time, so that float64 copies are small and stay in the cache
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """How often values fall into equal bins between the smallest and the largest.
+    """Counts of finite values in bins of equal width between the smallest and the largest value.
 
     Attributes:
         lowest: the smallest finite value.
-        highest: the largest.
-        total: the sum of the values.
+        highest: the largest finite value.
+        total: the sum of the finite values.
         squares: the sum of their squares.
-        counts: values in each bin; the last one includes `highest`.
+        counts: number of values in each bin; the last bin includes `highest`.
     """
 
     lowest: float
@@ -39,7 +39,7 @@ class Histogram:
 
     @classmethod
     def of(cls, values: Tensor) -> Histogram | None:
-        """Count a tensor's finite values, on its own device; None where there are none."""
+        """Compute the histogram of a tensor's finite values, on its device; None if there are none."""
         values = _flat(values)
         if values.numel() and not bool(values.isfinite().all()):
             values = values[values.isfinite()]
@@ -56,7 +56,7 @@ class Histogram:
         return cls(lowest, highest, total, squares, counts.tolist())
 
     def summary(self, tag: str) -> Summary:
-        """Return it under a tag, as TensorBoard's files hold it."""
+        """Return TensorBoard's protocol buffer for this histogram."""
         from torch.utils.tensorboard.summary import histogram_raw
 
         width = (self.highest - self.lowest) / len(self.counts)
@@ -73,14 +73,14 @@ class Histogram:
 
 
 def _flat(values: Tensor) -> Tensor:
-    """Return a tensor's values in one row: a sparse one's stored values, the size of complex ones."""
+    """Return a tensor's values as [n]: the stored ones of a sparse tensor, magnitudes of complex numbers."""
     values = values.detach()
     values = values.coalesce().values() if values.is_sparse else values
     return (values.abs() if values.is_complex() else values).reshape(-1)
 
 
 def _count(values: Tensor, lowest: float, width: float) -> Tensor:
-    """Return how many values, float64 [n], are in each bin, int64 [bins]."""
-    # Not histc: on the CPU it takes ten times as long, and on a GPU it is no deterministic algorithm.
+    """Return the number of values, float64 [n], in each bin, int64 [bins]."""
+    # Not histc: it takes ten times as long on a CPU, and is nondeterministic on a GPU.
     shares = (values - lowest).div_(width if 0 < width < math.inf else 1.0)
     return torch.bincount(shares.mul_(_NUM_BINS).clamp_(0, _NUM_BINS - 1).int(), minlength=_NUM_BINS)

@@ -1,4 +1,4 @@
-"""What a run measures and what happens to it, one JSON object a line, in RUN_DIR/metrics.jsonl."""
+"""A run's scalars and events in RUN_DIR/metrics.jsonl, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ if TYPE_CHECKING:
 __all__ = ["FILE", "JsonLines", "read_lines"]
 
 FILE = "metrics.jsonl"
-"""Its name in a run's folder."""
+"""Name of the file in the run folder."""
 
-_IN_TRAINING = "step/seconds"
+_IN_TRAINING = "step/seconds"  # a scalar that only lines of training have
 _MAX_BYTES = 1 << 30
 _MAX_STEP = 1 << 53
-_MAX_TIME_S = 1 << 36  # in a year that a date can have
+_MAX_TIME_S = 1 << 36  # the year 4147, which `datetime` can represent
 
 
 class JsonLines(Logger):
-    """Writes a line for each call of `log`, and for each start, checkpoint and end of the run.
+    """Writes a line for each call of `log`, and for each event: start, placement, checkpoint and end.
 
-    Each has "step", the steps taken, and "time" in seconds since the epoch; the scalars by their names, or
-    "event" with what there is to say of it. When a run is continued, lines of later steps are dropped, but
-    for starts and ends.
+    Each line has "step", the number of steps taken, and "time" in seconds since the epoch. In addition it has
+    the scalars by name, or "event" and the event's details. When a run is resumed from a checkpoint, lines of
+    later steps are removed, except starts and ends.
     """
 
     reads_gradients = False
 
     def __init__(self, lock: RunLock) -> None:
         self._lock = lock
-        self._kept: set[tuple[int, bool]] = set()  # what was measured, by step, and whether in training
+        self._kept: set[tuple[int, bool]] = set()  # (step, whether in training) of lines already in the file
         self._file: BinaryIO | None = None
         self._placement: Placement | None = None
 
     def on_start(self, trainer: Trainer) -> None:
-        """Begin the file, or go on with it."""
+        """Create the file, or continue an earlier one."""
         kept = _lines_until(self._lock.folder, trainer.step.towers.step)
         self._file = _written(kept, self._lock.folder)
         self._kept = {(line["step"], _IN_TRAINING in line) for line in kept if "event" not in line}
@@ -68,33 +68,33 @@ class JsonLines(Logger):
         )
 
     def on_regroup(self, trainer: Trainer, why: str) -> None:
-        """Note that other workers go on."""
+        """Write an end and a start, because the number of workers has changed."""
         self._write(trainer.step.towers.step, event="end", reason=why)
         self._start(trainer)
 
     def after_step(self, trainer: Trainer, report: Report) -> None:
-        """Note where towers have moved."""
+        """Write the placement if towers have moved."""
         placement = trainer.step.towers.placement
         if placement != self._placement:
             self._placement = placement
             self._write(report.step + 1, event="placement", towers=[len(own) for own in placement.ranges])
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write a line, unless an earlier worker 0 has."""
+        """Write a line, unless it was in the file at the start, as from an earlier worker 0."""
         if (step, _IN_TRAINING in scalars) in self._kept:
             return
-        own = {"step", "time", "event"} & scalars.keys()  # of a recipe's evaluation
+        own = {"step", "time", "event"} & scalars.keys()  # names that an evaluation's metrics may have
         self._write(
             step, **{f"evaluation/{name}" if name in own else name: scalars[name] for name in scalars}
         )
 
     def after_checkpoint(self, trainer: Trainer, path: Path) -> None:
-        """Note a checkpoint."""
-        # Steps have been taken while it was written.
+        """Write the checkpoint's step and name."""
+        # The step of the name: the trainer has taken further steps meanwhile.
         self._write(int(path.name.removeprefix("step-")), event="checkpoint", name=path.name)
 
     def on_end(self, trainer: Trainer) -> None:
-        """Close the file."""
+        """Write the end, and close the file."""
         if self._file is not None:
             self._write(trainer.step.towers.step, event="end", reason=trainer.ending)
             self._file.close()
@@ -107,7 +107,7 @@ class JsonLines(Logger):
 
 
 def read_lines(run_dir: Path, *, inside: Folder | None = None) -> list[dict[str, Any]]:
-    """Return the lines of a run, without those that are damaged."""
+    """Return the lines of a run, except damaged ones."""
     content = read_file(run_dir / FILE, _MAX_BYTES, inside=inside)
     return [line for text in content.splitlines() if (line := _parse(text)) is not None]
 
@@ -125,15 +125,15 @@ def _parse(text: bytes) -> dict[str, Any] | None:
 
 
 def _lines_until(folder: Folder, step: int) -> list[dict[str, Any]]:
-    """Return the lines that are not after a step."""
+    """Return the lines up to a step, and all starts and ends."""
     lines = [] if folder.look(FILE) is None else read_lines(folder.path, inside=folder)
     return [line for line in lines if line["step"] <= step or line.get("event") in ("start", "end")]
 
 
 def _written(lines: Sequence[Mapping[str, Any]], folder: Folder) -> BinaryIO:
-    """Open the file for writing, with these lines."""
+    """Replace the file by one with these lines, and leave it open for writing."""
     unfinished = f".{FILE}.unfinished"
-    folder.unlink(unfinished)  # of a run that was killed
+    folder.unlink(unfinished)  # left behind by a killed run
     file = folder.create(unfinished)
     for line in lines:
         file.write(json.dumps(line).encode() + b"\n")

@@ -1,7 +1,8 @@
-"""What TensorBoard shows of a run: losses, speed, weights, gradients, activations and input pictures.
+"""Summaries for TensorBoard: losses, speed, weights, gradients, activations and input pictures.
 
-Training writes into RUN_DIR/summaries, `samestep eval` into RUN_DIR/summaries/evaluation, because TensorBoard
-follows only the newest file of a folder. Values stand at the number of steps taken, as checkpoints do.
+Training writes into RUN_DIR/summaries and `samestep eval` into RUN_DIR/summaries/evaluation, because
+TensorBoard follows only the newest file in a folder. The step of a value is the number of steps taken, as for
+checkpoints.
 """
 
 from __future__ import annotations
@@ -36,34 +37,35 @@ Panels = Callable[[nn.Module, Any], Tensor]
 """panels(model, batch) -> uint8 [n, 3, height, width]."""
 
 FOLDER = "summaries"
-"""The folder inside a run's that holds its summaries."""
+"""Name of the folder of summaries in the run folder."""
 
 _NUM_PICTURES = 4
 
 
 class TensorBoard(Logger):
-    """Writes files for TensorBoard, in the folder `summaries` of the run.
+    """Writes summaries for TensorBoard to RUN_DIR/summaries. It needs tensorboard.
 
     At every step that is a multiple of `every` it writes
 
-        loss/total, loss/NAME           the loss, its sums that have a name, and its terms; and each with
-                                        " (smoothed)": the exponential average over steps, decay 0.9
+        loss/total, loss/NAME           the loss, its named sums, and its terms; each also with " (smoothed)",
+                                        an exponential average over steps with decay 0.9
         towers/T/loss                   each tower's own loss
         step/...                        learning rate, speed, memory, gradient norm and noise scale
-        weights/NAME, weight gradients/NAME
-                                        histograms after the update, and of the average that made it
-        outputs/NAME, sparsity/NAME     what layers gave in worker 0's first tower; share of zeros
+        weights/NAME                    histogram of the weights after the update
+        weight gradients/NAME           histogram of the averaged gradient
+        outputs/NAME, sparsity/NAME     histogram and share of zeros of a layer's output in the first tower of
+                                        worker 0
         pictures/0 ... 3                the first pictures, if the batch's first tensor is [n, 1 or 3, h, w]
-        towers/T/pictures/0 ... 3       instead, with `panels`: those of the first rows of each of worker 0's
-                                        towers, with the weights after the update
+        towers/T/pictures/0 ... 3       with `panels`, instead of these: the panels of the first rows of each
+                                        of worker 0's towers, with the weights after the update
 
-    and after an evaluation its metrics. The bits of a run are the same with and without it. Layers inside
-    `torch.compile` are left out, because hooks would have them compiled again. It needs tensorboard.
+    and after an evaluation its metrics. The logger does not change the bits of a run. If the model has layers
+    inside `torch.compile`, outputs are left out, because hooks would cause them to be compiled again.
 
     Args:
         every: steps between summaries.
-        panels: `panels(model, batch)` -> uint8 [n, 3, height, width], what is shown of the rows of a tower
-            instead of the input pictures; called without gradients and with the model in evaluation mode.
+        panels: `panels(model, batch)` -> uint8 [n, 3, height, width], pictures for the first rows of a tower;
+            called without gradients and with the model in evaluation mode.
 
     Raises:
         ConfigError: tensorboard is not installed.
@@ -83,12 +85,12 @@ class TensorBoard(Logger):
         self._batch: Any = None
 
     def on_start(self, trainer: Trainer) -> None:
-        """Make the file."""
+        """Create the event file."""
         self._trainer = trainer
         self._file = EventFile(Path(trainer.run_dir) / FOLDER, purge_step=trainer.step.towers.step + 1)
 
     def before_step(self, trainer: Trainer, batch: Any) -> None:
-        """Record what layers give in the step, where it is due."""
+        """Start to record the outputs of layers, if summaries are due after this step."""
         towers = trainer.step.towers
         if self._file is None or not self._file.is_open or (towers.step + 1) % self.every:
             return
@@ -99,7 +101,7 @@ class TensorBoard(Logger):
         self._outputs = self._watching.enter_context(outputs_of(layers, self._file.tolerating))
 
     def after_step(self, trainer: Trainer, report: Report) -> None:
-        """Record no more."""
+        """Stop recording."""
         self._watching.close()
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -120,7 +122,7 @@ class TensorBoard(Logger):
         sparsity = {f"sparsity/{name}": output.sparsity for name, output in self._outputs.items()}
         for tag, value in {**scalars, **sparsity}.items():
             yield _scalar(tag, value)
-        if self._batch is None:  # of an evaluation
+        if self._batch is None:  # after an evaluation
             return
         for tag, histogram in self._histograms():
             if histogram is not None:
@@ -154,15 +156,15 @@ class TensorBoard(Logger):
 
 
 def write_metrics(run_dir: Path, step: int, metrics: Mapping[str, float]) -> None:
-    """Write the metrics of an evaluation; call it on one worker.
+    """Write the metrics of an evaluation; call this on one worker.
 
     Args:
         run_dir: the run folder.
-        step: of the checkpoint that was evaluated.
-        metrics: by name, which becomes the tag.
+        step: the step of the evaluated checkpoint.
+        metrics: the metrics by name, which becomes the tag.
     """
     folder = run_dir / FOLDER
-    with suppress(OSError):  # which the file meets, too
+    with suppress(OSError):  # `EventFile` meets the same error and reports it
         folder.mkdir(exist_ok=True)
     file = EventFile(folder / "evaluation")
     file.write(step, (_scalar(name, value) for name, value in metrics.items()))
@@ -170,19 +172,19 @@ def write_metrics(run_dir: Path, step: int, metrics: Mapping[str, float]) -> Non
 
 
 def _scalar(tag: str, value: float) -> Summary:
-    # Imported here, because it takes a fifth of a second and only worker 0 needs it.
+    # Imported here because the import takes 0.2 s, and only worker 0 needs it.
     from torch.utils.tensorboard.summary import scalar
 
     return scalar(tag, value)
 
 
 def _pictures(batch: Any) -> list[Tensor]:
-    """Return the first pictures of this worker, each uint8 or float in [0, 1], [1 or 3, h, w]."""
+    """Return this worker's first pictures, each [1 or 3, h, w], uint8 or float in [0, 1]."""
     parts = batch.slices.values() if isinstance(batch, LocalBatch) else [batch]
     found: list[Tensor] = []
     for part in parts:
         if len(found) == _NUM_PICTURES:
-            break  # a slice is read when it is asked for
+            break  # before the next slice, which would be read from the loader
         first = next((value for value in pytree.tree_leaves(part) if isinstance(value, Tensor)), None)
         if first is not None and first.ndim == 4 and first.shape[1] in (1, 3):
             found += first[: _NUM_PICTURES - len(found)]
@@ -190,6 +192,6 @@ def _pictures(batch: Any) -> list[Tensor]:
 
 
 def _stretched(picture: Tensor) -> Tensor:
-    """Return a standardised picture with its darkest value at 0 and its brightest at 1."""
+    """Rescale a picture so that its darkest value is 0 and its brightest is 1."""
     darkest, brightest = picture.aminmax()
     return (picture - darkest) / (brightest - darkest).clamp(min=1e-12)

@@ -1,4 +1,4 @@
-"""Weights & Biases: a run's settings and scalars, sent or kept for later by their own package."""
+"""Weights & Biases: logs a run's settings and scalars through the wandb package."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 __all__ = ["ID_FILE", "WandB"]
 
 ID_FILE = "wandb_id.txt"
-"""The file in a run's folder that holds the id of its run at Weights & Biases."""
+"""Name of the file in the run folder that holds the id of the run at Weights & Biases."""
 
 
 class WandB(Logger):
-    """Logs to Weights & Biases: the settings as config, and scalars at their steps.
+    """Logs to Weights & Biases: the settings as config, and scalars at their steps. It needs wandb.
 
-    A run that is continued goes on as the same run there, by the id in `RUN_DIR/wandb_id.txt`; `fresh` begins
-    another. Steps that are taken again after an interruption have the same bits, and wandb keeps the first of
-    them. The run ends as failed there unless its last step was taken. What goes wrong is said once, and
-    training goes on without it. Log in first (`wandb login`), or set `WANDB_MODE=offline` to have it all kept
-    in `RUN_DIR/wandb`. It needs wandb.
+    A resumed run continues the same wandb run, by the id in `RUN_DIR/wandb_id.txt`; `fresh` starts another
+    one. Steps that are repeated after an interruption have the same bits, and wandb keeps the first values.
+    The wandb run is marked as failed unless `Trainer.ending` is "done". An error is printed once, and
+    training continues without the logger. Log in first (`wandb login`), or set `WANDB_MODE=offline` to keep
+    all data in `RUN_DIR/wandb`.
 
     Args:
-        project: that the run belongs to.
-        every: steps between two logs of what training measured; None for the `log_every` of the trainer.
+        project: the project of the run.
+        every: steps between two logs of training scalars; None for the `log_every` of the trainer.
         options: further arguments of `wandb.init`, such as `name`, `tags` or `entity`.
 
     Example:
@@ -50,7 +50,7 @@ class WandB(Logger):
         self._run: Any = None
 
     def on_start(self, trainer: Trainer) -> None:
-        """Begin the run there, or go on with it."""
+        """Start the wandb run, or continue it."""
         with extra("wandb"):
             import wandb
         run_dir = Path(trainer.run_dir)
@@ -58,7 +58,7 @@ class WandB(Logger):
             "id": _id_of(run_dir),
             "resume": "allow",
             "dir": str(run_dir),
-            # Else it takes the place of sys.stdout, which the progress bar has as well.
+            # Without this, wandb replaces sys.stdout, which the progress bar has replaced as well.
             "settings": wandb.Settings(console="off"),
             **self._options,
         }
@@ -71,14 +71,14 @@ class WandB(Logger):
             self._run.log(dict(scalars), step=step)
 
     def on_end(self, trainer: Trainer) -> None:
-        """End the run there, or for now."""
+        """Finish the wandb run, which a resumed run can continue."""
         run, self._run = self._run, None
         if run is not None:
             run.finish(exit_code=0 if trainer.ending == "done" else 1)
 
 
 def _id_of(run_dir: Path) -> str:
-    """Return the id that the run has, or gets now."""
+    """Return the run's wandb id; create one if there is none."""
     file = run_dir / ID_FILE
     found = read_file(file, 1000).decode(errors="replace").strip() if file.exists() else ""
     if not re.fullmatch(r"[a-z0-9]{1,64}", found):

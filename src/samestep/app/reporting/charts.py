@@ -1,4 +1,4 @@
-"""Charts as SVG to put into a page: they have its text's colour, and no text from a run's files."""
+"""Charts as inline SVG: they use the page's text colour, and contain no text from a run's files."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 __all__ = ["COLORS", "FAINT", "MARKS", "Line", "draw_band", "draw_curves", "draw_timeline", "draw_towers"]
 
 COLORS = ("#3b82c4", "#d9730d", "#2a9d5c", "#8f6bd1", "#1797a6", "#a0723d", "#c2569b", "#7f8790")
-"""Of curves, in order: each with a contrast of 3 or more to white and to black."""
+"""Colours of curves, in order: each has a contrast of at least 3 to white and to black."""
 
 FAINT = "66"
-"""Makes a color let the page through, at its end."""
+"""Alpha value to append to a colour, for a transparent curve."""
 MARKS = {
     "start": ("●", COLORS[0]),
     "checkpoint": ("▲", COLORS[2]),
     "interrupted": ("×", "#d1495b"),
     "done": ("■", COLORS[0]),
 }
-"""What `draw_timeline` draws."""
+"""Marks and colours of `draw_timeline`."""
 
-_INK, _GRID = "#010203", "#020304"  # stand for the page's own colours
+_INK, _GRID = "#010203", "#020304"  # placeholders that `_svg` replaces by the page's own colours
 _STYLE: Mapping[str, Any] = {
     "svg.fonttype": "none",
-    "svg.hashsalt": "samestep",  # the same run gives the same page
+    "svg.hashsalt": "samestep",  # deterministic ids: the same run gives the same page
     "text.parse_math": False,
     "font.size": 8.5,
     **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), _INK),
@@ -49,12 +49,12 @@ _STYLE: Mapping[str, Any] = {
 }
 _SIZE_INCHES = 4.1, 2.3
 _HUGE = 50.0
-"""Values whose ratio is above this are shown on a logarithmic axis."""
+"""The axis is logarithmic if the ratio of the largest value to the smallest is above this."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A curve and how it is drawn."""
+    """A curve and its appearance."""
 
     curve: Curve
     color: str
@@ -66,10 +66,10 @@ def draw_curves(title: str, unit: str, lines: Sequence[Line], marks: Sequence[Ma
     """Draw scalars over steps.
 
     Args:
-        title: what a screen reader says of the chart.
-        unit: of the vertical axis.
-        lines: to draw, later ones above earlier ones.
-        marks: steps at which there is a vertical line, which says why where a mouse is over it.
+        title: the label for screen readers.
+        unit: the label of the vertical axis.
+        lines: the curves, later ones drawn above earlier ones.
+        marks: steps to mark by a vertical line, with a text that appears under the mouse.
     """
 
     def draw(axes: Axes) -> None:
@@ -85,7 +85,7 @@ def draw_curves(title: str, unit: str, lines: Sequence[Line], marks: Sequence[Ma
 
 
 def draw_band(title: str, unit: str, curves: Sequence[Curve], marks: Sequence[Mark] = ()) -> str:
-    """Draw how far apart curves are: their median, the half in the middle, the lowest and the highest."""
+    """Draw the spread of curves: their median, the middle half, and the range, over steps."""
     by_step: dict[int, list[float]] = {}
     for curve in curves:
         for step, value in zip(curve.steps, curve.values, strict=True):
@@ -104,7 +104,7 @@ def draw_band(title: str, unit: str, curves: Sequence[Curve], marks: Sequence[Ma
 
 
 def draw_towers(title: str, unit: str, means: Sequence[float]) -> str:
-    """Draw a number of each tower."""
+    """Draw one value per tower."""
 
     def draw(axes: Axes) -> None:
         axes.plot(range(len(means)), means, "o", color=COLORS[0])
@@ -155,7 +155,7 @@ _TIMES = (("days", 86_400.0), ("hours", 3600.0), ("minutes", 60.0))
 def _over_steps(axes: Axes, unit: str, marks: Sequence[Mark]) -> None:
     for mark in marks[-50:]:
         axes.axvline(mark.step, color=_INK, alpha=0.5, linewidth=0.8, linestyle=(0, (2, 2)))
-        # What a mouse can hit.
+        # An invisible, wider line, which is easier to hit with a mouse.
         axes.axvline(mark.step, color=_INK, alpha=0, linewidth=7, zorder=9).set_gid(mark.text)
     axes.set_xlabel("step")
     axes.set_ylabel(unit)
@@ -164,7 +164,7 @@ def _over_steps(axes: Axes, unit: str, marks: Sequence[Mark]) -> None:
 
 
 def _scale(axes: Axes, values: Sequence[float]) -> None:
-    """Choose a logarithmic axis where values are far apart."""
+    """Choose a logarithmic axis if all values are positive and their ratio is above `_HUGE`."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     if values and min(values) > 0 and max(values) / min(values) > _HUGE:
@@ -175,7 +175,7 @@ def _scale(axes: Axes, values: Sequence[float]) -> None:
 
 
 def _plain(value: float, position: float | None = None) -> str:
-    """Return a number beside an axis, without mathematical typesetting."""
+    """Format a number beside an axis, without mathematical typesetting."""
     is_long = value and not 1e-3 <= abs(value) < 1e6
     return f"{value:.3g}" if is_long else f"{value:,.6g}".replace("-", "\N{MINUS SIGN}")
 
@@ -192,6 +192,6 @@ def _svg(title: str, draw: Callable[[Axes], None]) -> str:
         figure.savefig(file, format="svg", transparent=True, metadata=dict.fromkeys(names))
     text = file.getvalue()
     text = text[text.index("<svg") :].replace(_INK, "currentColor").replace(_GRID, "var(--grid)")
-    text = re.sub(r'<g id="(step [^"]*)">', r"<g><title>\1</title>", text)  # of marks
-    text = re.sub(r'<g id="[^"]*">', "<g>", text)  # the same in each chart, and used by none
+    text = re.sub(r'<g id="(step [^"]*)">', r"<g><title>\1</title>", text)  # the texts of marks
+    text = re.sub(r'<g id="[^"]*">', "<g>", text)  # ids would be repeated in each chart of the page
     return text.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)

@@ -1,4 +1,4 @@
-"""What happened in a run, out of its metrics.jsonl: curves over steps, and each start with what followed."""
+"""The history of a run, read from its metrics.jsonl: curves over steps, and stretches from start to end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Curve", "History", "Mark", "Stretch"]
 
 _MAX_NAMES = 1000
 _MAX_WORKERS = 1 << 20
-_MAX_VALUE = 1e100  # beyond that the limits of an axis may overflow
+_MAX_VALUE = 1e100  # limits of an axis with larger values may overflow
 
 
 @dataclass
@@ -26,11 +26,11 @@ class Curve:
 
 @dataclass(frozen=True)
 class Mark:
-    """A step from which a run went on with other workers, or with towers on others.
+    """A step at which the workers or the placement of the towers changed.
 
     Attributes:
-        step: steps taken before.
-        text: says so, in numbers and words, without any text of a file.
+        step: number of steps taken before the change.
+        text: describes the change, without any text from the file.
     """
 
     step: int
@@ -42,12 +42,12 @@ class Stretch:
     """A part of a run from a start to its end.
 
     Attributes:
-        start: the line of its start.
-        times_s: of each of its lines, in seconds since the epoch.
-        steps: of each of its lines.
-        checkpoints: places of lines, in `steps`, that note a checkpoint.
-        moves: marks of where towers moved.
-        ending: why it ended, as the line of its end says; None where there is none.
+        start: the line of the start event.
+        times_s: the times of all lines, in seconds since the epoch.
+        steps: the steps of all lines.
+        checkpoints: indices in `steps` of the lines of checkpoints.
+        moves: marks where towers moved.
+        ending: the reason in the line of the end event; None if there is no such line.
     """
 
     start: Mapping[str, Any]
@@ -59,24 +59,24 @@ class Stretch:
 
     @property
     def workers(self) -> str:
-        """How many workers it had, and the towers of each."""
+        """The number of workers, and the towers of each."""
         return f"{shown(self.start.get('workers'))}{_in_brackets(self.start)}"
 
     @property
     def mark(self) -> Mark:
-        """Where it began."""
+        """The mark of the start."""
         workers = self.start.get("workers")
         is_number = isinstance(workers, int) and 0 < workers < _MAX_WORKERS
         who = f"{workers} worker{'s' * (workers != 1)}" if is_number else "other workers"
         return Mark(self.steps[0], f"step {self.steps[0]:,}: going on with {who}{_in_brackets(self.start)}")
 
     def text(self, name: str) -> str:
-        """Return what its start says of something."""
+        """Return a value of the start event as text; empty if there is none."""
         value = self.start.get(name)
         return one_line(value, 80) if isinstance(value, str) else "" if value is None else shown(value)
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Take in a line that follows its start."""
+        """Add a line: that of the start, or a later one."""
         if line.get("event") == "checkpoint":
             self.checkpoints.append(len(self.steps))
         if line.get("event") == "placement" and _placed(line):
@@ -91,12 +91,12 @@ class Stretch:
 
 @dataclass
 class History:
-    """What happened in a run.
+    """The history of a run.
 
     Attributes:
-        training: the curves of what training measured, by name.
-        metrics: those of evaluations.
-        stretches: from each start to its end, oldest first.
+        training: the curves of training scalars, by name.
+        metrics: the curves of evaluation metrics, by name.
+        stretches: the parts of the run from each start to its end, oldest first.
     """
 
     training: dict[str, Curve] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class History:
 
     @classmethod
     def of(cls, lines: Iterable[Mapping[str, Any]]) -> History:
-        """Take in the lines of a run; see `read_lines`."""
+        """Build the history from the lines of a run; see `read_lines`."""
         history = cls()
         for line in lines:
             if line.get("event") == "start" or not history.stretches:
@@ -116,7 +116,7 @@ class History:
         return history
 
     def named(self, *names: str) -> list[Curve]:
-        """Return those of the training's curves that there are."""
+        """Return the training curves with these names, if they exist."""
         return [self.training[name] for name in names if name in self.training]
 
     def towers(self) -> list[Curve]:
@@ -131,7 +131,7 @@ class History:
 
     @property
     def marks(self) -> list[Mark]:
-        """Where the run went on otherwise than before, in the order in which it did."""
+        """The marks of all changes of workers or placement, in order of time."""
         found = [mark for stretch in self.stretches for mark in (stretch.mark, *stretch.moves)]
         return found[1:]
 
@@ -142,7 +142,7 @@ class History:
 
 
 def _placed(line: Mapping[str, Any]) -> str:
-    """Return how many towers each worker has, such as "4 + 3"; nothing where a line does not say it."""
+    """Return the number of towers of each worker, such as "4 + 3"; empty if the line has none."""
     towers = line.get("towers")
     is_list = isinstance(towers, list) and all(isinstance(count, int) for count in towers)
     return one_line(" + ".join(map(str, towers[:64])), 80) if is_list and towers else ""

@@ -1,4 +1,4 @@
-"""HTML without scripts and without anything from elsewhere, in which no text can become a tag."""
+"""HTML without scripts or external resources, with all text escaped."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["Html", "figure", "page", "section", "table", "tiles"]
 
 
 class Html(str):
-    """Text that is HTML already."""
+    """Text that is already HTML, and so is not escaped."""
 
 
 def text(value: object, max_chars: int = 200) -> Html:
-    """Return a value, of whatever source, as HTML: one short line."""
+    """Return any value as HTML: one short, escaped line."""
     return value if isinstance(value, Html) else Html(escape(one_line(str(value), max_chars)))
 
 
@@ -23,10 +23,10 @@ def page(title: str, note: str, parts: Iterable[Html], end: str) -> str:
     """Return a whole page.
 
     Args:
-        title: its title and heading.
-        note: a line below that.
-        parts: what it consists of.
-        end: its last line.
+        title: the title and heading.
+        note: a line below the heading.
+        parts: the sections of the page.
+        end: the last line.
     """
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -40,13 +40,13 @@ def page(title: str, note: str, parts: Iterable[Html], end: str) -> str:
 
 
 def section(title: str, parts: Sequence[Html], note: str = "", *, of: str = "") -> Html:
-    """Return a part of the page with a heading; nothing where it would be empty.
+    """Return a section with a heading; nothing if it has no parts.
 
     Args:
         title: the heading.
-        parts: what it consists of.
+        parts: the contents.
         note: a sentence below the heading.
-        of: the class of the element around the parts.
+        of: the CSS class of an element around the parts; empty for no such element.
     """
     if not parts:
         return Html()
@@ -57,18 +57,18 @@ def section(title: str, parts: Sequence[Html], note: str = "", *, of: str = "") 
 
 
 def tiles(values: Mapping[str, object]) -> Html:
-    """Return a few values, each with its name, side by side."""
+    """Return values with their names, side by side."""
     inside = "".join(f"<div><dt>{text(k)}</dt><dd>{text(v)}</dd></div>\n" for k, v in values.items())
     return Html(f'<dl class="tiles">\n{inside}</dl>\n')
 
 
 def figure(title: str, svg: str, legend: Mapping[str, tuple[str, str]] | None = None) -> Html:
-    """Return a chart.
+    """Return a chart with a caption.
 
     Args:
-        title: what it shows.
-        svg: the drawing.
-        legend: what is drawn, by name, with its mark and color.
+        title: the caption.
+        svg: the chart.
+        legend: the mark and colour of each item, by name.
     """
     keys = "".join(
         f'<li><span style="color:{color}">{mark}</span> {text(name, 60)}</li>'
@@ -79,12 +79,12 @@ def figure(title: str, svg: str, legend: Mapping[str, tuple[str, str]] | None = 
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: Sequence[str] = ()) -> Html:
-    """Return a table, which scrolls by itself where it is too wide.
+    """Return a table, which scrolls on its own if it is too wide.
 
     Args:
-        head: the names of its columns; the first one's cells name their rows.
+        head: the names of the columns; the cells of the first column are row headers.
         rows: the cells.
-        numbers: the names of the columns to align at the right.
+        numbers: the names of columns to align to the right.
     """
 
     def cell(kind: str, column: str, value: object) -> str:

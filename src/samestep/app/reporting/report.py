@@ -1,4 +1,4 @@
-"""`samestep report`: a run folder as one HTML page. Nothing in the folder is changed but that page."""
+"""`samestep report`: a run folder as one HTML page. Nothing else in the folder is changed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = ["write_report"]
 
 _MAX_CHARTS = 24  # of metrics
 _MAX_STRETCHES = 100
-_MAX_MARKS_NAMED = 6  # marks
+_MAX_MARKS_NAMED = 6
 _MAX_ROWS = 200
 
 
@@ -42,14 +42,14 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
     """Write the page of a run, and return its path.
 
     Args:
-        run_dir: the run folder; training may go on in it.
-        output: the page; by default report.html in the run folder.
+        run_dir: the run folder; the run may still be training.
+        output: the path of the page; by default report.html in the run folder.
 
     Raises:
         ConfigError: matplotlib is not installed.
-        DataError: its settings cannot be read, or the newest checkpoint is of a newer format.
-        MissingFileError: there is no run.
-        StorageError: a file cannot be read, or the page not be written.
+        DataError: the settings cannot be read, or the newest checkpoint has a newer format.
+        MissingFileError: there is no run in the folder.
+        StorageError: a file cannot be read, or the page cannot be written.
     """
     with extra("report"):
         import matplotlib  # noqa: F401
@@ -61,7 +61,7 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
 
 @dataclass(frozen=True)
 class _Run:
-    """What a run folder holds."""
+    """The contents of a run folder."""
 
     run_dir: Path
     settings: Mapping[str, Any]
@@ -73,7 +73,7 @@ class _Run:
     def read(cls, run_dir: Path) -> _Run:
         settings: Mapping[str, Any] = {}
         history = History()
-        with suppress(MissingFileError):  # of a script
+        with suppress(MissingFileError):  # a script's `Trainer` writes no settings
             settings = read_values(run_dir)
         with storage(run_dir, "read"), suppress(FileNotFoundError):
             history = History.of(read_lines(run_dir))
@@ -172,7 +172,7 @@ def _training(run: _Run) -> list[Html]:
 
 
 def _explained(marks: Sequence[Mark]) -> str:
-    """Return what the vertical lines are."""
+    """Return a sentence that explains the vertical lines."""
     newest = "; ".join(mark.text for mark in marks[-_MAX_MARKS_NAMED:])
     before = f"{len(marks) - _MAX_MARKS_NAMED:,} earlier ones; " if len(marks) > _MAX_MARKS_NAMED else ""
     return f"Vertical lines: {before}{newest}." if marks else ""

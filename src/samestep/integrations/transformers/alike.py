@@ -1,4 +1,4 @@
-"""What must be the same on all workers before the loop and after it, where no step compares it."""
+"""Comparisons of the workers before and after training, for what no step compares."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _PREFIXES = ("hub_", "ddp_", "trackio_")
 
 
 def compare_runs(job: Job, args: transformers.TrainingArguments, train_dataset: Any) -> None:
-    """Raise on all workers if one has different arguments than the others, or a different number of rows.
+    """Raise on all workers if arguments or the number of rows differ between workers.
 
-    A step would find most differences, but not arguments that change a tower's loss, such as label smoothing;
-    and if one worker saves and another does not, it would not say why.
+    Steps find most differences, but not those in a tower's loss, such as label smoothing. If one worker saves
+    a checkpoint and another does not, the error in the next step would not name the reason.
     """
     names = [field.name for field in fields(transformers.TrainingArguments)]
     compared = [name for name in names if name not in _MAY_DIFFER and not name.startswith(_PREFIXES)]
@@ -41,15 +41,15 @@ def compare_runs(job: Job, args: transformers.TrainingArguments, train_dataset: 
 class SameWeights(transformers.TrainerCallback):  # type: ignore[misc]
     """Raises on all workers if training ends with different weights on one of them.
 
-    Each step compares a part of the weights. After the last one, a callback may have written to them, or a
-    different checkpoint may be the best one.
+    Each step compares a part of the weights. After the last step, a callback may have written to the weights,
+    or workers may have loaded different best checkpoints.
     """
 
     def __init__(self, job: Job) -> None:
         self._job = job
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Compare them."""
+        """Compare the weights."""
         if self._job.world_size > 1:
             hashes = WeightHash.of_parameters(model).by_name()
             agree(self._job, {"hash of the weights in": hashes}, where="the end of training")

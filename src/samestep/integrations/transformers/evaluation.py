@@ -1,4 +1,4 @@
-"""Evaluation on all workers: batches of the same rows whatever their number, each computed by one of them."""
+"""Evaluation on all workers: each predicts some of the batches, which do not depend on their number."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class Prediction(NamedTuple):
-    """What a batch of an evaluation gave: its mean loss, what that is a mean over, logits and labels."""
+    """The prediction for a batch: mean loss, the number of items in that mean, logits and labels."""
 
     loss: Any
     counted: float
@@ -39,12 +39,12 @@ class Prediction(NamedTuple):
 
 
 class Rounds:
-    """A loader's batches, W at a time: each worker predicts one of them, and gets the others' predictions.
+    """Iterates over a loader in rounds of W batches: each worker predicts one, and gets all W predictions.
 
     Batches and weights must be the same on all workers. Random numbers drawn while the n-th batch is read,
-    such as a collator's masks, come from a stream of (seed, n), those drawn while it is predicted, such as a
-    sampled text, from another one: each worker predicts different batches, so one common sequence would
-    depend on the number of workers.
+    such as a collator's masks, come from a stream of (seed, n), and those drawn while it is predicted, such
+    as sampled text, from another stream. One common sequence would depend on the number of workers, because
+    each worker predicts different batches.
 
     All other attributes are those of `loader`.
     """
@@ -58,7 +58,7 @@ class Rounds:
         self._batches: deque[Any] = deque()
         self._predictions: deque[Prediction] = deque()
         self._used: list[Prediction] = []
-        self._is_over = False  # whether all workers have come to the end, or know that they will not
+        self._is_over = False  # whether all workers have finished, or have raised together
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -75,7 +75,7 @@ class Rounds:
             self._predictions.clear()
 
     def _seeded(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Read one batch after the other, each under its own streams."""
+        """Yield the batches, each read under its own random streams."""
         while True:
             with self._streams("evaluation batch", self._num_read):
                 try:
@@ -92,7 +92,7 @@ class Rounds:
             yield
 
     def predict(self, batch: Any, predict: Callable[[Any], Prediction]) -> Prediction:
-        """Return what `predict` gives for a batch: on whichever worker, if it is one of this loader's."""
+        """Return `predict(batch)`, computed on any one worker if the batch is the next one of this loader."""
         if not self._batches or self._batches[0] is not batch:
             self._used.append(predict(batch))
         else:
@@ -116,7 +116,7 @@ class Rounds:
         return [Prediction(*send_to_device(tuple(each), device)) for each in found if each is not None]
 
     def _of_round(self) -> dict[str, Any]:
-        """Return what must be the same on all workers, as each of them predicts another batch."""
+        """Return the values that must be the same on all workers, because each predicts another batch."""
         first = self._num_read - len(self._batches)
         checksums = {f"batch {n}": fingerprint(Whole(batch)) for n, batch in enumerate(self._batches, first)}
         same = {
@@ -129,7 +129,7 @@ class Rounds:
         return same
 
     def _agree(self, same: Mapping[str, Any], **own: Any) -> list[Any]:
-        self._is_over = True  # unless it returns
+        self._is_over = True  # if `agree` raises, it does on all workers
         found = agree(self._job, same, where=_WHERE, **own)
         self._is_over = False
         return found
@@ -147,7 +147,7 @@ class Rounds:
     def end(self, metrics: dict[str, Any]) -> None:
         """Use worker 0's metrics on all workers, so that decisions based on them are the same everywhere.
 
-        They are computed from the same predictions, but differ if they draw random numbers, or if only one
+        Workers have the same predictions, but metrics differ if they use random numbers, or if only one
         worker computes them.
         """
         plain = {name: value for name, value in metrics.items() if isinstance(value, _PLAIN)}
@@ -155,7 +155,7 @@ class Rounds:
         self._is_over = True
 
     def loss(self) -> float | None:
-        """Return the mean loss over all that the batches' losses count; None where there is nothing."""
+        """Return the mean loss over all items, such as labels, of all batches; None if there are none."""
         counted = [
             (float(each.loss), each.counted) for each in self._used if each.loss is not None and each.counted
         ]

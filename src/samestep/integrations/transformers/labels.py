@@ -1,21 +1,22 @@
-"""What a loss is a mean over: the labels that count."""
+"""Counting labels: the number of items in a loss's mean."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from samestep.app.evaluation import evaluation_mode
+
 __all__ = ["count_labels", "ignores_first"]
 
-_IGNORED = -100  # the label that no loss of transformers counts
+_IGNORED = -100  # losses of transformers ignore this label
 
 
 def count_labels(inputs: Mapping[str, Any], *, skip_first: bool) -> Tensor | None:
-    """Return how many integer labels count, 0-dim; None where there are none of that kind."""
+    """Return the number of integer labels that are not ignored, 0-dim; None without integer labels."""
     labels: Any = inputs.get("shift_labels")
     if labels is None:
         labels = inputs.get("labels")
@@ -24,26 +25,27 @@ def count_labels(inputs: Mapping[str, Any], *, skip_first: bool) -> Tensor | Non
 
 
 def _is_integer(labels: Any) -> bool:
-    """Say whether labels are those of classes, not numbers or boxes."""
+    """Return whether labels are class indices, and not floating-point targets or a list of boxes."""
     return isinstance(labels, Tensor) and not labels.is_floating_point()
 
 
 def ignores_first(model: nn.Module, inputs: Mapping[str, Any], loss: Callable[[Any, Tensor], Tensor]) -> bool:
-    """Ask a model whether its loss ignores each row's first label, as in causal language models.
+    """Return whether a model's loss ignores each row's first label, as in causal language models.
 
-    What transformers itself knows of it is wrong for some, such as GPT2LMHeadModel.
+    This compares two losses, because what transformers reports is wrong for some models, such as
+    GPT2LMHeadModel.
 
     Args:
-        model: is in evaluation mode meanwhile.
-        inputs: of a tower, on the model's device.
-        loss: from such inputs, and what it is to be divided by, to a scalar.
+        model: the model; put in evaluation mode during the call.
+        inputs: a tower's inputs, on the model's device.
+        loss: (inputs, divisor) -> scalar loss.
     """
     labels: Any = inputs.get("labels")
     if not _is_integer(labels) or labels.dim() != 2:
         return False
     try:
         none, one = _losses(model, inputs, loss, torch.full_like(labels, _IGNORED))
-    except Exception:  # a program's own loss may expect labels
+    except Exception:  # a user's own loss may fail if all labels are ignored
         none, one = _losses(model, inputs, loss, labels)
     return none == one or (none != none and one != one)  # a mean of nothing is NaN
 
@@ -51,23 +53,11 @@ def ignores_first(model: nn.Module, inputs: Mapping[str, Any], loss: Callable[[A
 def _losses(
     model: nn.Module, inputs: Mapping[str, Any], loss: Callable[[Any, Tensor], Tensor], labels: Tensor
 ) -> list[float]:
-    """Return the loss without each row's first label, and with it, beside the other labels given."""
+    """Return the loss with each row's first label ignored, and with it set to 0; other labels as given."""
     losses = []
     for first in (_IGNORED, 0):
         changed = labels.clone()
         changed[:, 0] = first
-        with torch.no_grad(), _evaluating(model):
+        with torch.no_grad(), evaluation_mode(model):
             losses.append(float(loss({**inputs, "labels": changed}, torch.ones_like(labels[0, 0]))))
     return losses
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode for a while."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode

@@ -1,4 +1,4 @@
-"""What of `TrainingArguments` and `transformers.Trainer` has no meaning with towers: refused by name."""
+"""Errors for options of `TrainingArguments` and overrides of `transformers.Trainer` that towers rule out."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _OWNED = {
 
 
 def check_overrides(found: type, ours: type) -> None:
-    """Refuse subclasses that replace what would not be called, or would be called in vain."""
+    """Refuse subclasses that override methods without effect here."""
     for cls in found.__mro__[: found.__mro__.index(ours)]:
         for name in sorted(_OWNED.keys() & vars(cls).keys()):
             raise ConfigError(f"{cls.__name__}.{name} has no effect with towers: {_OWNED[name]}")
 
 
 def check_arguments(args: TrainingArguments, model: Any, train_dataset: Any, towers: int) -> None:
-    """Refuse what would change the average behind the towers' back, or have no effect."""
+    """Refuse arguments that would change the towers' average, or have no effect."""
     steps = args.gradient_accumulation_steps
     if steps != 1:
         raise ConfigError(
@@ -73,7 +73,7 @@ _EXPECTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 
 def _sharded(args: TrainingArguments, model: Any) -> Iterator[str]:
-    """Say what would shard the model, or average gradients itself."""
+    """Yield what would shard the model or average gradients on its own, for the error message."""
     for name in ("deepspeed", "fsdp", "parallelism_config"):
         if getattr(args, name):
             yield f"{name} = {getattr(args, name)!r}"

@@ -1,7 +1,8 @@
 """`transformers.Trainer` with towers in place of devices.
 
-Their Trainer runs as if its process were alone: nothing of theirs wraps the model, shards data, adds or
-divides. What several workers do together is ours: the towers' average, the evaluation's batches, who writes.
+The base class runs as if its process were the only one: it does not wrap the model, shard data, or sum and
+divide gradients. This module does what workers do together: the towers' average, the distribution of
+evaluation batches, and the choice of the worker that writes files.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ from samestep.workers.job import Job
 __all__ = ["NOT_PUBLIC", "Trainer"]
 
 NOT_PUBLIC = {
-    "Trainer._get_num_items_in_batch": "overridden: what a loss is divided by is what count_items says",
-    "Trainer._prepare_inputs": "called for each tower: programs override it",
+    "Trainer._get_num_items_in_batch": "overridden: a loss is divided by what count_items returns",
+    "Trainer._prepare_inputs": "called for each tower, because programs override it",
     "Trainer._save_optimizer_and_scheduler": "overridden: a checkpoint also gets the towers' state",
-    "Trainer._load_optimizer_and_scheduler": "overridden: reads it, before the loop reads data",
+    "Trainer._load_optimizer_and_scheduler": "overridden: reads that state, before the loop reads data",
     "Trainer._save_rng_state": "overridden: worker 0 alone writes the file",
     "Trainer.save_model(_internal_call)": "overridden: workers wait for a checkpoint's weights",
     "TrainingArguments._n_gpu": "set to 1: no DataParallel around the model",
 }
-"""What of transformers is used here though its documentation does not name it, and what for."""
+"""Undocumented parts of transformers that this module uses, and what for."""
 
 _STATE_FILE = "samestep.json"
 
@@ -58,32 +59,33 @@ _STATE_FILE = "samestep.json"
 class Trainer(transformers.Trainer):  # type: ignore[misc]
     """`transformers.Trainer` that takes the same steps, bit for bit, on any number of workers.
 
-    Run it by plain `python`, or under `torchrun` with any number of processes up to T. In a step, the global
-    batch of T · `args.per_device_train_batch_size` rows is cut into T towers; the loss is the mean over all
-    its tokens:
+    Run the script with plain `python`, or under `torchrun` with any number of processes up to T. In a step,
+    the global batch of T · `args.per_device_train_batch_size` rows is cut into T towers; the loss is the mean
+    over all its tokens:
 
         loss = Σ_t (sum of the losses of tower t's labels that are not −100) / Σ_t (how many these are)
 
-    Where there are no integer `labels`, it is the mean over rows. Dropout draws from streams of (seed, step,
-    tower), the order of the data from (`args.data_seed` or `args.seed`, epoch).
+    Without integer `labels`, the loss is the mean over rows. The random streams of dropout depend on (seed,
+    step, tower), and the order of the data on (`args.data_seed` or `args.seed`, epoch).
 
     Args:
-        model: as theirs, as are all arguments that are not named here.
-        args: `gradient_accumulation_steps` is 1; `per_device_train_batch_size` is the rows of a tower.
-        arguments: the others of `transformers.Trainer`, by position.
-        towers: T, part of the experiment like the batch size.
-        job: from `samestep.init`; by default of `args.device` with one CPU thread for each worker.
-        options: the others of `transformers.Trainer`, by name.
+        model: as for `transformers.Trainer`.
+        args: as for `transformers.Trainer`; `per_device_train_batch_size` is the number of rows of a tower,
+            and `gradient_accumulation_steps` must be 1.
+        arguments: further arguments of `transformers.Trainer`, by position.
+        towers: the number of towers, T; part of the experiment, like the batch size.
+        job: from `samestep.init`; by default on `args.device`, with one CPU thread per worker.
+        options: further arguments of `transformers.Trainer`, by name.
 
     Attributes:
         job: this process's view of the job.
-        towers: the `samestep.Towers` of the model; from the first training on.
-        report: what the last step returned.
+        towers: the `samestep.Towers` of the model, once training has begun.
+        report: the report of the last step.
 
     Raises:
-        ConfigError: an argument that has no meaning with towers, or T below 1 or below the workers.
-        NonFiniteError: in `train`, a gradient is NaN or infinite; it names towers and parameters. Float16
-            skips such steps.
+        ConfigError: an argument cannot be used with towers, or T is below 1 or the number of workers.
+        NonFiniteError: in `train`, a gradient is NaN or infinite; the error names towers and parameters. With
+            float16, such steps are skipped instead.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -125,27 +127,27 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._rounds: Rounds | None = None
         self._preprocess: Any = None
         super().__init__(model, args, *arguments, **options)
-        # Before those of the program, which may do something with the weights that one worker has.
+        # Before the user's callbacks, which may already use the weights, for example to upload them.
         self.callback_handler.callbacks.insert(0, SameWeights(self.job))
 
     def train(self, *arguments: Any, **options: Any) -> TrainOutput:
-        """Run theirs, after a comparison of the arguments that workers train with.
+        """Compare the workers' arguments, and train.
 
         Raises:
-            DisagreementError: workers have other arguments, or end with other weights.
+            DisagreementError: workers have different arguments, or end with different weights.
         """
         compare_runs(self.job, self.args, self.train_dataset)
         return super().train(*arguments, **options)
 
     def create_towers(self) -> Towers:
-        """Make the towers of `self.model`, when training begins; override it for other settings of theirs."""
-        # Measuring the noise scale keeps the gradients of several towers.
+        """Create the towers of `self.model` when training begins; override this for other options."""
+        # Without the noise scale, whose measurement keeps the gradients of several towers in memory.
         return Towers(
             self.model, self._placement.num_towers, job=self.job, seed=self.args.seed, noise_every=0
         )
 
     def create_loader(self, dataset: Any, collate_fn: Any) -> TowerLoader:
-        """Make what reads the rows of `self.towers`, from a dataset whose unused columns are removed."""
+        """Create the loader of `self.towers`, for a dataset from which unused columns were removed."""
         args = self.args
         names = ("num_workers", "persistent_workers", "multiprocessing_context", "prefetch_factor")
         options = {name: getattr(args, f"dataloader_{name}") for name in names}
@@ -162,10 +164,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         )
 
     def count_items(self, inputs: Any) -> Tensor | None:
-        """Return what the mean loss of these inputs is a mean over, 0-dim; None for their rows.
+        """Return the number of items, 0-dim, in the mean loss of these inputs; None for the number of rows.
 
-        That is integer labels that are not −100; each row's first one only where the model predicts it.
-        Override it where a loss counts something else.
+        Items are integer labels that are not −100, without each row's first label if the model does not
+        predict it. Override this if your loss is a mean over something else.
         """
         return count_labels(inputs, skip_first=bool(self._skips_first))
 
@@ -174,25 +176,25 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return int(self._placement.num_towers * args.per_device_train_batch_size)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return what their loop counts steps with; `get_batch_samples` reads the rows of this worker."""
-        theirs = super().get_train_dataloader()
+        """Return a loader by which the base class counts steps; `get_batch_samples` reads the rows."""
+        base = super().get_train_dataloader()
         self.towers = self.create_towers()
-        self._loader = self.create_loader(theirs.dataset, theirs.collate_fn)
+        self._loader = self.create_loader(base.dataset, base.collate_fn)
         self._batches = _without_end(self._loader)
         return DataLoader(
-            theirs.dataset,
+            base.dataset,
             self._loader.batch_size,
             drop_last=self._loader.drop_last,
-            collate_fn=theirs.collate_fn,
-            generator=torch.Generator(),  # else it draws from the global one
+            collate_fn=base.collate_fn,
+            generator=torch.Generator(),  # or the loader would draw from the global generator
         )
 
     def get_batch_samples(self, *_: Any) -> tuple[list[LocalBatch], None]:
-        """Return this worker's part of the next global batch; every tower counts its own items."""
+        """Return this worker's part of the next global batch, and None: each tower counts its own items."""
         return [next(self._batches)], None
 
     def training_step(self, model: nn.Module, inputs: LocalBatch, num_items_in_batch: Any = None) -> Tensor:
-        """Run this worker's towers and average the gradient; return the loss, the same on all workers."""
+        """Run this worker's towers and average the gradients; return the loss, the same on all workers."""
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
@@ -201,11 +203,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._flos, scaler = 0, self.accelerator.scaler
         try:
             turns = self.towers(inputs, scaler=scaler, must_match=must_match)
-            if self._skips_first is None and inputs.slices:  # in the step, so that all hear of an error
+            if self._skips_first is None and inputs.slices:  # inside the step, so that an error reaches all
                 self._look_at_labels(model, next(iter(inputs.slices.values())))
             for tower in turns:
                 self._run(model, tower)
-                del tower  # its rows, before those of the next one are read
+                del tower  # free its rows before those of the next tower are read
             self.report = self.towers.average()
         except BaseException:
             with contextlib.suppress(Error):
@@ -218,7 +220,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return torch.tensor(self.report.loss, device=self.args.device)
 
     def _run(self, model: nn.Module, tower: Tower) -> None:
-        """Hand in a tower's loss: its mean, which is made a sum again by what it counts."""
+        """Run a tower's forward and backward; its mean loss times the count is the sum that towers need."""
         inputs = self._prepare_inputs(dict(tower.batch))
         count = self.count_items(inputs)
         self._flos += self.floating_point_ops(inputs)
@@ -237,7 +239,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return None if count is None else count.clamp(min=1).to(device)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """Prepare a tower's inputs, as theirs."""
+        """Prepare a tower's inputs as the base class does."""
         if isinstance(inputs, LocalBatch):
             raise UsageError(
                 "_prepare_inputs got the batch of a step, which has no inputs of its own: training_step is "
@@ -246,7 +248,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return super()._prepare_inputs(inputs)
 
     def _look_at_labels(self, model: nn.Module, inputs: Any) -> None:
-        # A loss that draws would leave other generators on a worker that has rows than on one that has none.
+        # Keep the global generators: only workers with rows run this, and the loss may draw random numbers.
         with keep_globals(self.job.device), self.compute_loss_context_manager():
             self._skips_first = ignores_first(
                 model,
@@ -255,11 +257,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             )
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Return the operations of a batch; of a step, those of this worker's towers."""
+        """Return the floating-point operations of a batch; for a step, those of this worker's towers."""
         return self._flos if isinstance(inputs, LocalBatch) else int(super().floating_point_ops(inputs))
 
     def store_flos(self) -> None:
-        """Add the operations of all workers since the last time to the state."""
+        """Add the floating-point operations of all workers since the last call to the state."""
         where = f"the log, checkpoint or end after step {self.state.global_step}"
         self.current_flos = sum(gather_objects(self.job.transport, self.current_flos, where))
         super().store_flos()
@@ -272,12 +274,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Run theirs with batches that are spread over workers; the loss is the mean over all that counts."""
+        """Run the base class's loop on batches distributed over workers; average the loss over all items."""
         self._rounds = rounds = Rounds(dataloader, self.model, self.job, seed=self.args.seed)
-        # It is applied before logits are sent.
+        # `prediction_step` applies it before logits are sent to other workers.
         self._preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
         try:
-            self.gather_function = _as_it_is  # which theirs sets again at the end
+            self.gather_function = _as_it_is  # the base class resets this at the end
             with rounds.together():
                 output = super().evaluation_loop(
                     rounds, description, prediction_loss_only, ignore_keys, metric_key_prefix
@@ -292,7 +294,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
-        """Predict a batch; in an evaluation, whichever worker's turn it is."""
+        """Predict a batch; in an evaluation loop, on one of the workers, see `Rounds`."""
 
         def predict(batch: Any) -> Prediction:
             if self._skips_first is None:
@@ -309,13 +311,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return found.loss, found.logits, found.labels
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model, on worker 0; where that fails in a checkpoint, all workers are told."""
+        """Save the model, on worker 0; if that fails in a checkpoint, raise on all workers."""
         error: Exception | None = None
         try:
             super().save_model(output_dir, _internal_call)
         except Exception as raised:
             error = raised
-        if self.is_in_train and _internal_call:  # then all ask whether the best one is there
+        if self.is_in_train and _internal_call:  # afterwards all workers look for the best checkpoint
             agree(self.job, {}, where=f"the checkpoint after step {self.state.global_step}", error=error)
         elif error is not None:
             raise error
@@ -343,7 +345,7 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _without_end(loader: TowerLoader) -> Iterator[LocalBatch]:
-    """Iterate over one epoch after the other, from the loader's position at the first batch on."""
+    """Yield the batches of one epoch after the other, from the loader's position on."""
     while True:
         yield from loader
 
