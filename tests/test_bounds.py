@@ -26,6 +26,7 @@ MANY = "9" * 5000  # more digits than Python reads
         (float, ("-2.5", "1e308"), (-2.5, 1e308)),
         (Path | None, ("a", "~", "\udcff"), (Path("a"), Path("~"), Path("\udcff"))),
         (str, ("x",), ("x",)),
+        (bool | None, ("true", "false"), (True, False)),
     ],
 )
 def test_words_become_values(kind, words, values):
@@ -44,6 +45,7 @@ def test_words_become_values(kind, words, values):
         (float, ("nan", "inf", "1e309", "")),
         (Path, ("", "a\0b", "\ud800")),
         (Literal["a", "b"], ("c", "")),
+        (bool | None, ("1", "True", "no", "")),
     ],
 )
 def test_other_words_do_not(kind, words):

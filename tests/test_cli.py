@@ -1,7 +1,7 @@
 import runpy
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -119,6 +119,43 @@ def test_options_become_the_recipes_fields(trained):
     line = "train tiny --towers 4 --workers 2 --batch-size 32 --rate 1e-3 --run-dir runs/a --fresh"
     assert cli.main(line.split()) == 0
     assert trained == [Tiny(4, 2, 1, "cpu", 32, 1e-3, Path("runs/a"), True)]
+
+
+@dataclass(frozen=True)
+class Switches(Tiny):
+    """A recipe with defaults that are on, that a function makes, or that are none of both."""
+
+    clip: bool = True
+    """Clip gradients."""
+    decay: float = field(default_factory=lambda: 0.5)
+    """Weight decay."""
+    cached: bool | None = None
+    """Keep pictures in memory."""
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("", Switches()),
+        ("--no-clip", Switches(clip=False)),
+        ("--clip --decay 2", Switches(decay=2.0)),
+        ("--cached true", Switches(cached=True)),
+        ("--cached false", Switches(cached=False)),
+    ],
+)
+def test_switches_can_be_turned_both_ways(monkeypatch, trained, line, expected):
+    monkeypatch.setattr(recipes, "RECIPES", {"switches": Switches})
+    assert cli.main(["train", "switches", *line.split()]) == 0
+    assert trained == [expected]
+
+
+def test_the_help_of_switches_says_how(monkeypatch, capsys):
+    monkeypatch.setattr(recipes, "RECIPES", {"switches": Switches})
+    assert cli.main(["train", "switches", "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert "--clip, --no-clip" in printed
+    assert "Clip gradients. (default: on)" in printed
+    assert "Weight decay. (default: 0.5)" in printed
 
 
 def test_a_value_may_be_negative(trained):

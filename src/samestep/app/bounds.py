@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import types
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
@@ -26,6 +27,7 @@ __all__ = [
     "kinds_of",
 ]
 
+_FROM_WORD: dict[Any, Callable[[str], object]] = {bool: {"true": True, "false": False}.__getitem__}
 _NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text", Path: "a path"}
 
 
@@ -120,8 +122,8 @@ def from_word(kind: Any, word: str) -> object:
         ValueError: the type does not allow the value; the message says what is expected.
     """
     for one, bounds in alternatives(kind):
-        with suppress(ValueError, TypeError):
-            value = word if get_origin(one) is Literal else one(word)
+        with suppress(ValueError, TypeError, KeyError):
+            value = word if get_origin(one) is Literal else _FROM_WORD.get(one, one)(word)
             if word and _fits(one, bounds, value):  # Path("") is the current folder
                 return value
     raise ValueError(f"expected {describe(kind)}")

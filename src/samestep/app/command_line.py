@@ -96,7 +96,7 @@ def _summary(choice: type | Command) -> str:
 
 def _options(program: str, settings: type) -> _Parser:
     """Return the parser of a dataclass's fields."""
-    positionals = [field.name.upper() for field in fields(settings) if field.default is MISSING]
+    positionals = [field.name.upper() for field in fields(settings) if _default(field) is MISSING]
     parser = _Parser(program, " ".join([*positionals, "[OPTIONS]"]), _escape(_summary(settings)))
     kinds, helps = kinds_of(settings), dict(_field_docs(settings))
     for field in fields(settings):
@@ -105,14 +105,21 @@ def _options(program: str, settings: type) -> _Parser:
 
 
 def _add(parser: _Parser, field: Field[Any], kind: Any, text: str) -> None:
-    convert = partial(_convert, kind)
-    if field.default is MISSING:
+    convert, default = partial(_convert, kind), _default(field)
+    if default is MISSING:
         parser.add_argument(field.name, metavar=field.name.upper(), type=convert, help=_escape(text))
+    elif kind is bool and default:  # also --no-x, which turns it off
+        text += " (default: on)"
+        parser.add_argument(_flag(field), action=argparse.BooleanOptionalAction, help=_escape(text))
     elif kind is bool:
         parser.add_argument(_flag(field), action="store_true", default=argparse.SUPPRESS, help=_escape(text))
     else:
-        text += f" (default: {'none' if field.default is None else field.default})"
+        text += f" (default: {'none' if default is None else default})"
         parser.add_argument(_flag(field), metavar=_metavar(kind), type=convert, help=_escape(text))
+
+
+def _default(field: Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def _flag(field: Field[Any]) -> str:
