@@ -356,6 +356,25 @@ def test_an_evaluation_that_follows_a_folder_ends_when_it_is_another_one(run_dir
     assert err == f"samestep: error: {run_dir}: was moved, deleted or replaced; name the run folder again\n"
 
 
+def test_an_evaluation_that_follows_a_run_ends_where_the_run_was_stopped_by_its_program(
+    run_dir, capsys, monkeypatch
+):
+    """It looks like a run that a callback ended at step 6, by `Trainer.stop`."""
+    shutil.rmtree(checkpoint_path(run_dir, 8))
+    metrics = run_dir / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert (lines[-1]["event"], lines[-1]["reason"], lines[-1]["step"]) == ("end", "done", 8)
+    waited = []
+
+    def end(_):
+        waited.append(metrics.write_text("\n".join(json.dumps(line | {"step": 6}) for line in lines)))
+
+    monkeypatch.setattr(evaluate_run.time, "sleep", end)
+    assert cli.main(["eval", str(run_dir), "--follow", "--workers", "1"]) == 0
+    assert capsys.readouterr().out.count(": step 6: ") == 1
+    assert len(waited) == 1
+
+
 # ---- the disk ------------------------------------------------------------------------------------------
 
 

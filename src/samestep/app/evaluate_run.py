@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from samestep.app.evaluation import line_of
+from samestep.app.loggers.json_lines import read_lines
 from samestep.app.loggers.tensorboard import write_metrics
 from samestep.app.run_folder import all_checkpoints, find_newest, print_damaged, search
 from samestep.app.settings import Settings, trainer_of
@@ -35,7 +37,8 @@ def evaluate_run(settings: Settings, job: Job, *, weights: Weights = "average", 
         settings: the settings of the run.
         job: the job; all its workers must call this.
         weights: evaluate the moving averages of the weights, if the run keeps them, or the raw weights.
-        follow: also evaluate each new checkpoint, until that of the run's last step.
+        follow: also evaluate each new checkpoint, until that of the run's last step: of `settings.steps`, or
+            earlier if the run was ended by `Trainer.stop`.
 
     Raises:
         MissingFileError: there is no checkpoint, and `follow` is not set.
@@ -72,7 +75,17 @@ def _checkpoints(settings: Settings, job: Job) -> Iterator[Found]:
         if job.is_first:
             print_damaged(result)
         if result.found is None:
+            if from_first_worker(job, partial(_is_done_at, step, settings.run_dir)):
+                return
             time.sleep(_POLL_S)
             continue
         step = result.found.manifest.step
         yield result.found
+
+
+def _is_done_at(step: int, run_dir: Path) -> bool:
+    """Return whether the run has ended by itself, at this step."""
+    with suppress(FileNotFoundError):
+        events = [line for line in read_lines(run_dir) if line.get("event") in ("start", "end")]
+        return bool(events) and (events[-1].get("reason"), events[-1]["step"]) == ("done", step)
+    return False
