@@ -16,8 +16,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from samestep.errors import UsageError, warn
+from samestep.watching.kept_numbers import KeptNumbers
 from samestep.watching.origins import NOWHERE, Origin, Origins, storage_of
-from samestep.watching.reach import in_reach
+from samestep.watching.reach import Named, in_reach
 
 aten = torch.ops.aten
 
@@ -78,6 +79,9 @@ _INSTEAD_OF_KEPT = (
     "buffer with a policy, Towers(..., buffers={pattern: policy})"
 )
 
+_NUMBER = 1 << 4096
+"""Stands, among the bits of towers, for a number that another tower's pass has left."""
+
 _HIGHER_ORDER = _Kind((), overwrites=False, is_random=False, takes_shapes_only=False, write=None)
 """Of higher-order operators: what happens inside the functions that they call is not followed."""
 
@@ -103,6 +107,7 @@ class FlowWatch(TorchDispatchMode):
         self._shared: set[int] = set()
         self._drawn: dict[int, _Drawn] = {}  # by the generators' ids
         self._continued = 0  # the id of a generator that this pass continued after another tower's draws
+        self._kept_numbers = KeptNumbers()
         self._has_warned = False
 
     @classmethod
@@ -120,17 +125,22 @@ class FlowWatch(TorchDispatchMode):
         self.stop()
         self._origins.clear()
         self._drawn.clear()
+        self._kept_numbers.start_step()
         self._updated = ""
 
-    def start_pass(self, tower: int, rows: Iterable[Tensor], shared: Iterable[Tensor]) -> None:
+    def start_pass(
+        self, tower: int, rows: Iterable[Tensor], shared: Iterable[Tensor], functions: Iterable[Named] = ()
+    ) -> None:
         """Follow a tower's pass until `stop`; not under another dispatch mode, which may not expect this one.
 
         Args:
             tower: its index.
             rows: the tensors that hold its rows.
             shared: the model's parameters and buffers: `Watch` compares them, or samestep restores them.
+            functions: what the pass runs, beside the functions on this thread's stack.
         """
         self._tower, self._continued = tower, 0
+        self._kept_numbers.start_pass(functions)
         self._parameters.clear()
         self._shared = set(map(storage_of, shared))
         for storage in self._shared:
@@ -167,7 +177,7 @@ class FlowWatch(TorchDispatchMode):
         if not self._follows:
             return
         towers, how = self._origins.of(loss)
-        if others := _indices(towers & ~(1 << self._tower)):
+        if others := _indices(self._others(towers)):
             which = ", ".join(map(str, others))
             depends = f"{who}: its loss depends on rows or random numbers of tower {which}, through {how}"
             if how == _GENERATOR:
@@ -175,12 +185,18 @@ class FlowWatch(TorchDispatchMode):
                     f"{depends}{self._name()} that continues from that tower's draws; {_INSTEAD_OF_DRAWN}"
                 )
             raise UsageError(f"{depends}: {_INSTEAD_OF_KEPT}")
+        if towers & _NUMBER:
+            self._kept_numbers.check(who)
         if self._continued and not self._has_warned:  # but no loss uses them, or only by `.item()`
             self._has_warned = True
             warn(
                 f"{who} drew from {_GENERATOR}{self._name()} that continues from another tower's draws, so "
                 f"its numbers depend on the number of workers: {_INSTEAD_OF_DRAWN}"
             )
+
+    def _others(self, towers: int) -> int:
+        """Return the bits of other towers than this pass's."""
+        return towers & ~(1 << self._tower | _NUMBER)
 
     def _name(self) -> str:
         """Return the program's name for the continued generator, in brackets."""
@@ -244,7 +260,11 @@ class FlowWatch(TorchDispatchMode):
         overwrites = kind.overwrites and not adds
         if overwrites:
             taken = [tensor for tensor in taken if not any(tensor is each for each in written)]
-        origin = self._join(func, taken, drawn._replace(towers=drawn.towers | own * kind.is_random))
+        numbers = self._kept_numbers.take(func, (*args, *kwargs.values()))
+        more = own * kind.is_random | _NUMBER * numbers
+        origin = self._join(func, taken, drawn._replace(towers=drawn.towers | more))
+        if func is aten._local_scalar_dense.default and origin.towers & own:
+            self._kept_numbers.has_read = True
         is_average = not overwrites and any(storage_of(tensor) in self._shared for tensor in taken)
         for tensor in written:
             of_this = origin
@@ -252,7 +272,8 @@ class FlowWatch(TorchDispatchMode):
                 self._note_update(tensor, origin.towers)
                 of_this = origin._replace(towers=origin.towers | own)
             self._origins.note(tensor, of_this, kind.write and partial(kind.write, args))
-        before = set(map(storage_of, given))
+        # `torch.tensor` hands its result to an operator that returns it.
+        before = set() if func is aten.lift_fresh.default else set(map(storage_of, given))
         for tensor in _tensors((result,)):
             if storage_of(tensor) not in before:
                 self._origins.note(tensor, origin)
@@ -263,7 +284,7 @@ class FlowWatch(TorchDispatchMode):
         for tensor in taken:
             more, before = self._origins.of(tensor)
             towers |= more
-            if not how and more & ~(1 << self._tower):
+            if not how and self._others(more):
                 name = getattr(func, "overloadpacket", func)
                 how = before or f"a tensor of shape {list(tensor.shape)} that {name} read"
         return Origin(towers, how)
@@ -277,7 +298,7 @@ class FlowWatch(TorchDispatchMode):
 
     def _note_update(self, tensor: Tensor, towers: int) -> None:
         """Note an update of weights outside the model that another tower's pass has updated, too."""
-        if towers & ~(1 << self._tower):
+        if self._others(towers):
             self._updated = f"a tensor of shape {list(tensor.shape)} that is not part of the model"
 
 

@@ -129,7 +129,8 @@ class Watch:
     def follow(self, tower: int, rows: Iterable[Tensor]) -> None:
         """Follow the values of a tower's rows, in some of the steps that look."""
         if self._follows:
-            self.flow.start_pass(tower, rows, [*self._model.parameters(), *self._model.buffers()])
+            shared = [*self._model.parameters(), *self._model.buffers()]
+            self.flow.start_pass(tower, rows, shared, self._forwards)
 
     def stop_looking(self) -> None:
         """Stop recording which modules run, once a tower has passed its loss or an error ends its pass."""

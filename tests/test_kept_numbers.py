@@ -1,0 +1,185 @@
+"""Numbers outside modules that passes leave to later ones: a warning where losses depend on them."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import samestep
+
+from .cases import mostly_long
+from .simulation import simulate
+from .test_flow import Program
+
+WORKERS = mostly_long([1, 2, 3], 2)
+kept = {"mean": 0.0}
+
+
+class Baseline(Program):
+    """A loss with a baseline, as in reinforcement learning, that each pass updates by a number."""
+
+    steps = 1
+
+    def build(self):
+        self.baseline = 0.0
+        return super().build()
+
+    def loss(self, x, y):
+        losses = F.cross_entropy(self.model(x), y, reduction="none")
+        loss = self.weighted(losses)
+        self.update(losses.mean().item())
+        return loss
+
+    def weighted(self, losses):
+        return ((losses.detach() - self.baseline) * losses).mean()
+
+    def update(self, mean):
+        self.baseline = 0.9 * self.baseline + 0.1 * mean
+
+
+class AsTensor(Baseline):
+    def weighted(self, losses):
+        return (losses * torch.tensor(self.baseline)).mean()
+
+
+class Filled(Baseline):
+    def weighted(self, losses):
+        return (losses * torch.full_like(losses, -self.baseline)).mean()
+
+
+class InList(Baseline):
+    def build(self):
+        self.history = [0.5]
+        return super().build()
+
+    def weighted(self, losses):
+        return (losses * self.history[-1]).mean()
+
+    def update(self, mean):
+        self.history[-1] = mean
+
+
+def weigh_by_mean(losses):
+    return (losses * kept["mean"]).mean()
+
+
+class InGlobal(Baseline):
+    def build(self):
+        self.weighted = weigh_by_mean
+        return super().build()
+
+    def update(self, mean):
+        kept["mean"] = mean
+
+
+class InClosure(Baseline):
+    def build(self):
+        mean = 0.5
+
+        def weighted(losses):
+            return (losses * mean).mean()
+
+        def update(new):
+            nonlocal mean
+            mean = new
+
+        self.weighted, self.update = weighted, update
+        return super().build()
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+@pytest.mark.parametrize("program", [Baseline, AsTensor, Filled, InList, InGlobal, InClosure])
+def test_a_number_that_another_pass_has_left_is_named_once_on_each_worker(program, num_workers):
+    with pytest.warns(
+        UserWarning, match=r"loss depends on .*, a number that another tower's pass has left"
+    ) as told:
+        simulate(program, num_workers)
+    assert len(told) <= num_workers
+    name = {"InList": "history of self", "InGlobal": "mean of kept", "InClosure": "mean"}
+    assert f"loss depends on {name.get(program.__name__, 'baseline of self')}, " in str(told[0].message)
+
+
+class ForTheLog(Baseline):
+    """The running mean is printed, and no loss uses it."""
+
+    def weighted(self, losses):
+        self.shown = losses.detach() * self.baseline
+        return losses.mean()
+
+
+class Quotient(Baseline):
+    """A quotient of sizes, which changes between towers."""
+
+    def weighted(self, losses):
+        self.share = 1 / len(losses)
+        return losses.sum() * self.share
+
+    def update(self, mean):
+        self.shown = mean
+
+
+class OfTheTower(Baseline):
+    """A factor that is set in each pass."""
+
+    def run(self, tower):
+        self.factor = 1 / (1.5 + tower.index)
+        super().run(tower)
+
+    def weighted(self, losses):
+        return losses.mean() * self.factor
+
+    def update(self, mean):
+        self.shown = mean
+
+
+class AfterTheStep(Baseline):
+    """The baseline is updated once a step, from all towers."""
+
+    def update(self, mean):
+        self.sum = getattr(self, "sum", 0.0) + mean
+
+    def batch(self, step):
+        self.baseline = 0.25 * step
+        return super().batch(step)
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+@pytest.mark.parametrize("program", [ForTheLog, Quotient, OfTheTower, AfterTheStep])
+def test_other_numbers_give_no_warning(program, num_workers):
+    outcomes = simulate(program, num_workers)
+    assert [outcome.error for outcome in outcomes] == [None] * num_workers
+    assert len({outcome.value.digest for outcome in outcomes}) == 1
+
+
+def test_a_loop_in_a_function_is_searched_too():
+    def train():
+        mean = 0.0
+        for tower in towers(torch.randn(10, 3)):
+            outputs = model(tower.batch)
+            tower.backward((outputs * mean + outputs).square().mean())
+            mean = 0.5 * mean + 0.5 * outputs.mean().item()
+
+    samestep.init("cpu")
+    model = torch.nn.Linear(3, 1)
+    towers = samestep.Towers(model, 5)
+    with pytest.warns(UserWarning, match="loss depends on mean, a number"):
+        train()
+
+
+def test_what_is_left_is_forgotten_between_steps():
+    """The number of the last pass goes into the next step's first one, as one that the loop updates there."""
+    samestep.init("cpu")
+    model = torch.nn.Linear(3, 1)
+    towers = samestep.Towers(model, 2)
+    mean = 0.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            found = []
+            for tower in towers(torch.randn(10, 3)):
+                outputs = model(tower.batch)
+                tower.backward((outputs * mean + outputs).square().mean())
+                found.append(outputs.mean().item())
+            towers.average()
+            mean = sum(found) / 2
