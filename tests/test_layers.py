@@ -9,7 +9,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "samestep"
 LAYERS = (
     *("cli", "recipes", "integrations", "app", "checking", "checkpoint", "data", "sharding", "towers"),
     *("watching", "batches", "buffers", "summation", "workers", "memory"),
-    *("identity", "streams", "forks", "errors"),
+    *("identity", "streams", "forks", "arguments", "errors"),
 )
 FILES = [path for path in SOURCE.rglob("*.py") if path.name not in ("__main__.py",)]
 

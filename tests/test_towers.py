@@ -407,7 +407,7 @@ def test_a_model_on_another_device():
 
 @pytest.mark.parametrize("num_towers", [0, -1])
 def test_numbers_of_towers_out_of_range(num_towers):
-    with pytest.raises(ConfigError, match=f"towers = {num_towers}: expected at least 1"):
+    with pytest.raises(ConfigError, match=f"towers = {num_towers}: expected an int >= 1"):
         Towers(perceptron(), num_towers)
 
 

@@ -61,6 +61,11 @@ def digest(model: nn.Module | Mapping[str, Tensor]) -> str:
         >>> digest({"weight": torch.zeros(2)})[:16]
         '93100c8e2288b19c'
     """
+    if not isinstance(model, nn.Module | Mapping):
+        raise ConfigError(
+            f"model is a {type(model).__name__}: expected an nn.Module or a mapping of tensors; `samestep "
+            "digest PATH` prints the digest of a run or a checkpoint"
+        )
     tensors = plain_names(model.state_dict() if isinstance(model, nn.Module) else model)
     sha256 = hashlib.sha256()
     for name in sorted(tensors):

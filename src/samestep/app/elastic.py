@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from samestep.app.regroup import meet_again, renewable_of, report_regroup
 from samestep.app.unknown_optimizers import UnknownOptimizers
+from samestep.arguments import check_callable, check_kind
 from samestep.batches.batch import LocalBatch
 from samestep.checkpoint.handover import Trained, send_state, set_trained, take_state, trained
 from samestep.checkpoint.objects import TrainingObjects
@@ -133,6 +134,8 @@ class Elastic:
         **state: Any,
     ) -> None:
         _check(state)
+        check_kind("model", model, nn.Module, "an nn.Module")
+        check_kind("towers", towers, Towers, "the samestep.Towers of the model")
         self._job, self._towers = towers.job, towers
         self._objects = TrainingObjects(
             model=model, towers=towers, loader=loader, averaged_model=averaged_model, state=state
@@ -176,6 +179,7 @@ class Elastic:
 
     def __call__(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return `work(*args, **kwargs)`, or another worker's result of it; all workers must call this."""
+        check_callable("what to call", work, "a function, with its arguments after it: elastic(step, batch)")
         if isinstance(self._objects.loader, StreamLoader):
             _check_in_call((*args, *kwargs.values()))
         if self._renewable is None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from samestep.arguments import check_callable, whole
 from samestep.batches.batch import GlobalBatch
 from samestep.batches.copier import Copier
 from samestep.buffers.kept_buffers import KeptBuffers
@@ -71,8 +72,15 @@ class Evaluation:
     collate_fn: Callable[[list[Any]], Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.rows < 1:
-            raise ConfigError(f"rows = {self.rows}: expected at least 1 example in a batch of an evaluation")
+        if not hasattr(self.dataset, "__len__"):
+            raise ConfigError(
+                f"dataset is a {type(self.dataset).__name__} without a length: expected a map-style dataset, "
+                "with __len__ and __getitem__"
+            )
+        check_callable("measure", self.measure, "a function measure(model, batch)")
+        if self.metrics is not None:
+            check_callable("metrics", self.metrics, "a function of the totals")
+        whole("rows", self.rows, 1, "the examples in a batch of the evaluation")
         if not len(self.dataset):
             raise ConfigError(
                 f"dataset ({type(self.dataset).__name__}) is empty: expected at least one example to evaluate"

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any, Protocol
 
 from torch import nn
@@ -23,6 +24,7 @@ from samestep.app.resume import check_fresh, open_run
 from samestep.app.scalars import Terms
 from samestep.app.settings import TRAINER_OPTIONS, Settings, is_plain
 from samestep.app.writer import CheckpointWriter
+from samestep.arguments import check_callable, check_kind
 from samestep.errors import ConfigError, shown
 from samestep.identity import digest
 from samestep.streams import GlobalStreams
@@ -152,6 +154,7 @@ class Trainer:
             kind, value = kinds_of(Settings)[name], getattr(self, name)
             if not fits(kind, value):
                 raise ConfigError(f"{name} = {value!r}: expected {describe_kind(kind)}")
+        self._check_parts()
         for name, value in self.must_match.items():
             if not is_plain(value):
                 raise ConfigError(f"must_match: {name} = {shown(value)}: expected a number, text or None")
@@ -160,6 +163,19 @@ class Trainer:
                 f"loader is a {type(self.loader).__name__}: expected a TowerLoader, or another loader with "
                 "state_dict and load_state_dict, so that the run can be continued"
             )
+
+    def _check_parts(self) -> None:
+        check_kind("step", self.step, Step, "a samestep.Step")
+        check_kind("evaluate", self.evaluate, (Evaluation, NoneType), "a samestep.Evaluation, or None")
+        check_kind("must_match", self.must_match, Mapping, "a mapping from names to plain values")
+        if self.terms is not None:
+            check_callable("terms", self.terms, "a function of the model")
+        for name, kind in (("callbacks", Callback), ("loggers", Logger)):
+            check_kind(
+                name, getattr(self, name), (list, tuple), f"a list of samestep.{kind.__name__} objects"
+            )
+            for each in getattr(self, name):
+                check_kind(f"one of {name}", each, kind, f"a samestep.{kind.__name__}")
 
     @property
     def job(self) -> Job:

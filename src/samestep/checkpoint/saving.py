@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import replace
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from torch import Tensor, nn
 
+from samestep.arguments import check_kind
 from samestep.checkpoint.files import Found, read, write
 from samestep.checkpoint.manifest import Manifest
 from samestep.checkpoint.objects import GlobalGenerators, TrainingObjects
@@ -75,7 +78,7 @@ def save(  # noqa: PLR0913 - what a run's state consists of
         >>> manifest.step, manifest.state
         (7, {'best': 0.5})
     """
-    path = Path(path)
+    path = _checked(path, model, towers, averaged_model)
     objects = TrainingObjects(
         model=model, towers=towers, loader=loader, averaged_model=averaged_model, rng=rng, state=state
     )
@@ -137,7 +140,7 @@ def load(
         >>> load(path, model=towers.model, towers=towers).state["epoch"]
         3
     """
-    path = Path(path)
+    path = _checked(path, model, towers, averaged_model)
     objects = TrainingObjects(
         model=model, towers=towers, loader=loader, averaged_model=averaged_model, rng=rng, state=state
     )
@@ -148,6 +151,16 @@ def load(
     found = _read(path) if job is None else from_first_worker(job, lambda: _read(path), what)
     left = restore(found.snapshot, objects, path, job)
     return replace(found.manifest, state=left)
+
+
+def _checked(path: object, model: object, towers: object, averaged_model: object) -> Path:
+    """Return the path, after checking the types of what `save` and `load` share."""
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"path is a {type(path).__name__}: expected the path of the checkpoint's folder")
+    check_kind("model", model, nn.Module, "an nn.Module, not its state_dict")
+    check_kind("towers", towers, (Towers, NoneType), "the samestep.Towers of the model")
+    check_kind("averaged_model", averaged_model, (nn.Module, NoneType), "a module with the averages")
+    return Path(path)
 
 
 def _read(path: Path) -> Found:

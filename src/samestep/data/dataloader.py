@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from samestep.arguments import whole
 from samestep.data.loader_processes import read_through, start_loader_process, timeout_option
 from samestep.errors import ConfigError
 from samestep.workers.job import Job
@@ -24,7 +25,7 @@ _OWNED = {
 }
 
 
-def check_options(options: Iterable[str], loader: str, owned: Mapping[str, str] = _OWNED) -> None:
+def check_options(options: Mapping[str, Any], loader: str, owned: Mapping[str, str] = _OWNED) -> None:
     """Refuse options of DataLoader that samestep's loaders set themselves.
 
     Raises:
@@ -33,6 +34,14 @@ def check_options(options: Iterable[str], loader: str, owned: Mapping[str, str] 
     for name in options:
         if name in owned:
             raise ConfigError(f"{name} is not an option of {loader}: {owned[name]}")
+    if "num_workers" in options:
+        whole("num_workers", options["num_workers"], 0, "the loader processes of each worker")
+
+
+def check_towers(towers: object) -> None:
+    """Refuse anything without a placement as `towers`, such as a model."""
+    if not hasattr(towers, "placement"):
+        raise ConfigError(f"towers is a {type(towers).__name__}: expected the samestep.Towers of the model")
 
 
 def reading(

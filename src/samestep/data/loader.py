@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.utils.data import DataLoader
 
+from samestep.arguments import check_callable, check_switch, whole
 from samestep.batches.batch import LocalBatch, Slices
-from samestep.data.dataloader import check_options, reading
+from samestep.data.dataloader import check_options, check_towers, reading
 from samestep.data.from_dataloader import options_of
 from samestep.data.order import CustomOrder, Order, numbered
 from samestep.data.readers import COMPARED, BatchedReader, Reader, Request, compared_at, is_batched
@@ -121,6 +122,8 @@ class TowerLoader:
     ) -> None:
         batched = is_batched(dataset)
         _check(dataset, batch_size)
+        check_towers(towers)
+        _check_options(shuffle, drop_last, collate_fn)
         check_options(dataloader_options, "TowerLoader")
         if batched and collate_fn is not None:
             raise ConfigError(
@@ -130,7 +133,7 @@ class TowerLoader:
             raise ConfigError("shuffle has no effect beside order: leave it out, or let order shuffle")
         self.dataset = dataset
         self.batch_size = batch_size
-        self.seed = seed
+        self.seed = whole("seed", seed)
         self.shuffle = order is None if shuffle is None else shuffle
         self.drop_last = drop_last
         self._custom = None if order is None else CustomOrder.check(order, seed, len(dataset))
@@ -331,6 +334,8 @@ def _is_int(value: object) -> bool:
 
 
 def _check(dataset: Any, batch_size: int) -> None:
+    if isinstance(dataset, DataLoader):
+        raise ConfigError("dataset is a DataLoader: expected its dataset, or use TowerLoader.from_dataloader")
     if not hasattr(dataset, "__len__"):
         raise ConfigError(
             f"dataset is a {type(dataset).__name__} without a length: expected a map-style dataset, with "
@@ -340,6 +345,14 @@ def _check(dataset: Any, batch_size: int) -> None:
         raise ConfigError(f"batch_size = {batch_size!r}: expected an int >= 1, the rows of the global batch")
     if len(dataset) == 0:
         raise ConfigError(f"dataset ({type(dataset).__name__}) is empty: expected at least one example")
+
+
+def _check_options(shuffle: object, drop_last: object, collate_fn: object) -> None:
+    if shuffle is not None:
+        check_switch("shuffle", shuffle)
+    check_switch("drop_last", drop_last)
+    if collate_fn is not None:
+        check_callable("collate_fn", collate_fn, "a function of a list of examples")
 
 
 def _check_has_batch(num_rows: int, batch_size: int, drop_last: bool) -> None:

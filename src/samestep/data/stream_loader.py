@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from samestep.arguments import check_callable, whole
 from samestep.batches.batch import GlobalBatch, LocalBatch
-from samestep.data.dataloader import check_options, reading
+from samestep.data.dataloader import check_options, check_towers, reading
 from samestep.data.shard_reader import Ended, ShardReader
 from samestep.data.shards import Source, check_source
 from samestep.errors import BatchError, ConfigError, UsageError, warn
@@ -102,6 +103,9 @@ class StreamLoader:
     ) -> None:
         check_source(source)
         check_options(dataloader_options, "StreamLoader", _OWNED)
+        check_towers(towers)
+        if collate_fn is not None:
+            check_callable("collate_fn", collate_fn, "a function of a list of examples")
         num_towers = towers.placement.num_towers
         if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < num_towers:
             raise ConfigError(
@@ -110,7 +114,7 @@ class StreamLoader:
             )
         self.source = source
         self.batch_size = batch_size
-        self.seed = seed
+        self.seed = whole("seed", seed)
         self._towers = towers
         self._collate_fn = collate_fn
         self._options = dataloader_options

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
+from samestep.arguments import check_kind, whole
 from samestep.errors import ConfigError
 
 __all__ = ["Placement", "even_ranges"]
@@ -44,7 +46,8 @@ class Placement:
     cuts: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "cuts", tuple(self.cuts))
+        check_kind("cuts", self.cuts, Iterable, "the ends of the workers' ranges, such as (0, 3, 8)")
+        object.__setattr__(self, "cuts", tuple(whole("a cut", cut) for cut in self.cuts))
         if len(self.cuts) < 2 or self.cuts[0] != 0 or any(end <= start for start, end in pairwise(self.cuts)):
             raise ConfigError(
                 f"cuts = {self.cuts}: expected 0, then one number for each worker, each above the one before "
@@ -62,8 +65,7 @@ class Placement:
         Raises:
             ConfigError: not 1 <= W <= T.
         """
-        if num_towers < 1:
-            raise ConfigError(f"towers = {num_towers}: expected at least 1")
+        num_towers = whole("towers", num_towers, 1)
         if not 1 <= num_workers <= num_towers:
             raise ConfigError(
                 f"workers = {num_workers}: expected 1 <= workers <= towers = {num_towers}; "

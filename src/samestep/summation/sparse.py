@@ -6,11 +6,12 @@ kind and the bits of a sum along the canonical tree follow from the towers alone
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from samestep.arguments import check_kind
 from samestep.errors import ConfigError
 from samestep.summation.layout import Layout
 
@@ -34,6 +35,7 @@ Size = tuple[int, int]
 def find_sparse(model: nn.Module, listed: Sequence[nn.Parameter]) -> list[str]:
     """Name the parameters that get sparse gradients: those listed, and weights of sparse embeddings."""
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    check_kind("sparse_parameters", listed, Iterable, "a list of parameters")
     for position, parameter in enumerate(listed):
         if id(parameter) not in names:
             raise ConfigError(

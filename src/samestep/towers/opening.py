@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import torch
 
+from samestep.arguments import check_kind
 from samestep.batches.batch import LocalBatch, cut
 from samestep.summation.exchange import Exchange
 from samestep.summation.plan import Plan
@@ -27,6 +29,9 @@ class StepOptions:
     flags: Callable[[], int] = int
     must_match: Mapping[str, Any] | None = None
     division: Division | None = None  # which worker gets which averages; None: all get all, as `p.grad`
+
+    def __post_init__(self) -> None:
+        check_kind("must_match", self.must_match, (Mapping, NoneType), "a mapping from names to values")
 
 
 class Opening:

@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from operator import attrgetter, is_not
+from types import NoneType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from samestep.arguments import check_kind, whole
 from samestep.buffers.kept_buffers import unexpanded
 from samestep.buffers.model_buffers import ModelBuffers
 from samestep.buffers.named_buffers import find_named_buffers
@@ -55,6 +57,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         every = self.noise_every
+        whole("seed", self.seed)
+        whole("bucket_bytes", self.bucket_bytes, 1)
+        check_kind("accumulate_dtype", self.accumulate_dtype, (torch.dtype, NoneType), "a torch.dtype")
         if self.on_zero_count not in ("raise", "skip"):
             raise ConfigError(f"on_zero_count = {self.on_zero_count!r}: expected 'raise' or 'skip'")
         if isinstance(every, bool) or not isinstance(every, int) or every < 0:

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from samestep.arguments import check_kind
 from samestep.batches.batch import GlobalBatch, LocalBatch
 from samestep.batches.copier import copied
 from samestep.batches.nest import mapped
@@ -27,6 +28,7 @@ def in_steps(batches: Iterable[Any], towers: Towers, rows: NumRows) -> Iterator[
     """Take T small batches at a time, or those that are left; see `Towers.slices`."""
     if not (rows is None or callable(rows) or _is_count(rows)):
         raise ConfigError(f"rows = {shown(rows)}: expected an int >= 1, a function of a small batch, or None")
+    check_kind("batches", batches, Iterable, "an iterable of small batches, such as a DataLoader")
     return _steps(iter(batches), towers, rows)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from samestep.arguments import check_callable, check_kind, positive
 from samestep.errors import ConfigError, Error, NonFiniteError, UsageError
 from samestep.towers.counts import Count, check_counts
 from samestep.towers.diagnosis import explain, first_nonfinite
@@ -90,14 +91,21 @@ class Step:
     scaler: torch.amp.GradScaler | None = field(init=False)
 
     def __post_init__(self) -> None:
+        check_kind("towers", self.towers, Towers, "the samestep.Towers of the model")
+        _check_loss(self.loss_fn)
         check_counts(self.counts)
         if self.autocast not in (None, torch.bfloat16, torch.float16):
             raise ConfigError(f"autocast = {self.autocast}: expected torch.bfloat16, torch.float16 or None")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ConfigError(f"clip_norm = {self.clip_norm}: expected a number above 0, or None")
+        if self.clip_norm is not None:
+            positive("clip_norm", self.clip_norm, "or None")
         check_can_step("optimizer", self.optimizer)
         if self.scheduler is not None:
             check_can_step("scheduler", self.scheduler)
+        if self.averaged_model is not None and not hasattr(self.averaged_model, "update_parameters"):
+            raise ConfigError(
+                f"averaged_model is a {type(self.averaged_model).__name__}: expected an AveragedModel of "
+                "torch, or a module with update_parameters(model)"
+            )
         if self.on_nonfinite not in ("raise", "skip"):
             raise ConfigError(f"on_nonfinite = {self.on_nonfinite!r}: expected 'raise' or 'skip'")
         device = self.towers.job.device.type
@@ -223,3 +231,12 @@ class Step:
             ranges = self.towers._last.run.ranges
             raise NonFiniteError(explain(report, parameters, ranges))
         return replace(report, skipped=True)
+
+
+def _check_loss(loss_fn: object) -> None:
+    check_callable("loss_fn", loss_fn, "a function loss_fn(model, batch)")
+    if isinstance(loss_fn, nn.Module) and type(loss_fn).__module__.startswith("torch.nn."):
+        raise ConfigError(
+            f"loss_fn is torch's {type(loss_fn).__name__}, a function of outputs and labels: expected one of "
+            "the model and a batch, such as lambda model, batch: criterion(model(batch[0]), batch[1])"
+        )

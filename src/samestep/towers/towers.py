@@ -16,11 +16,13 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from types import NoneType
 from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
 
+from samestep.arguments import check_callable, check_kind
 from samestep.batches.batch import LocalBatch
 from samestep.buffers.policies import Policy
 from samestep.buffers.statistics import Mode
@@ -115,6 +117,9 @@ class Towers:
         placement: Placed = "even",
         also: Also | None = None,
     ) -> None:
+        if job is not None:
+            check_kind("job", job, Job, "the job that samestep.init returned")
+        check_kind("buffers", buffers, (Mapping, NoneType), "a mapping from name patterns to policies")
         self._settings = Settings(
             seed, statistics, dict(buffers or {}), bucket_bytes, accumulate_dtype, on_zero_count, noise_every
         )
@@ -355,6 +360,8 @@ class Towers:
             >>> towers.average().count
             1.0
         """
+        check_callable("forward", forward, "a function of a tower's batch")
+        check_callable("loss", loss, "a function of all outputs and the batch")
         self._run_whole_batch(batch, forward, loss, StepOptions(scaler, flags, must_match))
 
     def _run_whole_batch(self, batch: Any, forward: Forward, loss: WholeLoss, options: StepOptions) -> None:

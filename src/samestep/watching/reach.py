@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import islice
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ def in_reach(is_wanted: Callable[[Any], bool], functions: Iterable[Named] = ()) 
     frame = inspect.currentframe()
     for _ in range(_MOST_FRAMES):
         if frame is not None:
-            named = [*frame.f_locals.items(), *_globals_of(frame.f_code, frame.f_globals)]
+            named = [*_locals_of(frame), *_globals_of(frame.f_code, frame.f_globals)]
             values.extend((*each, 0) for each in named)
             frame = frame.f_back
     del frame  # a frame in its own variables is a reference cycle
@@ -75,6 +76,23 @@ def _is_proxy(kind: type) -> bool:
 def _is_of_library(module: object) -> bool:
     """Say whether a module belongs to a library that holds no objects of the user."""
     return str(module).partition(".")[0] in _LIBRARIES
+
+
+def _locals_of(frame: FrameType) -> list[Named]:
+    """Return a frame's variables.
+
+    Before Python 3.13, a function's frame keeps the dict that `f_locals` returns, and with it what the
+    variables refer to now, such as a pass's outputs, until they are read again: so the dict is emptied.
+    """
+    variables = frame.f_locals
+    found = [*variables.items()]
+    is_copy = sys.version_info < (3, 13) and bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
+    if is_copy and sys.getrefcount(variables) == _REFERENCES:  # else the program has it, from `locals()`
+        variables.clear()
+    return found
+
+
+_REFERENCES = 3  # of the frame, of a variable, and of an argument
 
 
 def _globals_of(code: CodeType, namespace: Mapping[str, Any]) -> Iterator[Named]:

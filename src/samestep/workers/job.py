@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 
+from samestep.arguments import positive
 from samestep.errors import ConfigError, LostWorkerError, warn
 from samestep.workers.collectives import gather_rows
 from samestep.workers.device import device_named, has_tf32, make_cuda_deterministic
@@ -135,6 +136,7 @@ def init(
         1
     """
     check_threads(threads)
+    positive("timeout_s", timeout_s, "in seconds")
     check_environment()
     if imports_script():
         raise ConfigError(

@@ -15,6 +15,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from samestep.arguments import whole
 from samestep.errors import ConfigError
 from samestep.workers.environment import LIFELINE, error_file
 
@@ -124,5 +125,5 @@ def keep_freed_memory() -> None:
 
 def check_threads(threads: int) -> None:
     """Refuse a number of CPU threads below 1, and one that the system would not start."""
-    if not 1 <= threads <= _MAX_THREADS:
+    if not 1 <= whole("threads", threads) <= _MAX_THREADS:
         raise ConfigError(f"threads = {threads}: expected 1 <= threads <= {_MAX_THREADS:,}")

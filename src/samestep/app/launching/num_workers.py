@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Literal
 
+from samestep.arguments import whole
 from samestep.errors import ConfigError
 from samestep.summation.placement import Placement
 from samestep.workers.environment import launched_by_samestep, under_launcher, world_size
@@ -37,6 +38,8 @@ def resolve_workers(
             the launcher started; or `threads` is out of range.
     """
     check_threads(threads)
+    if workers != "auto":
+        whole("workers", workers, 1, 'or "auto"')
     if under_launcher():
         started = world_size()
         if workers not in ("auto", started) and not launched_by_samestep():

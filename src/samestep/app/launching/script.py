@@ -18,6 +18,7 @@ from samestep.app.launching.nodes import DEFAULT_ID, Nodes
 from samestep.app.launching.num_workers import resolve_workers
 from samestep.app.output import lasting_output
 from samestep.app.recipe_file import check_no_import
+from samestep.arguments import check_callable
 from samestep.errors import ConfigError, UsageError
 from samestep.workers.environment import check_environment, under_launcher
 from samestep.workers.job import Job, init
@@ -94,6 +95,7 @@ def launch(  # noqa: PLR0913 - what `init` takes
         >>> launch(lambda job: print(f"worker {job.rank} of {job.world_size}"), workers=1)
         worker 0 of 1
     """
+    check_callable("main", main, "a function main(job)")
     check_no_import("samestep.launch")
     if imports_script():  # such as a DataLoader's process, which imports the script for its own work
         return

@@ -1,0 +1,49 @@
+"""What a search of the stack finds, and that it leaves nothing behind."""
+
+import gc
+import weakref
+
+from samestep.watching.reach import in_reach
+
+
+class Kept:
+    pass
+
+
+def found():
+    return [value for _, value in in_reach(lambda value: type(value) is Kept)]
+
+
+def test_variables_of_callers_are_found():
+    kept = Kept()
+    assert found() == [kept]
+
+
+def test_what_a_variable_has_held_is_let_go():
+    kept = Kept()
+    reference = weakref.ref(kept)
+    assert len(found()) == 1
+    kept = None
+    gc.collect()
+    assert reference() is None
+
+
+def test_a_program_s_own_dict_of_its_variables_stays_as_it_is():
+    kept = Kept()
+    variables = locals()
+    assert found() == [kept]
+    assert variables["kept"] is kept
+
+
+def test_variables_may_be_read_again():
+    number = 3
+    found()
+    assert locals()["number"] == number
+
+
+def test_the_namespace_of_a_class_body_stays():
+    class Body:
+        kept = Kept()
+        others = found()
+
+    assert Body.others == [Body.kept]
