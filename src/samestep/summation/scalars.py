@@ -38,7 +38,7 @@ class Scalars:
 
     @cached_property
     def divisor(self) -> Tensor:
-        """The sum of the counts, or 1 if that is 0: dividing a parameter's flag by 0 would mark it as used."""
+        """The sum of the counts; 1 if that is 0, as a flag divided by 0 marks a parameter as used."""
         count = self.counts.sum()
         return torch.where(count == 0, 1, count)
 
