@@ -48,8 +48,8 @@ def test_two_models_with_towers_of_their_own(seed):
     town = Town(3, seed, Faults(killed={seed % 3: 10 + 3 * seed}), arrivals=[seed * 50])
     outcomes = town.run(work)
     for outcome in outcomes:
-        is_left = isinstance(outcome.error, Killed | SystemExit) or town.was_early
-        assert outcome.value == alone or is_left, outcome.text
+        may_fail = isinstance(outcome.error, Killed | SystemExit) or town.was_early
+        assert outcome.value == alone or may_fail, outcome.text
 
 
 def test_towers_that_are_not_passed_to_elastic_are_an_error():

@@ -191,12 +191,8 @@ def test_a_forward_may_write_to_its_batch():
         return model(part)
 
     whole = copy.deepcopy(batch)
-    slices = {
-        t: {k: v[r.start : r.stop].clone() for k, v in batch.items()}
-        for t, r in enumerate(even_ranges(10, 3))
-    }
     expected = unsplit(model, {**batch, "left": batch["left"] * 2}, info_nce)[1]
-    for given in (whole, LocalBatch(10, slices)):
+    for given in (whole, local(batch, 3)):
         run(Towers(model, 3), given, info_nce, forward)
         assert_close(gradients(model), expected)
     assert torch.equal(whole["left"], batch["left"])

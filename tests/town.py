@@ -125,10 +125,10 @@ class Town(World):
         if number in self.cut:
             return
         self.is_done |= self.workers[number].outcome.error is None
-        is_left = is_killed or self.is_done or self.workers[number].is_newcomer
-        self.leave_behind(lambda each: each in self.gone, is_left=is_left)
+        is_survivable = is_killed or self.is_done or self.workers[number].is_newcomer
+        self.leave_behind(lambda each: each in self.gone, is_survivable=is_survivable)
 
-    def leave_behind(self, is_lost: Callable[[int], bool], *, is_left: bool = True) -> None:
+    def leave_behind(self, is_lost: Callable[[int], bool], *, is_survivable: bool = True) -> None:
         """Write the next list, without lost workers; an empty one if the others cannot continue."""
         if self.is_closed:
             return
@@ -136,7 +136,7 @@ class Town(World):
         trained = [each for each in left if not self.workers[each].is_newcomer]
         if self.is_done:
             left = trained  # newcomers are sent away
-        if not is_left or not trained or not all(self.workers[each].goes_on for each in trained):
+        if not is_survivable or not trained or not all(self.workers[each].goes_on for each in trained):
             self.was_early |= not self.all_go_on
             self.lists.append(())
         elif len(left) < len(self.lists[-1]):

@@ -27,7 +27,7 @@ class LocalBucket:
         ((_, gradients),) = nodes
         self._gradients = list(zip(bucket.parameters, gradients, strict=True))
 
-    def post(self, beside: Sequence[Sequence[Tensor]], what: str) -> None:
+    def post(self, extra: Sequence[Sequence[Tensor]], what: str) -> None:
         """Do nothing."""
 
     def average(self, divisor: Tensor) -> None:
@@ -80,11 +80,11 @@ class SharedBucket:
         shard = self._bucket.shards[worker]
         return [row[shard.start : shard.stop] for row in self._rows]
 
-    def post(self, beside: Sequence[Sequence[Tensor]], what: str) -> None:
-        """Start to send each worker its shard of this worker's sums, with this worker's part of `beside`."""
+    def post(self, extra: Sequence[Sequence[Tensor]], what: str) -> None:
+        """Start to send each worker its shard of this worker's sums, with this worker's part of `extra`."""
         others = [worker for worker in range(self._job.world_size) if worker != self._job.rank]
-        outgoing = {worker: [*beside[self._job.rank], *self._cut(worker)] for worker in others}
-        incoming = {worker: [*beside[worker], *self._sums[worker]] for worker in others}
+        outgoing = {worker: [*extra[self._job.rank], *self._cut(worker)] for worker in others}
+        incoming = {worker: [*extra[worker], *self._sums[worker]] for worker in others}
         self._pending = self._job.transport.post(outgoing, incoming, what)
 
     def average(self, divisor: Tensor) -> None:

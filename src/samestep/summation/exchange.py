@@ -182,16 +182,16 @@ class Exchange:
     def _send(self, nodes: Sequence[Node] | None) -> None:
         bucket = self.plan.buckets[len(self._buckets)]
         is_last = len(self._buckets) + 1 == len(self.plan.buckets)
-        beside: list[list[Tensor]] = [[] for _ in range(self._job.world_size)]
+        extra: list[list[Tensor]] = [[] for _ in range(self._job.world_size)]
         if not self._buckets:
             flags = 0 if nodes is None else self._ask_flags()
             self._headers = self._for_all([flags, self._pass_ns, *self._header])
-            beside = [[header, *self._scalars.of(worker)] for worker, header in enumerate(self._headers)]
+            extra = [[header, *self._scalars.of(worker)] for worker, header in enumerate(self._headers)]
         else:
             self._average(self._buckets[-1])
             if is_last:
                 self._closings = self._for_all([self._status])
-                beside = [[closing] for closing in self._closings]
+                extra = [[closing] for closing in self._closings]
         self.is_committed = is_last and self._status == _FINE and self._job.world_size > 1
         made: LocalBucket | SharedBucket
         if nodes is not None and self._job.world_size == 1:
@@ -199,7 +199,7 @@ class Exchange:
         else:
             made = SharedBucket(self._job, self.plan, bucket, nodes)
         with self.unbroken():
-            made.post(beside, f"{self.where}, gradients")
+            made.post(extra, f"{self.where}, gradients")
             self._buckets.append(made)
 
     @contextmanager

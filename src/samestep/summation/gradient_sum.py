@@ -54,7 +54,7 @@ class GradientSum:
         self._dtypes = [None if each.is_sparse else each.gradient.dtype for each in plan.parameters]
         layouts = zip(parameters, plan.parameters, strict=True)
         # Whether autograd accumulates gradients in the dtypes in which they are summed.
-        self._are_alike = all(each.gradient.dtype == grad_dtype(p).to_real() for p, each in layouts)
+        self._have_same_dtypes = all(each.gradient.dtype == grad_dtype(p).to_real() for p, each in layouts)
         self._bucket_of = {i: n for n, bucket in enumerate(plan.buckets) for i in bucket.parameters}
         self._exchange: Exchange | None = None
         self.comes_twice = False
@@ -74,7 +74,7 @@ class GradientSum:
         self._dense: TreeSum[Gradients] = TreeSum(num_towers, add=add_gradients)
         self._sparse: TreeSum[Gradients] = TreeSum(num_towers, add=add_gradients)
         self._norms: dict[int, dict[int, Norms]] | None = None  # by tower and parameter
-        self._live = range(self._towers.start, self._towers.start)  # the towers whose sum is in `p.grad`
+        self._in_grad = range(self._towers.start, self._towers.start)  # the towers whose sum is in `p.grad`
         self._missing: list[set[int]] = []  # for each bucket, parameters still without the last gradient
         self._num_sent = 0
         self._ready: set[int] | None = None  # parameters whose gradients the current backward has produced
@@ -97,7 +97,7 @@ class GradientSum:
         to each parameter's gradient only once. If it is False, buckets are sent after backward, and autograd
         does not add to a sibling's sum.
         """
-        self._live = range(tower, tower + 1)
+        self._in_grad = range(tower, tower + 1)
         if at_once:
             self._put_sibling_back()
         if is_last and at_once:
@@ -110,7 +110,7 @@ class GradientSum:
         if is_last:
             self._send_rest()
         else:
-            self._dense.push(self._live, self._take(range(len(self._parameters))))
+            self._dense.push(self._in_grad, self._take(range(len(self._parameters))))
 
     @contextmanager
     def _noting_what_is_ready(self, *, needs_hooks: bool) -> Iterator[None]:
@@ -174,7 +174,7 @@ class GradientSum:
     def _check_again(self, index: int) -> None:
         """Raise if the first part of this gradient was already added to a sibling's sum, or sent."""
         self.comes_twice = True
-        if len(self._live) > 1 or self._bucket_of[index] < self._num_sent:
+        if len(self._in_grad) > 1 or self._bucket_of[index] < self._num_sent:
             self._fail(
                 f"parameter {self.plan.parameters[index].name} got a gradient twice in one backward "
                 "(reentrant activation checkpointing does that); use torch.utils.checkpoint with "
@@ -210,24 +210,24 @@ class GradientSum:
             folded.push(span, [gradients[index] for index in parameters])
             for index in parameters:
                 gradients[index] = None
-        if self._live:
-            folded.push(self._live, self._take(parameters))
+        if self._in_grad:
+            folded.push(self._in_grad, self._take(parameters))
         self._push_absent(folded, len(parameters))
         return folded.nodes
 
     def _push_absent(self, total: TreeSum[Gradients], num_parameters: int) -> None:
         """Push absent gradients for the towers without rows, which come last."""
-        without = range(self._live.stop, self._towers.stop)
+        without = range(self._in_grad.stop, self._towers.stop)
         total.push_leaves(without, [[None] * num_parameters for _ in without])
 
     def _put_sibling_back(self) -> None:
         """Put the sum of the tower's left sibling into `p.grad`, so that autograd adds to it."""
-        can_add = self._are_alike and self._norms is None
-        left = self._dense.pop_sibling(self._live) if can_add else None
+        can_add = self._have_same_dtypes and self._norms is None
+        left = self._dense.pop_sibling(self._in_grad) if can_add else None
         if left is None:
             return
         span, gradients = left
-        self._live = range(span.start, self._live.stop)
+        self._in_grad = range(span.start, self._in_grad.stop)
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = None if gradient is None else like_parameter(gradient, parameter)
 
@@ -241,7 +241,7 @@ class GradientSum:
                 if gradient.dtype != self._dtypes[index] or gradient.layout is not torch.strided:
                     gradient = self._as_summed(gradient, self.plan.parameters[index])
                 if self._norms is not None:
-                    self._norms.setdefault(self._live.start, {})[index] = norms_of(gradient)
+                    self._norms.setdefault(self._in_grad.start, {})[index] = norms_of(gradient)
             taken.append(gradient)
         return taken
 

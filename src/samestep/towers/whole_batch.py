@@ -140,10 +140,10 @@ def _differentiate(run: StepRun, own: dict[int, _Pass], batch: Any, loss: WholeL
         value = loss_sum("the loss of the whole batch", result, 1.0, 1.0).total
         scaled = value if run.scaler is None else run.scaler.scale(value)
         known = {id(tensor) for tensor in (*wanted, *run.parameters)}
-        beside = [leaf for leaf in run.leaves([scaled]) if id(leaf) not in known]
+        other_leaves = [leaf for leaf in run.leaves([scaled]) if id(leaf) not in known]
         with torch.autocast(run.job.device.type, enabled=False):
-            found = torch.autograd.grad(scaled, [*wanted, *run.parameters, *beside], allow_unused=True)
-    for leaf, gradient in zip(beside, found[len(found) - len(beside) :], strict=True):
+            found = torch.autograd.grad(scaled, [*wanted, *run.parameters, *other_leaves], allow_unused=True)
+    for leaf, gradient in zip(other_leaves, found[len(found) - len(other_leaves) :], strict=True):
         if leaf.grad is None:  # otherwise the program has set the gradient itself
             leaf.grad = gradient
             note_outside_gradients([leaf])
@@ -162,15 +162,15 @@ def _store_gradients(
     `gradients` has those of all towers' outputs, of the parameters, and of other leaf tensors, in this order.
     """
     of_outputs = {id(tensor): gradient for tensor, gradient in zip(outputs, gradients, strict=False)}
-    beside_outputs = gradients[len(outputs) :]
+    of_leaves = gradients[len(outputs) :]
     for each in own.values():
         # Copies, so that the memory of all towers' gradients can be freed.
         slices = [of_outputs.get(id(tensor)) for tensor in each.outputs]
         each.gradients = [None if gradient is None else _contiguous_copy(gradient) for gradient in slices]
         each.outputs = []
-        each.needs_grad = all(gradient is None for gradient in beside_outputs)
+        each.needs_grad = all(gradient is None for gradient in of_leaves)
     if 0 in own:
-        of_parameters = zip(parameters, beside_outputs, strict=False)
+        of_parameters = zip(parameters, of_leaves, strict=False)
         own[0].of_parameters = [(p, _as_grad(p, g)) for p, g in of_parameters if g is not None]
 
 
