@@ -1,12 +1,12 @@
-"""Whether a schedule went as it should: rules that follow from what was planted, and know nothing of how.
+"""Judges a run by rules that depend only on the faults that were injected, not on the implementation.
 
-1. A worker takes a step with the right weights and with the flags of all workers, or it leaves it.
-2. Nobody takes a step that another one has left by an exception of its own, or in which values differ.
-3. Who leaves a step has raised its own exception; or the error that names all those whose exceptions they
-   were; or one that says who has another value; or, after a worker was lost, that one is gone or silent.
-4. Who ends without an error has taken all steps, or stopped where the flags said so. Checkpoints were written
-   on all workers alike, after the steps that the settings and the flags name.
-5. A worker counts as silent only where one has stopped or stalled.
+1. A worker takes a step with the right weights and with the flags of all workers, or it leaves the step.
+2. No worker takes a step that another one has left by an exception of its own, or in which values differ.
+3. A worker that leaves a step raises its own exception; or an error that names all workers with exceptions;
+   or an error that says which worker has another value; or, after a loss, that a worker is gone or silent.
+4. A worker that ends without an error has taken all steps, or all up to a stop flag. Checkpoints were written
+   on all workers alike, after the steps that the settings and the flags determine.
+5. A worker is reported as silent only if a worker has stopped or stalled.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FATAL = ("killed", "stopped", "stalled")
 
 @dataclass
 class Trial:
-    """A schedule, and what its run left."""
+    """A schedule and the results of its run."""
 
     schedule: Schedule
     world: World
@@ -46,14 +46,14 @@ class Trial:
     expected: list[list[Tensor]]  # the weights after each step
 
     def __post_init__(self) -> None:
-        self.losses = {**self.silent_ends(), **self.faults()}  # who was lost, by event
+        self.losses = {**self.silent_ends(), **self.faults()}  # lost workers, by event
         self.attempts: dict[tuple[int, int], list[Note]] = defaultdict(list)
         for note in self.log:
             if note.step is not None:
                 self.attempts[note.step, note.attempt].append(note)
 
     def faults(self) -> dict[int, int]:
-        """Those who were killed, stopped, or stalled for longer than others wait."""
+        """Return the workers that were killed, stopped, or stalled for longer than the timeout, by event."""
         return {
             number: rank
             for number, (rank, kind, _, _) in enumerate(self.world.events)
@@ -61,7 +61,7 @@ class Trial:
         }
 
     def silent_ends(self) -> dict[int, int]:
-        """Those who ended by an exception that is not the one by which they left a step."""
+        """Return the workers that ended by another exception than they left a step with, by event."""
         left = {id(note.value) for note in self.log if note.kind == "left"}
         return {
             note.event: note.rank
@@ -79,7 +79,7 @@ class Trial:
 
 
 def judge(trial: Trial) -> Counter[str]:
-    """Raise an `AssertionError` unless all went as it should; return what happened, by name."""
+    """Raise an `AssertionError` if a rule is broken; return counts of what happened."""
     for notes in trial.attempts.values():
         judge_attempt(trial, notes)
     for note in trial.log:
@@ -98,65 +98,69 @@ def judge(trial: Trial) -> Counter[str]:
 def judge_attempt(trial: Trial, notes: Sequence[Note]) -> None:
     asked = [note for note in notes if note.kind == "asked"]
     kind = trial.schedule.tasks[notes[0].step].kind
-    struck = {note.rank: words_of(*note.value, kind) for note in reversed(notes) if note.kind == "struck"}
+    raised = {note.rank: words_of(*note.value, kind) for note in reversed(notes) if note.kind == "raised"}
     left = [note for note in notes if note.kind == "left"]
     for note in notes:
         if note.kind == "took":
             judge_taken(trial, note, asked)
-            leavers = [told(each) for each in left if each.rank in struck]
-            assert not leavers, f"{told(note)}, but {leavers}"
+            leavers = [text_of(each) for each in left if each.rank in raised]
+            assert not leavers, f"{text_of(note)}, but {leavers}"
         elif note.kind == "left":
-            judge_left(trial, note, struck, {each.rank for each in left})
+            judge_left(trial, note, raised, {each.rank for each in left})
 
 
 def judge_taken(trial: Trial, note: Note, asked: Sequence[Note]) -> None:
     apart = trial.schedule.apart
-    assert apart is None or apart.step != note.step, f"{told(note)}, but {apart}"
+    assert apart is None or apart.step != note.step, f"{text_of(note)}, but {apart}"
     everybody = set(range(trial.schedule.num_workers))
-    assert {each.rank for each in asked} == everybody, f"{told(note)}: not all were asked for flags"
+    assert {each.rank for each in asked} == everybody, f"{text_of(note)}: not all were asked for flags"
     flags = StopFlags(0)
     for each in asked:
         flags |= each.value
-    assert note.value == flags, f"{told(note)} with the flags {note.value}, expected {flags}"
+    assert note.value == flags, f"{text_of(note)} with the flags {note.value}, expected {flags}"
     judge_weights(trial, note, note.step + 1)
 
 
 def judge_weights(trial: Trial, note: Note, step: int) -> None:
     pairs = zip(note.weights, trial.expected[step], strict=True)
-    assert all(torch.equal(found, right) for found, right in pairs), f"{told(note)}: wrong weights"
+    assert all(torch.equal(found, right) for found, right in pairs), f"{text_of(note)}: wrong weights"
 
 
-def judge_left(trial: Trial, note: Note, struck: dict[int, str], left: set[int]) -> None:
+def judge_left(trial: Trial, note: Note, raised: dict[int, str], left: set[int]) -> None:
     error = note.value
-    own = [each.value[0] for each in trial.log if each.kind == "struck" and each.rank == note.rank]
+    own = [each.value[0] for each in trial.log if each.kind == "raised" and each.rank == note.rank]
     if any(error is each for each in own):
         return
-    assert note.rank not in struck, f"{told(note)}, but it {struck[note.rank]}"
+    assert note.rank not in raised, f"{text_of(note)}, but it {raised[note.rank]}"
     if isinstance(error, LostWorkerError):
         judge_loss(trial, note)
     else:
-        right = {f"{type(each).__name__}: {each}" for each in errors_for(trial, note.step, struck, left)}
-        assert f"{type(error).__name__}: {error}" in right, f"{told(note)}, expected one of {sorted(right)}"
+        right = {f"{type(each).__name__}: {each}" for each in errors_for(trial, note.step, raised, left)}
+        found = f"{type(error).__name__}: {error}"
+        assert found in right, f"{text_of(note)}, expected one of {sorted(right)}"
 
 
 def judge_loss(trial: Trial, note: Note) -> None:
-    own = [each.value[0] for each in trial.log if each.kind == "struck" and each.rank == note.rank]
+    own = [each.value[0] for each in trial.log if each.kind == "raised" and each.rank == note.rank]
     if GAVE_UP in str(note.value) and any(isinstance(error, INTERRUPTS) for error in own):
         return
-    assert trial.follows_a_loss(note), f"{told(note)}, but nobody was lost"
+    assert trial.follows_a_loss(note), f"{text_of(note)}, but nobody was lost"
     if "did not answer" in str(note.value):
         kinds = {kind for _, kind, _, _ in trial.world.events[: note.event]}
-        assert kinds & {"stopped", "stalled"}, f"{told(note)}, but nobody was silent"
+        assert kinds & {"stopped", "stalled"}, f"{text_of(note)}, but nobody was silent"
 
 
-def errors_for(trial: Trial, step: int, struck: dict[int, str], left: set[int]) -> Iterable[Exception]:
-    """What those may hear who did not fail; of those who failed and ended since they may know, or not."""
-    certain = {rank for rank in struck if rank in left}
-    for others in subsets(set(struck) - certain):
+def errors_for(trial: Trial, step: int, raised: dict[int, str], left: set[int]) -> Iterable[Exception]:
+    """Yield the errors that workers without exceptions may raise.
+
+    A worker that failed and has not left the step may be missing in the message.
+    """
+    certain = {rank for rank in raised if rank in left}
+    for others in subsets(set(raised) - certain):
         failed = sorted(certain | set(others))
-        words = "; ".join(f"worker {rank} {struck[rank]}" for rank in failed)
+        words = "; ".join(f"worker {rank} {raised[rank]}" for rank in failed)
         if failed:
-            are_abandoned = all(struck[rank].startswith("abandoned") for rank in failed)
+            are_abandoned = all(raised[rank].startswith("abandoned") for rank in failed)
             yield (AbandonedError if are_abandoned else DisagreementError)(f"step {step}: {words}")
         elif trial.schedule.apart is not None and trial.schedule.apart.step == step:
             yield from (DisagreementError(f"step {step}: {text}") for text in differences(trial.schedule))
@@ -168,9 +172,10 @@ def subsets(ranks: Iterable[int]) -> Iterable[tuple[int, ...]]:
 
 
 def words_of(error: BaseException, place: Place, kind: str) -> str:
-    """How the others hear of an exception: samestep's own checks fail the step, user code abandons it.
+    """Return how other workers' errors describe an exception.
 
-    User code runs inside samestep where it counts, and where the loss is one of the whole batch.
+    After an error of samestep's checks the step has failed; user code abandons it. Functions that count, and
+    `whole_batch`, run user code inside samestep.
     """
     name = f"{type(error).__name__}: {error}".removesuffix(": ")
     is_own = isinstance(error, UsageError)
@@ -181,7 +186,7 @@ def words_of(error: BaseException, place: Place, kind: str) -> str:
 
 
 def differences(schedule: Schedule) -> list[str]:
-    """In what order two values are named depends on how many there are: see `who_has_what`."""
+    """Return the possible descriptions of the difference; see `who_has_what` for the order of workers."""
     apart, usual = schedule.apart, schedule.tasks[schedule.apart.step]
     loss = {"plain": "one sum", "counts": "'a', 'b'", "whole": "of the whole batch"}[usual.kind]
     name, values = {
@@ -199,15 +204,15 @@ def differences(schedule: Schedule) -> list[str]:
 
 
 def judge_last_error(trial: Trial, note: Note) -> None:
-    """A program ends by what struck it, by that for which it left a step, or because of a loss."""
+    """A program ends by an injected error, by the error with which it left a step, or because of a loss."""
     own = [each for each in trial.log if each.rank == note.rank]
-    errors = [each.value[0] for each in own if each.kind == "struck"]
+    errors = [each.value[0] for each in own if each.kind == "raised"]
     is_late = any(isinstance(error, INTERRUPTS) for error in errors) and REFUSED in str(note.value)
     errors += [each.value for each in own if each.kind == "left"]
     if isinstance(note.value, LostWorkerError):
         judge_loss(trial, note)
     elif not (is_late or isinstance(note.value, Killed)):
-        assert any(note.value is error for error in errors), f"{told(note)}, which nobody planted"
+        assert any(note.value is error for error in errors), f"{text_of(note)}, which nobody injected"
 
 
 def judge_end(trial: Trial, rank: int, outcome: Outcome) -> None:
@@ -226,7 +231,7 @@ def judge_end(trial: Trial, rank: int, outcome: Outcome) -> None:
 
 
 def due(trial: Trial, taken: Sequence[Note]) -> list[int]:
-    """After which steps a checkpoint is to be written."""
+    """Return the steps after which a checkpoint must be written."""
     every, last = trial.schedule.checkpoint_every, len(trial.schedule.tasks)
     return [
         note.step + 1
@@ -243,20 +248,20 @@ def judge_checkpoints(trial: Trial) -> None:
     for note in trial.log:
         if note.kind == "wrote":
             steps = note.value
-            assert steps == steps[:1] * trial.schedule.num_workers, f"{told(note)}: checkpoints of {steps}"
+            assert steps == steps[:1] * trial.schedule.num_workers, f"{text_of(note)}: checkpoints of {steps}"
             judge_weights(trial, note, steps[0])
     taken = {note.step: note for note in trial.log if note.kind == "took"}
     written = set(checkpoints_of(trial.log))
     assert written <= set(due(trial, [*taken.values()])), f"checkpoints of {written}"
 
 
-def told(note: Note) -> str:
+def text_of(note: Note) -> str:
     value = f"{type(note.value).__name__}: {note.value}" if isinstance(note.value, BaseException) else ""
     return f"worker {note.rank} {note.kind} step {note.step}, attempt {note.attempt} {value}".rstrip()
 
 
 def happened(trial: Trial) -> Counter[str]:
-    """Count what was planted and struck, and how workers ended."""
+    """Count the faults, steps and checkpoints, and how workers ended."""
     seen = Counter({"schedules": 1})
     for _, kind, _, _ in trial.world.events:
         if kind not in FATAL:
@@ -264,8 +269,8 @@ def happened(trial: Trial) -> Counter[str]:
     for _, kind in {(rank, kind) for rank, kind, _, _ in trial.world.events if kind in FATAL}:
         seen[f"workers {kind}"] += 1
     for note in trial.log:
-        if note.kind == "struck":
-            seen[f"workers struck by {type(note.value[0]).__name__}"] += 1
+        if note.kind == "raised":
+            seen[f"workers that raised {type(note.value[0]).__name__}"] += 1
         elif note.kind in ("took", "left", "wrote"):
             seen[
                 {

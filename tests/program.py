@@ -1,4 +1,4 @@
-"""A program that trains in the steps of a schedule, meets what is planted, and notes what it does."""
+"""A program that takes the steps of a schedule, raises the injected errors, and logs what it does."""
 
 from __future__ import annotations
 
@@ -20,51 +20,54 @@ if TYPE_CHECKING:
     from .schedules import Schedule
 
 Place = str | int | tuple[int, int]
-"""Where a worker's own code may fail: "begin", "count", "after", before a tower's pass, or in a backward."""
+"""Where a worker's own code may fail: "begin", "count", "after", a tower (before its pass), or a tower and a
+parameter (in its backward)."""
 
 ATTEMPTS = 3
 INTERRUPTS = (KeyboardInterrupt, TimeoutError)
 
 
-# ---- what is noted -----------------------------------------------------------------------------------
+# ---- the log -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Note:
-    """What a worker did, in which attempt at which step; None outside of steps."""
+    """What a worker did; `step` and `attempt` are None outside of steps."""
 
     rank: int
-    kind: str  # "asked" for flags, "struck" by what was planted, "took" or "left" a step, "wrote", "ended"
+    # "began", "asked" for flags, "raised" an injected error, "took" or "left" a step, "wrote" a checkpoint,
+    # or "ended" by an error
+    kind: str
     step: int | None
     attempt: int | None
-    event: int  # how many events there had been in the world
-    value: Any = None  # flags, an error, the step of a checkpoint
+    event: int  # the number of events in the world so far
+    value: Any = None  # flags, an error, an (error, place), or the steps of a checkpoint on all workers
     weights: list[Tensor] | None = None
 
 
 class Script:
-    """What is planted for one worker, and what it notes."""
+    """The errors injected into one worker, and its log."""
 
     def __init__(self, job: Job, schedule: Schedule, log: list[Note]) -> None:
         self.job, self.schedule, self.log = job, schedule, log
         self.step: int | None = None
         self.attempt: int | None = None
-        self.leaves = False  # whether the program ends with what struck, and tells nobody
+        self.leaves = False  # whether the program ends with the injected error, without `abandon`
 
     def note(self, kind: str, value: Any = None, weights: list[Tensor] | None = None) -> None:
         event = len(self.job.transport.world.events)
         self.log.append(Note(self.job.rank, kind, self.step, self.attempt, event, value, weights))
 
     def meet(self, place: Place) -> None:
-        """Raise what is planted here."""
-        for planted in self.schedule.failures:
+        """Raise the error that is injected here, if any."""
+        for injected in self.schedule.failures:
             here = (self.job.rank, self.step, self.attempt, place)
-            if (planted.worker, planted.step, planted.attempt, planted.place) == here:
-                self.leaves = planted.how == "leave"
-                self.strike((UsageError if planted.how == "tell" else KeyError)("planted"), place)
+            if (injected.worker, injected.step, injected.attempt, injected.place) == here:
+                self.leaves = injected.how == "leave"
+                self.throw((UsageError if injected.how == "tell" else KeyError)("injected"), place)
 
-    def strike(self, error: BaseException, place: Place = "anywhere") -> None:
-        self.note("struck", (error, place))
+    def throw(self, error: BaseException, place: Place = "anywhere") -> None:
+        self.note("raised", (error, place))
         raise error
 
     def is_apart(self, what: str) -> bool:
@@ -76,7 +79,7 @@ class Script:
 
 
 def train(job: Job, schedule: Schedule, log: list[Note], kind: Callable[..., Any]) -> tuple[int, str | None]:
-    """Take all steps, with checkpoints and stops as `samestep train` decides on them."""
+    """Take all steps; write checkpoints and stop as `samestep train` would."""
     script = Script(job, schedule, log)
     script.note("began")
     try:
@@ -98,9 +101,9 @@ def take_steps(
             job.transport.calls[event, is_after] = lambda: interruption.acknowledge(StopFlags.SIGTERM)
     for worker, event, is_after in schedule.interrupts:
         if worker == job.rank:
-            # What a signal handler raises may be any exception.
-            error = TimeoutError("planted") if event % 5 == 3 else KeyboardInterrupt()
-            job.transport.calls[event, is_after] = partial(script.strike, error)
+            # A signal handler may raise any exception.
+            error = TimeoutError("injected") if event % 5 == 3 else KeyboardInterrupt()
+            job.transport.calls[event, is_after] = partial(script.throw, error)
 
     def ask() -> StopFlags:
         flags = interruption.flags()
@@ -120,17 +123,17 @@ def take_steps(
 
 
 def do(act: Callable[[], Any], schedule: Schedule) -> Any:
-    """Do what all workers do outside of steps, perhaps once more after an interrupt."""
+    """Do something that all workers do outside of steps; repeat it after an interrupt if `retries`."""
     try:
         return act()
     except INTERRUPTS:
         if not schedule.retries:
             raise
-        return act()  # is refused where messages of the first time may be on their way
+        return act()  # raises if messages of the first call may still be on their way
 
 
 def take_step(towers: Any, schedule: Schedule, script: Script) -> StopFlags:
-    """Take a step, perhaps after attempts that were abandoned."""
+    """Take a step; repeat it after an abandoned attempt if the schedule retries."""
     for attempt in range(ATTEMPTS):
         script.step, script.attempt = towers.step, attempt
         try:
@@ -144,7 +147,7 @@ def take_step(towers: Any, schedule: Schedule, script: Script) -> StopFlags:
         except (Exception, KeyboardInterrupt) as error:
             if script.leaves:
                 raise
-            towers.abandon()  # refuses where others may have taken the step
+            towers.abandon()  # raises if others may have taken the step
             script.note("left", error)
             if not schedule.retries or attempt + 1 == ATTEMPTS:
                 raise

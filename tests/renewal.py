@@ -1,4 +1,4 @@
-"""A simulated worker whose job goes on with others than before: the transport that `Renewable` describes."""
+"""A simulated worker whose group of workers changes: an implementation of `Renewable`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Citizen(Worker):
 
     def __init__(self, number: int, world: Town) -> None:
         super().__init__(number, world)
-        self.generation = -1  # whose messages it takes; −1 outside of all
-        self.waits = False  # for the others to meet again
-        self.left = -1  # the generation that it was in before
+        self.generation = -1  # −1 before it has joined one
+        self.waits = False  # whether it waits for others in `regroup`
+        self.left = -1  # its generation before the last `regroup`
         self.goes_on = False
-        self.is_doomed = False  # to be killed where it waits
+        self.is_doomed = False  # whether it ends as killed the next time it waits
         self.arrives = 0
 
     @property
@@ -46,7 +46,7 @@ class Citizen(Worker):
 
     @property
     def is_newcomer(self) -> bool:
-        """Whether it came later, and does not train yet."""
+        """Whether it is not of the first generation, and does not train yet."""
         return self.number >= len(self.world.lists[0]) and not self.goes_on
 
     @property
@@ -71,10 +71,10 @@ class Citizen(Worker):
         return self.members[rank]
 
     def is_gone(self, peer: int) -> bool:
-        """Say whether another one has left this worker's generation; those who have come for it are there."""
+        """Return whether a worker has left this one's generation; one that waits to join it is not gone."""
         other = self.world.workers[peer]
         is_coming = other.waits and other.left < self.generation == len(self.world.lists) - 1
-        if (peer in self.world.cut) != (self.number in self.world.cut):  # no connection tells, but the list
+        if (peer in self.world.cut) != (self.number in self.world.cut):  # only the list shows it
             return self.number not in self.world.cut and peer not in self.world.lists[-1]
         return super().is_gone(peer) or not (other.generation == self.generation or is_coming)
 
@@ -82,7 +82,7 @@ class Citizen(Worker):
         self.world.accuse(self.number, peers, self.generation if generation is None else generation)
 
     def lost_worker(self, what: str, lost: Sequence[int]) -> LostWorkerError:
-        """As gloo does it; but one that hangs up is not gone: it meets the others again."""
+        """Return the error for lost workers; if none is lost, one has only left the group to regroup."""
         if lost:
             return super().lost_worker(what, lost)
         self.loss = "another worker did not answer"
@@ -91,7 +91,7 @@ class Citizen(Worker):
     def lost_targets(self, peers: Iterable[int]) -> list[int]:
         return [peer for peer in peers if self.is_gone(peer)]
 
-    # ---- what `Renewable` asks for ---------------------------------------------------------------------
+    # ---- the methods of `Renewable` --------------------------------------------------------------------
 
     def is_outside(self) -> bool:
         return self.generation < 0
@@ -137,14 +137,14 @@ class Citizen(Worker):
             have_come = self.wait_for_others(before)
         self.waits = False
         if not have_come:
-            raise LostWorkerError("the workers meet again: the job ends, or the others do not come")
+            raise LostWorkerError("regrouping the workers: the job ends, or the others do not come")
         self.generation, self.loss = len(world.lists) - 1, None
-        for (_, target), queue in world.sent.items():  # of a generation that it has never seen
+        for (_, target), queue in world.sent.items():  # drop messages of generations that it was not in
             while target == self.number and queue and world.generations[id(queue[0])] < self.generation:
                 queue.popleft()
 
     def accuse_missing(self, before: int) -> None:
-        """Accuse those who do not come; where there is no list, nobody is lost, and all meet again."""
+        """Report members that do not come; without a new list nobody is lost, so ask for the same one."""
         world, newest = self.world, len(self.world.lists) - 1
         if newest > before:
             self.accuse([n for n in world.lists[-1] if not world.workers[n].waits], newest)
@@ -152,7 +152,7 @@ class Citizen(Worker):
             world.plan(partial(world.begin_again, before))
 
     def wait_for_others(self, before: int) -> bool:
-        """Wait until all members of a newer generation are there, or there will be none."""
+        """Wait until all members of a newer generation are there, or until the job ends."""
         self.wait_until(lambda: self.is_in_vain or self.all_have_come(before), TIMEOUT)
         return self.all_have_come(before)
 
@@ -162,7 +162,7 @@ class Citizen(Worker):
         return is_over and self.number not in self.world.cut
 
     def all_have_come(self, before: int) -> bool:
-        """Say whether all members of a newer generation are there."""
+        """Return whether all members of a newer generation are there."""
         newest, members = len(self.world.lists) - 1, self.world.lists[-1]
         others = [self.world.workers[number] for number in members]
         cut = self.world.cut

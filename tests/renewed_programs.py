@@ -1,4 +1,4 @@
-"""Programs whose workers `tests/takeovers.py` kills: a `Trainer`, a loop of one's own, and a small one."""
+"""Programs whose workers `tests/takeovers.py` kills: a `Trainer`, a hand-written loop, and a small one."""
 
 import io
 from collections.abc import Callable
@@ -20,13 +20,13 @@ STEPS, TOWERS, EPOCHS = 6, 5, 3
 
 @dataclass(frozen=True)
 class Program:
-    """A program, and what is known of it.
+    """A program to run with faults.
 
     Attributes:
-        train: `train(job, run_dir)` -> what must be the same, whatever happens.
-        events: so many of a worker's messages a fault may come after.
-        longest: so late, by the world's clock, somebody may come.
-        checkpoints: `checkpoints(run_dir)` -> a digest for each step whose checkpoint is there.
+        train: `train(job, run_dir)` -> a result that must be the same under all faults.
+        events: a fault happens after fewer than this many of a worker's messages.
+        longest: newcomers arrive, and workers are cut off, before this time of the world's clock.
+        checkpoints: `checkpoints(run_dir)` -> the digests of the existing checkpoints, by step.
     """
 
     train: Callable
@@ -35,7 +35,7 @@ class Program:
     checkpoints: Callable
 
     def undisturbed(self):
-        """Return what it returns where nothing happens, and its checkpoints."""
+        """Return the result and the checkpoints of a run on one worker, without faults."""
         with redirect_stdout(io.StringIO()), TemporaryDirectory() as folder:
             returned = self.train(samestep.Job(torch.device("cpu")), Path(folder))
             return returned, self.checkpoints(Path(folder))
@@ -50,7 +50,7 @@ def net():
 
 
 def parts_around(model, job, generator):
-    """Return towers, a dataset, its loader and an optimizer."""
+    """Return towers for a model, a dataset, its loader and an optimizer."""
     towers = samestep.Towers(model, TOWERS, job=job, noise_every=2)
     data = torch.utils.data.TensorDataset(torch.randn(26, 3, generator=generator))
     loader = samestep.TowerLoader(data, 14, towers)  # the last batch of an epoch has 12 rows
@@ -62,7 +62,7 @@ def terms(model):
 
 
 def whole(pattern):
-    """Return what reads the checkpoints of such names; a damaged one raises."""
+    """Return a function that reads all checkpoints with matching names; a damaged one raises."""
 
     def checkpoints(run_dir):
         manifests = [read(path).manifest for path in run_dir.glob(pattern)]
@@ -75,9 +75,9 @@ def whole(pattern):
 
 
 class Decay(samestep.Callback):
-    """Halves the learning rate after every second evaluation, by its own count; thaws a layer on the way.
+    """Halves the learning rate after every second evaluation, unfreezes a layer, and adds noise to weights.
 
-    It draws noise for the weights from the global generator.
+    It counts evaluations itself, and draws the noise from the global generator.
     """
 
     count = 0
@@ -103,7 +103,7 @@ class Decay(samestep.Callback):
 
 def train_with_trainer(job, run_dir):
     """Train; return the digest."""
-    torch.manual_seed(0)  # of what the callback draws
+    torch.manual_seed(0)  # for the callback's noise
     generator = torch.Generator().manual_seed(0)
     model = net()
     with torch.no_grad():
@@ -127,11 +127,11 @@ def train_with_trainer(job, run_dir):
     return trainer.run().digest
 
 
-# ---- a loop of one's own -----------------------------------------------------------------------------
+# ---- a hand-written loop -----------------------------------------------------------------------------
 
 
 class Best:
-    """What a loop may keep of its own."""
+    """State that the loop itself keeps."""
 
     def __init__(self):
         self.losses = []
@@ -156,7 +156,7 @@ def train_in_a_loop(job, run_dir):
     state |= {"optimizer": optimizer, "scheduler": scheduler, "best": best}
 
     def step(batch):
-        scale = torch.rand(()) + 0.5  # of a global generator
+        scale = torch.rand(()) + 0.5  # from the global generator
         optimizer.param_groups[0]["weight_decay"] *= 1.1
         for tower in towers(batch):
             tower.backward(scale * model(tower.batch[0]).square().mean())
@@ -180,7 +180,7 @@ def train_in_a_loop(job, run_dir):
 
 
 def train_small(job, run_dir):
-    """Take steps with one weight, and write it down after each second one."""
+    """Train one weight, and write it to a file after every second step."""
     model = nn.Linear(1, 1, bias=False)
     with torch.no_grad():
         model.weight.fill_(1.0)

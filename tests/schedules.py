@@ -1,10 +1,10 @@
-"""Schedules of a run's whole protocol, thousands of them: what happens, all of it from a seed, and the judge.
+"""Fault injection for the whole protocol of a run: each seed gives a schedule of steps and faults.
 
 python -m tests.schedules [--count N] [--seed S] [--model] [--processes P]    prints what happened in them
 
-A schedule is a run of a few steps on simulated workers, to which things happen: exceptions, interrupts,
+A schedule is a run of a few steps on simulated workers, with injected faults: exceptions, interrupts,
 signals, time limits, settings that differ, kills, stalls. Without a model the steps are those of
-`tests/protocol.py`; with one they are those of `Towers`. `tests/judge.py` says whether all went as it should.
+`tests/protocol.py`; with one they are those of `Towers`. `tests/judge.py` checks the results.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KINDS = ("plain", "plain", "counts", "whole")
 
 @dataclass(frozen=True)
 class Task:
-    """What all workers are to do in a step."""
+    """What all workers do in a step."""
 
     placement: Placement
     trained: tuple[int, ...]  # the parameters that require grad
@@ -54,12 +54,12 @@ class Failure:
     step: int
     attempt: int
     place: Place
-    how: str  # "abandon" the step, "tell" as samestep's own checks do, or "leave" the program
+    how: str  # "abandon" the step, "tell" the others as samestep's checks do, or "leave" the program
 
 
 @dataclass(frozen=True)
 class Apart:
-    """A worker that has another value than the others in a step."""
+    """A worker with a different value in a step."""
 
     worker: int
     step: int
@@ -68,16 +68,16 @@ class Apart:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A run, and what happens to it."""
+    """A run and its faults."""
 
     seed: int
     sizes: tuple[int, ...]  # of the parameters
-    sparse: tuple[int, ...]  # those whose gradients are
+    sparse: tuple[int, ...]  # indices of parameters with sparse gradients
     bucket_bytes: int
     in_shards: bool
     tasks: tuple[Task, ...]
     checkpoint_every: int
-    retries: bool  # whether the program takes a step again that was abandoned
+    retries: bool  # whether the program takes an abandoned step again
     failures: tuple[Failure, ...] = ()
     apart: Apart | None = None
     faults: Faults = field(default_factory=Faults)
@@ -132,7 +132,7 @@ def random_placement(chance: random.Random, num_towers: int, num_workers: int) -
 
 def what_happens(chance: random.Random, tasks: tuple[Task, ...]) -> dict[str, Any]:
     num_workers = tasks[0].placement.num_workers
-    last_event = 6 + 9 * len(tasks)  # about as many as a worker has
+    last_event = 6 + 9 * len(tasks)  # about the number of a worker's events
 
     def moments(probability: float) -> tuple[tuple[int, int, bool], ...]:
         if chance.random() > probability:
@@ -178,14 +178,14 @@ def failure(chance: random.Random, tasks: tuple[Task, ...]) -> Failure:
 
 
 class Clock:
-    """Stands for the module `time` in samestep: a simulated world's clock."""
+    """Replaces the module `time` in samestep by a simulated world's clock."""
 
     def __init__(self, world: World) -> None:
         self.monotonic = lambda: float(world.time)
 
 
 def try_schedule(schedule: Schedule, *, with_model: bool = False) -> Counter[str]:
-    """Run a schedule; return what happened, by name, or raise an `AssertionError` with what went wrong."""
+    """Run and judge a schedule; return counts of what happened, or raise an `AssertionError`."""
     kind = ModelTowers if with_model else PlainTowers
     expected = (weights_on_one_worker if with_model else weights_after_each_step)(schedule)
     world = World(schedule.num_workers, schedule.seed, schedule.faults, draws=with_model)
@@ -203,7 +203,7 @@ def command_for(seed: int, *, with_model: bool) -> str:
 
 
 def run(seeds: Iterable[int], *, with_model: bool = False) -> tuple[Counter[str], list[str]]:
-    """Try the schedules of all seeds; return what happened, and one line for each that failed."""
+    """Run the schedules of all seeds; return counts of what happened, and a text for each failure."""
     seen: Counter[str] = Counter()
     failed = []
     for seed in seeds:
@@ -215,7 +215,7 @@ def run(seeds: Iterable[int], *, with_model: bool = False) -> tuple[Counter[str]
 
 
 def run_all(seeds: range, num_processes: int, *, with_model: bool) -> tuple[Counter[str], list[str]]:
-    """Try the schedules of all seeds in several processes."""
+    """Run the schedules of all seeds in several processes."""
     parts = [seeds[start : start + 500] for start in range(0, len(seeds), 500)]
     seen: Counter[str] = Counter()
     failed: list[str] = []
@@ -229,7 +229,7 @@ def run_all(seeds: range, num_processes: int, *, with_model: bool) -> tuple[Coun
 
 
 def main() -> int:
-    """Try many schedules, and print what happened in them."""
+    """Run many schedules, and print counts of what happened in them."""
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     options.add_argument("--count", type=int, default=2000)
     options.add_argument("--seed", type=int, default=0, help="the first one")

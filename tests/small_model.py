@@ -124,7 +124,7 @@ class ModelTowers:
         try:
             self.script.meet(tower)
         except UsageError:
-            with self.towers._run._telling_others():
+            with self.towers._run._sharing_errors():
                 raise
 
     def count(self, part: Mapping[str, Tensor]) -> int:

@@ -1,6 +1,6 @@
-"""Simulated workers of a run that are killed, stopped, slow or cut off at any message, and newcomers.
+"""Runs on simulated workers that are killed, stopped, stalled or cut off at any message, with newcomers.
 
-python -m tests.takeovers --count 3000 [--program NAME]    try many seeds, and print what happened
+python -m tests.takeovers --count 3000 [--program NAME]    run many seeds, and print what happened
 """
 
 import argparse
@@ -26,7 +26,7 @@ from .town import Town
 
 
 def run(seed, run_dir, program):
-    """Train under what a seed brings; return the world and how each worker ended."""
+    """Train with the faults and newcomers of a seed; return the world and each worker's outcome."""
     chance = random.Random(seed)
     world_size = chance.randrange(1, 5)
     num_arrivals = chance.randrange(min(3, TOWERS - world_size + 1))
@@ -49,13 +49,13 @@ def run(seed, run_dir, program):
 
 @contextmanager
 def quietly():
-    """Print nothing."""
+    """Discard all output of the block."""
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         yield
 
 
 def judge(town, outcomes, expected, run_dir, program):
-    """Return what is wrong with how the workers ended; nothing, if all is right."""
+    """Return what is wrong with the outcomes, checkpoints or logs; None if nothing is."""
     result, checkpoints = expected
     first = len(town.lists[0])
     is_killed = [isinstance(outcome.error, Killed) for outcome in outcomes]
@@ -79,7 +79,7 @@ def judge(town, outcomes, expected, run_dir, program):
 
 
 def wrong_lines(run_dir, num_killed):
-    """Return what is wrong with what a run has told of: all steps, but for those that died with a worker."""
+    """Return what is wrong with a run's log, which may lack one step for each killed worker, or None."""
     lines = [line for line in read_lines(run_dir) if "loss/total" in line]
     steps = [line["step"] for line in lines]
     if steps != sorted(set(steps)) or STEPS - len(steps) > num_killed:
@@ -88,7 +88,7 @@ def wrong_lines(run_dir, num_killed):
 
 
 def try_one(seed, expected, program):
-    """Return what happened under a seed, and what is wrong with it."""
+    """Run and judge one seed; return counts of what happened, and what is wrong, or None."""
     with TemporaryDirectory() as folder:
         run_dir = Path(folder)
         town, outcomes = run(seed, run_dir, program)
@@ -109,7 +109,7 @@ def _try(seed, name, expected):
 
 
 def main():
-    """Try many, and print what happened in them."""
+    """Run many seeds, and print counts of what happened."""
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     options.add_argument("--count", type=int, default=300)
     options.add_argument("--seed", type=int, default=0, help="the first one")

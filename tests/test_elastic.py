@@ -1,4 +1,4 @@
-"""Loops of one's own that go on; `tests/takeovers.py` kills the workers of some others."""
+"""Loops with `Elastic`, which continue after losses; `tests/takeovers.py` runs longer programs."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from .town import Town
 
 
 def made(job, *names):
-    """Return towers of one or more models, and what `Elastic` has to know."""
+    """Return the state for `Elastic`, and a (model, towers, optimizer) for each name."""
     torch.manual_seed(0)
     models = [nn.Linear(2, 1) for _ in names]
     all_towers = [samestep.Towers(model, 3, job=job) for model in models]
@@ -48,11 +48,11 @@ def test_two_models_with_towers_of_their_own(seed):
     town = Town(3, seed, Faults(killed={seed % 3: 10 + 3 * seed}), arrivals=[seed * 50])
     outcomes = town.run(work)
     for outcome in outcomes:
-        is_left = isinstance(outcome.error, Killed | SystemExit) or town.was_early
-        assert outcome.value == alone or is_left, outcome.text
+        may_fail = isinstance(outcome.error, Killed | SystemExit) or town.was_early
+        assert outcome.value == alone or may_fail, outcome.text
 
 
-def test_towers_that_it_does_not_know_are_named():
+def test_towers_that_are_not_passed_to_elastic_are_an_error():
     def work(job):
         state, parts = made(job, "one", "two")
         del state["two 1"]
@@ -66,8 +66,8 @@ def test_towers_that_it_does_not_know_are_named():
         assert "for 3 workers, and the job has 2 now: pass them to samestep.Elastic, too" in outcome.text
 
 
-def test_what_passes_keep_is_found_once_the_workers_that_are_left_have_several_towers():
-    """Three workers with a tower each keep a mean of their own; two do not."""
+def test_state_kept_in_passes_is_found_once_the_remaining_workers_have_several_towers():
+    """On three workers each tower has its own mean; on two, two towers share one."""
 
     def work(job):
         state, [(model, towers, optimizer)] = made(job, "one")
@@ -98,36 +98,34 @@ class Holder:
 
 
 @pytest.mark.parametrize(
-    ("make", "wrap", "is_told"),
+    ("make", "wrap", "warns"),
     [
         (lambda towers: torch.optim.Adam(towers.model.parameters()), None, True),
         (lambda towers: torch.optim.Adam(towers.model.parameters()), lambda own: own, False),
         (lambda towers: torch.optim.Adam(towers.model.parameters()), Holder, False),
-        (lambda towers: torch.optim.SGD(towers.model.parameters(), 0.1), None, False),  # keeps nothing
+        (lambda towers: torch.optim.SGD(towers.model.parameters(), 0.1), None, False),  # has no state
         (lambda towers: torch.optim.Adam(nn.Linear(2, 2).parameters()), None, False),
         (lambda towers: samestep.ShardedOptimizer(towers, torch.optim.Adam, lr=0.1), lambda own: own, False),
     ],
 )
-def test_an_optimizer_that_is_left_out_is_told_of(recwarn, make, wrap, is_told):
+def test_an_optimizer_that_is_not_passed_to_elastic_is_a_warning(recwarn, make, wrap, warns):
     model = nn.Linear(2, 1)
     towers = samestep.Towers(model, 3)
     optimizer = make(towers)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
-    torch.optim.Adam(model.parameters()).step()  # one of an earlier part of the program
+    torch.optim.Adam(model.parameters()).step()  # from an earlier part of the program
     with samestep.Elastic(
         model=model, towers=towers, optimizer=None if wrap is None else wrap(optimizer)
     ) as elastic:
         elastic(take_step, model, towers, optimizer)
         elastic(take_step, model, towers, optimizer)
-    told = [
-        str(each.message) for each in recwarn if "is not part of the state of Elastic" in str(each.message)
-    ]
-    assert len(told) == is_told
+    texts = [str(each.message) for each in recwarn]
+    assert sum("is not part of the state of Elastic" in text for text in texts) == warns
 
 
-def test_workers_that_make_other_calls_hear_of_it():
+def test_workers_that_make_different_calls_raise():
     def work(job):
         state, [part] = made(job, "one")
         with samestep.Elastic(**state) as elastic:
@@ -142,7 +140,7 @@ def test_workers_that_make_other_calls_hear_of_it():
     assert [outcome.text for outcome in outcomes] == [text] * 3
 
 
-def test_a_loop_that_a_newcomer_begins_anew_is_found_out():
+def test_a_loop_that_a_newcomer_starts_from_the_beginning_is_an_error():
     def work(job):
         state, [part] = made(job, "one")
         with samestep.Elastic(**state) as elastic:
@@ -158,7 +156,7 @@ def test_a_loop_that_a_newcomer_begins_anew_is_found_out():
     assert [str(outcome.error) for outcome in outcomes] == [text] * 3
 
 
-def test_a_call_that_others_leave_after_its_average_cannot_be_made_again():
+def test_a_call_that_is_interrupted_after_its_average_cannot_be_repeated():
     def work(job):
         state, [part] = made(job, "one")
 
@@ -178,7 +176,7 @@ def test_a_call_that_others_leave_after_its_average_cannot_be_made_again():
     assert all("had averaged a step in this call, but before the call ended" in text for text in found)
 
 
-def test_a_result_that_cannot_be_sent_is_refused_at_once():
+def test_a_result_that_cannot_be_sent_is_an_error_without_newcomers_too():
     def work(job):
         state, _ = made(job, "one")
         with samestep.Elastic(**state) as elastic:
@@ -190,7 +188,7 @@ def test_a_result_that_cannot_be_sent_is_refused_at_once():
 
 
 @pytest.mark.parametrize("make", [lambda: Town(2, 0), lambda: World(2, 0)])
-def test_weights_that_came_apart_after_the_last_step_are_found_at_the_end(make):
+def test_weights_that_differ_after_the_last_step_are_found_at_the_end(make):
     def work(job):
         state, ((model, towers, optimizer),) = made(job, "one")
         with samestep.Elastic(**state) as elastic:
@@ -203,7 +201,7 @@ def test_weights_that_came_apart_after_the_last_step_are_found_at_the_end(make):
         assert "step 1, the end: worker 0 has hash of the weights in weight = " in outcome.text
 
 
-def test_where_nobody_can_be_replaced_calls_are_simply_made():
+def test_without_a_renewable_transport_calls_are_just_made():
     state, [part] = made(samestep.Job(torch.device("cpu")), "one")
     with samestep.Elastic(**state) as elastic:
         assert elastic(lambda: lambda: 7)() == 7
@@ -211,19 +209,19 @@ def test_where_nobody_can_be_replaced_calls_are_simply_made():
     assert part[1].step == 1
 
 
-def test_what_cannot_be_kept_is_refused():
+def test_state_without_a_state_dict_is_an_error():
     state, _ = made(samestep.Job(torch.device("cpu")), "one")
     with pytest.raises(ConfigError, match="best is a float: expected an object with a state_dict"):
         samestep.Elastic(**state, best=0.5)
 
 
 def rows_of(tower, num_towers, epoch, seed):
-    """A shard of a stream: 13 numbers for tower 0, 12 for the others."""
+    """Return a tower's shard of a stream: 13 numbers for tower 0, 12 for the others."""
     return [torch.tensor([float(epoch + n)]) for n in range(tower, 37, num_towers)]
 
 
 def from_a_stream(towers, elastic, take, loader):
-    """Take an epoch's steps and one of the next; each call asks for its own batch."""
+    """Take the steps of an epoch and one of the next; each call gets its batch itself."""
 
     def step():
         batch = loader.next_batch()
@@ -235,14 +233,14 @@ def from_a_stream(towers, elastic, take, loader):
 
 
 def of_small_batches(towers, elastic, take, loader):
-    small = [torch.full((1 + n % 3, 1), float(n)) for n in range(11)]  # the last step has two of three
+    small = [torch.full((1 + n % 3, 1), float(n)) for n in range(11)]  # two instead of three in the last step
     for batch in towers.slices(small[3 * towers.step :]):
         elastic(take, batch)
 
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("loop", [from_a_stream, of_small_batches])
-def test_other_batches_are_made_again(loop, seed):
+def test_batches_of_streams_and_slices_are_made_again_after_a_loss(loop, seed):
     def work(job):
         torch.manual_seed(0)
         model = nn.Linear(1, 1)
@@ -272,7 +270,7 @@ def test_other_batches_are_made_again(loop, seed):
     assert not town.was_early
 
 
-def test_a_streams_batch_that_was_made_outside_of_its_call_is_refused():
+def test_a_stream_batch_made_outside_of_its_call_is_an_error():
     state, [(_, towers, _)] = made(samestep.Job(torch.device("cpu")), "one")
     loader = samestep.StreamLoader(rows_of, 3, towers)
     with samestep.Elastic(**state, loader=loader) as elastic:
@@ -282,7 +280,7 @@ def test_a_streams_batch_that_was_made_outside_of_its_call_is_refused():
             break
 
 
-def test_a_batch_of_a_loader_is_read_again_for_other_towers():
+def test_a_loader_batch_is_read_again_for_other_towers():
     def work(job):
         towers = samestep.Towers(nn.Linear(1, 1), 3, job=job)
         loader = samestep.TowerLoader([10, 11, 12, 13, 14, 15], 6, towers, shuffle=False)
@@ -294,8 +292,8 @@ def test_a_batch_of_a_loader_is_read_again_for_other_towers():
     assert values(work, 2) == [[[[10, 11]]], [[[12, 13], [14, 15]]]]
 
 
-def test_small_batches_made_by_a_worker_that_was_alone_have_a_number_once_there_are_others():
-    """Alone, there was nobody to compare it with."""
+def test_small_batches_made_by_a_single_worker_get_a_fingerprint_once_there_are_others():
+    """A single worker does not compute fingerprints."""
 
     def work(job):
         towers = samestep.Towers(nn.Linear(1, 1), 3, job=job)
@@ -341,7 +339,7 @@ def with_counts(job, model, towers, optimizer):
     return samestep.Step(towers, loss, optimizer, counts=counts, on_nonfinite="skip")
 
 
-def thawed_on_the_way(job, model, towers, optimizer):
+def unfrozen_later(job, model, towers, optimizer):
     def loss(model, batch):
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
@@ -355,7 +353,7 @@ def thawed_on_the_way(job, model, towers, optimizer):
 
 
 @pytest.mark.parametrize("seed", mostly_long(range(4), 2))
-@pytest.mark.parametrize("make", [with_float16, of_the_whole_batch, with_counts, thawed_on_the_way])
+@pytest.mark.parametrize("make", [with_float16, of_the_whole_batch, with_counts, unfrozen_later])
 def test_steps_of_other_kinds(make, seed):
     def work(job):
         torch.manual_seed(0)
@@ -376,7 +374,7 @@ def test_steps_of_other_kinds(make, seed):
         assert is_right or worker.is_newcomer, outcome.text
 
 
-def test_a_newcomer_whose_model_does_not_fit_fails_alone():
+def test_a_newcomer_with_a_different_model_fails_alone():
     def work(job):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 3))
@@ -413,20 +411,20 @@ def take_eight_steps(job):
             elastic(take_step, *parts)
 
 
-def test_a_loss_that_the_launcher_sees_first_is_not_told_of_as_a_newcomer(capsys):
-    """Worker 2 ends with its last message of a step, so that nobody waits for it when the list is new."""
+def test_a_loss_that_the_launcher_sees_first_is_not_reported_as_a_newcomer(capsys):
+    """Worker 2 ends with its last message of a step, so no worker waits for it when the list changes."""
     for at in range(8, 24):
         Town(3, 0, Faults(killed={2: at})).run(take_eight_steps)
-    told = capsys.readouterr().err
-    assert "samestep: a worker is gone; going on with 2 workers after step " in told
-    assert "joined" not in told
+    text = capsys.readouterr().err
+    assert "samestep: a worker is gone; going on with 2 workers after step " in text
+    assert "joined" not in text
 
 
-def test_a_loss_is_told_of_though_another_worker_has_come_in_its_place(capsys):
-    told = []
+def test_a_loss_is_reported_although_a_newcomer_has_replaced_the_worker(capsys):
+    texts = []
     for seed in range(15):
         Town(2, seed, Faults(killed={0: 12}), arrivals=[100]).run(take_eight_steps)
-        told.append(capsys.readouterr().err)
-    together = [text for text in told if text.count("going on with") == 1 and "with 2 workers" in text]
+        texts.append(capsys.readouterr().err)
+    together = [text for text in texts if text.count("going on with") == 1 and "with 2 workers" in text]
     assert together
     assert all("worker 0 is gone" in text for text in together)

@@ -1,5 +1,5 @@
-"""What programs keep from one tower's pass to the next: refused where it goes into a loss, or into weights,
-on 1, 2 and 3 workers; otherwise one digest."""
+"""State that programs keep from one tower's pass to the next: an error, on 1, 2 and 3 workers, if it affects
+another tower's loss, or weights; otherwise the digest is the same."""
 
 import copy
 
@@ -23,7 +23,7 @@ DEPENDS = "its loss depends on rows or random numbers of tower"
 
 
 class Program:
-    """A loop whose passes may keep things, in itself."""
+    """A training loop; its passes may keep state in attributes."""
 
     num_towers = 7
     steps = 2
@@ -53,7 +53,7 @@ class Program:
         return F.cross_entropy(self.model(x), y)
 
     def keep(self, name, make):
-        """Return what is kept by a name, made by the first pass that asks for it."""
+        """Return the attribute `name`; the first pass that asks for it creates it."""
         if not hasattr(self, name):
             setattr(self, name, make())
         return getattr(self, name)
@@ -65,7 +65,7 @@ def errors(program, num_workers):
     return [outcome.text for outcome in outcomes]
 
 
-# ---- what goes into another tower's loss -----------------------------------------------------------
+# ---- state that affects another tower's loss -------------------------------------------------------
 
 
 class HiddenState(Program):
@@ -107,7 +107,7 @@ class MemoryBank(Program):
 
 
 class MemoryOfLabels(Program):
-    """A mean for each class, of which a pass writes those that it has seen, and reads all."""
+    """A mean for each class: a pass reads all of them, and writes those of the classes in its rows."""
 
     def loss(self, x, y):
         z, means = self.model(x), self.keep("means", lambda: torch.zeros(3, 3))
@@ -124,7 +124,7 @@ class Histogram(Program):
 
 
 class MemoryOfExamples(Program):
-    """What is kept for an example stays on the worker that had it; in the next epoch another may have it."""
+    """A value for each example, on the worker that had it; in the next epoch another worker may have it."""
 
     def batch(self, step):
         batch = super().batch(step)
@@ -139,7 +139,7 @@ class MemoryOfExamples(Program):
 
 
 class LastOfSeveral(Program):
-    """Rows that are tensors of sizes of their own."""
+    """Rows are tensors of different sizes."""
 
     def batch(self, step):
         batch = super().batch(step)
@@ -199,7 +199,7 @@ class OperatorOfItsOwn(Program):
 
 
 class Attention(Program):
-    """By an operator that is given a function."""
+    """The state comes from an operator that takes a function."""
 
     def loss(self, x, y):
         z, last = self.model(x), self.keep("last", lambda: torch.zeros(1, 3))
@@ -246,8 +246,8 @@ class NetThatLearnsInPasses(Program):
         return (gradient.detach() * z).mean()
 
 
-class OptimizerThatGoesOn(Program):
-    """Weights are set anew in each pass, but not the moments of their optimizer."""
+class OptimizerThatKeepsMoments(Program):
+    """Each pass resets the weights, but not the optimizer's moments."""
 
     def build(self):
         self.quick = net()
@@ -263,7 +263,7 @@ class OptimizerThatGoesOn(Program):
 
 
 class GradientsThatAddUp(Program):
-    """Weights are set anew in each pass, but gradients of the passes before are still there."""
+    """Each pass resets the weights, but not the gradients of the previous passes."""
 
     def build(self):
         self.quick = net()
@@ -301,18 +301,18 @@ class GradientsThatAddUp(Program):
         NetDrawnInAPass,
         LazyNet,
         NetThatLearnsInPasses,
-        OptimizerThatGoesOn,
+        OptimizerThatKeepsMoments,
         GradientsThatAddUp,
     ],
 )
-def test_what_goes_into_another_towers_loss_is_refused(program, num_workers):
+def test_state_that_affects_another_towers_loss_is_an_error(program, num_workers):
     texts = errors(program, num_workers)
     assert all("step 0, tower" in text and DEPENDS in text for text in texts)
     assert all("a tensor of shape" in text and "after average()" in text for text in texts)
 
 
 def drawing(draw):
-    """Return a program whose passes draw from one generator that it keeps."""
+    """Return a program in which all passes draw from the same generator, without seeding it."""
 
     class Drawing(Program):
         def loss(self, x, y):
@@ -335,7 +335,7 @@ DRAWS = {
 
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS.keys())
-def test_a_torch_generator_that_goes_on_from_tower_to_tower_is_refused(draw, num_workers):
+def test_a_torch_generator_that_continues_from_tower_to_tower_is_an_error(draw, num_workers):
     for text in errors(drawing(draw), num_workers):
         assert "step 0, tower" in text
         assert DEPENDS in text
@@ -345,7 +345,7 @@ def test_a_torch_generator_that_goes_on_from_tower_to_tower_is_refused(draw, num
         ) in text
 
 
-def test_a_torch_generator_of_a_module_is_told_of_and_then_refused():
+def test_a_torch_generator_of_a_module_is_a_warning_and_then_an_error():
     class Noise(nn.Module):
         def __init__(self):
             super().__init__()
@@ -377,13 +377,13 @@ USES = {
 
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
-def test_a_generator_that_goes_on_is_told_of_where_its_numbers_cannot_be_followed(use, num_workers):
-    with pytest.warns(UserWarning, match=r"from a torch\.Generator \(own of self\) that continues") as told:
+def test_a_generator_that_continues_is_a_warning_where_its_numbers_cannot_be_followed(use, num_workers):
+    with pytest.warns(UserWarning, match=r"from a torch\.Generator \(own of self\) that continues") as caught:
         simulate(drawing(use), num_workers)
-    assert len(told) <= num_workers  # once on each
+    assert len(caught) <= num_workers  # at most once on each worker
 
 
-# ---- what goes into weights beside the model -------------------------------------------------------
+# ---- weights that are not part of the model --------------------------------------------------------
 
 
 class AverageOfWeights(Program):
@@ -427,13 +427,13 @@ class AveragedModel(Program):
 
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize("program", [AverageOfWeights, AverageByData, AverageInTensors, AveragedModel])
-def test_weights_beside_the_model_that_several_passes_update_are_refused(program, num_workers):
+def test_weights_outside_the_model_that_several_passes_update_are_an_error(program, num_workers):
     texts = errors(program, num_workers)
     assert all("that is not part of the model" in text and "after average()" in text for text in texts)
 
 
 @pytest.mark.parametrize("num_workers", WORKERS)
-def test_a_teacher_that_follows_in_the_passes_is_refused(num_workers):
+def test_a_teacher_that_passes_update_is_an_error(num_workers):
     class Teacher(AverageOfWeights):
         def loss(self, x, y):
             return F.mse_loss(self.model(x), self.average(x).detach())
@@ -441,7 +441,7 @@ def test_a_teacher_that_follows_in_the_passes_is_refused(num_workers):
     assert all(DEPENDS in text for text in errors(Teacher, num_workers))
 
 
-# ---- what does no harm -----------------------------------------------------------------------------
+# ---- harmless state --------------------------------------------------------------------------------
 
 
 class Logs(Program):
@@ -457,7 +457,7 @@ class Logs(Program):
 
 
 class Scratch(Program):
-    """Memory that each pass fills anew, with more or fewer rows."""
+    """Memory that each pass overwrites, with different numbers of rows."""
 
     def loss(self, x, y):
         memory = self.keep("memory", lambda: torch.zeros(8, 3))[: len(x)]
@@ -469,7 +469,7 @@ class Scratch(Program):
 
 
 class CacheOfKeys(Program):
-    """Memory that each pass fills anew, a column at a time."""
+    """Memory that each pass overwrites, one column at a time."""
 
     def loss(self, x, y):
         keys = self.keep("keys", lambda: torch.zeros(8, 6, 3))
@@ -480,7 +480,7 @@ class CacheOfKeys(Program):
 
 
 class CacheByIndex(Program):
-    """Memory that each pass fills anew, by the numbers of its rows, as a decoder fills its cache."""
+    """Memory that each pass overwrites by row indices, like a decoder's cache."""
 
     write = staticmethod(lambda memory, rows, values: memory.index_copy_(0, rows, values))
 
@@ -511,7 +511,9 @@ class NestedRows(Program):
         return F.cross_entropy(self.model(torch.nested.to_padded_tensor(ragged, 0.0)), y)
 
 
-class OfWhatIsGivenWhole(Program):
+class WholeTensor(Program):
+    """State made of a tensor that every tower gets whole."""
+
     def batch(self, step):
         return super().batch(step) | {"scale": samestep.Whole(torch.ones(3))}  # as many as a tower has rows
 
@@ -521,7 +523,7 @@ class OfWhatIsGivenWhole(Program):
 
 
 class Positions(Program):
-    """A cache of what depends on sizes alone."""
+    """A cache of values that depend only on sizes."""
 
     def loss(self, x, y):
         places = self.keep("places", lambda: torch.arange(6.0).sin() + torch.zeros_like(x[0]))
@@ -529,7 +531,7 @@ class Positions(Program):
 
 
 class SeededNoise(Program):
-    """A generator of its own that each pass seeds, and one that it makes."""
+    """A kept generator that each pass seeds, and a generator that each pass creates."""
 
     def run(self, tower):
         x, own = tower.batch["x"], self.keep("own", torch.Generator)
@@ -540,7 +542,7 @@ class SeededNoise(Program):
 
 
 class NewNoise(Program):
-    """Random numbers that each pass draws anew, into the same memory."""
+    """Each pass draws new random numbers into the same memory."""
 
     def loss(self, x, y):
         noise = self.keep("noise", lambda: torch.empty(6)).normal_()
@@ -548,7 +550,7 @@ class NewNoise(Program):
 
 
 class OwnSlots(Program):
-    """What a tower keeps for itself from step to step."""
+    """State that each tower keeps for itself from step to step."""
 
     def run(self, tower):
         slots = self.keep("slots", lambda: torch.zeros(self.num_towers, 3))
@@ -568,7 +570,7 @@ class CopyThatLearns(Program):
         return F.mse_loss(self.model(x), quick(x).detach())
 
 
-class NetSetAnew(Program):
+class NetResetInEachPass(Program):
     def build(self):
         self.quick = net()
         return net()
@@ -581,7 +583,7 @@ class NetSetAnew(Program):
         return F.mse_loss(self.model(x), self.quick(x).detach())
 
 
-class NetDrawnAnew(Program):
+class NetDrawnInEachPass(Program):
     def build(self):
         self.target = nn.Linear(6, 3).requires_grad_(False)
         return net()
@@ -617,7 +619,7 @@ class CountedOperators(Program):
 
 
 class OutputsOfBefore(Program):
-    """What comes from all towers, between two steps, is the same on all workers."""
+    """A value computed between steps from the whole batch, the same on all workers."""
 
     def batch(self, step):
         with torch.no_grad():
@@ -642,30 +644,30 @@ class OutputsOfBefore(Program):
         CacheByScattering,
         CacheByMask,
         NestedRows,
-        OfWhatIsGivenWhole,
+        WholeTensor,
         Positions,
         SeededNoise,
         NewNoise,
         OwnSlots,
         CopyThatLearns,
-        NetSetAnew,
-        NetDrawnAnew,
+        NetResetInEachPass,
+        NetDrawnInEachPass,
         AdversarialRows,
         PerExampleGradients,
         CountedOperators,
         OutputsOfBefore,
     ],
 )
-def test_what_does_no_harm_is_let_through(program, num_workers):
+def test_harmless_state_is_allowed(program, num_workers):
     digests = {p.digest for num in (1, num_workers) for p in values(program, num, num)}
     assert len(digests) == 1
 
 
-# ---- around it -------------------------------------------------------------------------------------
+# ---- placements, and the dispatch mode -------------------------------------------------------------
 
 
-def test_what_goes_on_from_step_to_step_is_found_once_a_worker_has_several_towers():
-    """Four workers with a tower each keep a state of their own; three, of one tower more."""
+def test_state_kept_from_step_to_step_is_found_once_a_worker_has_several_towers():
+    """On four workers each tower has its own state; on three, two towers share one."""
 
     def program(job):
         model, state = net(), {}

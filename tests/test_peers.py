@@ -104,7 +104,7 @@ def test_what_a_worker_waits_for_is_no_error(pair):
 def test_others_are_asked_while_there_is_no_connection_that_tells(pair):
     ours, _ = pair
     known = iter([None, "worker 2 is gone (reported by the launchers)"])
-    ours.ask = lambda: next(known)
+    ours.ask_launchers = lambda: next(known)
     ours.look()
     assert ours.error() is None
     ours.look()

@@ -21,7 +21,7 @@ FLOAT64 = torch.float64
 
 
 class TwoEncoders(nn.Module):
-    """Embeds two views of a row; the loss uses `log_scale`, the forward and the loss use `shift`."""
+    """Embeds two views of a row. The loss uses `log_scale`; forward and loss both use `shift`."""
 
     def __init__(self, *middle, dtype=FLOAT64):
         super().__init__()
@@ -47,7 +47,7 @@ def info_nce(model, outputs, batch):
 
 
 def chi_squared(model, outputs, batch):
-    """Compare a soft histogram of one value a row with that of the batch's own: few entries a bin."""
+    """Return the χ² between soft histograms, with few entries per bin, of an output and of an input."""
     edges = torch.linspace(-1, 1, 12, dtype=outputs["left"].dtype)
 
     def histogram(values):
@@ -82,7 +82,7 @@ def unsplit(model, batch, loss):
 
 
 def towers_alive(model, batch, loss, num_towers, seed=0):
-    """Keep all towers' graphs until the loss is known: what `whole_batch` replaces."""
+    """Compute the same gradient as `whole_batch`, but with the graphs of all towers in memory."""
     model.zero_grad()
     rows = len(batch["left"])
     parts = []
@@ -124,7 +124,7 @@ def test_gradient_is_that_of_the_unsplit_batch(num_towers, rows, loss):
 
 
 @pytest.mark.parametrize("loss", [info_nce, chi_squared])
-def test_the_mean_over_towers_is_another_gradient(loss):
+def test_the_mean_over_towers_is_a_different_gradient(loss):
     model, batch = TwoEncoders(), batch_of(16)
     towers = Towers(model, 4)
     for tower in towers(batch):
@@ -162,13 +162,13 @@ def test_all_generators_are_replayed_and_restored():
         towers.average()
     first, of_loss, again = drawn[:3], drawn[3], drawn[4:7]
     assert first == again
-    assert len({*first, of_loss, *drawn[7:11]}) == 8  # each tower, the loss, and each step has its own
+    assert len({*first, of_loss, *drawn[7:11]}) == 8  # different for each tower, the loss, and each step
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
     assert np.random.get_state()[1].tolist() == before[2]
 
 
-def test_towers_draw_what_they_draw_in_a_loop():
+def test_towers_draw_the_same_numbers_as_in_a_loop():
     drawn = []
     towers = Towers(TwoEncoders(), 3, seed=4)
 
@@ -191,12 +191,8 @@ def test_a_forward_may_write_to_its_batch():
         return model(part)
 
     whole = copy.deepcopy(batch)
-    slices = {
-        t: {k: v[r.start : r.stop].clone() for k, v in batch.items()}
-        for t, r in enumerate(even_ranges(10, 3))
-    }
     expected = unsplit(model, {**batch, "left": batch["left"] * 2}, info_nce)[1]
-    for given in (whole, LocalBatch(10, slices)):
+    for given in (whole, local(batch, 3)):
         run(Towers(model, 3), given, info_nce, forward)
         assert_close(gradients(model), expected)
     assert torch.equal(whole["left"], batch["left"])
@@ -214,7 +210,7 @@ def test_nests_integers_and_outputs_that_the_loss_does_not_use():
 
     def forward(part):
         outputs = model(part)
-        # Two rows for each of the batch, integers, one without grad, and one that the loss leaves out.
+        # Outputs with two rows per row of the batch, of integers, without grad, and unused by the loss.
         doubled = torch.stack([outputs["left"], 2 * outputs["left"]], 1).flatten(0, 1)
         return [Pair(doubled, part["label"]), (outputs["right"], {"plain": part["right"]})]
 
@@ -257,7 +253,7 @@ def test_a_loss_of_parameters_alone_counts_once():
     assert report.loss == pytest.approx(0.04)
 
 
-def test_the_layout_of_outputs_does_not_reach_the_loss():
+def test_outputs_have_contiguous_strides_in_the_loss():
     model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     strides = []
 
@@ -304,7 +300,7 @@ def test_the_first_pass_leaves_buffers_as_they_were():
     assert seen == [before]
 
 
-def test_a_queue_that_the_loss_writes():
+def test_a_queue_that_the_loss_writes_to():
     model = TwoEncoders()
     model.register_buffer("queue", torch.zeros(6, 4, dtype=FLOAT64))
     left = []
@@ -322,7 +318,7 @@ def test_a_queue_that_the_loss_writes():
     assert torch.equal(model.queue, left[-1])
 
 
-def test_a_buffer_that_nobody_said_how_to_average():
+def test_a_buffer_without_a_policy_is_an_error():
     class Remembers(TwoEncoders):
         def __init__(self):
             super().__init__()
@@ -365,7 +361,7 @@ def test_autocast_around_the_call_or_in_the_forward(inside):
     assert ours["left.0.weight"] is not None
 
 
-def test_autocast_around_the_call_casts_weights_anew():
+def test_autocast_around_the_call_casts_weights_again_for_the_second_pass():
     model = TwoEncoders(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         run(Towers(model, 3), batch_of(12, torch.float32), info_nce)
@@ -373,7 +369,7 @@ def test_autocast_around_the_call_casts_weights_anew():
     assert model.right.weight.grad.abs().sum() > 0
 
 
-def test_autocast_around_the_call_does_not_reach_backward():
+def test_autocast_around_the_call_has_no_effect_on_backward():
     model, batch = TwoEncoders(dtype=torch.float32), batch_of(12, torch.float32)
 
     def without_autocast(function):
@@ -412,7 +408,7 @@ def test_small_gradients_of_half_precision_outputs_survive_with_a_scale():
     assert model.bias.grad.tolist() == pytest.approx([4e-8 * 2**16] * 2, rel=1e-3)
 
 
-def test_a_step_with_a_forward_is_the_call_and_the_optimizer():
+def test_a_step_with_a_forward_equals_whole_batch_and_the_optimizer():
     model = TwoEncoders(nn.Dropout(0.1), dtype=torch.float32)
     other = copy.deepcopy(model)
     step = Step(
@@ -450,7 +446,7 @@ class Kept:
 
 
 class Activations:
-    """Counts the bytes that autograd keeps for backward, the model's own parameters left out."""
+    """Counts the bytes that autograd saves for backward, without the model's parameters."""
 
     def __init__(self, model):
         self.alive = self.most = 0
@@ -482,7 +478,7 @@ def test_activations_of_one_tower_are_alive_at_a_time(used):
 
     def forward(x):
         hidden = model[1](model[0](x))
-        return hidden[:, :1], model[2:](hidden)  # the graph of an output that is not used is freed, too
+        return hidden[:, :1], model[2:](hidden)  # the loss uses one output; the other's graph is freed, too
 
     def spread(outputs, batch):
         return outputs[used].std()
@@ -496,7 +492,7 @@ def test_activations_of_one_tower_are_alive_at_a_time(used):
             towers.average()
         most[num_towers] = activations.most
     assert most[16] == most[2] == most[1]
-    with Activations(model) as activations:  # the count sees what is alive
+    with Activations(model) as activations:  # a check of the counter itself
         parts = zip(*[forward(torch.randn(8, 4)) for _ in range(16)], strict=True)
         spread([torch.cat(part) for part in parts], None).backward()
     assert activations.most >= 16 * most[1]
@@ -517,7 +513,7 @@ def local(batch, num_towers):
     )
 
 
-def test_a_local_batch_gives_what_the_global_one_gives():
+def test_a_local_batch_gives_the_same_gradients_as_the_global_one():
     model, batch = TwoEncoders(nn.Dropout(0.2)), batch_of(11)
     digests = set()
     for given in (batch, local(batch, 4)):
@@ -537,7 +533,7 @@ def test_a_local_batch_gives_what_the_global_one_gives():
         lambda batch, out: F.mse_loss(out["left"], batch),
     ],
 )
-def test_a_loss_that_asks_for_the_rows_of_other_workers(use):
+def test_a_loss_that_uses_the_rows_of_other_workers_is_an_error(use):
     towers = Towers(TwoEncoders(), 4)
     with pytest.raises(UsageError, match="return what the loss needs, such as labels, from forward"):
         towers.whole_batch(local(batch_of(8), 4), towers.model, lambda out, batch: use(batch, out))
@@ -557,13 +553,13 @@ def test_a_loss_that_asks_for_the_rows_of_other_workers(use):
         (lambda out: collections.namedtuple("Local", "x")(out["left"]), "cannot be sent to other workers"),
     ],
 )
-def test_outputs_that_are_no_nest_of_tensors(forward, message):
+def test_outputs_that_are_not_nested_tensors(forward, message):
     towers = Towers(TwoEncoders(), 4)
     with pytest.raises(UsageError, match=message):
         run(towers, batch_of(8), info_nce, lambda batch: forward(towers.model(batch)))
 
 
-def test_towers_whose_outputs_differ_in_more_than_rows():
+def test_outputs_of_two_towers_that_differ_in_more_than_rows():
     towers = Towers(TwoEncoders(), 3)
     calls = iter([4, 4, 3])
     with pytest.raises(
@@ -593,14 +589,14 @@ def test_a_forward_that_does_not_do_the_same_twice():
         (lambda out: out["left"].detach().sum(), "does not require grad"),
     ],
 )
-def test_losses_that_are_no_scalar_that_requires_grad(loss, message):
+def test_losses_that_are_not_a_scalar_that_requires_grad(loss, message):
     towers = Towers(TwoEncoders(), 4)
     with pytest.raises(UsageError, match=message):
         towers.whole_batch(batch_of(8), towers.model, lambda out, batch: loss(out))
-    run(towers, batch_of(8), info_nce)  # nothing is left open
+    run(towers, batch_of(8), info_nce)  # no step is open
 
 
-def test_errors_of_the_forward_and_the_loss_come_out_as_they_are():
+def test_errors_of_the_forward_and_the_loss_are_raised_unchanged():
     model = TwoEncoders(nn.BatchNorm1d(16))
     towers, before = Towers(model, 2), samestep.digest(model)
     states = torch.get_rng_state()

@@ -1,4 +1,4 @@
-"""A world in which workers may be lost while others come: with what the launcher does for real ones."""
+"""A simulated world in which workers are lost and newcomers join, including the launcher's part in that."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import Tensor
 from .renewal import Citizen
 from .simulation import Faults, Message, World
 
-LATEST = 40  # so long it may take the launcher to see what has happened
-STOPPED = 200  # so long a worker may be stopped until it is killed
-CUT = 400  # so long it may take until those who are cut off are seen to be, and to end
+LATEST = 40  # the longest time until the launcher sees what has happened
+STOPPED = 200  # the time after which a worker that is stopped, or reported as silent, is killed
+CUT = 400  # the longest time until the others continue without workers that are cut off
 
 
 class Town(World):
-    """A world in which the others go on when a worker is killed, and newcomers join them.
+    """A world in which the other workers continue when one is killed, and newcomers join them.
 
     Args:
-        world_size: workers of the first generation.
-        seed: of all delays.
-        faults: by the number of a worker; newcomers have the numbers after those of the first generation.
-        arrivals: when newcomers come, by the world's clock.
+        world_size: the number of workers in the first generation.
+        seed: the seed of all delays.
+        faults: faults by the number of a worker; newcomers are numbered after the first generation.
+        arrivals: the times of the world's clock at which newcomers arrive.
 
     Attributes:
-        was_early: whether one was killed before all could go on without it.
+        was_early: whether a worker was lost before all could continue without it.
     """
 
     workers: list[Citizen]
@@ -35,11 +35,11 @@ class Town(World):
     ) -> None:
         super().__init__(0, seed, faults)
         self.workers = [Citizen(number, self) for number in range(world_size + len(arrivals))]
-        self.lists: list[tuple[int, ...]] = [tuple(range(world_size))]  # of members; the last may be empty
+        self.lists: list[tuple[int, ...]] = [tuple(range(world_size))]  # members; the last may be empty
         self.was_early = False
-        self.is_done = False  # whether one has done all there is to do
+        self.is_done = False  # whether a worker has ended without an error
         self.generations: dict[int, int] = {}  # of messages, by their id
-        self.cut: set[int] = set()  # those who reach nobody else, and not the launcher
+        self.cut: set[int] = set()  # workers that cannot reach the other workers or the launcher
         self.accused: set[tuple[int, int]] = set()  # (generation, number)
         self.have_waited: set[tuple[int, int]] = set()
         self._planned: list[tuple[int, Callable[[], None]]] = []
@@ -50,7 +50,7 @@ class Town(World):
 
     @property
     def all_go_on(self) -> bool:
-        """Whether all of the first generation have come to where others may be lost."""
+        """Whether all workers of the first generation can continue after a loss."""
         return all(worker.goes_on for worker in self.workers[: len(self.lists[0])])
 
     @property
@@ -58,11 +58,11 @@ class Town(World):
         return not self.lists[-1]
 
     def at(self, time: int, act: Callable[[], None]) -> None:
-        """Have something done at some time."""
+        """Call `act` at this time."""
         self._planned.append((time, act))
 
     def plan(self, act: Callable[[], None], after: int = 0, latest: int = LATEST) -> None:
-        """Have the launcher do something soon."""
+        """Call `act`, as the launcher, after a random delay."""
         self.at(self.time + after + self.random.randrange(latest), act)
 
     def note_fault(self, rank: int, kind: str) -> None:
@@ -71,11 +71,11 @@ class Town(World):
             self.plan(lambda: self.kill(rank), STOPPED)
 
     def kill(self, number: int) -> None:
-        """Kill a worker that waits, or is stopped."""
+        """Let a worker end as killed the next time it waits."""
         self.workers[number].is_doomed = True
 
     def cut_off(self, numbers: Sequence[int]) -> None:
-        """Let some reach nobody else any more; their host kills them, and the others leave them behind."""
+        """Cut workers off from all others; their host kills them, and the others continue without them."""
         present = [number for number in numbers if self.workers[number].is_running]
         self.cut |= set(present)
         for number in present:
@@ -85,7 +85,7 @@ class Town(World):
         self.plan(lambda: self.leave_behind(lambda number: number in self.cut), 0, CUT)
 
     def accuse(self, number: int, peers: Iterable[int], generation: int) -> None:
-        """Note that one has waited for others in vain; those who have not waited themselves are killed."""
+        """Record that a worker waited for `peers` in vain; peers that did not wait themselves are killed."""
         self.was_early |= not self.all_go_on
         self.have_waited.add((generation, number))
         self.accused |= {(generation, peer) for peer in peers}
@@ -121,29 +121,29 @@ class Town(World):
         return sent
 
     def see_end(self, number: int, *, is_killed: bool) -> None:
-        """Do what `Replacement` does when a worker has ended."""
+        """Do what the launcher's `Replacement` does when a worker has ended."""
         if number in self.cut:
             return
         self.is_done |= self.workers[number].outcome.error is None
-        is_left = is_killed or self.is_done or self.workers[number].is_newcomer
-        self.leave_behind(lambda each: each in self.gone, is_left=is_left)
+        is_survivable = is_killed or self.is_done or self.workers[number].is_newcomer
+        self.leave_behind(lambda each: each in self.gone, is_survivable=is_survivable)
 
-    def leave_behind(self, is_lost: Callable[[int], bool], *, is_left: bool = True) -> None:
-        """Write the next list, without those who are lost; an empty one where the others cannot go on."""
+    def leave_behind(self, is_lost: Callable[[int], bool], *, is_survivable: bool = True) -> None:
+        """Write the next list, without lost workers; an empty one if the others cannot continue."""
         if self.is_closed:
             return
         left = [number for number in self.lists[-1] if not is_lost(number)]
         trained = [each for each in left if not self.workers[each].is_newcomer]
         if self.is_done:
             left = trained  # newcomers are sent away
-        if not is_left or not trained or not all(self.workers[each].goes_on for each in trained):
+        if not is_survivable or not trained or not all(self.workers[each].goes_on for each in trained):
             self.was_early |= not self.all_go_on
             self.lists.append(())
         elif len(left) < len(self.lists[-1]):
             self.lists.append(tuple(left))
 
     def begin_again(self, generation: int) -> None:
-        """Write the same list once more, of whose workers none was lost."""
+        """Write a list with the same members, none of which was lost."""
         if not self.is_closed and len(self.lists) - 1 == generation:
             self.lists.append(self.lists[-1])
 

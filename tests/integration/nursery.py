@@ -1,8 +1,8 @@
-"""Jobs that start at once: a process that has imported everything (`forks.py`) forks their processes.
+"""Starts jobs quickly: a process that has imported everything (`forks.py`) forks their processes.
 
-Starting Python and torch takes seconds; tests that start dozens of jobs have no time for that. What is
-forked are real processes, each in its own session, that run the real command line or a program's file.
-A COMMAND is what stands after `python` where it is started by hand.
+Starting Python and torch takes seconds, which is too long for tests that start dozens of jobs. The forked
+processes are real ones, each in its own session, and run the real command line or a program's file. A
+`command` has the arguments that would follow `python` on a command line.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from samestep.app.run_folder import all_checkpoints, read_digest
 
 STEPS = 60
 SHORT = ("--towers", "5", "--batch-size", "40", "--log-every", "1", "--steps", STEPS)
-"""What most jobs here train: a step takes some ten milliseconds."""
+"""Options of most jobs here; a step takes about ten milliseconds."""
 
 SAMESTEP = ("-m", "samestep")
 
 
 class Nursery:
-    """Starts jobs; enter it first."""
+    """Starts jobs; use it as a context manager."""
 
     def __enter__(self) -> Nursery:
-        # One store for all jobs, as an elastic agent has one for all restarts.
+        # One store for all jobs, like the store of an elastic agent, which all restarts share.
         self.store = new_store()
         self._forks = subprocess.Popen(
             [sys.executable, Path(__file__).with_name("forks.py")],
@@ -57,7 +57,7 @@ class Nursery:
         self._forks.communicate()
 
     def start(self, words: Sequence[object], num_workers: int, folder: Path) -> Processes:
-        """Start the workers of a job that runs `samestep WORDS`, and kill those of another before.
+        """Start the workers of a job that runs `samestep WORDS`; kill the processes of earlier jobs first.
 
         Process N writes its output to folder/N and its errors to folder/N.errors.
         """
@@ -65,34 +65,34 @@ class Nursery:
         return self._fork("worker", (*SAMESTEP, *words), folder, range(num_workers), at(self.store))
 
     def start_agents(self, words: Sequence[object], agents: range, folder: Path) -> Processes:
-        """Start agents of torch's elastic launcher, each with one worker, that join those there are."""
+        """Start agents of torch's elastic launcher, each with one worker, which join the running ones."""
         return self._fork("agent", (*SAMESTEP, *words), folder, agents, at(self.store))
 
     def start_program(self, command: Sequence[object], folder: Path, **environment: str) -> Processes:
-        """Start one process; it is a user's, and may be a launcher."""
+        """Start one process as a user would; it may be a launcher."""
         return self._fork("program", command, folder, range(1), environment)
 
     def run(
         self, command: Sequence[object], folder: Path, num_workers: int | None = None, **environment: str
     ) -> Processes:
-        """Run a program to its end: by itself, or as all the workers that a launcher would start."""
+        """Run a program to its end: as a single process, or as all workers that a launcher would start."""
         if num_workers is None:
             processes = self.start_program(command, folder, **environment)
         else:
-            store = new_store()  # not all programs can share one with those before
+            store = new_store()  # not all programs can share a store with earlier ones
             processes = self._fork("worker", command, folder, range(num_workers), environment | at(store))
-        processes.wait(timeout_s=400)  # what no test may take, unless it says so
+        processes.wait(timeout_s=400)  # longer than any test may take by default
         return processes
 
     def whole_run(self, folder: Path, recipe: str = "digits", *options: object) -> dict[int, str]:
-        """Train what `SHORT` says without a break; return the digest after each step."""
+        """Train with the options `SHORT`, without interruptions; return the digest after each step."""
         own = ("--run-dir", folder / "run", "--checkpoint-every", 1, "--keep-checkpoints", STEPS)
         processes = self.start(("train", recipe, *SHORT, *own, *options), 1, folder)
         assert processes.wait(timeout_s=200) == [0]
         return digests_of(folder / "run")
 
     def end(self) -> None:
-        """Kill what still runs."""
+        """Kill all processes that still run."""
         for processes in self._running:
             processes.signal_groups(signal.SIGKILL)
             processes.wait()
@@ -109,7 +109,7 @@ class Nursery:
         folder.mkdir(parents=True, exist_ok=True)
         outputs = [folder / str(name) for name in names]
         for output in outputs:
-            output.unlink(missing_ok=True)  # of a process before
+            output.unlink(missing_ok=True)  # of an earlier process
             output.with_suffix(".errors").unlink(missing_ok=True)
         request = {
             "role": role,
@@ -142,19 +142,19 @@ class Processes:
         self._statuses = statuses
 
     def output(self, number: int = 0) -> str:
-        """Return what a process has written so far, and its errors."""
+        """Return the stdout and stderr of a process so far."""
         return self.stdout(number) + self.stderr(number)
 
     def stdout(self, number: int = 0) -> str:
-        """Return what a process has written so far."""
+        """Return the stdout of a process so far."""
         return text_of(self._outputs[number])
 
     def stderr(self, number: int = 0) -> str:
-        """Return the errors that a process has written so far."""
+        """Return the stderr of a process so far."""
         return text_of(self._outputs[number].with_suffix(".errors"))
 
     def wait_for(self, text: str, number: int = 0, timeout_s: float = 60) -> None:
-        """Wait until a process has written something."""
+        """Wait until a process has written a text."""
         deadline_s = time.monotonic() + timeout_s
         while text not in self.output(number):
             assert time.monotonic() < deadline_s, self.output(number)
@@ -162,11 +162,11 @@ class Processes:
             time.sleep(0.002)
 
     def wait_for_step(self, step: int, number: int = 0, timeout_s: float = 60) -> None:
-        """Wait until a process has told of a step."""
+        """Wait until a process has logged a step."""
         self.wait_for(f" step {step},", number, timeout_s)
 
     def wait_until_it_waits(self, number: int, timeout_s: float = 60) -> None:
-        """Wait until a worker has done nothing but sleep for a while: it waits for another one."""
+        """Wait until a worker has slept for a while, because it waits for another one."""
         pid, begin_s, since_s, before = self.pids[number], time.monotonic(), time.monotonic(), ""
         while time.monotonic() - since_s < 0.05:
             assert time.monotonic() - begin_s < timeout_s, self.output(number)
@@ -177,18 +177,18 @@ class Processes:
             time.sleep(0.005)
 
     def ended(self) -> int:
-        """Return how many have ended."""
+        """Return how many processes have ended."""
         return sum(pid in self._statuses for pid in self.pids)
 
     def _ends(self) -> list[int | None]:
         return [self._statuses.get(pid) for pid in self.pids]
 
     def signal(self, which: signal.Signals, *numbers: int) -> None:
-        """Signal some processes, or all; those that have ended get nothing."""
+        """Send a signal to some processes, or all; skip those that have ended."""
         self._signal(os.kill, which, numbers)
 
     def signal_groups(self, which: signal.Signals, *numbers: int) -> None:
-        """Signal some processes, or all, each with all processes that it has started."""
+        """Send a signal to some processes, or all, and to the processes that they have started."""
         self._signal(os.killpg, which, numbers)
 
     def _signal(self, kill: Any, which: signal.Signals, numbers: Sequence[int]) -> None:
@@ -198,12 +198,12 @@ class Processes:
                     kill(self.pids[number], which)
 
     def started_by(self, number: int) -> list[int]:
-        """Return the processes that a process has started."""
+        """Return the ids of the processes that a process has started."""
         pid = self.pids[number]
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
     def wait(self, timeout_s: float = 60) -> list[int]:
-        """Wait for all to end and return their exit statuses, −n for those that signal n killed."""
+        """Wait until all processes have ended; return their exit statuses, −n if signal n killed one."""
         deadline_s = time.monotonic() + timeout_s
         while self.ended() < len(self.pids):
             assert time.monotonic() < deadline_s, self.output()
@@ -216,7 +216,7 @@ def new_store() -> dist.TCPStore:
 
 
 def at(store: dist.TCPStore) -> dict[str, str]:
-    """Return where workers look for their store."""
+    """Return the environment variables with a store's address."""
     return {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
 
 
@@ -230,5 +230,5 @@ def steps_of(run_dir: Path) -> list[int]:
 
 
 def digests_of(run_dir: Path) -> dict[int, str]:
-    """Return what is in the checkpoints of a run, by step: the digest of the weights, computed anew."""
+    """Return the digest of the weights in each checkpoint of a run, computed from the weights, by step."""
     return dict(zip(steps_of(run_dir), map(read_digest, all_checkpoints(run_dir)), strict=True))

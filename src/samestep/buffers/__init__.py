@@ -1,1 +1,1 @@
-"""A module's buffers through a step: normalisation statistics and policies."""
+"""Combines the buffers of all towers in a step: normalisation statistics, policies and counters."""

@@ -1,4 +1,4 @@
-"""Integer buffers that count, such as the batches that a normalisation layer has seen."""
+"""Integer buffers that count, such as `num_batches_tracked` of batch norm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Counters", "is_counter"]
 
 
 def is_counter(buffer: NamedBuffer) -> bool:
-    """Say whether a buffer is an integer of one element."""
+    """Return whether a buffer has an integer dtype and one element."""
     tensor = buffer.get()
     if tensor is None or tensor.numel() != 1:
         return False
@@ -27,8 +27,8 @@ def is_counter(buffer: NamedBuffer) -> bool:
 class Counters(SharedBuffers):
     """Integer buffers of one element, such as `num_batches_tracked`.
 
-    Towers send by how much they counted on, because float64 does not hold all integers above 2^53. All must
-    have counted the same, except for normalisation layers, which some towers may not have used.
+    Towers send the increment, because float64 cannot represent all integers above 2^53. All towers must
+    have the same increment, except in normalisation layers, which some towers may not have used.
     """
 
     def __init__(self, buffers: Sequence[NamedBuffer], mode: Mode, job: Job) -> None:
@@ -41,24 +41,25 @@ class Counters(SharedBuffers):
         )
 
     def start_step(self) -> None:
-        """Note the shared values."""
+        """Record the shared values."""
         super().start_step()
         self._start = self._flat(self.shared)
 
-    def counted(self) -> Tensor:
-        """Return how far the counters are from the shared values, int64 [counters]."""
+    def increments(self) -> Tensor:
+        """Return how much this pass has added to the shared values, int64 [counters]."""
         return self._flat(self.values()) - self._start
 
-    def count_on(self, counted: Tensor) -> None:
-        """Count on as the towers did: float64 [those that had rows, counters].
+    def add(self, increments: Tensor) -> None:
+        """Add the towers' increments, float64 [towers with rows, counters], to the shared values.
 
-        For a normalisation layer it is as far as the tower that used it most, or as tower 0.
+        If they differ, as they may in normalisation layers, add the largest; in mode "first", tower 0's.
         """
         if not self.shared:
             return
-        if counted.device.type == "cpu" and not torch.equal(counted, counted[:1].expand_as(counted)):
-            self._check_alike(counted)
-        most = counted[0] if self._mode == "first" else counted.amax(dim=0)
+        expected = increments[:1].expand_as(increments)
+        if increments.device.type == "cpu" and not torch.equal(increments, expected):
+            self._check_equal(increments)
+        most = increments[0] if self._mode == "first" else increments.amax(dim=0)
         ended = self._start + most.to(torch.int64)
         self.write([value.view_as(b) for value, b in zip(ended.unbind(), self.shared, strict=True)])
 
@@ -68,12 +69,13 @@ class Counters(SharedBuffers):
         flat = [buffer.reshape(1) for buffer in buffers]
         return torch.cat(flat if self._are_int64 else [each.to(torch.int64) for each in flat])
 
-    def _check_alike(self, counted: Tensor) -> None:
-        differ = (counted != counted[:1]) & ~self._of_norms
+    def _check_equal(self, increments: Tensor) -> None:
+        differ = (increments != increments[:1]) & ~self._of_norms
         if not differ.any():
             return
         tower, column = differ.nonzero()[0].tolist()
-        name, values = self._buffers[column].name, self._start[column] + counted[:, column].to(torch.int64)
+        name = self._buffers[column].name
+        values = self._start[column] + increments[:, column].to(torch.int64)
         raise BufferPolicyError(
             f"buffer {name} is {int(values[tower])} after tower {tower}, {int(values[0])} after tower 0: "
             "integer buffers must count the same in all towers; to keep tower 0's value, use Towers(..., "

@@ -1,4 +1,4 @@
-"""Buffers that are put back as they were, whatever a forward has done to them."""
+"""A snapshot of a model's buffers, to restore them after a forward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["KeptBuffers", "unexpanded"]
 
 
 class KeptBuffers:
-    """All buffers of a model as they were, tensors and values."""
+    """A snapshot of all buffers of a model: the tensors, and copies of their values."""
 
     def __init__(self, model: nn.Module) -> None:
         self._registries = [(module._buffers, dict(module._buffers)) for module in model.modules()]
@@ -19,7 +19,7 @@ class KeptBuffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put them back: all of them, because batch norm writes to its buffers without a new version."""
+        """Restore all buffers, changed or not: batch norm writes to its buffers without a new version."""
         for registry, held in self._registries:
             if [*map(id, registry.values())] != [*map(id, held.values())]:
                 registry.clear()
@@ -29,7 +29,7 @@ class KeptBuffers:
 
 
 def unexpanded(tensor: Tensor) -> Tensor:
-    """Return a view in which no element of an expanded tensor is there twice, so that it can be written."""
+    """Return a view with each memory location of an expanded tensor only once, so that it can be written."""
     tensor = tensor.detach()
     for dimension, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dimension] > 1:

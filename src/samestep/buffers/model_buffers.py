@@ -1,4 +1,4 @@
-"""A model's buffers through a step: shared at its start, each tower's own during it, then shared again."""
+"""A model's buffers in a step: every tower starts from the shared values; the results are combined."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _KIND = attrgetter("shape", "dtype")
 class ModelBuffers:
     """All buffers of a model.
 
-    Statistics of normalisation layers are averaged or pooled (`samestep.buffers.statistics`), buffers with a
-    policy follow it (`samestep.buffers.policies`), other integer buffers of one element count on from the
-    shared value in every tower, and no other buffer may change.
+    Statistics of normalisation layers are averaged or pooled (`samestep.buffers.statistics`). Buffers with a
+    policy follow it (`samestep.buffers.policies`). Other integer buffers of one element are counters
+    (`samestep.buffers.counters`). No other buffer may change.
     """
 
     layout: BufferLayout  # what each tower contributes
@@ -64,7 +64,7 @@ class ModelBuffers:
 
     @property
     def are_current(self) -> bool:
-        """Whether layers' modes and buffers' shapes and dtypes are as they were when this was made."""
+        """Whether layers' modes and buffers' shapes and dtypes are the same as at construction."""
         if self._current_modes() != self._modes:
             return False
         memory = self._current_memory()
@@ -77,7 +77,7 @@ class ModelBuffers:
         return [norm.training for _, norm in self._norms]
 
     def _current_memory(self) -> list[int]:
-        """Return numbers that change if a buffer's kind does, and are quick to read: addresses and sizes."""
+        """Return addresses and sizes: quick to read, and different if a buffer's shape or dtype changed."""
         found = [tensor for tensor in self._current() if tensor is not None]
         return [*map(Tensor.data_ptr, found), *map(Tensor.numel, found)]
 
@@ -85,27 +85,27 @@ class ModelBuffers:
         return [None if tensor is None else _KIND(tensor) for tensor in self._current()]
 
     def start_step(self) -> None:
-        """Note the shared values, before the first pass."""
+        """Record the shared values, before the first pass."""
         for buffers in self._shared:
             buffers.start_step()
 
     def start_tower(self) -> None:
-        """Put the shared values back, before each pass."""
+        """Restore the shared values, before each pass."""
         for buffers in self._shared:
             buffers.start_tower()
 
     def end_passes(self) -> None:
-        """Leave the layers as they were found, after the last pass."""
+        """Undo changes to the layers, such as hooks, after the last pass."""
         for buffers in self._shared:
             buffers.end_passes()
 
     def put_back(self) -> None:
-        """Give all buffers but those to be ignored the values from before the step, after its passes."""
+        """Restore the values from before the step in all buffers except those with the policy "ignore"."""
         for buffers in self._shared:
             buffers.put_back()
 
     def moments(self, tower: int, rows: int) -> Tensor:
-        """Return what the tower that just ran hands in, float64 [S]."""
+        """Return the contribution of the tower that just ran, float64 [S]."""
         thawed = [
             name or "the model"
             for (name, norm), was_training in zip(self._norms, self._modes, strict=True)
@@ -120,22 +120,22 @@ class ModelBuffers:
         return parts[0] if len(parts) == 1 else torch.cat([*parts, self._nothing])
 
     def changed(self) -> set[str]:
-        """Return the names of the buffers that this pass has changed, but for those to be ignored."""
+        """Return the names of buffers that this pass has changed, except those with the policy "ignore"."""
         return set[str]().union(*(buffers.changed() for buffers in self._shared))
 
     def counters(self) -> Tensor:
-        """Return by how much the integer buffers of one element have counted on in this pass."""
-        return self._counters.counted()
+        """Return the increments of the counters in this pass, int64 [counters]."""
+        return self._counters.increments()
 
     def finish(self, totals: Tensor, rows: int, counters: Tensor) -> None:
-        """Write the new shared values, if all towers counted alike.
+        """Compute and write the new shared values; raise if counters differ between towers.
 
         Args:
             totals: the sum of the towers' moments, float64 [S].
-            rows: of the global batch.
-            counters: what each tower that had rows counted, float64 [towers, counters].
+            rows: the number of rows of the global batch.
+            counters: the increments of the towers that have rows, float64 [towers, counters].
         """
-        self._counters.count_on(counters)
+        self._counters.add(counters)
         parts = totals.split([collector.num_values for collector in self._collectors])
         for collector, part in zip(self._collectors, parts, strict=False):
             collector.finish(part, rows)
@@ -151,5 +151,5 @@ def _describe(buffer: NamedBuffer, policy: Policy | None) -> str:
 
 
 def _is_in_training(buffer: NamedBuffer) -> bool:
-    """Say whether it is a statistic of a layer that updates it."""
+    """Return whether a buffer is a statistic of a layer in training mode."""
     return is_statistic(buffer) and buffer.module.training

@@ -1,4 +1,4 @@
-"""Where modules keep their buffers and parameters."""
+"""Places in modules that hold buffers and parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["NamedBuffer", "NamedParameter", "find_named_buffers", "find_named_pa
 
 @dataclass(frozen=True)
 class NamedBuffer:
-    """A place where a module keeps a buffer: a forward may write to the tensor there, or replace it."""
+    """A buffer of a module, by attribute, because a forward may replace the tensor."""
 
     name: str  # as in `model.named_buffers()`
     module: nn.Module
@@ -20,38 +20,38 @@ class NamedBuffer:
 
     @property
     def registry(self) -> dict[str, Tensor | None]:
-        """The module's own mapping, by attribute."""
+        """The module's dictionary of buffers, by attribute."""
         return self.module._buffers
 
     def get(self) -> Tensor | None:
-        """Return the tensor that is there now."""
+        """Return the current tensor."""
         return self.registry.get(self.attribute)
 
 
 class NamedParameter(NamedBuffer):
-    """A place where a module keeps a parameter."""
+    """A parameter of a module, by attribute."""
 
     @property
     def registry(self) -> dict[str, Tensor | None]:
-        """The module's own mapping, by attribute."""
+        """The module's dictionary of parameters, by attribute."""
         return self.module._parameters  # type: ignore[return-value]
 
 
 def reader(places: Sequence[NamedBuffer]) -> Callable[[], list[Tensor | None]]:
-    """Return a function that reads all places at once, which takes less time than one after the other."""
+    """Return a function that returns all current tensors; faster than calling `get` of each place."""
     registries, attributes = [place.registry for place in places], [place.attribute for place in places]
     return lambda: list(map(dict.get, registries, attributes))
 
 
 def find_named_parameters(model: nn.Module) -> list[NamedParameter]:
-    """Return the parameters of `model.named_parameters()`."""
+    """Return the places of `model.named_parameters()`."""
     modules = dict(model.named_modules())
     places = [(name, *name.rpartition(".")) for name, _ in model.named_parameters()]
     return [NamedParameter(name, modules[path], attribute) for name, path, _, attribute in places]
 
 
 def find_named_buffers(model: nn.Module) -> list[NamedBuffer]:
-    """Return the buffers of `model.named_buffers()`, and those that a forward has yet to fill.
+    """Return the places of `model.named_buffers()`, and of buffers that are still None.
 
     >>> [buffer.name for buffer in find_named_buffers(nn.Sequential(nn.BatchNorm1d(2)))]
     ['0.running_mean', '0.running_var', '0.num_batches_tracked']

@@ -1,16 +1,16 @@
-"""How a model's own buffers are combined: `Towers(..., buffers={pattern: policy})`.
+"""How buffers that a forward changes are combined: `Towers(..., buffers={pattern: policy})`.
 
-- `"mean"`: what the towers end with is averaged, weighted by rows, in float64. For floating-point buffers:
-  moving averages, codebooks.
-- `"first"`: what tower 0 ends with is the next value, to the bit. For any dtype: queues and their positions,
+- `"mean"`: the new value is the mean over the towers' values, weighted by rows, computed in float64. For
+  floating-point buffers such as moving averages and codebooks.
+- `"first"`: the new value is tower 0's, bit for bit. For any dtype, such as queues and their positions, and
   the vectors of spectral norm.
-- `"ignore"`: a pass sees what the pass before it on the same worker left. The buffer's bits may depend on the
-  placement, and so may those of the weights if they depend on the buffer.
+- `"ignore"`: the buffer is not combined; each pass continues from the previous pass on the same worker. The
+  buffer's bits may depend on the placement, and so may weights that depend on the buffer.
 
 Vectors of torch's spectral norms, and buffers of its observers for quantisation, have "first" by default.
-With the first two, every tower starts the step from the shared value, and ends with what the buffer holds
-when `tower.backward` is called. Patterns are those of `fnmatch` over names of `model.named_buffers()`; the
-first that matches decides.
+With "mean" and "first", every tower starts from the shared value, and contributes the buffer's value at the
+call of `tower.backward`. Patterns are those of `fnmatch`, matched with names of `model.named_buffers()`; the
+first pattern that matches decides.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MOST_NAMES = 20
 
 
 def check_policies(buffers: Sequence[NamedBuffer], policies: Mapping[str, Policy]) -> None:
-    """Check that each pattern names a policy, and decides for some buffer."""
+    """Raise unless each policy exists, and each pattern decides the policy of some buffer."""
     deciding = set(_deciding_patterns(buffers, policies).values())
     for pattern, policy in policies.items():
         if policy not in get_args(Policy):
@@ -47,7 +47,7 @@ def check_policies(buffers: Sequence[NamedBuffer], policies: Mapping[str, Policy
 
 
 def assign_policies(buffers: Sequence[NamedBuffer], policies: Mapping[str, Policy]) -> dict[str, Policy]:
-    """Return the policy of each buffer that has one, by the buffer's name."""
+    """Return the policies, by the buffer's name; buffers without a policy are left out."""
     patterns = _deciding_patterns(buffers, policies)
     for buffer in buffers:
         if buffer.name in patterns:
@@ -57,7 +57,7 @@ def assign_policies(buffers: Sequence[NamedBuffer], policies: Mapping[str, Polic
 
 
 def _follows_first_tower(buffer: NamedBuffer) -> bool:
-    """Whether a buffer is one of torch's own that a forward updates from the shared value."""
+    """Whether a buffer belongs to torch's spectral norm or to an observer for quantisation."""
     module = buffer.module
     if isinstance(module, parametrizations._SpectralNorm):
         return True
@@ -70,7 +70,7 @@ def _follows_first_tower(buffer: NamedBuffer) -> bool:
 
 
 def _deciding_patterns(buffers: Sequence[NamedBuffer], policies: Mapping[str, Policy]) -> dict[str, str]:
-    """Return the first pattern that matches, by the buffer's name."""
+    """Return the first matching pattern of each buffer, by the buffer's name."""
     patterns: dict[str, str] = {}
     for pattern in policies:
         for buffer in buffers:

@@ -1,4 +1,4 @@
-"""Buffers that start every pass with the same values, and get new shared values after the passes."""
+"""Buffers with shared values: every pass starts from them; after all passes they are updated."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ __all__ = ["AveragedBuffers", "FirstBuffers", "SharedBuffers"]
 
 
 class SharedBuffers:
-    """Buffers that start every pass with the same values, whatever the pass before did to them.
+    """Buffers that start every pass with the same values, whatever the previous pass changed.
 
-    A tensor that a pass puts in a buffer's place must be of the same shape and dtype; the buffer's own
-    tensor comes back. No buffer may be empty. Subclasses say what towers hand in, and what becomes of it.
+    If a pass replaces a buffer's tensor, the new one must have the same shape, dtype and device; afterwards
+    the original tensor is put back. No buffer may be None. Subclasses define what each tower contributes, and
+    how the contributions are combined.
     """
 
     num_values = 0  # S, how many numbers each tower contributes
@@ -34,35 +35,35 @@ class SharedBuffers:
         self._fresh = True
 
     def start_step(self) -> None:
-        """Note the shared values, before the first pass."""
+        """Record the shared values, before the first pass."""
         self._homes = self.values()
         if self._homes:
             torch._foreach_copy_(self.shared, self._homes)
         self._fresh = True
 
     def start_tower(self) -> None:
-        """Put the shared values back, before each pass."""
+        """Restore the shared values, before each pass."""
         if not self._fresh:
             self.put_back()
         self._fresh = False
 
     def contribution(self, tower: int, rows: int) -> Tensor:
-        """Return what the tower that just ran hands in: float64 [S]."""
+        """Return the contribution of the tower that just ran, float64 [S]."""
         raise NotImplementedError
 
     def end_passes(self) -> None:
-        """Leave the layers as they were found, after the last pass."""
+        """Undo changes to the layers, such as hooks, after the last pass."""
 
     def finish(self, totals: Tensor, rows: int) -> None:
-        """Write the new shared values from the sum over all towers, float64 [S], and the batch's rows."""
+        """Compute and write the new shared values from the sum over all towers, float64 [S]."""
         raise NotImplementedError
 
     def put_back(self) -> None:
-        """Give the buffers the values from before the step."""
+        """Restore the values from before the step."""
         self.write(self.shared)
 
     def values(self) -> list[Tensor]:
-        """Return the tensors that are there now; one that was put there must be of the same kind."""
+        """Return the current tensors; raise if a replaced one has another shape, dtype or device."""
         values = self._current()
         if all(map(operator.is_, values, self._homes)):
             return self._homes
@@ -70,12 +71,12 @@ class SharedBuffers:
         return [value.detach() for value in values if value is not None]
 
     def changed(self) -> set[str]:
-        """Return the names of those that have other values than the shared ones."""
+        """Return the names of the buffers whose values differ from the shared ones."""
         pairs = zip(self._buffers, self.values(), self.shared, strict=True)
         return {buffer.name for buffer, value, shared in pairs if not _are_equal(value, shared)}
 
     def check(self) -> None:
-        """Raise if a buffer has another shape, dtype or device."""
+        """Raise if a buffer's shape, dtype or device has changed."""
         for buffer, value, shared in zip(self._buffers, self._current(), self.shared, strict=True):
             if value is None or _kind(value) != _kind(shared):
                 found = "None" if value is None else _kind(value)
@@ -85,7 +86,7 @@ class SharedBuffers:
                 )
 
     def write(self, values: Sequence[Tensor]) -> None:
-        """Give the buffers new values, in their own tensors."""
+        """Write values to the buffers' original tensors, and put these back in place."""
         if not all(map(operator.is_, self._current(), self._homes)):
             for buffer, home in zip(self._buffers, self._homes, strict=True):
                 buffer.module._buffers[buffer.attribute] = home
@@ -94,7 +95,7 @@ class SharedBuffers:
 
 
 class AveragedBuffers(SharedBuffers):
-    """Buffers that each tower updates from the shared value, averaged by rows (or taken from tower 0)."""
+    """Buffers whose new value is the towers' mean, weighted by rows; or, with `first_only`, tower 0's."""
 
     def __init__(self, buffers: Sequence[NamedBuffer], *, first_only: bool = False) -> None:
         super().__init__(buffers)
@@ -102,26 +103,26 @@ class AveragedBuffers(SharedBuffers):
         self.num_values = sum(shared.numel() for shared in self.shared)
 
     def contribution(self, tower: int, rows: int) -> Tensor:
-        """Return the values times the rows."""
+        """Return the values times the rows; with `first_only`, tower 0's values, and zeros from others."""
         values = torch.cat([value.reshape(-1) for value in self.values()]).double()
         if len(values) != self.num_values:
             self.check()
         if not self._first_only:
             return values.mul_(rows)
-        return values if tower == 0 else values.zero_()  # 0 times infinity would be NaN
+        return values if tower == 0 else values.zero_()  # not a product, because 0 times infinity is NaN
 
     def finish(self, totals: Tensor, rows: int) -> None:
-        """Write the average."""
+        """Write the mean, or tower 0's values."""
         values = totals if self._first_only else totals / rows
         parts = values.split([shared.numel() for shared in self.shared])
         self.write([part.view_as(shared) for part, shared in zip(parts, self.shared, strict=True)])
 
 
 class FirstBuffers(SharedBuffers):
-    """Buffers that take over what tower 0 ends with, to the bit, whatever their dtype.
+    """Buffers whose new value is tower 0's, bit for bit, in any dtype.
 
-    Worker 0, which runs tower 0, sends its bytes at the end of the step. They do not go with what is added
-    in float64, because a queue may be large, and float64 does not hold every int64.
+    Worker 0, which runs tower 0, broadcasts the bytes at the end of the step. They are not sent with the
+    float64 sums, because a queue may be large, and float64 cannot represent every int64.
     """
 
     def __init__(self, buffers: Sequence[NamedBuffer], job: Job) -> None:
@@ -130,14 +131,14 @@ class FirstBuffers(SharedBuffers):
         self._job = job
 
     def contribution(self, tower: int, rows: int) -> Tensor:
-        """Keep what tower 0 ends with."""
+        """Copy the values if this is tower 0; contribute nothing to the sums."""
         self.check()
         if tower == 0:
             torch._foreach_copy_(self._ended, self.values())
         return torch.zeros(0, dtype=torch.float64, device=self._job.device)
 
     def finish(self, totals: Tensor, rows: int) -> None:
-        """Give every worker tower 0's values."""
+        """Broadcast tower 0's values, and write them."""
         contents = [ended.reshape(-1).view(torch.uint8) for ended in self._ended]
         broadcast(self._job.transport, contents, "tower 0's buffers")
         self.write(self._ended)

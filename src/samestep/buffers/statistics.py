@@ -1,12 +1,12 @@
-r"""Batch-norm statistics: captured from each tower, then averaged or pooled over all of them.
+r"""Batch-norm statistics: computed in each tower, then averaged or pooled over all towers.
 
 Every tower normalises with its own rows. The running statistics are combined in one of three ways:
 
 - `"mean"`: each tower updates the shared running statistics; the results are averaged, weighted by rows. A
-  tower that did not use a layer hands in the shared values.
-- `"pooled"`: the statistics of all rows together, by the law of total variance,
-  :math:`\sigma^2 = \sum_t n_t (\sigma_t^2 + \mu_t^2) / N - \mu^2`, then one update of the shared values.
-- `"first"`: tower 0's, as frameworks do that save the first replica.
+  tower that did not use a layer contributes the shared values.
+- `"pooled"`: one update of the shared values from the statistics of all rows together, by the law of total
+  variance, :math:`\sigma^2 = \sum_t n_t (\sigma_t^2 + \mu_t^2) / N - \mu^2`.
+- `"first"`: tower 0's statistics, as in frameworks that save the first replica.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def is_statistic(buffer: NamedBuffer) -> bool:
-    """Say whether a buffer is a statistic of a normalisation layer, in training mode or not."""
+    """Return whether a buffer is a statistic of a normalisation layer, in training mode or not."""
     return isinstance(buffer.module, _NormBase) and buffer.attribute in _STATISTICS
 
 
 def check_norms(model: nn.Module, mode: Mode) -> None:
-    """Refuse an unknown mode, and a layer in which towers have no statistics of their own."""
+    """Raise for an unknown mode, and for `SyncBatchNorm`, whose statistics depend on the placement."""
     if mode not in get_args(Mode):
         raise ConfigError(f"statistics = {mode!r}: expected one of {', '.join(get_args(Mode))}")
     for name, module in model.named_modules():
@@ -48,14 +48,14 @@ def check_norms(model: nn.Module, mode: Mode) -> None:
 
 
 def find_statistics(model: nn.Module, mode: Mode) -> list[AveragedBuffers | PooledNorm]:
-    """Return what carries the statistics of layers that keep some and are in training mode."""
+    """Return collectors of the statistics of all layers that are in training mode and have statistics."""
     collectors: list[AveragedBuffers | PooledNorm] = []
     averaged: list[NamedBuffer] = []
     for name, norm in model.named_modules():
         if not (isinstance(norm, _NormBase) and norm.training and norm.running_mean is not None):
             continue
         moments = [NamedBuffer(f"{name}.{each}".removeprefix("."), norm, each) for each in _STATISTICS[:2]]
-        # An InstanceNorm's statistics are means over instances, so averaging them by rows also pools them.
+        # An InstanceNorm's statistics are means over instances, so the mean by rows is the pooled one, too.
         if mode == "pooled" and isinstance(norm, _BatchNorm):
             collectors.append(PooledNorm(name, norm, moments))
         else:
@@ -66,9 +66,9 @@ def find_statistics(model: nn.Module, mode: Mode) -> list[AveragedBuffers | Pool
 
 
 class PooledNorm(SharedBuffers):
-    """A batch-norm layer with pooled statistics: the towers' moments are pooled, for one update a step.
+    """A batch-norm layer with pooled statistics: one update per step from the pooled moments of all towers.
 
-    During the passes it runs with momentum 1, so that it leaves its batch's own moments.
+    During the passes the layer has momentum 1, so that its buffers hold the moments of the tower's rows.
     """
 
     def __init__(self, name: str, norm: _BatchNorm, moments: list[NamedBuffer]) -> None:
@@ -81,16 +81,16 @@ class PooledNorm(SharedBuffers):
         self.num_values = 1 + 2 * self._num_features
 
     def start_step(self) -> None:
-        """Note the shared values, and let the layer keep its batch's moments."""
+        """Record the shared values, set momentum 1, and add a hook that counts rows."""
         super().start_step()
         self._momentum, self._norm.momentum = self._norm.momentum, 1.0
-        self._handle = self._norm.register_forward_hook(self._see)
+        self._handle = self._norm.register_forward_hook(self._count_rows)
 
     def start_tower(self) -> None:
-        """Forget what the pass before did; at momentum 1 the values that it left do not matter."""
+        """Reset the row counts; at momentum 1 the previous pass's values have no effect."""
         self._rows_seen.clear()
 
-    def _see(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _count_rows(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._norm.training and self._norm.track_running_stats:
             self._rows_seen.append(output.numel() // self._num_features)
 
@@ -111,7 +111,7 @@ class PooledNorm(SharedBuffers):
         return torch.cat([shift.new_tensor([1.0]), shift, biased + shift.square()]).mul_(count)
 
     def end_passes(self) -> None:
-        """Leave the layer as it was found, after the last pass."""
+        """Restore the momentum and remove the hook, after the last pass."""
         self._norm.momentum = self._momentum
         if self._handle is not None:
             self._handle.remove()
@@ -125,7 +125,7 @@ class PooledNorm(SharedBuffers):
         shift, square = shift / count, square / count
         unbiased = (square - shift.square()) * (count / (count - 1))
         momentum = self._momentum
-        if momentum is None:  # PyTorch then takes a cumulative average
+        if momentum is None:  # for PyTorch this means a cumulative average
             assert self._norm.num_batches_tracked is not None
             momentum = 1.0 / float(self._norm.num_batches_tracked)
         mean, var = (shared.double() for shared in self.shared)

@@ -1,1 +1,1 @@
-"""Sums in the same order on any placement: the canonical tree, and partial sums across workers."""
+"""Sums in the same order on any placement: the canonical tree, and the exchange of partial sums."""

@@ -1,4 +1,4 @@
-"""One bucket of one step on its way: packed, added up shard by shard, handed to the user."""
+"""The exchange of one bucket in one step: pack it, finish the sums shard by shard, unpack the averages."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Node = tuple[range, Gradients]
 
 
 class LocalBucket:
-    """The bucket of a job of one worker: nothing is sent, so nothing is packed."""
+    """A bucket in a job of one worker: nothing is sent, so nothing is packed."""
 
     def __init__(self, bucket: Bucket, nodes: Sequence[Node]) -> None:
         ((_, gradients),) = nodes
         self._gradients = list(zip(bucket.parameters, gradients, strict=True))
 
-    def post(self, beside: Sequence[Sequence[Tensor]], what: str) -> None:
+    def post(self, extra: Sequence[Sequence[Tensor]], what: str) -> None:
         """Do nothing."""
 
     def average(self, divisor: Tensor) -> None:
@@ -48,12 +48,12 @@ class LocalBucket:
 
 
 class SharedBucket:
-    """A bucket of which each worker averages one shard, or, where it is small, all of it.
+    """A bucket in a job of several workers: each averages one shard, or the whole bucket if it is small.
 
-    Workers send each other the shards of their subtrees; each finishes the canonical tree on its own shard
-    and divides once; then all send each other the finished shards, unless each keeps its own to itself. What
-    is sent lies in the transport's memory; the averages end in memory that is made for the step and given
-    away with the gradients. Without nodes, the bucket is sent unfilled.
+    Workers send each other the shards of their subtrees. Each finishes the canonical tree on its own shard
+    and divides once. Then all send each other their averages, unless each needs only its own. Messages are
+    sent from the transport's memory; the averages are in new memory, which the gradients keep. If `nodes` is
+    None, the bucket is sent without values.
     """
 
     def __init__(self, job: Job, plan: Plan, bucket: Bucket, nodes: Sequence[Node] | None) -> None:
@@ -70,7 +70,7 @@ class SharedBucket:
             columns = zip(*(gradients for _, gradients in nodes), strict=True)
             used = [any(gradient is not None for gradient in column) for column in columns]
             self._used_here = dict(zip(bucket.parameters, used, strict=True))
-        # All workers' sums of this worker's shard, in memory that no other worker reads.
+        # All workers' sums of this worker's shard: added in place, so in memory that no other worker reads.
         self._sums = [list(like.new_empty(len(spans), size)) for spans in plan.spans]
         self._sums[job.rank] = [part.clone() if bucket.is_whole else part for part in self._cut(job.rank)]
         self._pending: Pending | None = None
@@ -80,22 +80,22 @@ class SharedBucket:
         shard = self._bucket.shards[worker]
         return [row[shard.start : shard.stop] for row in self._rows]
 
-    def post(self, beside: Sequence[Sequence[Tensor]], what: str) -> None:
-        """Start to send each worker its shard of this worker's partial sums, with this worker's `beside`."""
+    def post(self, extra: Sequence[Sequence[Tensor]], what: str) -> None:
+        """Start to send each worker its shard of this worker's sums, with this worker's part of `extra`."""
         others = [worker for worker in range(self._job.world_size) if worker != self._job.rank]
-        outgoing = {worker: [*beside[self._job.rank], *self._cut(worker)] for worker in others}
-        incoming = {worker: [*beside[worker], *self._sums[worker]] for worker in others}
+        outgoing = {worker: [*extra[self._job.rank], *self._cut(worker)] for worker in others}
+        incoming = {worker: [*extra[worker], *self._sums[worker]] for worker in others}
         self._pending = self._job.transport.post(outgoing, incoming, what)
 
     def average(self, divisor: Tensor) -> None:
-        """Finish the tree on this worker's shard, and divide; called again, continue where it stopped."""
+        """Finish the tree on this worker's shard, and divide; after an interrupt, it can be called again."""
         self.wait()
         if self._sums:
             rank, shard = self._job.rank, self._bucket.shards[self._job.rank]
             total = add_partial_sums(self._plan.spans, self._sums, rank)
             average = total
             if self._bucket.is_shared_out:
-                average = torch.empty_like(total)  # so that the transport can reuse the bucket's memory
+                average = torch.empty_like(total)  # because the transport reuses the memory of `total`
             elif self._bucket.is_gathered:
                 average = self._rows[0][shard.start : shard.stop]
             divide(total, divisor, out=average)
@@ -107,7 +107,7 @@ class SharedBucket:
         del self._rows[1:]
 
     def share(self, what: str) -> None:
-        """Start to send this worker's average to all, unless that is done or not needed."""
+        """Start to send this worker's averages to all workers, unless that is done or not needed."""
         if self._bucket.is_gathered and not self._is_shared:
             averages = [[self._averages[shard.start : shard.stop]] for shard in self._bucket.shards]
             averages[self._job.rank] = self._cut(self._job.rank)
@@ -116,12 +116,12 @@ class SharedBucket:
         self._rows.clear()
 
     def wait(self) -> None:
-        """Wait for what is under way; an interrupted wait goes on when called again."""
+        """Wait for pending messages; after an interrupt, it can be called again."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
 
     def averages(self) -> Iterable[Average]:
-        """Return the averages that this worker gets, as views."""
+        """Return this worker's averages, as views."""
         section = self._bucket.sections[self._job.rank if self._bucket.is_shared_out else 0]
         return unpack(section, self._averages, self._used_here)

@@ -1,4 +1,4 @@
-"""Gradients in flat buckets: which parameters travel together, and where each lies. Pure tensors."""
+"""Flat buckets of gradients: which parameters are sent together, and the offset of each. Pure tensors."""
 
 from __future__ import annotations
 
@@ -30,40 +30,43 @@ __all__ = [
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 
 ABSENT = -0.0
-"""Stands for "no gradient": x + (−0.0) is x for every x, even −0.0, which x + (+0.0) is not."""
+"""Stands for "no gradient": x + (−0.0) is x for every x, even for −0.0; x + (+0.0) is not."""
 
 USED = float("inf")
-"""Flag of a parameter that some tower used. Addition and division do not change it."""
+"""The flag of a parameter that some tower used. Addition and division do not change it."""
 
 _ALIGNMENT_BYTES = 64
 
 _SMALL_BYTES = 2**19
-"""Buckets of up to this many bytes, times workers, go whole to all: more bytes, but one round less."""
+"""If a bucket has at most this many bytes, times workers, every worker averages all of it.
+
+That sends more bytes, but saves a round of messages.
+"""
 
 Shares = Mapping[int, Sequence[tuple[int, range]]]
-"""By parameter index: the workers, each with the elements whose averages it gets."""
+"""For each parameter index: pairs of a worker and the elements whose averages it gets."""
 
 
 class Average(NamedTuple):
-    """The averaged gradient of a parameter, or of a part of its elements."""
+    """The averaged gradient of a parameter, or of some of its elements."""
 
-    parameter: int  # by index
-    start: int  # its first element, in memory order
-    gradient: Tensor | None  # in the parameter's shape, but a part is flat; None if no tower used it
+    parameter: int  # its index
+    start: int  # the first element, in memory order
+    gradient: Tensor | None  # in the parameter's shape; flat if not all elements; None if no tower used it
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements of a gradient that lie together."""
+    """Contiguous elements of a gradient in a bucket."""
 
-    parameter: int  # by index
+    parameter: int  # its index
     elements: range  # in memory order
     layout: Layout
     offset: int  # of the elements in their section
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether they are all of the gradient's."""
+        """Whether the piece has all elements of the gradient."""
         return len(self.elements) == self.layout.num_elements
 
     def of(self, gradient: Tensor) -> Tensor:
@@ -73,7 +76,7 @@ class Piece:
         return in_order(gradient, self.layout.strides)[self.elements.start : self.elements.stop]
 
     def place_in(self, flat: Tensor) -> Tensor:
-        """Return where they lie in a section, in the parameter's shape and memory format, or flat."""
+        """Return the view of these elements in a section: in the gradient's shape, or flat if not all."""
         if self.is_whole:
             layout = self.layout
             return flat.as_strided(layout.shape, layout.strides, flat.storage_offset() + self.offset)
@@ -82,34 +85,34 @@ class Piece:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a bucket: pieces, each aligned to 64 bytes; a flag for each, starting at `flags`; padding."""
+    """A part of a bucket: pieces, aligned to 64 bytes; a flag for each, from offset `flags` on; padding."""
 
     extent: range  # in the bucket
     pieces: tuple[Piece, ...]
     flags: int
 
     def flags_in(self, flat: Tensor) -> Tensor:
-        """Return the flags in a section."""
+        """Return the view of the flags in a section."""
         return flat[self.flags : self.flags + len(self.pieces)]
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """A group of parameters: their gradients travel as one flat tensor.
+    """A group of parameters whose gradients are sent as one flat tensor.
 
-    It has either one section, of which each worker averages a part for all workers, or one section for each
-    worker, which keeps the averages to itself.
+    It has either one section, and all workers get all averages; or one section for each worker, which gets
+    only the averages of its own section.
     """
 
-    parameters: tuple[int, ...]  # by index
+    parameters: tuple[int, ...]  # their indices
     sections: tuple[Section, ...]
     num_elements: int
     dtype: torch.dtype
-    shards: tuple[range, ...]  # the elements that each worker averages; all, if the bucket is small
+    shards: tuple[range, ...]  # the elements that each worker averages; all of them if the bucket is small
 
     @property
     def is_shared_out(self) -> bool:
-        """Whether each worker keeps the averages of its shard to itself."""
+        """Whether each worker gets only the averages of its own shard."""
         return len(self.sections) > 1
 
     @property
@@ -119,17 +122,17 @@ class Bucket:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether all workers get the averages of all shards."""
+        """Whether workers send each other the averages of their shards."""
         return not (self.is_whole or self.is_shared_out)
 
 
 def lay_out_buckets(
     layouts: Sequence[Layout | None], bucket_bytes: int, num_workers: int
 ) -> tuple[Bucket, ...]:
-    """Group parameters, last one first as backward produces them, into buckets of one dtype each.
+    """Group parameters into buckets of one dtype each, in reverse order, as backward produces gradients.
 
-    Those whose layout is None are in no bucket. A parameter above `bucket_bytes` is a bucket by itself.
-    There is always a bucket, perhaps an empty one, because the first one brings the scalars along.
+    Parameters whose layout is None are in no bucket. A parameter above `bucket_bytes` gets its own bucket.
+    There is always a bucket, even an empty one, because the scalars are sent with the first one.
     """
     groups: list[dict[int, Layout]] = []
     newest: dict[torch.dtype, tuple[dict[int, Layout], int]] = {}
@@ -157,7 +160,7 @@ def _lay_out(group: Mapping[int, Layout], num_workers: int) -> Bucket:
 
 
 def lay_out_shares(bucket: Bucket, shares: Shares) -> Bucket:
-    """Return a bucket of the same parameters, where each worker gets the averages of its share."""
+    """Return a bucket of the same parameters, where each worker gets only the averages of its share."""
     (whole,) = bucket.sections
     sections: list[Section] = []
     for worker in range(len(bucket.shards)):
@@ -176,7 +179,7 @@ def lay_out_shares(bucket: Bucket, shares: Shares) -> Bucket:
 def _section(
     start: int, found: Sequence[tuple[int, range, Layout]], dtype: torch.dtype, num_parts: int
 ) -> Section:
-    """Lay out pieces, in a section that can be cut in equal parts, each aligned."""
+    """Lay out pieces in a section that can be cut into `num_parts` equal, aligned parts."""
     step = _ALIGNMENT_BYTES // dtype.itemsize
     pieces, end = [], 0
     for index, elements, layout in found:
@@ -188,7 +191,7 @@ def _section(
 
 
 def pack(bucket: Bucket, flat: Tensor, gradients: Gradients) -> None:
-    """Copy one subtree's gradients of a bucket's parameters to their places, and set the flags."""
+    """Copy one subtree's gradients into a flat bucket, and set the flags."""
     by_index = dict(zip(bucket.parameters, gradients, strict=True))
     places, present = [], []
     for section in bucket.sections:
@@ -207,9 +210,9 @@ def pack(bucket: Bucket, flat: Tensor, gradients: Gradients) -> None:
 
 
 def unpack(section: Section, flat: Tensor, used_here: Mapping[int, bool]) -> Iterator[Average]:
-    """Yield the averages in a section: None where no tower used the parameter.
+    """Yield the averages in a section; None for a parameter that no tower used.
 
-    A flag is read, and a GPU waited for, only for parameters that none of this worker's towers used.
+    Flags are read, which waits for a GPU, only for parameters that none of this worker's towers used.
     """
     flags = section.flags_in(flat)
     for position, piece in enumerate(section.pieces):

@@ -1,16 +1,17 @@
-"""Partial sums across workers: every worker ends with the same average, bit for bit.
+"""Exchanges partial sums between workers, so that all get the same averages, bit for bit.
 
 For each bucket, workers send each other partial sums along the canonical tree, each finishes the tree on its
-share and divides once, and all send each other the results (`bucket_exchange.py`). No arithmetic happens in
-the network, and where W divides T into runs of a power of two the bytes moved are those of a ring all-reduce.
+shard and divides once, and all send each other the results (`bucket_exchange.py`). No arithmetic happens in
+the network. If each worker runs T / W towers and that is a power of two, the bytes sent are those of a ring
+all-reduce.
 
-The first bucket carries the scalars (`scalars.py`) and a header: numbers that must be the same on every
-worker, flags, and how long the passes of the step before took. A worker that met an error, or that has a new
-plan, still sends its first message, unfilled, and says so in the header; one that met an error later says so
-beside its last bucket. So all workers learn of it before any of them has an average, and none waits for a
-message that never comes.
+The first bucket is sent with the scalars (`scalars.py`) and a header: numbers that must be the same on every
+worker, flags, and how long the passes of the previous step took. A worker with an error or a new plan still
+sends its first message, without values, and with its status in the header; after a later error, the status is
+sent with its last bucket. So all workers learn of an error before any of them has an average, and none waits
+for a message that is never sent.
 
-A worker has committed to the step once it has sent its last bucket: others may then finish without it.
+A worker has committed to the step once it has sent its last bucket: the others may then finish without it.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ _FINE, _FAILED, _CHANGED = range(3)
 
 
 class MustMatch(Protocol):
-    """Hashes that must be the same on all workers, and a description to explain how they differ.
+    """Hashes that must be the same on all workers, and a description to explain a difference.
 
-    `hash` is called when the exchange is made, `hash_of_passes` when a message is made that compares it; it
-    is 0 on workers that have run no pass.
+    `hash` is called when the exchange is created, `hash_of_passes` for each header; the latter returns 0 on
+    workers that have run no pass.
     """
 
     def hash(self) -> int: ...
@@ -58,22 +59,22 @@ class MustMatch(Protocol):
 
 
 class Exchange:
-    """One step's exchange of one worker: `start`, `send` for each bucket as it fills, `finish`.
+    """One worker's exchange in one step: call `start`, `send` for each bucket as it fills, then `finish`.
 
-    In a step with sums to count, or of the whole batch, `compare` comes first. Everything but `compare` and
-    `finish` only starts what can be started; all workers start the same things in the same order. Methods
-    that wait raise `DisagreementError` if numbers that must match differ, or another worker met an error.
+    In a step with named sums, or with a loss of the whole batch, call `compare` first. All workers post the
+    same messages in the same order. Methods that wait raise `DisagreementError` if numbers that must match
+    differ, or if another worker had an error.
 
     Args:
-        job: of this worker.
-        plan: that all workers have agreed on.
-        must_match: numbers and names that must be the same on every worker, "step" among them.
-        rest: what else must be the same; its description explains a difference.
-        flags: called once, when the first bucket is sent; its bits are OR-ed over all workers.
-        pass_ns: how long this worker's passes of the step before took.
+        job: this worker's job.
+        plan: the plan that all workers have agreed on.
+        must_match: numbers and names that must be the same on every worker, including "step".
+        rest: hashes of all else that must be the same, and its description.
+        flags: called once, when the first bucket is sent; the result is OR-ed over all workers.
+        pass_ns: how long this worker's passes of the previous step took.
 
     Attributes:
-        stopwatch: for the passes of this step; it stands still while the exchange sends.
+        stopwatch: measures the passes of this step; it is paused while the exchange sends.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Exchange:
         self._buckets: list[LocalBucket | SharedBucket] = []
 
     def compare(self, counts: Tensor) -> Tensor:
-        """Return what all towers count, float64 [T, K], given this worker's, before the first pass."""
+        """Gather the counts of all towers before the first pass: [own towers, K] -> [T, K], float64."""
         tables = [counts.new_empty(len(own), counts.shape[1]) for own in self.plan.placement.ranges]
         tables[self._job.rank] = counts
         headers = self._for_all([0, 0, *self._header])
@@ -122,7 +123,7 @@ class Exchange:
     def change_to(self, plan: Plan) -> None:
         """Agree on a new plan, or raise `DisagreementError` on all workers.
 
-        The message has the layout of the previous plan, which workers that kept it expect.
+        The message has the layout of the previous plan, because workers without a new plan expect that.
         """
         self._described = {**self._must_match, **plan.description}
         self._status = _CHANGED
@@ -130,10 +131,10 @@ class Exchange:
             self._send_unfilled()
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Send the other workers an error, instead of what they wait for, and raise it.
+        """Send an error to the other workers, and raise it.
 
-        Buckets that are still to be sent are sent unfilled. Called again after an interrupt, it continues
-        where it was, and the others get the first error.
+        The remaining buckets are sent without values. Called again after an interrupt, it continues where it
+        was, and the others get the first error.
         """
         if isinstance(error, LostWorkerError):
             self.is_over = True
@@ -143,7 +144,7 @@ class Exchange:
             self._status, self._error = _FAILED, error
         try:
             self._send_error()
-        except (DisagreementError, LostWorkerError):  # the error on this worker says more
+        except (DisagreementError, LostWorkerError):  # `error` says more, and is raised below
             self.is_over = True
         except BaseException as raised:
             if raised is not self._error:
@@ -158,7 +159,7 @@ class Exchange:
         self._wait_for_last()
 
     def _send_unfilled(self) -> None:
-        """Send the first message, unless it has been sent, and check those of the others."""
+        """Send the first message without values, unless it has been sent, and check the other workers'."""
         if not self._compared:
             num_towers = len(self.plan.placement.towers(self._job.rank))
             self.compare(torch.zeros(num_towers, len(self.plan.sums), dtype=torch.float64, device="cpu"))
@@ -167,13 +168,13 @@ class Exchange:
         self._wait_for_first()
 
     def start(self, towers: Sequence[TowerScalars]) -> None:
-        """Note the scalars of all this worker's towers, which travel with the first bucket."""
+        """Set the scalars of all this worker's towers, which are sent with the first bucket."""
         self._scalars.put(towers)
 
     def send(self, nodes: Sequence[Node] | None) -> None:
-        """Send the next bucket's sums of this worker's subtrees, and go on with the bucket before it.
+        """Send this worker's subtree sums of the next bucket, and continue with the bucket before it.
 
-        `nodes` are None where it met an error.
+        `nodes` is None if this worker had an error.
         """
         with self.stopwatch.paused():
             self._send(nodes)
@@ -181,16 +182,16 @@ class Exchange:
     def _send(self, nodes: Sequence[Node] | None) -> None:
         bucket = self.plan.buckets[len(self._buckets)]
         is_last = len(self._buckets) + 1 == len(self.plan.buckets)
-        beside: list[list[Tensor]] = [[] for _ in range(self._job.world_size)]
+        extra: list[list[Tensor]] = [[] for _ in range(self._job.world_size)]
         if not self._buckets:
             flags = 0 if nodes is None else self._ask_flags()
             self._headers = self._for_all([flags, self._pass_ns, *self._header])
-            beside = [[header, *self._scalars.of(worker)] for worker, header in enumerate(self._headers)]
+            extra = [[header, *self._scalars.of(worker)] for worker, header in enumerate(self._headers)]
         else:
             self._average(self._buckets[-1])
             if is_last:
                 self._closings = self._for_all([self._status])
-                beside = [[closing] for closing in self._closings]
+                extra = [[closing] for closing in self._closings]
         self.is_committed = is_last and self._status == _FINE and self._job.world_size > 1
         made: LocalBucket | SharedBucket
         if nodes is not None and self._job.world_size == 1:
@@ -198,14 +199,14 @@ class Exchange:
         else:
             made = SharedBucket(self._job, self.plan, bucket, nodes)
         with self.unbroken():
-            made.post(beside, f"{self.where}, gradients")
+            made.post(extra, f"{self.where}, gradients")
             self._buckets.append(made)
 
     @contextmanager
     def unbroken(self) -> Iterator[None]:
-        """After an interrupt in this block, some messages may be sent and some not: the step cannot be left.
+        """Mark the step as impossible to undo if the block is interrupted: some messages may be missing.
 
-        Any exception but the exchange's own errors counts as an interrupt: signal handlers may raise
+        Any exception except a samestep `Error` counts as an interrupt, because signal handlers may raise
         anything.
         """
         try:
@@ -217,16 +218,16 @@ class Exchange:
             raise
 
     def finish(self, sparse_sums: Sequence[Gradients]) -> list[Average]:
-        """Wait for everything; return the averages that this worker gets.
+        """Wait for all messages, and return this worker's averages.
 
-        `sparse_sums` has, for each of this worker's subtrees, the gradients of `plan.sparse`.
+        `sparse_sums` has the gradients of `plan.sparse` for each of this worker's subtrees.
         """
         divisor = self.scalars.divisor
         self._wait_for_last()
         sparse = SparseExchange(self._job, self.plan, sparse_sums, self.where) if self.plan.sparse else None
         self._average(self._buckets[-1])
         averages = sparse.finish(divisor) if sparse else []
-        # Take them off, so that this keeps no gradient alive after the caller has dropped it.
+        # Not kept here, so that a gradient is freed once the caller drops it.
         buckets, self._buckets = self._buckets, []
         for bucket in buckets:
             bucket.wait()
@@ -234,7 +235,7 @@ class Exchange:
 
     @property
     def scalars(self) -> Scalars:
-        """The scalars of all towers, once it is clear that all workers agree."""
+        """The scalars of all towers. The first access waits for them, and checks that all workers agree."""
         if self._known is None:
             self._wait_for_first()
             self._known = self._scalars.result()
@@ -242,12 +243,12 @@ class Exchange:
 
     @property
     def flags(self) -> int:
-        """The bits that any worker has set, once `scalars` are there."""
+        """The OR of all workers' flags; read `scalars` first."""
         return reduce(or_, (int(header[0]) for header in self._headers))
 
     @property
     def pass_ns(self) -> list[int]:
-        """How long each worker's passes of the step before took, once `scalars` are there."""
+        """How long each worker's passes of the previous step took; read `scalars` first."""
         return [int(header[1]) for header in self._headers]
 
     def _average(self, bucket: LocalBucket | SharedBucket) -> None:
@@ -271,7 +272,7 @@ class Exchange:
         return [self._status, self.plan.fingerprint, *own, self._hash_of_rest, of_passes]
 
     def _for_all(self, own: Sequence[int]) -> list[Tensor]:
-        """Return this worker's numbers, int64 [n], and memory for those of each other worker."""
+        """Return a tensor for each worker, int64 [n]: this worker's numbers, and memory for the others'."""
         numbers = torch.tensor(own, device="cpu")
         all_numbers = [torch.empty_like(numbers) for _ in range(self._job.world_size)]
         all_numbers[self._job.rank] = numbers
@@ -285,7 +286,7 @@ class Exchange:
             self._settle()
 
     def _settle(self) -> None:
-        """Exchange errors and descriptions, and raise unless all workers have the same and none failed."""
+        """Exchange errors and descriptions; raise if a worker failed, or if descriptions differ."""
         with self.unbroken():
             self.is_over = True
             rest = {} if self._rest is None else self._rest.in_words()

@@ -1,4 +1,4 @@
-"""One worker's gradients during a step: added as they come, sent as soon as a bucket is full."""
+"""One worker's gradient sums in a step: added as they arrive, sent as soon as a bucket is complete."""
 
 from __future__ import annotations
 
@@ -31,19 +31,20 @@ __all__ = ["GradientSum"]
 
 
 class GradientSum:
-    """Adds the gradients of one worker's towers along the canonical tree: `start`, `backward`, `finish`.
+    """Adds the gradients of one worker's towers along the canonical tree.
 
-    Gradients are taken off the parameters, not copied. Where a tower's left sibling in the tree is at hand,
-    its sum is put back on the parameters first, and autograd itself adds to it. The gradients of the last
-    tower with rows are not kept: hooks on the parameters notice when backward has produced a bucket's worth
-    of them, and the bucket is folded and sent. Gradients that may be sparse are folded apart: each
-    tower's is coalesced by itself, and they are sent at the end.
+    Call `start`, `backward` for each tower, then `finish`. Gradients are moved from `p.grad`, not copied. If
+    the sum of a tower's left sibling in the tree is available, it is put back into `p.grad` first, so that
+    autograd itself adds to it. During the backward of the last tower with rows, hooks on the parameters
+    detect when all gradients of a bucket are there, and the bucket is added up and sent. Gradients that may
+    be sparse are added separately: each tower's gradient is coalesced first, and the sums are sent at the
+    end.
 
-    A step that measures keeps each tower's gradients apart until their norms are taken, and folds them
-    then: the same additions, so the same bits, for one more gradient in memory.
+    A step that measures norms does not use autograd to add, because it needs each tower's own gradient. The
+    additions are the same, and so are the bits; it needs memory for one more gradient.
 
     Attributes:
-        comes_twice: whether some backward came to a parameter twice.
+        comes_twice: whether some backward added to a parameter's gradient twice.
     """
 
     def __init__(self, plan: Plan, parameters: Sequence[Tensor], towers: range) -> None:
@@ -52,8 +53,8 @@ class GradientSum:
         self._towers = towers
         self._dtypes = [None if each.is_sparse else each.gradient.dtype for each in plan.parameters]
         layouts = zip(parameters, plan.parameters, strict=True)
-        # Whether autograd accumulates in the dtypes in which gradients are summed.
-        self._are_alike = all(each.gradient.dtype == grad_dtype(p).to_real() for p, each in layouts)
+        # Whether autograd accumulates gradients in the dtypes in which they are summed.
+        self._have_same_dtypes = all(each.gradient.dtype == grad_dtype(p).to_real() for p, each in layouts)
         self._bucket_of = {i: n for n, bucket in enumerate(plan.buckets) for i in bucket.parameters}
         self._exchange: Exchange | None = None
         self.comes_twice = False
@@ -61,7 +62,7 @@ class GradientSum:
         self._hooks = self._hook() if plan.placement.num_workers > 1 else []
 
     def _hook(self) -> list[RemovableHandle]:
-        # Weak, because Python's garbage collector does not see references from such hooks.
+        # A weak reference, because Python's garbage collector does not see references from these hooks.
         call = partial(_call, WeakMethod(self._gradient_is_ready))
         return [
             self._parameters[index].register_post_accumulate_grad_hook(partial(call, index))
@@ -73,14 +74,14 @@ class GradientSum:
         self._dense: TreeSum[Gradients] = TreeSum(num_towers, add=add_gradients)
         self._sparse: TreeSum[Gradients] = TreeSum(num_towers, add=add_gradients)
         self._norms: dict[int, dict[int, Norms]] | None = None  # by tower and parameter
-        self._live = range(self._towers.start, self._towers.start)  # the towers whose sum is in `p.grad`
-        self._missing: list[set[int]] = []  # by bucket: gradients that the last backward still lacks
+        self._in_grad = range(self._towers.start, self._towers.start)  # the towers whose sum is in `p.grad`
+        self._missing: list[set[int]] = []  # for each bucket, parameters still without the last gradient
         self._num_sent = 0
-        self._ready: set[int] | None = None  # parameters whose gradients the running backward has produced
-        self._last: Sequence[Node] | None = None  # the last bucket's: sending it commits the worker
+        self._ready: set[int] | None = None  # parameters whose gradients the current backward has produced
+        self._last: Sequence[Node] | None = None  # sums of the last bucket: sending it commits the worker
 
     def start(self, exchange: Exchange, *, measures: bool) -> None:
-        """Begin a step, which may measure the norms of each tower's gradient."""
+        """Begin a step; `measures` says whether to compute the norms of each tower's gradient."""
         self._clear()
         self._exchange = exchange
         self._norms = {} if measures else None
@@ -90,13 +91,13 @@ class GradientSum:
     def backward(
         self, tower: int, backward: Callable[[], None] | None, *, is_last: bool, at_once: bool = True
     ) -> None:
-        """Run a tower's backward, in tower order, and take the gradients that it leaves on the parameters.
+        """Run a tower's backward, in tower order, and move the gradients from `p.grad` to the sums.
 
-        Those of the last tower with rows are sent while backward runs. `at_once` says that backward gives
-        each parameter its gradient in one piece; if not, they are sent afterwards, and autograd may not add
-        to a sibling's sum either.
+        For the last tower with rows, buckets are sent while backward runs. `at_once` says that backward adds
+        to each parameter's gradient only once. If it is False, buckets are sent after backward, and autograd
+        does not add to a sibling's sum.
         """
-        self._live = range(tower, tower + 1)
+        self._in_grad = range(tower, tower + 1)
         if at_once:
             self._put_sibling_back()
         if is_last and at_once:
@@ -109,7 +110,7 @@ class GradientSum:
         if is_last:
             self._send_rest()
         else:
-            self._dense.push(self._live, self._take(range(len(self._parameters))))
+            self._dense.push(self._in_grad, self._take(range(len(self._parameters))))
 
     @contextmanager
     def _noting_what_is_ready(self, *, needs_hooks: bool) -> Iterator[None]:
@@ -123,11 +124,11 @@ class GradientSum:
                 hook.remove()
 
     def finish(self) -> list[Average]:
-        """Send what is not sent yet, and return the averages that this worker gets."""
+        """Send the remaining buckets, and return this worker's averages."""
         assert self._exchange is not None
         self._check_clean()
         self._send_rest()
-        last, self._last = self._last, None  # keeps no gradient alive after the caller has dropped it
+        last, self._last = self._last, None  # so that a gradient is freed once the caller drops it
         self._exchange.send(last)
         del last
         if self.plan.sparse:
@@ -136,29 +137,29 @@ class GradientSum:
         return exchange.finish([gradients for _, gradients in self._sparse.nodes])
 
     def squares(self) -> Tensor | None:
-        """Return the squared norm of each tower's gradient, float64 [towers], in a step that measures."""
+        """Return the squared norm of each tower's gradient, float64 [towers]; None if not measured."""
         if self._norms is None:
             return None
         device = self._parameters[0].device
-        # In the order of parameters, not in the order in which their gradients arrived.
+        # In the order of the parameters, because gradients may arrive in different orders.
         norms = [self._norms.get(tower, {}) for tower in self._towers]
         return torch.stack(
             [squared_sum([n for index in sorted(each) for n in each[index]], device) for each in norms]
         )
 
     def clear(self) -> None:
-        """Let go of what an abandoned step has added, and of the gradients on the parameters."""
+        """Drop the sums of an abandoned step, and all gradients in `p.grad`."""
         self._clear()
         for parameter in self._parameters:
             parameter.grad = None
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
 
     def _gradient_is_ready(self, index: int, _: Tensor) -> None:
-        """Note that backward has finished a parameter's gradient; send the buckets that are whole."""
+        """Record that backward has produced a parameter's gradient, and send complete buckets, in order."""
         if self._ready is None:
             return
         if index in self._ready:
@@ -171,9 +172,9 @@ class GradientSum:
             self._send_next()
 
     def _check_again(self, index: int) -> None:
-        """Refuse a gradient whose first part has been added to a sibling's sum by autograd, or is sent."""
+        """Raise if the first part of this gradient was already added to a sibling's sum, or sent."""
         self.comes_twice = True
-        if len(self._live) > 1 or self._bucket_of[index] < self._num_sent:
+        if len(self._in_grad) > 1 or self._bucket_of[index] < self._num_sent:
             self._fail(
                 f"parameter {self.plan.parameters[index].name} got a gradient twice in one backward "
                 "(reentrant activation checkpointing does that); use torch.utils.checkpoint with "
@@ -189,7 +190,7 @@ class GradientSum:
                 )
 
     def _send_rest(self) -> None:
-        """Send all buckets but the last one, which `finish` sends."""
+        """Send the remaining buckets except the last one, which `finish` sends."""
         self._missing = []
         while self._num_sent < len(self.plan.buckets) - 1:
             self._send_next()
@@ -201,7 +202,7 @@ class GradientSum:
         self._exchange.send(self._fold_next())
 
     def _fold_next(self) -> Sequence[Node]:
-        """Add the last gradients of the next bucket, in the order that all workers share."""
+        """Finish the sums of the next bucket; return one for each of this worker's subtrees."""
         parameters = self.plan.buckets[self._num_sent].parameters
         self._num_sent += 1
         folded: TreeSum[Gradients] = TreeSum(self._dense.num_leaves, add=add_gradients)
@@ -209,29 +210,29 @@ class GradientSum:
             folded.push(span, [gradients[index] for index in parameters])
             for index in parameters:
                 gradients[index] = None
-        if self._live:
-            folded.push(self._live, self._take(parameters))
+        if self._in_grad:
+            folded.push(self._in_grad, self._take(parameters))
         self._push_absent(folded, len(parameters))
         return folded.nodes
 
     def _push_absent(self, total: TreeSum[Gradients], num_parameters: int) -> None:
-        """Count the towers without rows, which come last."""
-        without = range(self._live.stop, self._towers.stop)
+        """Push absent gradients for the towers without rows, which come last."""
+        without = range(self._in_grad.stop, self._towers.stop)
         total.push_leaves(without, [[None] * num_parameters for _ in without])
 
     def _put_sibling_back(self) -> None:
-        """Let autograd add to the sum of the tower's left sibling, where there is one of the right dtype."""
-        can_add = self._are_alike and self._norms is None
-        left = self._dense.pop_sibling(self._live) if can_add else None
+        """Put the sum of the tower's left sibling into `p.grad`, so that autograd adds to it."""
+        can_add = self._have_same_dtypes and self._norms is None
+        left = self._dense.pop_sibling(self._in_grad) if can_add else None
         if left is None:
             return
         span, gradients = left
-        self._live = range(span.start, self._live.stop)
+        self._in_grad = range(span.start, self._in_grad.stop)
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = None if gradient is None else like_parameter(gradient, parameter)
 
     def _take(self, indices: Sequence[int]) -> Gradients:
-        """Take gradients off the parameters, in the dtypes in which they are summed, and measure them."""
+        """Take gradients from `p.grad`, in the dtypes in which they are summed; measure norms if needed."""
         taken: Gradients = []
         for index in indices:
             parameter = self._parameters[index]
@@ -240,12 +241,12 @@ class GradientSum:
                 if gradient.dtype != self._dtypes[index] or gradient.layout is not torch.strided:
                     gradient = self._as_summed(gradient, self.plan.parameters[index])
                 if self._norms is not None:
-                    self._norms.setdefault(self._live.start, {})[index] = norms_of(gradient)
+                    self._norms.setdefault(self._in_grad.start, {})[index] = norms_of(gradient)
             taken.append(gradient)
         return taken
 
     def _as_summed(self, gradient: Tensor, layout: ParameterLayout) -> Tensor:
-        """Return a gradient in the dtype in which it is summed; if it may be sparse, in memory of its own."""
+        """Return a gradient in the dtype in which it is summed; in new memory if it may be sparse."""
         if not (layout.is_sparse or gradient.is_sparse):
             gradient = as_real(gradient)
         gradient = gradient.to(layout.gradient.dtype)
@@ -261,7 +262,7 @@ class GradientSum:
 
     def _fail(self, problem: str) -> None:
         assert self._exchange is not None
-        self._missing = []  # drop the rest of this backward's gradients
+        self._missing = []  # so that the rest of this backward sends nothing
         self._exchange.fail(UsageError(f"{self._exchange.where}: {problem}"))
 
 

@@ -1,4 +1,4 @@
-"""Adding and dividing gradients, dense, sparse or absent. Pure tensors."""
+"""Addition and division of dense, sparse or absent gradients. Pure tensors."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ __all__ = [
 ]
 
 Gradients = list[Tensor | None]
-"""One gradient for each parameter, in the parameters' order; None for a parameter that was not used."""
+"""One gradient for each parameter, in order; None for a parameter that was not used."""
 
 
 def as_real(gradient: Tensor) -> Tensor:
-    """Return a dense gradient with the two parts of complex numbers as a last dimension."""
+    """Return a dense gradient with real and imaginary parts, if any, as a last dimension."""
     return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
 
 
 def like_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Return a gradient as the parameter's `grad` wants it: complex again, and in its dtype."""
+    """Convert a gradient to what `parameter.grad` accepts: complex if the parameter is, in `grad_dtype`."""
     if parameter.is_complex() and not gradient.is_complex():
         gradient = torch.view_as_complex(gradient)
     dtype = parameter.grad_dtype  # None allows any dtype
@@ -38,7 +38,7 @@ def like_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 
 def add_gradients(left: Gradients, right: Gradients) -> Gradients:
-    """Add two towers' gradients, in place on `left` where dense; sparse ones must be coalesced."""
+    """Add two towers' gradients, in place on dense ones in `left`; sparse ones must be coalesced."""
     sums: Gradients = []
     dense = []
     for ours, theirs in zip(left, right, strict=True):
@@ -57,7 +57,7 @@ def add_gradients(left: Gradients, right: Gradients) -> Gradients:
 def add_partial_sums(
     spans: Sequence[Sequence[range]], partial_sums: Sequence[Sequence[Tensor]], own: int
 ) -> Tensor:
-    """Finish the tree on all workers' partial sums, in place; the sum ends in the memory of worker `own`."""
+    """Finish the tree on all workers' partial sums, in place; the result is in worker `own`'s memory."""
     ours = {part.untyped_storage().data_ptr() for part in partial_sums[own]}
 
     def add(left: Tensor, right: Tensor) -> Tensor:
@@ -67,12 +67,11 @@ def add_partial_sums(
 
 
 def divide(total: Tensor, count: Tensor, *, out: Tensor) -> None:
-    """Write `total / count` to `out`, which may be `total`: the one division of a step.
+    """Write `total / count` to `out`, which may be `total`. A step divides each sum only once, here.
 
-    Half-precision sums are divided in float32, because a count above 65,504 is no float16. The
-    divisor is a tensor of the sum's own dtype, because CUDA turns division by a number on the host into
-    multiplication by its rounded reciprocal. Division by 1 changes nothing and is left out, except on a
-    GPU, which would have to be waited for to know.
+    Half-precision sums are divided in float32, because float16 has no count above 65,504. The divisor is a
+    tensor of the sum's dtype, because CUDA turns division by a number on the host into multiplication by its
+    rounded reciprocal. Division by 1 is skipped, except on a GPU, where comparing the count would wait.
     """
     if count.device.type == "cpu" and float(count) == 1.0:
         if out.data_ptr() != total.data_ptr():
@@ -94,15 +93,15 @@ def average_gradients(
     Args:
         tower_grads: for each tower a list of (gradient or None, parameter), with the parameters in the same
             order. Any shapes and floating dtypes.
-        weights: how much each tower counts, at least 0 and not all 0; by default all the same.
+        weights: the weight of each tower, at least 0 and not all 0; by default all are equal.
 
     Returns:
-        (averaged gradient, parameter) for each parameter, in the dtype of the gradients: None where no tower
-        had one, and zero is counted for a tower without. Sparse and coalesced where all towers' gradients are
-        sparse; a dense one makes it dense. The inputs are not changed.
+        (averaged gradient, parameter) for each parameter, in the dtype of the gradients. The average is None
+        if no tower had a gradient; a single missing gradient counts as zero. It is sparse and coalesced if
+        all towers' gradients are sparse, otherwise dense. The inputs are not changed.
 
     Raises:
-        ConfigError: no towers, towers of different lengths or shapes, or weights that do not fit.
+        ConfigError: no towers, gradients of different numbers or shapes, or invalid weights.
 
     Example:
         >>> weight = torch.zeros(2, requires_grad=True)
@@ -125,7 +124,7 @@ def average_gradients(
 
 
 def _scaled(gradient: Tensor, scale: float) -> Tensor:
-    """Return a scaled copy, so that adding in place leaves the caller's tensor alone."""
+    """Return a scaled copy, so that adding in place does not change the caller's tensor."""
     return sparse.coalesced(sparse.coalesced(gradient.detach()) * scale)
 
 

@@ -1,4 +1,4 @@
-"""How gradients, and what goes with them, lie in memory."""
+"""Shapes, strides and dtypes of gradients, and the order of elements in memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Layout", "in_order", "is_dense"]
 
 @dataclass(frozen=True)
 class Layout:
-    """How a gradient lies in memory: the shape of its parameter, dense strides, and its own dtype."""
+    """The memory layout of a gradient: the shape of its parameter, dense strides, and its own dtype."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -22,8 +22,8 @@ class Layout:
     def of(cls, parameter: Tensor, dtype: torch.dtype) -> Layout:
         """Return the layout of a parameter's gradient that is summed in `dtype`.
 
-        Autograd gives it the strides of the parameter where those are dense, and row-major ones elsewhere. A
-        complex one that is summed in a real dtype has its two parts as a last dimension.
+        Autograd gives a gradient its parameter's strides if these are dense, otherwise row-major strides. A
+        complex gradient that is summed in a real dtype has real and imaginary parts as a last dimension.
         """
         strides = parameter.stride()
         if not is_dense(parameter):
@@ -34,17 +34,17 @@ class Layout:
 
     @property
     def num_elements(self) -> int:
-        """How many numbers it holds."""
+        """The number of elements."""
         return torch.Size(self.shape).numel()
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor fills its memory, each element once, in whatever order."""
+    """Whether a tensor's elements fill its memory without gaps or overlaps, in any order."""
     return tensor.stride() == torch.empty_like(tensor, device="meta").stride()
 
 
 def in_order(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return a tensor's elements, flat, in the order of these dense strides: a view if they are its own."""
+    """Return a tensor's elements, flat, in the order of these dense strides; a view if they are its own."""
     if tensor.stride() != strides:
         own = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
         tensor = own.copy_(tensor)

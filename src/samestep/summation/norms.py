@@ -1,4 +1,4 @@
-"""2-norms of gradients, over fixed blocks of elements, so that it does not matter which worker has which."""
+"""2-norms of gradients over fixed blocks of elements, whose bits do not depend on which worker has which."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from samestep.workers.job import Job
 __all__ = ["NORM_BLOCK", "Norms", "gather_norms", "norms_of", "squared_sum", "total_norm"]
 
 NORM_BLOCK = 2**20
-"""Elements of a block: a float32 sum over many more loses digits."""
+"""Number of elements in a block; a float32 sum over many more loses digits."""
 
 Norms = Sequence[Tensor]
-"""Norms of a gradient's blocks, in memory order, each 0-dim, float32 or wider."""
+"""The norms of a gradient's blocks, in memory order, each 0-dim, float32 or wider."""
 
 _Place = tuple[int, int]
-"""A parameter's index, and the first element of a part of it."""
+"""A parameter's index, and the first element of a piece of its gradient."""
 
 _ABSENT = -1.0
-"""In a message, the norm of an absent gradient."""
+"""Stands for the norm of an absent gradient in a message."""
 
 
 def norms_of(gradient: Tensor) -> Norms:
@@ -44,7 +44,7 @@ def _norms_of_all(gradients: Sequence[Tensor]) -> list[Norms]:
 
 def _blocks_of(gradient: Tensor) -> Sequence[Tensor]:
     if gradient.layout is torch.strided and gradient.is_contiguous() and gradient.numel() <= NORM_BLOCK:
-        return [_wide(gradient)]  # one block already, like most gradients
+        return [_wide(gradient)]  # a single block, as for most gradients
     return [*map(_wide, _flat(gradient).split(NORM_BLOCK))]
 
 
@@ -56,7 +56,7 @@ def _flat(gradient: Tensor) -> Tensor:
 
 
 def _wide(block: Tensor) -> Tensor:
-    """Return a block in a precision in which a norm has more than two or three digits."""
+    """Return a half-precision block in float32, because its norm would have only two or three digits."""
     return block.float() if block.dtype in (torch.float16, torch.bfloat16) else block
 
 
@@ -66,11 +66,11 @@ def gather_norms(
     """Return the norms of all averages, by parameter, in the same order on all workers.
 
     Args:
-        job: of this worker.
-        plan: of the step; where it is shared out, all workers must call this.
-        averages: those that this worker has, without absent ones.
-        dtypes: of the average of each parameter.
-        what: names the message if a worker is lost.
+        job: this worker's job.
+        plan: the step's plan; if it is shared out, all workers must call this.
+        averages: this worker's averages, without absent ones.
+        dtypes: the dtype of each parameter's average.
+        what: the message's name in an error.
     """
     norms = _norms_of_all([each.gradient for each in averages if each.gradient is not None])
     if not plan.is_shared_out:
@@ -86,7 +86,7 @@ def gather_norms(
 def _gather(
     job: Job, plan: Plan, own: Mapping[_Place, Norms], dtypes: Sequence[torch.dtype], what: str
 ) -> dict[_Place, Norms]:
-    """Return the norms of all workers' shares, given those of this worker's."""
+    """Gather the norms of all workers' shares, given the norms of this worker's share."""
     like = torch.zeros(1, dtype=torch.float64, device=job.device)
     rows = [like]  # one number, so that no worker's message is empty
     for piece in plan.shares[job.rank]:
@@ -114,7 +114,7 @@ def _num_blocks(piece: Piece) -> int:
 
 
 def total_norm(norms: Iterable[Norms]) -> Tensor:
-    """Return the norm of all gradients together, 0-dim, given those of each one's blocks; 0 without any."""
+    """Return the norm over all gradients, 0-dim, given the norms of their blocks; 0 without gradients."""
     each = [own[0] if len(own) == 1 else _norm(own) for own in norms]
     return _norm(each) if each else torch.tensor(0.0, device="cpu")
 
@@ -125,7 +125,7 @@ def _norm(norms: Norms) -> Tensor:
 
 
 def squared_sum(norms: Norms, device: torch.device) -> Tensor:
-    """Return the sum of the squares of norms, float64 0-dim; 0 without any."""
+    """Return the sum of squared norms, float64 0-dim; 0 if there are none."""
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack(list(norms)).double().square().sum()

@@ -1,4 +1,4 @@
-"""Towers -> workers: contiguous ranges, even or with any cuts. Pure integers."""
+"""Which worker runs which towers: contiguous ranges, even or with given cuts. Pure integers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_TOWERS = 2**20
 
 
 def even_ranges(length: int, num_ranges: int) -> list[range]:
-    """Cut `0..length-1` into contiguous ranges, as even as possible, the longer ones first.
+    """Cut `range(length)` into contiguous ranges, as even as possible, the longer ones first.
 
     >>> even_ranges(7, 3)
     [range(0, 3), range(3, 5), range(5, 7)]
@@ -28,13 +28,13 @@ def even_ranges(length: int, num_ranges: int) -> list[range]:
 
 @dataclass(frozen=True)
 class Placement:
-    """Which towers each worker runs: worker w those from `cuts[w]` up to, but not including, `cuts[w + 1]`.
+    """Which towers each worker runs: worker w runs `range(cuts[w], cuts[w + 1])`.
 
     Args:
-        cuts: W + 1 ints: 0, then the end of each worker's range, each above the one before; the last is T.
+        cuts: W + 1 increasing ints: 0, then the end of each worker's range; the last is T.
 
     Raises:
-        ConfigError: other cuts, such as those that leave a worker without a tower; or more than 2**20 towers.
+        ConfigError: invalid cuts, such as a worker without towers; or more than 2**20 towers.
 
     Example:
         >>> Placement.even(8, 3).towers(0), Placement((0, 1, 6, 8)).towers(1)
@@ -60,7 +60,7 @@ class Placement:
 
     @classmethod
     def even(cls, num_towers: int, num_workers: int) -> Placement:
-        """Return ranges of T towers on W workers that are as even as possible, the longer ones first.
+        """Return the placement with ranges as even as possible, the longer ones first.
 
         Raises:
             ConfigError: not 1 <= W <= T.
@@ -75,12 +75,12 @@ class Placement:
 
     @property
     def num_towers(self) -> int:
-        """T."""
+        """The number of towers, T."""
         return self.cuts[-1]
 
     @property
     def num_workers(self) -> int:
-        """W."""
+        """The number of workers, W."""
         return len(self.cuts) - 1
 
     @cached_property
@@ -93,7 +93,7 @@ class Placement:
         return self.ranges[worker]
 
     def rows(self, worker: int, num_rows: int) -> dict[int, range]:
-        """Return the rows of a batch that each tower of `worker` gets; towers without any are left out.
+        """Return each tower's rows of a batch, for the towers of `worker` that have rows.
 
         >>> Placement.even(4, 2).rows(1, num_rows=3)
         {2: range(2, 3)}

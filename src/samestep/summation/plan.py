@@ -1,4 +1,4 @@
-"""What a step's exchange consists of: a frozen value, rebuilt whenever an ingredient changes."""
+"""The plan of a step's exchange: a frozen value, rebuilt whenever the model or the kind of step changes."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ Named = tuple[tuple[str, str], ...]
 
 
 def grad_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype of a parameter's gradients: `grad_dtype`, or its own dtype if any is allowed."""
+    """Return the dtype of a parameter's gradients: `grad_dtype`, or the parameter's dtype if that is None."""
     return parameter.grad_dtype or parameter.dtype
 
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """One trainable parameter, and how its gradient is summed."""
+    """A trainable parameter, and how its gradient is summed."""
 
     name: str  # as in `model.named_parameters()`
     gradient: Layout
     dtype: torch.dtype  # of the parameter itself
-    is_sparse: bool = False  # may be sparse, and is then sent apart from the buckets
+    is_sparse: bool = False  # whether the gradient may be sparse; it is then sent apart from the buckets
 
     def __str__(self) -> str:
         kind = ", perhaps sparse" if self.is_sparse else ""
@@ -51,26 +51,25 @@ class ParameterLayout:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """What each tower hands in of the model's buffers."""
+    """What each tower contributes to the model's buffers."""
 
-    kinds: Named = ()  # each buffer's kind and policy, in words
+    kinds: Named = ()  # each buffer's shape, dtype and policy, in words
     num_counters: int = 0  # C, integer buffers that count
     num_moments: int = 0  # S, numbers that are added over the towers
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What must be the same on all workers, so that their messages match."""
+    """All that determines the messages of a step; it must be the same on all workers."""
 
     placement: Placement
     parameters: tuple[ParameterLayout, ...]  # those that require grad, in the model's order
     buckets: tuple[Bucket, ...]
     buffers: BufferLayout = BufferLayout()
     layers: Named = ()  # the type of each module
-    sums: tuple[str, ...] = ()  # names of the loss's sums; none if it is a single sum
+    sums: tuple[str, ...] = ()  # names of the loss's sums; none if it is one sum without a name
     is_whole_batch: bool = False  # whether the loss is computed from the whole batch
-    # Tensors added to the model since worker 0's values were last shared, which these still need.
-    new_tensors: Named = ()
+    new_tensors: Named = ()  # tensors added to the model that do not have worker 0's values yet
     version: int = 0  # how often tensors have been added
 
     @classmethod
@@ -81,32 +80,32 @@ class Plan:
         buffers: BufferLayout = BufferLayout(),
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> Plan:
-        """Lay out the buckets of these parameters."""
+        """Make the plan for these parameters, including their buckets."""
         layouts = [None if each.is_sparse else each.gradient for each in parameters]
         buckets = lay_out_buckets(layouts, bucket_bytes, placement.num_workers)
         return cls(placement, parameters, buckets, buffers)
 
     def shared_out(self, shares: Shares) -> Plan:
-        """Return the plan of a step in which each worker gets the averages of its share only."""
+        """Return the plan of a step in which each worker gets only the averages of its share."""
         return replace(self, buckets=tuple(lay_out_shares(bucket, shares) for bucket in self.buckets))
 
     def with_all_shared(self) -> Plan:
-        """Return the plan of the steps after the one that shares its new tensors."""
+        """Return the plan without new tensors, for use after their values have been shared."""
         return replace(self, new_tensors=()) if self.new_tensors else self
 
     @property
     def is_whole(self) -> bool:
-        """Whether every worker averages everything, because it is small."""
+        """Whether every worker averages all buckets, because they are small."""
         return all(bucket.is_whole for bucket in self.buckets)
 
     @property
     def is_shared_out(self) -> bool:
-        """Whether each worker gets the averages of its share only, but for sparse ones."""
+        """Whether each worker gets only the averages of its share, apart from sparse ones."""
         return self.buckets[0].is_shared_out
 
     @cached_property
     def shares(self) -> list[list[Piece]]:
-        """The pieces whose averages each worker gets, in a plan that is shared out."""
+        """The pieces whose averages each worker gets, if the plan is shared out."""
         workers = range(self.placement.num_workers)
         return [[piece for each in self.buckets for piece in each.sections[w].pieces] for w in workers]
 
@@ -117,27 +116,27 @@ class Plan:
 
     @property
     def num_bytes(self) -> int:
-        """Size of a subtree's sums in the buckets."""
+        """The size of one subtree's sums in all buckets, in bytes."""
         return sum(bucket.num_elements * bucket.dtype.itemsize for bucket in self.buckets)
 
     @cached_property
     def order(self) -> list[int]:
-        """The parameters in the order of their averages."""
+        """The indices of the parameters, in the order of their averages."""
         return [*(index for bucket in self.buckets for index in bucket.parameters), *self.sparse]
 
     @cached_property
     def sparse(self) -> tuple[int, ...]:
-        """The parameters that may get sparse gradients, by index."""
+        """The indices of the parameters that may get sparse gradients."""
         return tuple(index for index, each in enumerate(self.parameters) if each.is_sparse)
 
     @property
     def num_sums(self) -> int:
-        """How many sums a tower's loss has, K."""
+        """The number of sums in a tower's loss, K."""
         return max(1, len(self.sums))
 
     @cached_property
     def description(self) -> dict[str, str | Mapping[str, str]]:
-        """The ingredients in words, for the error where workers differ."""
+        """The plan in words, for the error if workers differ."""
         kind = "of the whole batch" if self.is_whole_batch else ", ".join(map(repr, self.sums)) or "one sum"
         sizes = f"{[bucket.num_elements for bucket in self.buckets]} elements in buckets"
         averages, shares = "on all workers", ""
@@ -159,6 +158,6 @@ class Plan:
 
     @cached_property
     def fingerprint(self) -> int:
-        """A 63-bit number that tells plans apart."""
+        """A 63-bit hash of the plan."""
         words = hashlib.blake2b(repr(self.description).encode(), digest_size=8).digest()
         return int.from_bytes(words, "little") >> 1

@@ -1,4 +1,4 @@
-"""What is small enough for every worker to hold whole: counts, loss sums, counters and moments."""
+"""The small numbers that every worker gets from all towers: counts, loss sums, counters and moments."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["ScalarExchange", "Scalars", "TowerScalars"]
 
 @dataclass(frozen=True)
 class TowerScalars:
-    """One tower's numbers."""
+    """The scalars of one tower."""
 
-    count: float | Tensor  # the gradient is divided by the sum of all towers' counts
+    count: float | Tensor  # gradients are divided by the sum of all towers' counts
     loss_sums: Tensor  # [K]
     counters: Tensor  # [C]
     moments: Tensor  # float64 [S]
@@ -29,7 +29,7 @@ class TowerScalars:
 
 @dataclass(frozen=True)
 class Scalars:
-    """The numbers of all towers, float64."""
+    """The scalars of all towers, float64."""
 
     counts: Tensor  # [T]
     loss_sums: Tensor  # [T, K]
@@ -38,13 +38,13 @@ class Scalars:
 
     @cached_property
     def divisor(self) -> Tensor:
-        """The sum of the counts, but 1 where that is 0, which would change an unused parameter's flag."""
+        """The sum of the counts; 1 if that is 0, as a flag divided by 0 marks a parameter as used."""
         count = self.counts.sum()
         return torch.where(count == 0, 1, count)
 
 
 class ScalarExchange:
-    """Every worker's rows of numbers; they travel with the first bucket."""
+    """The scalars of all workers' towers in tensors, which are sent with the first bucket."""
 
     def __init__(self, job: Job, plan: Plan) -> None:
         self._job = job
@@ -55,7 +55,7 @@ class ScalarExchange:
         self._moments = [like.new_zeros(len(spans), plan.buffers.num_moments) for spans in plan.spans]
 
     def put(self, towers: Sequence[TowerScalars]) -> None:
-        """Take the numbers of all this worker's towers, in order."""
+        """Set the scalars of this worker's towers, in order."""
         rank = self._job.rank
         self._tables[rank] = _table(towers, self._tables[rank])
         moments: TreeSum[Tensor] = TreeSum(self._plan.placement.num_towers, add=Tensor.add_)
@@ -63,11 +63,11 @@ class ScalarExchange:
         self._moments[rank] = torch.stack([total for _, total in moments.nodes])
 
     def of(self, worker: int) -> list[Tensor]:
-        """Return the tensors to send for this worker, or to fill for another."""
+        """Return the tensors of a worker: to send if it is this worker, to receive if it is another."""
         return [self._tables[worker], self._moments[worker]]
 
     def result(self) -> Scalars:
-        """Return the numbers of all towers, once those of all workers are there."""
+        """Return the scalars of all towers, once those of all workers have arrived."""
         sizes = [1, self._plan.num_sums, self._plan.buffers.num_counters]
         counts, loss_sums, counters = torch.cat(self._tables).split(sizes, dim=1)
         moments = [list(rows) for rows in self._moments]
@@ -76,7 +76,7 @@ class ScalarExchange:
 
 
 def _table(towers: Sequence[TowerScalars], like: Tensor) -> Tensor:
-    """Return float64 [towers, 1 + K + C]: one row a tower, with as few small kernels as will do."""
+    """Return float64 [towers, 1 + K + C], one row per tower, with as few kernels as possible."""
     counts = [each.count for each in towers]
     if any(isinstance(count, Tensor) for count in counts):
         column = torch.stack(

@@ -1,7 +1,7 @@
-"""Sparse gradients: which parameters get them, how two are added, and what of one travels.
+"""Sparse gradients: which parameters get them, how to add two, and which tensors to send.
 
-The sum of two towers' gradients is sparse where both are, and dense where one is, as in autograd. Both the
-kind and the bits of a sum along the canonical tree follow from the towers alone, never from where they ran.
+The sum of two gradients is sparse if both are, and dense if one is, as in autograd. So the layout and the
+bits of a sum along the canonical tree depend only on the towers' gradients, not on their placement.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Size = tuple[int, int]
 
 
 def find_sparse(model: nn.Module, listed: Sequence[nn.Parameter]) -> list[str]:
-    """Name the parameters that get sparse gradients: those listed, and weights of sparse embeddings."""
+    """Return the names of parameters that may get sparse gradients: listed ones and sparse embeddings'."""
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     check_kind("sparse_parameters", listed, Iterable, "a list of parameters")
     for position, parameter in enumerate(listed):
@@ -47,21 +47,21 @@ def find_sparse(model: nn.Module, listed: Sequence[nn.Parameter]) -> list[str]:
 
 
 def sparse_weights(model: nn.Module) -> set[int]:
-    """Return the ids of the weights of sparse embeddings, trained or not."""
+    """Return the ids of the weights of sparse embeddings, including frozen ones."""
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
     return {id(m._parameters.get("weight")) for m in embeddings}
 
 
 def coalesced(gradient: Tensor) -> Tensor:
-    """Return a gradient with each row stored once, in order; a dense one as it is."""
+    """Return a gradient, coalesced if it is sparse."""
     return gradient.coalesce() if gradient.is_sparse else gradient
 
 
 def owned(gradient: Tensor) -> Tensor:
-    """Return a gradient from backward as one that may be added to and divided in place.
+    """Return a gradient from backward, coalesced and contiguous, in memory that can be written in place.
 
-    Autograd may leave the very values that a backward function returned, coalesced already. And it keeps a
-    dense gradient's strides, which other workers do not know and which would affect the bits of its norm.
+    Autograd may store the sparse tensor that a backward function returned, without a copy. It also keeps a
+    dense gradient's strides, which other workers do not know and which affect the bits of its norm.
     """
     if not gradient.is_sparse:
         return gradient.contiguous()
@@ -69,12 +69,12 @@ def owned(gradient: Tensor) -> Tensor:
 
 
 def stored(gradient: Tensor) -> Tensor:
-    """Return the values that a gradient stores, sharing its memory: all of a dense one."""
+    """Return a view of the values that a gradient stores; a dense gradient itself."""
     return gradient._values() if gradient.is_sparse else gradient
 
 
 def add(left: Tensor, right: Tensor) -> Tensor:
-    """Add two gradients, sparse ones coalesced; in place on `left` where it is dense."""
+    """Add two gradients; sparse ones must be coalesced. A dense `left` is changed in place."""
     if not left.is_sparse:
         return left.add_(right)
     if not right.is_sparse:  # torch adds only sparse to dense, not dense to sparse
@@ -88,14 +88,14 @@ def add(left: Tensor, right: Tensor) -> Tensor:
 
 
 def measure(gradient: Tensor | None) -> Size:
-    """Return the size of what `tensors_of` returns."""
+    """Return the `Size` of a gradient, from which `empty` makes memory for it."""
     if gradient is None:
         return -1, 0
     return (gradient.sparse_dim(), gradient._nnz()) if gradient.is_sparse else (0, 1)
 
 
 def empty(layout: Layout, size: Size, device: torch.device) -> Tensor | None:
-    """Return memory for a gradient that another worker has measured; its `tensors_of` are to be filled."""
+    """Return memory for a gradient of this size; fill the tensors that `tensors_of` returns for it."""
     dims, rows = size
     if dims < 0:
         return None
@@ -115,7 +115,7 @@ def _unchecked(indices: Tensor, values: Tensor, shape: tuple[int, ...], *, is_co
 
 
 def tensors_of(gradient: Tensor | None) -> list[Tensor]:
-    """Return the tensors that a gradient consists of, flat; those of an `empty` one share its memory."""
+    """Return the tensors of a gradient as flat tensors; views if it comes from `empty`."""
     if gradient is None:
         return []
     parts = [gradient._indices(), gradient._values()] if gradient.is_sparse else [gradient]

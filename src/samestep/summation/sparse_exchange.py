@@ -1,9 +1,9 @@
-"""Sparse gradients across workers: all get all partial sums, and each finishes the whole tree.
+"""The exchange of sparse gradients: all workers get all partial sums, and each finishes the whole tree.
 
-How much a sparse gradient stores is only known when backward has run. So a step takes two rounds of
-messages: how many rows each worker's subtrees store, then the rows. There are no shards, because workers do
-not know each other's rows. What each receives grows with the rows that all towers used, never with the size
-of the parameter, unless a tower's gradient is dense.
+The size of a sparse gradient is known only after backward. So a step takes two rounds of messages: the number
+of rows in each worker's sums, then the rows. There are no shards, because workers do not know each other's
+rows. The size of the messages depends on the rows that all towers used, not on the size of the parameter,
+unless a tower's gradient is dense.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ __all__ = ["SparseExchange"]
 
 
 class SparseExchange:
-    """One step's sparse gradients: made, then `finish`, on all workers alike.
+    """The exchange of one step's sparse gradients; all workers must create it and call `finish`.
 
-    Making it starts the first round, so that it runs beside the last bucket's averages.
+    The constructor starts the first round, so that it runs while the last bucket is averaged.
     """
 
     def __init__(self, job: Job, plan: Plan, sums: Sequence[Gradients], where: str) -> None:
@@ -50,7 +50,7 @@ class SparseExchange:
         sums = [[self._memory(row) for row in table.tolist()] for table in self._sizes]
         sums[self._job.rank], self._sums = self._sums, []
         post_to_all(self._job.transport, [_tensors(each) for each in sums], self._what).wait()
-        one_by_one = (sums.pop(0) for _ in self._plan.spans)  # frees each sum once it is added
+        one_by_one = (sums.pop(0) for _ in self._plan.spans)  # frees each worker's sums once they are added
         averages = join(self._plan.spans, one_by_one, self._plan.placement.num_towers, add_gradients)
         for gradient in averages:
             if gradient is not None:

@@ -1,13 +1,13 @@
-"""The canonical tree: in which order contributions are added. Pure tensors, no processes.
+"""The canonical tree: the order in which gradients are added. Pure tensors, no processes.
 
-Floating-point addition is not associative, so a sum has the same bits everywhere only if its
-parentheses are the same everywhere. The parentheses here are those of the Merkle tree of RFC 6962
-(section 2.1): a range of n leaves splits at the largest power of two below n. For seven towers:
+Floating-point addition is not associative, so a sum has the same bits on all placements only if its
+parentheses are the same. The parentheses here are those of the Merkle tree of RFC 6962 (section 2.1): a range
+of n leaves splits at the largest power of two below n. For seven towers:
 
     ((0 + 1) + (2 + 3)) + ((4 + 5) + 6)
 
-A contiguous run of leaves is then a handful of whole subtrees, which one worker can add by itself;
-whoever holds the subtrees of all workers can finish the sum without knowing who made them.
+A contiguous range of leaves consists of a few whole subtrees, which one worker can add by itself. A worker
+that has the sums of all subtrees can finish the tree, whichever workers they came from.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Value = TypeVar("Value")
 
 @dataclass
 class TreeSum(Generic[Value]):
-    """A running sum along the canonical tree of `num_leaves`, folded like a binary counter.
+    """A running sum along the canonical tree of `num_leaves`, carried like a binary counter.
 
-    Subtrees are pushed from left to right; two that are siblings are added at once. For K leaves from the
-    first on, at most ⌈log2 K⌉ + 1 values are alive at a time, the one being pushed included; for K leaves
-    from anywhere, 2·log2(K + 2) − 2. `add(left, right)` may work in place on `left`.
+    Subtrees are pushed from left to right; two siblings are added at once. For K leaves that start at leaf 0,
+    at most ⌈log2 K⌉ + 1 values are alive at a time, including the one being pushed; for K leaves that start
+    anywhere, 2·log2(K + 2) − 2. `add(left, right)` may work in place on `left`.
 
     >>> total = TreeSum(3, add=lambda left, right: f"({left}+{right})")
     >>> total.push_leaves(range(3), ["0", "1", "2"])
@@ -41,7 +41,7 @@ class TreeSum(Generic[Value]):
     nodes: list[tuple[range, Value]] = field(default_factory=list)
 
     def push(self, span: range, value: Value) -> None:
-        """Add the subtree over the leaves in `span`, which must follow those pushed before."""
+        """Add the subtree over the leaves in `span`, which must follow the leaves pushed before."""
         assert not self.nodes or self.nodes[-1][0].stop == span.start
         while (sibling := self.pop_sibling(span)) is not None:
             left_span, left = sibling
@@ -54,7 +54,7 @@ class TreeSum(Generic[Value]):
             self.push(range(leaf, leaf + 1), value)
 
     def pop_sibling(self, span: range) -> tuple[range, Value] | None:
-        """Take back the newest subtree if it and the one over `span` are the children of one node."""
+        """Remove and return the newest subtree if it and the subtree over `span` are siblings."""
         if not self.nodes:
             return None
         left = self.nodes[-1][0]
@@ -74,7 +74,7 @@ def join(
     num_leaves: int,
     add: Callable[[Value, Value], Value],
 ) -> Value:
-    """Finish the tree: add all workers' subtrees."""
+    """Finish the tree: add the sums of all workers' subtrees, given in order."""
     total = TreeSum(num_leaves, add=add)
     for span, value in zip(chain.from_iterable(spans), chain.from_iterable(sums), strict=True):
         total.push(span, value)
@@ -90,7 +90,7 @@ def subtrees(leaves: range, num_leaves: int) -> list[range]:
     spans: list[range] = []
     start = leaves.start
     while start < leaves.stop:
-        width = start & -start or 1 << num_leaves.bit_length()  # of the widest subtree that starts here
+        width = start & -start or 1 << num_leaves.bit_length()  # the widest subtree that starts here
         while min(start + width, num_leaves) > leaves.stop:
             width //= 2
         spans.append(range(start, min(start + width, num_leaves)))

@@ -1,4 +1,4 @@
-"""What the sums of a loss count in each tower: what the sums of all towers are divided by."""
+"""Counts, such as valid tokens: the sums of a loss over all towers are divided by the sums of these."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from samestep.streams import keep_globals, seed_globals
 __all__ = ["Count", "check_counts", "count_slices", "wrong_counts"]
 
 Count = Callable[[Any], "float | Tensor"]
-"""count(tower_batch) -> what a tower's sum is divided by, such as its valid tokens: a number or 0-dim tensor,
-at least 0."""
+"""count(tower_batch) -> what a tower's sum counts, such as its valid tokens: a number or 0-dim tensor, at
+least 0."""
 
 
 def wrong_counts(step: int, names: Sequence[str], counts: Tensor, has_count: bool) -> BatchError | None:
-    """Return what is wrong with the towers' counts, float64 [T], alike on every worker.
+    """Return an error if the towers' counts, float64 [T], are wrong; the same on every worker.
 
-    `has_count` says whether some tower of this worker is known to count something.
+    `has_count` says whether some tower of this worker is known to have a count above 0.
     """
-    if counts.device.type == "cpu":  # on a GPU this would wait
+    if counts.device.type == "cpu":  # reading them from a GPU would wait
         wrong = _first_wrong(counts)
         if wrong is not None:
             return BatchError(
                 f"step {step}: tower {wrong[0]} has the count {float(counts[wrong[0]]):g}, expected a finite "
                 "number of at least 0; nothing was updated"
             )
-    # Reading the sum may wait for a GPU. A worker that knows of a count above 0 need not read it; if the sum
-    # is 0, there is no such worker, and all return the same.
+    # Reading the sum may wait for a GPU, so a worker that knows of a count above 0 does not read it. If the
+    # sum is 0, there is no such worker, so all workers return the same.
     if has_count or float(counts.sum()) != 0:
         return None
     what = f"the towers' counts of {', '.join(names)}" if names else "the towers' counts"
@@ -43,7 +43,7 @@ def wrong_counts(step: int, names: Sequence[str], counts: Tensor, has_count: boo
 
 
 def check_counts(counts: Mapping[str, Count] | None) -> tuple[str, ...]:
-    """Return the names of the sums, none for a loss that is one sum."""
+    """Return the names of the sums; none if the loss is one sum without a name."""
     if counts is None:
         return ()
     if not isinstance(counts, Mapping) or not counts or not all(map(callable, counts.values())):
@@ -63,10 +63,10 @@ def count_slices(
     seed_of: Callable[[int], int],
     counts_twice: bool,
 ) -> Tensor:
-    """Return what each of a worker's towers counts, float64 [towers, names] on the CPU; 0 without rows.
+    """Return the counts of a worker's towers, float64 [towers, names] on the CPU; 0 for towers without rows.
 
-    `seed_of` is that of a tower's random streams. Where it `counts_twice`, the first tower shows whether a
-    count depends on anything else.
+    `seed_of` returns the seed of a tower's random streams. With `counts_twice`, the first tower is counted
+    twice, to check that counts depend only on its rows, seed and weights.
     """
     table = torch.zeros(len(towers), len(counts), dtype=torch.float64, device="cpu")
     with keep_globals(device):
@@ -87,7 +87,7 @@ def count_slices(
 
 def _count(counts: Mapping[str, Count], tower: int, batch: Any, device: torch.device, seed: int) -> Tensor:
     seed_globals(seed, device)
-    # Stacked on the device, to wait for a GPU only once per tower.
+    # Stacked on the device, so that a GPU is waited for only once per tower.
     values = [
         _as_number(f"tower {tower}: the count of {name}", count(batch), device)
         for name, count in counts.items()

@@ -1,4 +1,4 @@
-"""Where a gradient that is not finite came from: which towers, rows and parameters."""
+"""Finds the towers, rows and parameters that made an averaged gradient non-finite."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _MAX_TOWERS = 4
 
 
 def first_nonfinite(towers: Towers, run_tower: Callable[[Tower], None]) -> list[str | None]:
-    """Run the last step's passes again, and name each tower's first parameter without a finite gradient.
+    """Run the last step's passes again; return each tower's first parameter whose gradient is not finite.
 
-    All workers must call this, with the weights that the step began with; all get the same answer. Weights
-    and `p.grad` stay as they are; the buffers get their values from before the step.
+    All workers must call this, with the weights that the step began with; all return the same. Weights and
+    `p.grad` do not change; the buffers get their values from before the step.
     """
     run = towers._last.run
     found = torch.full((len(run.own_towers), 1), _NONE, device="cpu")
@@ -38,10 +38,10 @@ def first_nonfinite(towers: Towers, run_tower: Callable[[Tower], None]) -> list[
 
 
 def explain(report: Report, parameters: Sequence[str | None] | None, ranges: Sequence[range]) -> str:
-    """Say where an averaged gradient that is not finite came from.
+    """Return an error message that says where a non-finite averaged gradient came from.
 
-    `parameters` is what `first_nonfinite` returned; None after a loss of the whole batch. `ranges` are the
-    towers' rows.
+    `parameters` is what `first_nonfinite` returned, or None after a loss of the whole batch. `ranges` has
+    each tower's rows.
     """
     if parameters is None:
         where = f"the loss of the whole batch, {report.rows} rows, is {report.loss:g}"

@@ -1,4 +1,4 @@
-"""Which worker needs which averages, when each worker updates a share of the parameters."""
+"""Which averages each worker needs if each worker updates only a share of the parameters."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["Division", "UpdatesShares"]
 
 @dataclass(frozen=True, eq=False)
 class Division:
-    """Who updates which elements: the workers of each parameter and the elements of each, by its id."""
+    """Which worker updates which elements: for each parameter's id, pairs of a worker and its elements."""
 
     of: Mapping[int, Sequence[tuple[int, range]]]
 
     def shares_in(self, plan: Plan, parameters: Sequence[Tensor]) -> Shares | None:
-        """Return the elements whose averages each worker needs, or None if all workers get all.
+        """Return the elements whose averages each worker needs, or None if all workers get all averages.
 
-        They get all if the buckets are so small that this saves a round, if some parameter has no share, and
-        if a share cuts a block of a norm.
+        They get all if the buckets are so small that this saves a round of messages, if some parameter is
+        complex or belongs to no share, or if a share starts inside a block of `norms.py`.
         """
         if plan.is_whole:
             return None
@@ -40,19 +40,19 @@ class Division:
 
 
 class UpdatesShares(ABC):
-    """An optimizer that updates a share on each worker, and in a `Step` needs only that share's averages."""
+    """An optimizer that updates one share per worker, and in a `Step` needs only that share's averages."""
 
     @abstractmethod
     def _division_now(self) -> Division | None:
-        """Return which averages each worker needs in `step`; None if all workers need all."""
+        """Return which averages each worker needs for `step`; None if all workers need all."""
 
     @abstractmethod
     def _take_averages(self) -> list[Tensor] | None:
-        """Give this worker's shares their averages as gradients; return the shares that have one.
+        """Set the gradients of this worker's shares to their averages; return the shares that have one.
 
-        None if all workers have all averages.
+        Return None if all workers have all averages.
         """
 
     @abstractmethod
     def _let_go(self) -> None:
-        """Let go of all gradients."""
+        """Drop all gradients."""

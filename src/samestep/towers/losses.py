@@ -1,4 +1,4 @@
-"""A tower's loss: a mean over its rows, a sum and what it counts, or several sums with names."""
+"""A tower's loss: a mean over its rows, a sum and its count, or several named sums."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["Contribution", "LossSum", "Losses", "NamedCounts", "loss_sum"]
 
 @dataclass(frozen=True)
 class LossSum:
-    """A loss that is a sum over something other than rows, which the loss function of a `Step` may return.
+    """A sum over tokens, pixels or the like; the loss function of a `Step` may return it instead of a mean.
 
     The step's loss is the sum of all towers' totals, divided once by the sum of all their counts.
 
     Attributes:
-        total: the sum, a scalar that requires grad; where the count is 0 it need not require grad.
-        count: how many things it is a sum over, such as tokens or pixels: a number or 0-dim tensor.
+        total: the sum, a scalar that requires grad; it need not require grad if the count is 0.
+        count: the number of terms in the sum, such as tokens or pixels: a number or 0-dim tensor.
 
     Example:
         >>> from samestep import Step, Towers
@@ -44,26 +44,24 @@ class LossSum:
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a tower hands in, in units of a power of two (see `StepRun`)."""
+    """A tower's loss and count, in units of a power of two (see `Losses`)."""
 
-    total: Tensor  # 0-dim, float32 or float64: backward starts from it
+    total: Tensor  # 0-dim, float32 or float64: backward starts here
     sums: Tensor  # [K], without a graph: one for each name, or one if there are no names
     count: float | Tensor
 
 
 class Losses:
-    """Makes sums of what the towers of a step hand in.
+    """Converts the losses of a step's towers to sums and counts.
 
-    Sums and counts are in units of the largest power of two that is at most the batch's rows. Scaling by it
-    is exact. It keeps sums of gradients at the size of means, which float16 needs, and makes the division at
-    the root one by 1 where the batch is a power of two. A loss of the whole batch is not a sum over rows; its
-    unit is 1.
+    Their unit is the largest power of two that is at most the batch's rows. Scaling by it is exact. It keeps
+    sums of gradients at the size of means, which float16 needs, and the divisor is 1 if the number of rows is
+    a power of two. A loss of the whole batch is not a sum over rows; its unit is 1.
 
     Attributes:
         unit: see above.
-        named: what sums with names count, in a step that has some.
-        has_count: whether some tower of this worker is known to have a count above 0; False if only a GPU
-            knows.
+        named: the counts of named sums; None if the loss is one sum without a name.
+        has_count: whether some tower of this worker has a count above 0; counts on a GPU are not read.
     """
 
     def __init__(self, rows: int, *, is_whole_batch: bool) -> None:
@@ -72,7 +70,7 @@ class Losses:
         self.has_count = False
 
     def from_mean(self, tower: Tower, loss: Tensor | Mapping[str, Tensor]) -> Contribution:
-        """Return the contribution of a tower's mean, or of its sums by name; see `Tower.backward`."""
+        """Return the contribution of a tower's mean loss, or of its named sums; see `Tower.backward`."""
         share = tower.rows / self.unit
         if self.named is not None:
             return self.named.loss_sum(repr(tower), loss, tower.index, share, self.unit)
@@ -84,7 +82,7 @@ class Losses:
         return loss_sum(f"{tower!r}: loss", loss, share, share)
 
     def from_sum(self, tower: Tower, total: Tensor, count: float | Tensor) -> Contribution:
-        """Return the contribution of a tower's sum; see `Tower.backward_sum`."""
+        """Return the contribution of a tower's summed loss; see `Tower.backward_sum`."""
         if self.named is not None:
             raise UsageError(
                 f"{tower!r}: backward_sum cannot be used in a step that was started with counts; call "
@@ -102,11 +100,11 @@ class Losses:
         return loss_sum(f"{tower!r}: total", total, 1 / self.unit, count / self.unit)
 
     def note(self, loss: Contribution) -> None:
-        """Note what a tower has handed in."""
+        """Update `has_count` with a tower's contribution."""
         self.has_count |= _is_known_to_count(loss.count)
 
     def of_all(self, scalars: Scalars) -> tuple[Tensor, Tensor]:
-        """Return the sums of all towers and what they count, each [T, K]; see `Report`."""
+        """Return the loss sums and the counts of all towers, each [T, K]; see `Report`."""
         counts = scalars.counts[:, None] * self.unit
         if self.named is not None:
             counts = self.named.counts.to(counts.device)
@@ -114,7 +112,7 @@ class Losses:
 
 
 def loss_sum(what: str, loss: Tensor, factor: float, count: float | Tensor) -> Contribution:
-    """Return `loss * factor` and what it counts."""
+    """Return the contribution `loss * factor` with this count."""
     if not isinstance(loss, Tensor) and isinstance(loss, (int, float)) and float(count) == 0:
         loss = torch.tensor(float(loss), dtype=torch.float32, device="cpu")
     _check_scalar(what, loss)
@@ -126,20 +124,20 @@ def loss_sum(what: str, loss: Tensor, factor: float, count: float | Tensor) -> C
 
 
 def _is_known_to_count(count: float | Tensor) -> bool:
-    """Whether a count is above 0; False where only a GPU knows."""
+    """Whether a count is above 0; False for a count on a GPU, because reading it would wait."""
     return (not isinstance(count, Tensor) or count.device.type == "cpu") and float(count) > 0
 
 
 @dataclass(frozen=True)
 class NamedCounts:
-    r"""What each of several sums of a loss counts, in every tower, known before the first pass.
+    r"""The counts of each named sum of a loss in every tower, computed before the first pass.
 
     With :math:`S_{kt}` and :math:`N_{kt}` the sum and the count of name k in tower t, the loss is
 
     .. math:: L = \sum_k \frac{\sum_t S_{kt}}{\sum_t N_{kt}}
 
-    over the names that count something. A tower hands in :math:`R \sum_k S_{kt} / N_k` and counts its rows,
-    of which there are R in all.
+    over the names whose total count :math:`N_k` is above 0. A tower contributes
+    :math:`R \sum_k S_{kt} / N_k`, and its rows as the count; R is the number of rows of the batch.
     """
 
     names: tuple[str, ...]
@@ -148,14 +146,14 @@ class NamedCounts:
 
     @cached_property
     def totals(self) -> list[float]:
-        """Each name's count over all towers."""
+        """The count of each name over all towers."""
         totals: list[float] = self.counts.sum(0).tolist()
         return totals
 
     def loss_sum(self, who: str, losses: Any, tower: int, share: float, unit: int) -> Contribution:
         """Return the contribution of a tower with `share` of `unit` rows."""
         sums = self._in_order(who, losses)
-        # Added in the order of `names` on every worker, so that the bits are the same.
+        # Added in the order of `names`, so that the bits are the same on every worker.
         means = [s * (self.rows / (n * unit)) for s, n in zip(sums, self.totals, strict=True) if n > 0]
         total = reduce(torch.add, means)
         if not total.requires_grad and bool(self.counts[tower].any()):

@@ -21,9 +21,9 @@ class NoiseScale:
 
     .. math:: B_\text{noise} = \frac{\operatorname{tr} \Sigma}{|G|^2}
 
-    with G the gradient over all data and Σ the covariance of a row's gradient. At a batch of as many rows,
-    noise and gradient are of the same size: below it, twice the rows save nearly half the steps, above
-    it they save few. Both estimates are averaged before they are divided, because a ratio of noisy numbers
+    with G the gradient over all data and Σ the covariance of a row's gradient. In a batch of this many rows,
+    noise and gradient have the same size. Doubling a smaller batch saves nearly half the steps; doubling a
+    larger one saves few. Both estimates are smoothed before the division, because a ratio of noisy numbers
     is biased.
 
     References:
@@ -37,18 +37,18 @@ class NoiseScale:
 
     @property
     def value(self) -> float | None:
-        """The noise scale in rows; infinite where noise hides the gradient; None before anything is known."""
+        """The noise scale in rows; infinite if noise hides the gradient; None before any measurement."""
         if self.num_measured == 0:
             return None
         return self.noise / self.signal if self.signal > 0 else math.inf
 
     @property
     def is_settled(self) -> bool:
-        """Whether it has been measured often enough to act on it."""
+        """Whether there have been enough measurements to act on the value."""
         return self.num_measured >= _SETTLED
 
     def measure(self, norms: GradientNorms) -> None:
-        """Take in the gradients of one step; those that are not finite, or too few, are left out."""
+        """Add one step's norms; ignore them if they are not finite, or if fewer than two towers count."""
         found = norms.estimate()
         if found is None or not all(map(math.isfinite, found)):
             return
@@ -59,11 +59,11 @@ class NoiseScale:
         self.num_measured += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs."""
+        """Return the state for a checkpoint."""
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self.signal = float(state["signal"])
         self.noise = float(state["noise"])
         self.num_measured = int(state["num_measured"])
@@ -94,8 +94,8 @@ class GradientNorms:
             = v \Big(\sum_t \frac{b_t}{B \omega_t} - 1\Big), \quad
             \mathrm{E} |g|^2 = |G|^2 + v, \quad \operatorname{tr} \Sigma = B v.
 
-        With T towers of b rows each, counted by rows, the factor is T − 1, and these are the estimators that
-        McCandlish et al. make of batches of b and of T·b rows (appendix A.1).
+        With T towers of b rows each and rows as counts, the factor is T − 1, and these are the estimators of
+        McCandlish et al. for batch sizes b and T·b (appendix A.1).
         """
         towers = [each for each in zip(self.squares, self.counts, self.rows, strict=True) if each[1] > 0]
         if len(towers) < 2:

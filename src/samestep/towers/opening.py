@@ -1,4 +1,4 @@
-"""How a step begins: the batch is cut, and all workers agree on the plan."""
+"""How a step begins: cut the batch, and agree with the other workers on the plan."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ __all__ = ["Opening", "StepOptions"]
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What a step may have beside its batch; see `Towers.__call__`."""
+    """The options of a step; see `Towers.__call__`."""
 
     scaler: torch.amp.GradScaler | None = None
     flags: Callable[[], int] = int
     must_match: Mapping[str, Any] | None = None
-    division: Division | None = None  # which worker gets which averages; None: all get all, as `p.grad`
+    division: Division | None = None  # which worker gets which averages; None: every worker gets all
 
     def __post_init__(self) -> None:
         check_kind("must_match", self.must_match, (Mapping, NoneType), "a mapping from names to values")
 
 
 class Opening:
-    """Opens one step after the other.
+    """Begins the steps of a `Towers`.
 
     Attributes:
-        plan: the one that all workers agreed on last.
-        exchange: the last one that had to finish before a step could begin.
+        plan: the plan that all workers last agreed on.
+        exchange: the exchange in which a plan was last agreed on; an interrupt may have broken it off.
     """
 
     def __init__(self, replica: Replica, plan: Plan) -> None:
@@ -49,9 +49,9 @@ class Opening:
         self.exchange: Exchange | None = None
 
     def open(self, step: int, batch: Any, kind: Kind, options: StepOptions, pass_ns: int) -> StepRun:
-        """Cut the batch, and agree with the other workers on a new plan, if there is one.
+        """Cut the batch; if the plan has changed, agree on it with the other workers.
 
-        `pass_ns` is how long this worker's passes of the step before took.
+        `pass_ns` is how long this worker's passes of the previous step took.
         """
         local, plan, error, compared = LocalBatch(0, {}), self.plan, None, 0
         try:
@@ -75,7 +75,7 @@ class Opening:
         return StepRun(step, self._replica.settings.seed, local, self._replica, exchange, options.scaler)
 
     def _settings(self, options: StepOptions) -> dict[str, Any]:
-        """Return what must be the same on all workers, by name."""
+        """Return settings that must be the same on all workers, by name."""
         settings = {"CPU threads": torch.get_num_threads(), "default dtype": torch.get_default_dtype()}
         settings |= options.must_match or {}
         if options.scaler is not None and self._job.device.type == "cpu":  # reading it from a GPU would wait
@@ -90,17 +90,17 @@ class Opening:
             return self.share(plan)
 
     def share(self, plan: Plan) -> Plan:
-        """Give all workers the first one's values of new tensors; return the agreed plan, without those."""
+        """Copy worker 0's values of new tensors to all workers; return the plan without new tensors."""
         self._replica.start_from_first_worker()
         return plan.with_all_shared()
 
     def come_to(self, what: str, step: int) -> None:
-        """Check that all workers have reached the same call, not a step; a worker in a step gets an error."""
+        """Check that all workers have reached the call `what`; raise on all if another one is in a step."""
         numbers = _numbers(step, LocalBatch(0, {}), call=what)
         Exchange(self._job, self.plan, numbers).change_to(self.plan)
 
 
 def _numbers(step: int, local: LocalBatch, compared: int = 0, call: str = "a step") -> dict[str, int | str]:
-    """Return what the header of a step's first message says about the call and its batch."""
+    """Return the numbers in the header of a step's first message that describe the call and its batch."""
     rows = {"rows": local.rows, "batch fingerprint": local.fingerprint}
     return {"step": step, "call": call, **rows, FIRST_EXAMPLE: compared}

@@ -1,4 +1,4 @@
-"""What a forward returns for each tower: nested tensors, rows first. Gathering it from all workers."""
+"""The outputs of each tower's forward: nested tensors, rows first, gathered from all workers."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class _Kind(NamedTuple):
         return f"{str(self.dtype).removeprefix('torch.')} [{shape}] on {self.device_type}"
 
     def empty(self, device: torch.device) -> Tensor:
-        """Return memory to receive such a tensor from another worker."""
+        """Return memory for receiving such a tensor from another worker."""
         own_device = device if self.device_type == device.type else "cpu"
         return torch.empty(self.shape, dtype=self.dtype, device=own_device)
 
 
 @dataclass(frozen=True)
 class Outline:
-    """The structure of a tower's outputs; `nest` has an index in place of each tensor."""
+    """The structure of a tower's outputs; in `nest`, each tensor is replaced by its index."""
 
     kinds: tuple[_Kind, ...]
     nest: Any
@@ -53,7 +53,7 @@ class Outline:
         return ", ".join(f"{str(k.dtype).removeprefix('torch.')} {list(k.shape)}" for k in self.kinds)
 
     def difference(self, other: Outline) -> str | None:
-        """Say where two towers' outputs differ in more than their rows."""
+        """Describe the first difference between two towers' outputs, other than the number of rows."""
         if self.spec != other.spec:
             return f"{self.nest}, {other.nest}"
         pairs = enumerate(zip(map(str, self.kinds), map(str, other.kinds), strict=True))
@@ -88,9 +88,9 @@ def _name(value: Any) -> str:
 def gather(
     job: Job, own: Mapping[int, list[Tensor]], own_outlines: Mapping[int, Outline], where: str
 ) -> tuple[list[list[Tensor]], pytree.TreeSpec]:
-    """Return the tensors of all towers with rows, in their order, on every worker, and how they are nested.
+    """Return the tensors of all towers that have rows, in tower order, and how they are nested.
 
-    `own` are those of this worker's towers, contiguous; some workers may have none.
+    `own` has the tensors of this worker's towers, contiguous; some workers may have none.
     """
     outlines: list[Mapping[int, Outline]] = gather_objects(job.transport, own_outlines, f"{where}, outputs")
     first = outlines[0][0]  # tower 0 always has rows
@@ -113,5 +113,5 @@ def gather(
 
 
 def _as_bytes(tensors: Mapping[int, list[Tensor]], towers: Mapping[int, Outline]) -> list[Tensor]:
-    """Return views that every backend can move, whatever the dtype."""
+    """Return views as bytes, because no backend supports all dtypes."""
     return [tensor.view(-1).view(torch.uint8) for tower in towers for tensor in tensors[tower]]

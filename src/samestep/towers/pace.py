@@ -1,13 +1,13 @@
-"""Towers move to the workers that run them faster. Integers only, so that all workers find the same cuts.
+"""Moves towers to faster workers. All arithmetic is in integers, so that all workers find the same placement.
 
-With the first message of a step each worker says how long its passes of the step before took. That makes
-ns_w, the time of a tower on worker w, in each of the last 8 stretches of at least a step and 0.6 seconds.
-From the medians come the cuts that make
+The first message of a step contains how long the worker's passes of the previous step took. Times are
+collected in stretches of at least one step and 0.6 seconds. After 8 stretches, ns_w is the median time per
+tower on worker w, and the new placement minimizes
 
-    max over w of  ns_w * (towers of w) + subtree_ns * (whole subtrees that these are)
+    max over w of  ns_w * (towers of w) + subtree_ns * (whole subtrees of these towers)
 
-as small as it gets. They are used if they would have made it a twentieth smaller in 6 of the 8 stretches. So
-a short load has no effect, and loaders seldom have to read again what they have read ahead.
+It is used if it would have lowered this maximum by 5% in at least 6 of the 8 stretches. So a short load on
+one worker has no effect, and loaders seldom have to discard batches that they have prefetched.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _REACH = 8  # how many towers away from the best-balanced cuts to try others, fo
 
 
 class Pace:
-    """The workers' measured speed; the same on all workers, if they are given the same numbers."""
+    """The measured speed of all workers. It is the same on all of them, because all get the same numbers."""
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all, as where other workers run the towers."""
+        """Drop all measurements, for example because the workers have changed."""
         self._rows: Sequence[int] = ()  # of each worker, in the previous step
         self._stretches: list[Sequence[int]] = []  # for each stretch, the time per tower on each worker
         self._steps: list[Sequence[int]] = []  # the same for each step since the last stretch
@@ -42,13 +42,13 @@ class Pace:
     def follow(
         self, placement: Placement, rows: Sequence[int], pass_ns: Sequence[int], subtree_ns: int = 0
     ) -> Placement:
-        """Return the next step's placement, at the end of a step.
+        """Add the measurements of a step that has ended, and return the placement of the next step.
 
         Args:
-            placement: of this step.
-            rows: of each worker in this step.
-            pass_ns: how long each worker's passes of the step before took; 0 where that is not known.
-            subtree_ns: what it costs to send one more subtree.
+            placement: the placement of this step.
+            rows: the number of rows on each worker in this step.
+            pass_ns: how long each worker's passes of the previous step took; 0 if unknown.
+            subtree_ns: the time that it takes to send one more subtree.
         """
         if len(self._rows) != len(rows):
             self.clear()
@@ -61,9 +61,9 @@ class Pace:
         if self._since_ns >= _STRETCH_NS:
             self._stretches.append([sum(steps) // len(steps) for steps in zip(*self._steps, strict=True)])
             self._steps, self._since_ns = [], 0
-        return self._look(placement, subtree_ns) if len(self._stretches) == _NUM_STRETCHES else placement
+        return self._decide(placement, subtree_ns) if len(self._stretches) == _NUM_STRETCHES else placement
 
-    def _look(self, placement: Placement, subtree_ns: int) -> Placement:
+    def _decide(self, placement: Placement, subtree_ns: int) -> Placement:
         stretches, self._stretches = self._stretches, []
         tower_ns = [median_low(times) for times in zip(*stretches, strict=True)]
         found = fastest(tower_ns, placement.num_towers, subtree_ns)
@@ -73,7 +73,7 @@ class Pace:
 
 
 def slowest_ns(placement: Placement, tower_ns: Sequence[int], subtree_ns: int = 0) -> int:
-    """Return how long the slowest worker takes."""
+    """Return the time of the slowest worker under a placement."""
     return max(
         ns * len(towers) + subtree_ns * len(subtrees(towers, placement.num_towers))
         for ns, towers in zip(tower_ns, placement.ranges, strict=True)
@@ -81,10 +81,10 @@ def slowest_ns(placement: Placement, tower_ns: Sequence[int], subtree_ns: int = 
 
 
 def fastest(tower_ns: Sequence[int], num_towers: int, subtree_ns: int = 0) -> Placement:
-    """Return the placement whose slowest worker is fastest; among equals, that with the fewest subtrees.
+    """Return the placement with the lowest `slowest_ns`; among equals, the one with the fewest subtrees.
 
-    It is exact if subtrees cost nothing, or if the best cuts are at most 8 towers from those that are best
-    then.
+    The result is optimal if `subtree_ns` is 0, or if each of the best cuts is at most 8 towers away from the
+    best cut for `subtree_ns = 0`.
 
     >>> fastest([100, 200], num_towers=12).ranges
     (range(0, 8), range(8, 12))
@@ -110,7 +110,7 @@ def fastest(tower_ns: Sequence[int], num_towers: int, subtree_ns: int = 0) -> Pl
 
 
 def _shares(tower_ns: Sequence[int], num_towers: int) -> list[int]:
-    """Return how many towers each worker gets, at least one, so that the slowest is fastest."""
+    """Return how many towers each worker gets, at least one, to minimize the time of the slowest worker."""
 
     def within(limit: int) -> list[int]:
         return [max(1, limit // ns) for ns in tower_ns]

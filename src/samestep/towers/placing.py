@@ -1,4 +1,4 @@
-"""Where the towers of the next step run: as they were placed, or where workers are fast."""
+"""The placement of the next step: fixed by the program, or following the workers' speed."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ if TYPE_CHECKING:
 __all__ = ["Placed", "Placing"]
 
 Placed: TypeAlias = Placement | Literal["auto", "even"]
-"""Which towers each worker runs, or how to choose that."""
+"""Which towers each worker runs, or how to choose them."""
 
-_BYTES_PER_NS = 4  # of a fast network; on a slower one, having fewer subtrees would be worth more
+_BYTES_PER_NS = 4  # a fast network; on a slower one, each subtree costs more than is assumed
 
 
 class Placing:
-    """Places the towers of a job; see `Towers.placement`.
+    """Places the towers on the workers; see `Towers.placement`.
 
     Attributes:
         current: the placement of the next step.
-        pass_ns: how long this worker's passes took in the last step.
+        pass_ns: how long this worker's passes of the last step took; 0 if unknown.
     """
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._pace: Pace | None = None  # if the placement follows the workers' speed
+        self._pace: Pace | None = None  # with placement="auto"
         self.pass_ns = 0
 
     def begin(self, num_towers: int) -> None:
-        """Place the towers evenly, on the workers that the job has now."""
+        """Place the towers evenly on the job's current workers."""
         self.current = Placement.even(num_towers, self._job.world_size)
         self.pass_ns = 0
         if self._pace is not None:
             self._pace.clear()
 
     def set(self, placement: Placed) -> None:
-        """Place them as asked."""
+        """Set a placement, or how to choose it."""
         num_towers, num_workers = self.current.num_towers, self._job.world_size
         if placement == "auto":
             self._pace = Pace()
@@ -61,7 +61,7 @@ class Placing:
         self.current, self._pace = placement, None
 
     def follow(self, run: StepRun) -> None:
-        """Follow the workers' speed, at the end of a step."""
+        """Update the placement from the workers' speed, at the end of a step."""
         self.pass_ns = run.exchange.stopwatch.read_ns()
         if self._pace is not None and self._job.world_size > 1:
             rows_of = run.ranges  # by tower

@@ -1,4 +1,4 @@
-"""This worker's copy of the model: checks that it can be trained, and plans for its current gradients."""
+"""This worker's copy of the model: checks that it can be trained, and the plans of its steps."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from samestep.workers.rendezvous import has_group
 __all__ = ["Replica", "Settings", "job_alone"]
 
 _MOST_PLANS = 8
-"""Plans kept for an unchanged model, for programs that alternate between kinds of steps or placements."""
+"""How many plans are cached, for programs that alternate between kinds of steps or placements."""
 
 _QUICK = attrgetter("requires_grad", "grad_dtype")  # `grad_dtype` is the dtype if it was not set
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of `Towers` that the arithmetic depends on; the same on all workers."""
+    """The settings of `Towers` that affect the arithmetic; the same on all workers."""
 
     seed: int
     statistics: Mode
@@ -75,7 +75,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a step's plan depends on beside the model."""
+    """What a step's plan depends on besides the model."""
 
     placement: Placement
     sums: tuple[str, ...] = ()  # names of the loss's sums
@@ -84,7 +84,7 @@ class Kind:
 
 
 def job_alone(model: nn.Module) -> Job:
-    """Return the job of this process alone, on the model's device."""
+    """Return a job of this process alone, on the model's device."""
     if has_group() or (under_launcher() and world_size() > 1):
         raise ConfigError("job is missing: there are several workers, so pass job=samestep.init()")
     warn_if_unranked()
@@ -94,9 +94,9 @@ def job_alone(model: nn.Module) -> Job:
 
 
 class Replica:
-    """A worker's copy of the model. Before each step it is checked for changes, and the plan follows them."""
+    """A worker's copy of the model. `plan` checks it for changes before each step, and rebuilds the plan."""
 
-    parameters: list[nn.Parameter]  # those that required grad at the last `plan`, in the model's order
+    parameters: list[nn.Parameter]  # those that required grad in the last call of `plan`, in model order
     buffers: ModelBuffers
 
     def __init__(
@@ -111,7 +111,7 @@ class Replica:
         self._new: dict[str, str] = {}
         self.version = 0
         self._plans: dict[Kind, Plan] = {}
-        self.has_reentrant = False  # whether a backward may reach a parameter twice
+        self.has_reentrant = False  # whether a backward may add to a parameter's gradient twice
         self.label_means = LabelMeans()
         check_wrappers(model)
         check_norms(model, settings.statistics)
@@ -119,7 +119,7 @@ class Replica:
         self._look_at_model()
 
     def plan(self, kind: Kind) -> Plan:
-        """Return the plan of a step with the model as it is now."""
+        """Return a step's plan for the model in its current state."""
         self.watch.note()
         if self._has_changed() or not self.buffers.are_current:
             self.model.zero_grad()  # a parameter that was frozen must not keep its last gradient
@@ -141,12 +141,12 @@ class Replica:
         return self._plans[kind]
 
     def plan_of(self, parameters: Sequence[Tensor], placement: Placement) -> Plan:
-        """Return the plan of a step that trained these parameters, all with dense gradients."""
+        """Return the plan of a step that trains these parameters, all with dense gradients."""
         layouts = tuple(self._lay_out("", parameter, is_sparse=False) for parameter in parameters)
         return Plan.of(placement, layouts, bucket_bytes=self.settings.bucket_bytes)
 
     def forget_plans(self, version: int) -> None:
-        """Make new plans: this worker's rank may have changed, and others may have seen more changes."""
+        """Drop all plans: this worker's rank may have changed, or others may have counted more changes."""
         self.version = version
         self._plans = {}
         if self._sum is not None:
@@ -154,7 +154,7 @@ class Replica:
             self._sum = None
 
     def gradient_sum(self, plan: Plan) -> GradientSum:
-        """Return the sum of a step's gradients under `plan`; one for other buckets is dropped."""
+        """Return the `GradientSum` for a step's plan; reuse the previous one if the buckets are the same."""
         if self._sum is None or self._sum.plan.buckets is not plan.buckets:
             if self._sum is not None:
                 self._sum.close()
@@ -162,16 +162,16 @@ class Replica:
         return self._sum
 
     def hashes(self) -> dict[str, int]:
-        """Return a hash of each parameter and buffer; nothing if the next step will share new ones."""
+        """Return a hash of each parameter and buffer; none if the next step will share new tensors."""
         return {} if self._has_other_entries() else self.watch.hashes_of_all()
 
     def sparse_parameters(self) -> set[int]:
-        """Return the ids of parameters that may get sparse gradients, now or once they are trained."""
+        """Return the ids of parameters that may get sparse gradients, including frozen ones."""
         listed = {id(p) for name, p in self.model.named_parameters() if name in self._listed_sparse}
         return listed | sparse_weights(self.model)
 
     def _look_at_model(self) -> None:
-        """Note the parameters and buffers that there are."""
+        """Record the model's current parameters and buffers."""
         self._check_model()
         modules = list(self.model.modules())
         self._note_new_tensors(modules)
@@ -215,10 +215,10 @@ class Replica:
         return [*self.model.named_parameters(), *self.model.named_buffers()]
 
     def _note_new_tensors(self, modules: Sequence[nn.Module]) -> None:
-        """Note the parameters and buffers that were not there before.
+        """Record the parameters and buffers that were added since the last call.
 
-        Objects are compared, because a different layer may have the name and the shape of an earlier one. For
-        buffers the module's entry is compared, because a forward may replace the tensor.
+        Parameters are compared by identity, because a new layer may have the name and shape of an old one;
+        buffers by module and attribute, because a forward may replace the tensor.
         """
         known, new = self._known, set[int]()
         self._known = set[object]()
@@ -241,7 +241,7 @@ class Replica:
         return ParameterLayout(name, Layout.of(parameter, dtype), parameter.dtype, is_sparse)
 
     def _has_changed(self) -> bool:
-        """Whether the model has changed since it was last examined; shapes are compared if memory moved."""
+        """Whether the model changed since the last check; shapes are compared only if memory moved."""
         if self.watch.num_entries != self._num_entries or self._has_other_entries():
             return True
         quick = self._quick_kinds()
@@ -265,7 +265,7 @@ class Replica:
         return [(p.requires_grad, p.dtype, p.shape, p.stride(), p.device, p.grad_dtype) for p in self._all]
 
     def start_from_first_worker(self) -> None:
-        """Give every worker the first worker's values of all tensors that have not been shared before."""
+        """Copy worker 0's values of all new parameters and buffers to all workers."""
         tensors = [unexpanded(tensor) for name, tensor in self._named_tensors() if name in self._new]
         self._new = {}
         self._plans = {kind: plan.with_all_shared() for kind, plan in self._plans.items()}

@@ -13,22 +13,22 @@ __all__ = ["Report", "mean_losses", "total_loss"]
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """What a step returns, alike on all workers. Losses and count are computed when they are read.
+    """What a step returns, the same on all workers. Losses and count are computed when they are read.
 
     Attributes:
         step: number of the step, from 0.
         rows: rows of the global batch.
-        loss_sums: each tower's summed losses, float64 [T, K]: one column for each of `names`, or one; 0 where
-            the tower had no rows. [1, 1] after a loss of the whole batch.
-        counts: what these sums count, of the same shape; 1 after a loss of the whole batch.
+        loss_sums: each tower's summed losses, float64 [T, K]: one column for each of `names`, or one; 0 for
+            towers without rows. [1, 1] after a loss of the whole batch.
+        counts: what these sums are divided by, in the same shape; 1 after a loss of the whole batch.
         norm: the 2-norm of the averaged gradient, 0-dim; see `grad_norm`.
-        names: of the K sums that the loss consists of; empty where it is one sum without a name.
-        skipped: whether the update was left out, because the average was not finite or nothing counted.
-        tower_grad_norms: the 2-norm of each tower's own mean gradient, before any loss scale, on the steps
-            that measure it, otherwise None; NaN for a tower that counts 0.
-        noise_scale: the gradient noise scale in rows, smoothed over the steps that measured it, this one
-            included; infinite where the noise hides the gradient; None before the first measurement.
-        flags: the bits that any worker has set (see `Towers.__call__`).
+        names: names of the K sums in the loss; empty if the loss is one sum without a name.
+        skipped: whether the update was skipped, because the average was not finite or nothing counted.
+        tower_grad_norms: the 2-norm of each tower's own mean gradient, without the loss scale; NaN for a
+            tower that counts 0; None in steps that do not measure it.
+        noise_scale: the gradient noise scale in rows, smoothed over all measurements so far; infinite if the
+            noise hides the gradient; None before the first measurement.
+        flags: the flags of all workers, combined by OR (see `Towers.__call__`).
 
     Example:
         >>> from samestep import Towers
@@ -66,28 +66,28 @@ class Report:
 
     @cached_property
     def loss(self) -> float:
-        """The mean loss over all rows (or tokens, or pixels: whatever is counted); the sum of `losses`."""
+        """The mean loss over all rows, tokens, pixels or whatever is counted; the sum of `losses`, if any."""
         return float(total_loss(self.loss_sums, self.counts))
 
     @cached_property
     def losses(self) -> dict[str, float]:
-        """The mean of each sum that has a name, over all that it counts; NaN where that is 0."""
+        """The mean of each named sum, divided by its own count; NaN where the count is 0."""
         return dict(zip(self.names, mean_losses(self.loss_sums, self.counts).tolist(), strict=False))
 
     @cached_property
     def count(self) -> float:
-        """What the loss is the mean over: rows, tokens, pixels; where sums have names, all of them added."""
+        """How many rows, tokens or pixels the loss is a mean over; the total of all named counts."""
         return float(self.counts.sum())
 
     @cached_property
     def tower_losses(self) -> list[float]:
-        """Each tower's own mean loss, or the sum of its own means, by name; NaN where it counts 0."""
+        """Each tower's own mean loss, or the sum of the means of its named sums; NaN where it counts 0."""
         losses: list[float] = total_loss(self.loss_sums[:, None], self.counts[:, None]).tolist()
         return losses
 
     @cached_property
     def grad_norm(self) -> float:
-        """The 2-norm of the averaged gradient, as `Towers.average` gave it."""
+        """The 2-norm of the averaged gradient as `Towers.average` returned it, before clipping."""
         return float(self.norm)
 
 
@@ -97,7 +97,7 @@ def mean_losses(sums: Tensor, counts: Tensor) -> Tensor:
 
 
 def total_loss(sums: Tensor, counts: Tensor) -> Tensor:
-    """Return the sum of the means of those sums that count something, [...]; NaN where none does."""
+    """Return the sum of the means whose count is above 0, [...]; NaN if there are none."""
     has_any = counts.sum(-2) > 0
     means = torch.where(has_any, mean_losses(sums, counts), 0).sum(-1)
     return torch.where(has_any.any(-1), means, torch.nan)

@@ -20,12 +20,13 @@ __all__ = ["StepResult"]
 
 
 class StepResult:
-    """A step whose exchange is over.
+    """A step after its exchange.
 
     Attributes:
         run: the step.
-        averaged: the parameters that have an average on any worker.
-        own_averages: of this worker's share, where each worker has one; they are not `p.grad` then.
+        averaged: the parameters that have an averaged gradient, on this or another worker.
+        own_averages: the averages of this worker's share, which are not in `p.grad`; None unless each worker
+            gets only its share.
     """
 
     def __init__(self, run: StepRun) -> None:
@@ -35,9 +36,9 @@ class StepResult:
         self._norms: list[Norms] = []  # of the blocks of each average
 
     def take(self, averages: Sequence[Average]) -> None:
-        """Give the averages to the parameters, or, where each worker has a share, to `own_averages`.
+        """Store the averages in `p.grad`, or in `own_averages` if each worker has a share; compute norms.
 
-        They get the dtypes of the parameters' gradients, and are measured; all workers must call this.
+        They are cast to the dtype of `p.grad`. All workers must call this.
         """
         run, plan, parameters = self.run, self.run.plan, self.run.parameters
         taken = [
@@ -58,7 +59,7 @@ class StepResult:
         self._norms = [*norms.values()]
 
     def noise(self) -> GradientNorms | None:
-        """Return the norms of the towers' gradients and of the average, in a step that measures them."""
+        """Return the norms of the towers' gradients and of the average, if this step measures them."""
         own = self.run.squares()
         if own is None:
             return None
@@ -70,7 +71,7 @@ class StepResult:
         return GradientNorms(squares, counts.tolist(), rows, float(square / scale**2))
 
     def report(self, **more: Any) -> Report:
-        """Return the step's report; `more` are the attributes that only `Towers` knows."""
+        """Return the step's report; `more` are attributes of `Report` that `Towers` computes."""
         run = self.run
         loss_sums, counts = run.losses.of_all(run.exchange.scalars)
         if run.plan.is_whole_batch:  # its loss counts once, as tower 0's

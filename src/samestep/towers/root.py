@@ -1,4 +1,4 @@
-"""The module that a step trains: the user's model, and what is beside it."""
+"""The module that a step trains: the user's model, and what `Towers(..., also=...)` adds to it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParalle
 
 
 def check_module(model: object) -> None:
-    """Refuse anything but a module, such as several in a list."""
+    """Raise unless `model` is a module; a list of modules is not."""
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"model is a {type(model).__name__}: expected an nn.Module; put several into an nn.ModuleList"
@@ -36,7 +36,7 @@ def check_module(model: object) -> None:
 
 
 def together(model: nn.Module, also: Also | None) -> nn.Module:
-    """Return a module that holds the model, whose tensors keep their names, and what is trained beside it."""
+    """Return a module that holds the model and `also`; the model's tensors keep their names."""
     check_module(model)
     if also is None:
         return model
@@ -66,7 +66,7 @@ def _named(also: Any) -> list[tuple[str, Any]]:
 
 
 def check_wrappers(model: nn.Module) -> None:
-    """Refuse modules that average or shard gradients themselves, or cannot be inspected."""
+    """Raise for modules that average or shard gradients themselves, or cannot be inspected."""
     for name, module in model.named_modules():
         if type(module).__name__ in _WRAPPERS and type(module).__module__.startswith("torch."):
             raise ConfigError(
@@ -87,7 +87,7 @@ def check_wrappers(model: nn.Module) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, averaged: Iterable[nn.Parameter]) -> None:
-    """Refuse an optimizer of parameters that require grad and whose gradients are not averaged."""
+    """Raise if the optimizer has a parameter that requires grad but whose gradient is not averaged."""
     known = set(map(id, averaged))
     for number, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
@@ -100,7 +100,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, averaged: Iterable[nn.Para
 
 
 def check_can_step(name: str, value: object) -> None:
-    """Refuse an optimizer or a scheduler whose `step()` must be given something, such as a closure."""
+    """Raise if `step()` of an optimizer or a scheduler is missing or needs an argument, such as a closure."""
     step = getattr(value, "step", None)
     if step is None:
         raise ConfigError(f"{name} is a {type(value).__name__}: expected one with step()")
@@ -118,7 +118,7 @@ def check_can_step(name: str, value: object) -> None:
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the settings of an optimizer's groups, by name; tensors on a GPU would have to be waited for."""
+    """Return the settings of an optimizer's groups, by name, without tensors on a GPU, which take a sync."""
     return {
         f"{name} of parameter group {number}": value
         for number, group in enumerate(optimizer.param_groups)

@@ -1,4 +1,4 @@
-"""One step on one worker: its towers take turns, and what they hand in is added up and sent."""
+"""One step on one worker: its towers run one after the other; their gradients are summed and sent."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from samestep.workers.collectives import gather_rows
 __all__ = ["StepRun"]
 
 
-class _OfThread(threading.local):
+class _ThreadState(threading.local):
     def __init__(self) -> None:
-        self.opened: list[StepRun] = []  # steps that have begun their passes and have not ended them
+        self.opened: list[StepRun] = []  # steps whose passes have begun and not ended
 
 
-_of_thread = _OfThread()
+_thread_state = _ThreadState()
 
 
 @dataclass(eq=False, repr=False)
 class StepRun:
-    """A step of this worker, from its batch to its average."""
+    """One step on this worker, from the batch to the averaged gradients."""
 
     step: int
     seed: int
@@ -55,7 +55,7 @@ class StepRun:
         self._check = PassCheck(replica.parameters, replica.buffers)
         replica.label_means.start_step()
         self._is_dropped = False
-        self.is_interrupted = False  # by passes of another step in this thread
+        self.is_interrupted = False  # whether another step's passes began in this thread meanwhile
         self.parameters = replica.parameters
         self.plan = self.exchange.plan
         self.own_towers = self.plan.placement.towers(self.job.rank)
@@ -70,15 +70,15 @@ class StepRun:
         self._turn: Tower | None = None
         self._passes = ExitStack()
         self._has_begun = False
-        self.is_complete = False  # whether the last of this worker's towers has run
+        self.is_complete = False  # whether all of this worker's towers have run
 
     @property
     def ranges(self) -> list[range]:
-        """The rows of the global batch that each tower has."""
+        """Each tower's rows of the global batch."""
         return self.local.ranges(self.plan.placement.num_towers)
 
     def count(self, counts: Mapping[str, Count]) -> None:
-        """Find the counts of the loss's sums in the towers of all workers."""
+        """Compute what each named sum of the loss counts in each tower, on all workers."""
         try:
             own = count_slices(
                 counts,
@@ -95,11 +95,11 @@ class StepRun:
             self.local = replace(self.local, slices={})  # nothing counts, so no pass is needed
 
     def turns(self) -> Iterator[Tower]:
-        """Yield the towers that have rows, in order, each under its own streams, from the shared buffers."""
+        """Yield the towers that have rows, in order; seed each one's streams and reset the buffers first."""
         rows = self.ranges
         with self._passes:
             self._begin_passes()
-            # `finish` closes this, too: a program that calls `next` may never exhaust the generator.
+            # `finish` closes this as well, because a program that calls `next` may not exhaust the generator.
             self._passes.enter_context(keep_globals(self.job.device))
             self._passes.callback(self.watch.end_pass)
             self._passes.callback(self._buffers.end_passes)
@@ -107,7 +107,7 @@ class StepRun:
             self._has_begun = True
             for index in self.local.slices:
                 self.exchange.stopwatch.start()
-                with self._telling_others():
+                with self._sharing_errors():
                     batch = self.local.slices[index]
                 self._buffers.start_tower()
                 seed_globals(tower_seed(self.seed, self.step, index), self.job.device)
@@ -123,13 +123,13 @@ class StepRun:
                 self._turn = None
                 if self._is_dropped:
                     return
-                with self._telling_others():
+                with self._sharing_errors():
                     self._check_done(tower)
                 del tower  # frees its rows before the next tower's are read
 
     def _begin_passes(self) -> None:
-        """End open passes of other steps in this thread: their random streams are not the program's."""
-        opened = _of_thread.opened
+        """End other steps' passes in this thread: during these, global generators are seeded for a tower."""
+        opened = _thread_state.opened
         for other in opened[:]:
             other.is_interrupted = True
             other.put_back()
@@ -139,7 +139,7 @@ class StepRun:
             open_steps[self] = self.parameters
 
     def drop(self) -> None:
-        """Leave the step: streams and buffers are as before it, gradients are None."""
+        """Abandon the step: restore random streams and buffers, and set all gradients to None."""
         self._is_dropped = True
         open_steps.pop(self, None)
         self.put_back()
@@ -147,16 +147,16 @@ class StepRun:
             self._gradients.clear()
 
     def put_back(self) -> None:
-        """Leave the streams and the model's buffers as they were before the step."""
+        """Restore the random streams and the model's buffers from before the step."""
         self._passes.close()
         if self._has_begun:
             self._buffers.put_back()
 
     def replay(self) -> Generator[Tower]:
-        """Run the towers of a finished step once more, with the weights as they are now.
+        """Yield the towers of a finished step once more, with the current weights.
 
-        In a tower's turn, the parameters hold the gradient of its sum. Afterwards they hold their earlier
-        gradients again, and the buffers their values from before the step.
+        A tower's backward leaves the gradient of its summed loss in `p.grad`. At the end, each `p.grad` is
+        restored, and the buffers get their values from before the step.
         """
         averaged = [parameter.grad for parameter in self.parameters]
         self._gradients = self.scaler = None
@@ -177,8 +177,8 @@ class StepRun:
             raise self._check.not_handed_in(tower)
 
     def take_mean(self, tower: Tower, loss: Tensor | Mapping[str, Tensor]) -> None:
-        """Take a tower's mean loss, or its sums by name; see `Tower.backward`."""
-        with self._telling_others():
+        """Run backward from a tower's mean loss, or from its named sums; see `Tower.backward`."""
+        with self._sharing_errors():
             self._check_turn(tower)
             found = self.losses.from_mean(tower, loss)
             if self.watch.looks and self.losses.named is None:
@@ -186,21 +186,22 @@ class StepRun:
         self._take(tower, found)
 
     def take_sum(self, tower: Tower, total: Tensor, count: float | Tensor) -> None:
-        """Take a tower's sum and its count; see `Tower.backward_sum`."""
-        with self._telling_others():
+        """Run backward from a tower's summed loss; see `Tower.backward_sum`."""
+        with self._sharing_errors():
             self._check_turn(tower)
             found = self.losses.from_sum(tower, total, count)
         self._take(tower, found)
 
     @contextmanager
-    def _telling_others(self) -> Iterator[None]:
-        """End the step on all workers where this one finds an error."""
+    def _sharing_errors(self) -> Iterator[None]:
+        """Send an error that the block raises to all workers, so that the step ends on each of them."""
         try:
             yield
         except Exception as error:
             if self._gradients is None:  # a replay, on this worker only
                 raise
-            self.watch.stop_looking()  # stand-ins share a process: another runs while this one waits
+            # Stand-ins of `samestep.check` share a process: another one runs while this one waits.
+            self.watch.stop_looking()
             self.exchange.fail(error)
 
     def _check_turn(self, tower: Tower) -> None:
@@ -224,7 +225,7 @@ class StepRun:
         self.check_forward(tower)
 
     def check_forward(self, tower: Tower) -> None:
-        """Check what a tower's forward has left."""
+        """Check that a tower's forward left no gradients behind and called no torch.distributed functions."""
         self._check.check_forward(tower)
 
     def _take(self, tower: Tower, loss: Contribution) -> None:
@@ -239,15 +240,15 @@ class StepRun:
             found = self._check.explain(tower, error)
             if found is None:
                 raise
-            with self._telling_others():
+            with self._sharing_errors():
                 raise found from error
 
     def add(
         self, tower: Tower, loss: Contribution, backward: Callable[[], None] | None, leaves: Iterable[Tensor]
     ) -> None:
-        """Note a tower's scalars, run its `backward`, if there is one, and take the gradients it leaves.
+        """Record a tower's scalars, run `backward`, unless it is None, and take the resulting gradients.
 
-        `leaves` are those of the graph that backward goes through.
+        `leaves` are the leaf tensors of the graph that `backward` traverses.
         """
         self._done.add(tower.index)
         self.watch.stop_looking()
@@ -259,20 +260,21 @@ class StepRun:
         who = f"step {self.step}, tower {tower.index}"
         first, last = min(self.local.slices), max(self.local.slices)
         is_last = tower.index == last
-        with self._telling_others():
+        with self._sharing_errors():
             self.watch.check_pass(who, loss.total, is_outer=is_last or tower.index == first)
             counters, moments = self._buffers.counters(), self._buffers.moments(tower.index, tower.rows)
         self._scalars[tower.index] = TowerScalars(loss.count, loss.sums, counters, moments)
         if is_last:
             self._start_exchange()
-        # In the first tower, because a sibling's sum would hide that a gradient arrives in two parts.
-        is_look = self.watch.looks and tower.index == first
-        at_once = not (self._replica.has_reentrant or is_look)
-        if is_look:
+        # Only the first tower can be checked: later, `p.grad` may hold a sibling's sum, which would hide that
+        # a gradient arrives in two parts.
+        is_checked = self.watch.looks and tower.index == first
+        at_once = not (self._replica.has_reentrant or is_checked)
+        if is_checked:
             self._check.start_backward()
         self._gradients.backward(tower.index, backward, is_last=is_last, at_once=at_once)
-        if is_look:
-            with self._telling_others():
+        if is_checked:
+            with self._sharing_errors():
                 self._check.check_backward(who)
         self._replica.has_reentrant |= self._gradients.comes_twice
         note_outside_gradients(leaves)
@@ -280,7 +282,7 @@ class StepRun:
         self.watch.go_on()
 
     def leaves(self, losses: Iterable[Tensor]) -> list[Tensor]:
-        """Return the leaves of the losses' graph, in a step that looks."""
+        """Return the leaf tensors of the losses' graph, if the watch checks this step."""
         if self._gradients is None or not self.watch.looks:
             return []
         leaves, is_reentrant = leaves_of(losses)
@@ -288,7 +290,7 @@ class StepRun:
         return leaves
 
     def _start_exchange(self) -> None:
-        """Give the scalars of all this worker's towers to the exchange; those without rows count 0."""
+        """Pass the scalars of this worker's towers to the exchange; towers without rows count 0."""
         buffers, like = self.plan.buffers, torch.zeros(0, dtype=torch.float64, device=self.job.device)
         sizes = (self.plan.num_sums, buffers.num_counters, buffers.num_moments)
         for tower in self.own_towers:
@@ -297,7 +299,7 @@ class StepRun:
         self.exchange.start([self._scalars[tower] for tower in self.own_towers])
 
     def check_complete(self) -> None:
-        """Check that all of this worker's towers have handed in."""
+        """Check that all of this worker's towers that have rows have run."""
         missing = [tower for tower in self.local.slices if tower not in self._done]
         if missing:
             which = f"tower{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
@@ -307,16 +309,16 @@ class StepRun:
             )
 
     def finish(self) -> list[Average]:
-        """Return the averages that this worker gets."""
+        """Finish the exchange and return this worker's averages."""
         assert self._gradients is not None
         self.exchange.stopwatch.stop()
         try:
             self._passes.close()
             if not self.local.slices:
-                next(self.turns(), None)  # the program may have run no loop
+                next(self.turns(), None)  # a worker without rows may have skipped the loop
                 self._start_exchange()
             open_steps.pop(self, None)
-            with self._telling_others():
+            with self._sharing_errors():
                 self.watch.end_step(f"step {self.step}: a pass")
             return self._gradients.finish()
         except Exception:
@@ -324,21 +326,21 @@ class StepRun:
             raise
 
     def wrong_counts(self) -> BatchError | None:
-        """Return what is wrong with the towers' counts, if anything is."""
+        """Return an error if the towers' counts are wrong."""
         counts = self.exchange.scalars.counts * self.losses.unit
         return wrong_counts(self.step, self.plan.sums, counts, self.losses.has_count)
 
     def squares(self) -> Tensor | None:
-        """Return the squared norms of this worker's towers' gradients, in a step that measures them."""
+        """Return the squared gradient norm of each of this worker's towers, if this step measures them."""
         return None if self._gradients is None else self._gradients.squares()
 
     def gather(self, values: Tensor, what: str) -> Tensor:
-        """Return a tensor with a row for each tower, [T, ...], from those of every worker's towers."""
+        """Gather tensors with one row per tower: [own towers, ...] on each worker -> [T, ...] on all."""
         sizes = [len(towers) for towers in self.plan.placement.ranges]
         return gather_rows(self.job.transport, values, sizes, f"{self.exchange.where}, {what}")
 
     def update_buffers(self) -> None:
-        """Give the model's buffers the values that all towers' passes make together."""
+        """Update the model's buffers from the passes of all towers."""
         scalars, rows = self.exchange.scalars, self.local.rows
         # Towers without rows come last.
         num_ran = sum(map(bool, self.ranges))

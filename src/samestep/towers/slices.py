@@ -1,4 +1,4 @@
-"""Small batches, T of them a step: what loops that accumulate gradients read."""
+"""Groups of T small batches, one group per step, for loops that accumulate gradients."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 __all__ = ["NumRows", "in_steps"]
 
 NumRows: TypeAlias = int | Callable[[Any], int] | None
-"""Rows of a small batch: a number, rows(small_batch), or None where they are counted."""
+"""Rows of a small batch: a number, a function rows(small_batch), or None to count them."""
 
 
 def in_steps(batches: Iterable[Any], towers: Towers, rows: NumRows) -> Iterator[LocalBatch]:
-    """Take T small batches at a time, or those that are left; see `Towers.slices`."""
+    """Group T small batches at a time, fewer at the end; see `Towers.slices`."""
     if not (rows is None or callable(rows) or _is_count(rows)):
         raise ConfigError(f"rows = {shown(rows)}: expected an int >= 1, a function of a small batch, or None")
     check_kind("batches", batches, Iterable, "an iterable of small batches, such as a DataLoader")
@@ -41,7 +41,7 @@ def _steps(batches: Iterator[Any], towers: Towers, rows: NumRows) -> Iterator[Lo
 
 
 def _next_step(batches: Iterator[Any], towers: Towers, rows: NumRows, position: int) -> LocalBatch | None:
-    """Return the next batch; keep all T if it may have to be made again for other towers of this worker."""
+    """Return the next batch; keep all T small ones if this worker may have to run other towers."""
     small: Iterable[Any] = islice(batches, towers.placement.num_towers)
     if not towers._may_change_workers:
         made = _made(small, towers, rows, position)
@@ -54,7 +54,7 @@ def _next_step(batches: Iterator[Any], towers: Towers, rows: NumRows, position: 
 
 
 def _made(small: Iterable[Any], towers: Towers, rows: NumRows, position: int) -> LocalBatch:
-    """Make a batch of copies, because an iterator may reuse the memory of the small batches."""
+    """Make a batch from copies, because an iterator may reuse the memory of its small batches."""
     placement, own, tower_rows, crc = towers.placement, {}, [], 0
     for tower, batch in enumerate(small):
         num_rows, number = _measured(batch, f"small batch {tower} of batch {position}", towers, rows)
@@ -67,7 +67,7 @@ def _made(small: Iterable[Any], towers: Towers, rows: NumRows, position: int) ->
 
 
 def _measured(batch: Any, name: str, towers: Towers, rows: NumRows) -> tuple[int, int]:
-    """Return a small batch's rows, and its fingerprint if there are workers to compare it with."""
+    """Return a small batch's number of rows, and its fingerprint if there are several workers."""
     given_rows = rows(batch) if callable(rows) else rows
     try:
         whole = GlobalBatch.open(batch)

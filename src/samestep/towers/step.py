@@ -28,8 +28,8 @@ from samestep.towers.towers import Towers
 __all__ = ["LossFunction", "Schedule", "Step"]
 
 LossFunction = Callable[..., Any]
-"""loss_fn(model, tower_batch) -> the mean over the rows, or a `samestep.LossSum`, or, with `counts`, a
-mapping that has a sum for each of their names.
+"""loss_fn(model, tower_batch) -> the mean loss over the rows, or a `samestep.LossSum`, or, with `counts`, a
+mapping with a sum for each of their names.
 
 With `forward`: loss_fn(model, all_outputs, batch) -> the loss of the whole batch, a scalar.
 """
@@ -46,28 +46,27 @@ class Step:
     """One whole optimizer step, the same on every worker.
 
     Args:
-        towers: of the model to train.
+        towers: the towers of the model to train.
         loss_fn: called as `loss_fn(model, tower_batch)`; see `LossFunction`.
-        optimizer: updated once a step.
-        forward: for a loss of the whole batch, called as `forward(model, tower_batch)`; what it returns for
-            all towers is what `loss_fn` gets. See `Towers.whole_batch`.
-        clip_norm: clip the averaged gradient to this 2-norm; by default not at all.
-        autocast: torch.bfloat16 or torch.float16 for mixed precision; float16 brings a `GradScaler`.
+        optimizer: the optimizer; its `step` is called once per step.
+        forward: for a loss of the whole batch, called as `forward(model, tower_batch)`; the outputs of all
+            towers are passed to `loss_fn`. See `Towers.whole_batch`.
+        clip_norm: clip the averaged gradient to this 2-norm; None does not clip.
+        autocast: torch.bfloat16 or torch.float16 for mixed precision; float16 adds a `GradScaler`.
         scheduler: stepped once after each update.
         averaged_model: torch's `AveragedModel`, updated once after each update.
         on_nonfinite: "raise", or "skip" the update, when the averaged gradient is not finite. With
-            float16 such updates are always skipped and the loss scale is lowered. A step that is skipped
-            leaves weights, buffers, scheduler and averaged model as they were.
-        counts: what the sums of a loss count, by name; see `Towers.__call__`.
+            float16 such updates are always skipped and the loss scale is lowered. A skipped step does not
+            change weights, buffers, scheduler or averaged model.
+        counts: functions that count what each named sum of the loss is divided by; see `Towers.__call__`.
 
     Attributes:
         scaler: the `torch.amp.GradScaler`, or None.
 
     Raises:
-        ConfigError: an `autocast` or `on_nonfinite` that does not exist, `clip_norm` not above 0, an
-            optimizer or a scheduler whose `step` needs an argument, or `counts` that are no mapping of
-            functions; when it is called, an optimizer of parameters that
-            `towers` does not average the gradients of.
+        ConfigError: an unknown `autocast` or `on_nonfinite`, `clip_norm` not above 0, an optimizer or a
+            scheduler whose `step` needs an argument, or `counts` that are not a mapping of functions; when
+            called, an optimizer that updates parameters whose gradients `towers` does not average.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -114,28 +113,28 @@ class Step:
     def __call__(self, batch: Any, *, flags: Callable[[], int] = int, keep_gradients: bool = False) -> Report:
         """Take one step.
 
-        The settings of the step and of the optimizer must be the same on all workers. Where the passes raise,
-        the step is abandoned (see `Towers.abandon`).
+        The settings of the step and of the optimizer must be the same on all workers. If a pass raises, the
+        step is abandoned (see `Towers.abandon`).
 
         Args:
             batch: as for `Towers.__call__`.
             flags: as for `Towers.__call__`.
-            keep_gradients: let all workers have all averages, as `p.grad`, with a `ShardedOptimizer`, too.
-                Without it, each worker gets those of its share, and then every `p.grad` is None.
+            keep_gradients: with a `ShardedOptimizer`, leave all averages in `p.grad` on all workers. By
+                default each worker gets only the averages of its share, and every `p.grad` ends as None.
 
         Raises:
-            NonFiniteError: the averaged gradient is NaN or infinite and `on_nonfinite` is "raise". It names
-                the towers, their rows and their first parameters with such a gradient; to find out, the
-                passes run once more. Weights and buffers are still those of before.
+            NonFiniteError: the averaged gradient is NaN or infinite and `on_nonfinite` is "raise". The
+                message names the towers, their rows and the first parameter concerned; finding them runs the
+                passes once more. Weights and buffers are as before the step.
             BatchError: nothing in the batch counts, and `towers` does not skip such batches.
         """
         sharded = None if keep_gradients else self._sharded
-        # A scaler reads all averages, and an optimizer's hook may do so.
+        # A scaler reads all averages, and so may hooks on the optimizer's step.
         division = None if sharded is None or self.scaler is not None else sharded._division_now()
         try:
             report = self._average(batch, StepOptions(self.scaler, flags, self._must_match, division))
         except BaseException:
-            # So that the other workers do not wait. The original error says more than one raised here.
+            # So that the other workers do not wait. An error raised here would hide the original one.
             with contextlib.suppress(Error):
                 self.towers.abandon()
             raise
@@ -171,7 +170,7 @@ class Step:
 
     @property
     def _must_match(self) -> dict[str, Any]:
-        """What else a step depends on; tensors, such as a learning rate on a GPU, are not waited for."""
+        """Settings that must be the same on all workers; values on a GPU are left out, to avoid a sync."""
         settings: dict[str, Any] = {
             name: getattr(self, name) for name in ("clip_norm", "autocast", "on_nonfinite")
         }
@@ -197,7 +196,7 @@ class Step:
         return torch.autocast(self.towers.job.device.type, self.autocast)
 
     def _prepare_gradients(self, report: Report) -> bool:
-        """Unscale, check and clip the average; say whether it is finite."""
+        """Unscale, check and clip the average; return whether it is finite."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if not math.isfinite(report.grad_norm):
@@ -222,7 +221,7 @@ class Step:
     def _leave_out(self, report: Report) -> Report:
         self.towers._last.run.put_back()
         if self.scaler is not None:
-            # The norm may overflow where every gradient is finite: the scaler would take this step.
+            # The norm may overflow although every gradient is finite; the scaler would then take the step.
             self.optimizer.zero_grad()
             self.scaler.step(self.optimizer)
             self.scaler.update()

@@ -1,4 +1,4 @@
-"""A tower: one logical slice of the batch, as the loop over a step's towers sees it."""
+"""A tower: one logical slice of the batch, which the loop over `towers(batch)` yields."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["Tower"]
 
 
 class Tower:
-    """One logical slice of the batch: what the loop over `towers(batch)` yields.
+    """One logical slice of the batch, as the loop over `towers(batch)` yields it.
 
     Attributes:
         index: 0 <= index < T.
-        batch: the tower's own rows of the batch, nested as the batch is.
-        rows: how many, at least 1.
+        batch: the tower's rows, nested like the global batch.
+        rows: the number of rows, at least 1.
 
     Example:
         >>> import torch
@@ -40,27 +40,27 @@ class Tower:
         self._run = run
 
     def backward(self, loss: Tensor | Mapping[str, Tensor]) -> None:
-        """Hand in the tower's loss: compute its gradient and keep it for `Towers.average`.
+        """Run backward from the tower's loss, and keep the gradient for `Towers.average`.
 
         Args:
-            loss: the mean over the tower's rows, a scalar that requires grad. Where the step began with
-                `counts`, a mapping that has a sum for each of their names.
+            loss: the mean over the tower's rows, a scalar that requires grad. If the step was started with
+                `counts`, a mapping with a sum for each of their names.
 
         Raises:
-            UsageError: the tower has handed in already, its turn is over, `loss` is not what the step
-                expects, or gradients came from `loss.backward()`.
-            DisagreementError: workers turn out to have different batches.
+            UsageError: backward has run for this tower already, its turn is over, `loss` is not what the
+                step expects, or the program called `loss.backward()` itself.
+            DisagreementError: the workers have different batches.
         """
         self._run.take_mean(self, loss)
 
     def backward_sum(self, total: Tensor, count: float | Tensor) -> None:
-        """Hand in a loss that is a sum over something other than rows, such as valid tokens or pixels.
+        """Run backward from a loss that is a sum over tokens, pixels or the like, not a mean over rows.
 
         The step's loss is the sum of all towers' totals, divided once by the sum of all their counts.
 
         Args:
-            total: the sum, a scalar that requires grad; where the count is 0 it need not require grad.
-            count: how many things it is a sum over, at least 0: a number or 0-dim tensor.
+            total: the sum, a scalar that requires grad; it need not require grad if the count is 0.
+            count: the number of terms in the sum, at least 0: a number or 0-dim tensor.
 
         Raises:
             UsageError, DisagreementError: as for `backward`, or `count` is not one number.

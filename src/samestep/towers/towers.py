@@ -1,4 +1,4 @@
-"""The tower loop: each tower's rows, streams and statistics; its backward pass; the average of all.
+"""The loop over towers: each tower's rows, random streams and backward, then the average over all.
 
 For W = 1 and no random numbers, a step is this program:
 
@@ -52,40 +52,40 @@ __all__ = ["Towers"]
 
 
 class Towers:
-    """Averages a model's gradients over T towers, wherever they run.
+    """Averages a model's gradients over T towers, whichever workers run them.
 
-    Between two steps the model may change: layers frozen, thawed, added, replaced or cast. The next step
-    averages what there is then, once all workers have come to the same model.
+    Between two steps the model may change: layers may be frozen, unfrozen, added, replaced or cast, the same
+    on all workers. The next step averages the gradients of the changed model.
 
     Args:
-        model: its parameters that require grad get the averaged gradients. All workers start from worker
-            0's parameters and buffers.
+        model: the model; averaged gradients go to its parameters that require grad. All workers start from
+            worker 0's parameters and buffers.
         num_towers: T, part of the experiment like the batch size.
-        job: from `samestep.init`; by default a job of this process alone.
-        seed: of all towers' random streams.
+        job: the job, from `samestep.init`; by default a job of this process alone.
+        seed: seed of all towers' random streams.
         statistics: how batch-norm statistics are combined; see `samestep.buffers.statistics`.
         buffers: how other buffers that a forward changes are combined, by name pattern; see
             `samestep.buffers.policies`.
         bucket_bytes: gradients are sent in buckets of about this many bytes.
         accumulate_dtype: sum gradients in this dtype; by default in each parameter's `grad_dtype`, torch's
             attribute for the dtype of `p.grad`.
-        sparse_parameters: that may get sparse gradients; weights of `nn.Embedding` and `nn.EmbeddingBag` with
-            `sparse=True` are found without it. The average is sparse, and coalesced, where the gradients of
-            all towers that used the parameter are.
-        on_zero_count: where the counts of all towers are 0, "raise" a `BatchError`, or "skip" the step, which
-            leaves every `p.grad` None; then `average` waits for counts that are tensors on a GPU.
+        sparse_parameters: parameters that may get sparse gradients; weights of `nn.Embedding` and
+            `nn.EmbeddingBag` with `sparse=True` need not be listed. The average is sparse, and coalesced, if
+            the gradients of all towers that used the parameter are sparse.
+        on_zero_count: if the counts of all towers are 0, "raise" a `BatchError`, or "skip" the step, which
+            leaves every `p.grad` None. With "skip", `average` waits for counts that are tensors on a GPU.
         noise_every: measure the gradient noise scale at every n-th step; 1 is always, 0 never.
-        placement: which towers each worker runs: "even", a `Placement`, or "auto": even at first, then
-            towers move to the workers that run them faster. It changes no bits; see docs/clusters.md.
-        also: what the loss trains beside the model: modules, such as a loss head, or parameters, such as a
-            temperature, one or several. Their gradients are averaged, too, and their buffers shared.
+        placement: which towers each worker runs: "even", a `Placement`, or "auto", which starts evenly and
+            moves towers to faster workers. It does not change the bits; see docs/clusters.md.
+        also: one or several modules, such as a loss head, or parameters, such as a temperature, that are
+            trained but not part of the model. Their gradients are averaged, too, and their buffers shared.
 
     Attributes:
         noise: the smoothed gradient noise scale.
 
     Raises:
         ConfigError: T or W out of range, a model without parameters that require grad, ...
-        DisagreementError: workers come with different models or settings.
+        DisagreementError: the workers have different models or settings.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -136,7 +136,8 @@ class Towers:
         self._may_change_workers = False  # between making a batch and taking its step
 
         def prepare() -> Mapping[str, Any]:
-            if placement == "auto" or not self.job.is_newcomer:  # a newcomer has not joined the others yet
+            # A newcomer is alone until it joins the others, so a placement for several workers does not fit.
+            if placement == "auto" or not self.job.is_newcomer:
                 self.placement = placement
             self._root = together(model, also)
             self._replica = Replica(self._root, self.job, self._settings, sparse_parameters)
@@ -146,8 +147,8 @@ class Towers:
         self._opening.plan = self._opening.share(self._opening.plan)
 
     def _agree(self, num_towers: int, prepare: Callable[[], Mapping[str, Any] | None]) -> None:
-        """Place the towers evenly and make the plan; compare it, and settings, with the other workers'."""
-        # Every worker checks its arguments before the first message, so that none waits for a failed one.
+        """Place the towers evenly, make the plan, and compare it and the settings with the other workers'."""
+        # Every worker checks its arguments before the first message, so that none waits for one that raised.
         must_match: dict[str, Any] = {"towers": num_towers, **self._settings.must_match}
         error: Exception | None = None
         try:
@@ -166,33 +167,33 @@ class Towers:
             warn(f"{differences[0]}: the result may depend on which worker runs which towers")
 
     def _leave_behind(self) -> None:
-        """Leave the open step, because a worker was lost in it; the others notice this by themselves."""
+        """Drop the open step, in which a worker was lost; the others notice the loss themselves."""
         run, self._run, self._opening.exchange = self._run, None, None
         if run is not None:
             run.drop()
 
     def _come_to(self, what: str) -> None:
-        """Check that all workers have reached the same call, not a step; a worker in a step gets an error."""
+        """Check that all workers have reached the call `what`; raise on all if another one is in a step."""
         self._opening.come_to(what, self._step)
 
     def _agree_again(self) -> None:
-        """Agree with the workers that the job has now, all of which are at the same step."""
+        """Agree on settings and plan with the job's current workers, all of which are at the same step."""
         versions = gather_objects(self.job.transport, self._replica.version, "towers")
         self._agree(self.placement.num_towers, lambda: self._replica.forget_plans(max(versions)))
 
     def _check_weights(self, where: str) -> None:
-        """Check that all workers have the same weights, because no step may follow that would find it."""
+        """Check that all workers have the same weights, for the end, where no step follows to check them."""
         if self.job.world_size > 1:
             agree(self.job, {"hash of the weights in": self._replica.hashes()}, where=where)
 
     def _settings_of_model(self) -> ModelSettings | None:
-        """Return the settings of the model in the last step, for a checkpoint; None before the first one."""
+        """Return the model's settings in the last step, for a checkpoint; None before the first step."""
         if self._resumed is not None:
             return self._resumed.saved
         return settings_of(self._root, self._replica.watch.modes.last()) if self._step else None
 
     def _expect(self, settings: ModelSettings | None) -> None:
-        """Have the next step compare the model's settings with those of a checkpoint."""
+        """Let the next step compare the model's settings with those of a checkpoint."""
         at_load = settings_of(self._root, {})
         self._resumed = None if settings is None else Resumed(settings, at_load)
 
@@ -200,7 +201,7 @@ class Towers:
 
     @property
     def model(self) -> nn.Module:
-        """The model, as it was given."""
+        """The model that was passed in."""
         return self._model
 
     @property
@@ -233,8 +234,8 @@ class Towers:
     def placement(self) -> Placement:
         """Which towers each worker runs.
 
-        Between two steps another one may be set, the same on all workers: a `Placement`, which then stays;
-        "even"; or "auto", which starts from the present one and follows the workers' speed.
+        Between two steps it can be set, to the same value on all workers: a `Placement`; "even"; or "auto",
+        which starts from the current placement and follows the workers' speed.
         """
         return self._placing.current
 
@@ -244,15 +245,15 @@ class Towers:
         self._placing.set(placement)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a run needs to go on: T, the seed, the steps taken and the noise scale."""
+        """Return the state that continuing a run needs: T, the seed, the steps taken and the noise scale."""
         own = {"towers": self.placement.num_towers, "seed": self.seed, "step": self._step}
         return {**own, "noise": self.noise.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned, on any placement.
+        """Restore what `state_dict` returned, on any placement.
 
         Raises:
-            ConfigError: it is of another number of towers, or of another seed.
+            ConfigError: the state is for another number of towers or another seed.
         """
         self._check_no_step("load a state")
         check_same(state, {"towers": self.placement.num_towers, "seed": self.seed}, "towers")
@@ -270,32 +271,32 @@ class Towers:
     ) -> Iterator[Tower]:
         """Start a step and return this worker's towers that have rows, in order.
 
-        While a tower has its turn, torch's, Python's and NumPy's global generators are seeded from (seed,
-        step, tower); afterwards they are what they were.
+        During a tower's turn, torch's, Python's and NumPy's global generators are seeded from (seed, step,
+        tower); after the loop they are restored. A step that is still open is abandoned first.
 
         Args:
             batch: the global batch, the same on every worker: any nest of tensors, arrays and lists, rows
-                first, see docs/batches.md; or a `LocalBatch` from a `TowerLoader`. A tower's rows are copied
-                to the worker's device when its turn comes: until the last turn, do not write to the batch.
-            counts: for a loss that is a sum of several means, each over something else: what each of them
-                counts, by name, as `count(tower_batch)` -> a number or 0-dim tensor. Each tower then hands
-                in a mapping with a sum for each name. The loss is the sum over names of all towers' sums
-                over all towers' counts; a name that counts 0 adds nothing. Functions draw from each tower's
-                own streams, and may depend on nothing but its rows and the weights.
-            scaler: its scale multiplies each loss before backward; the average is scaled, the report is not.
-            flags: called once a step, just before this worker sends its first message: returns an int
-                whose bits are OR-ed over all workers into `Report.flags`, such as a request to stop.
-            must_match: what else must be the same on all workers, by name, such as the learning rate; values
-                are compared by their `repr`, with the first message.
+                first, see docs/batches.md; or a `LocalBatch` from a `TowerLoader`. Each tower's rows are
+                copied to the device at its turn, so do not write to the batch before the last turn.
+            counts: for a loss that is a sum of several means with different denominators: for each name, a
+                function `count(tower_batch)` that returns the tower's part of the denominator, a number or
+                0-dim tensor. `Tower.backward` then takes a mapping with a sum for each name. The loss is the
+                sum over names of (all towers' sums / all towers' counts); a name whose count is 0 adds
+                nothing. A function may depend only on the tower's rows, its random streams and the weights.
+            scaler: multiplies each loss by its scale before backward; the average is scaled, the report not.
+            flags: called once per step, just before this worker sends its first message; returns an int, such
+                as a request to stop. `Report.flags` is the OR of all workers' flags.
+            must_match: more values that must be the same on all workers, by name, such as the learning rate;
+                they are compared by `repr`, in the first message.
 
         Raises:
-            BatchError: numbers of rows disagree, there are none, something cannot be cut, or a count is
+            BatchError: numbers of rows disagree, there are no rows, something cannot be cut, or a count is
                 negative or not finite; in the loop, the batch was written to.
-            ConfigError: `counts` is not a mapping of functions, or the model cannot be trained any more.
-            DisagreementError: workers came with different batches or models; where the passes are running
-                already, `Tower.backward` or `average` raises it.
+            ConfigError: `counts` is not a mapping of functions, or the model can no longer be trained.
+            DisagreementError: workers have different batches or models; once passes have begun,
+                `Tower.backward` or `average` raises it.
             UsageError: the last step was interrupted in an exchange, or a hook on a parameter would see sums
-                of towers. A step that is still open is abandoned first.
+                over towers.
 
         Example:
             >>> model = torch.nn.Linear(2, 1)
@@ -330,19 +331,20 @@ class Towers:
     ) -> None:
         """Run a step whose loss is not a sum over rows, instead of the loop over towers; then call `average`.
 
-        Every tower runs forward without grad; the loss is computed on all outputs, alike on every worker;
-        then every tower runs forward again, under the same random streams, and the gradient of its outputs is
-        pushed through: the gradient of the whole batch's loss, in the memory of one tower's activations.
+        Every tower runs forward without grad. Every worker computes the same loss on the outputs of all
+        towers. Then every tower runs forward again, with the same random numbers, and backward from the
+        gradient of its outputs. This is the gradient of the whole batch's loss, but only one tower's
+        activations are in memory at a time.
 
         Args:
             batch: as for `__call__`.
             forward: `forward(tower_batch) -> outputs`, a dense tensor or nested dense tensors, rows first.
-                Towers' outputs may differ in their numbers of rows, and in nothing else. It is called twice,
-                and must do the same both times.
-            loss: `loss(all_outputs, batch) -> scalar`. It gets the outputs with the rows of all towers, in
-                tower order: contiguous, in the dtypes that `forward` gave, floating ones requiring grad; and
-                a copy of the global batch on the worker's device, or, where the batch is a `LocalBatch`,
-                something that raises as soon as it is used. It may use parameters of the model, and draw
+                Outputs of different towers may differ only in the number of rows. It is called twice, and
+                must do the same both times.
+            loss: `loss(all_outputs, batch) -> scalar`. `all_outputs` has the rows of all towers, in tower
+                order: contiguous, in the dtypes that `forward` returned; floating-point tensors require grad.
+                `batch` is a copy of the global batch on the worker's device; if the batch is a `LocalBatch`,
+                it is an object that raises on any use. The loss may use parameters of the model, and draw
                 from the global generators, which are seeded from (seed, step).
             scaler: as for `__call__`.
             flags: as for `__call__`.
@@ -350,7 +352,7 @@ class Towers:
 
         Raises:
             BatchError, DisagreementError: as for `__call__`.
-            UsageError: as for `__call__`, or outputs or loss are not as above.
+            UsageError: as for `__call__`, or `forward` or `loss` returned something other than the above.
 
         Example:
             >>> model = torch.nn.Linear(2, 3)
@@ -371,24 +373,23 @@ class Towers:
             run_whole_batch(run, self._root, batch, forward, loss, compares_loss=self._bits_must_match)
 
     def slices(self, batches: Iterable[Any], *, rows: NumRows = None) -> Iterator[LocalBatch]:
-        """Group T small batches into one batch, whose tower t has the t-th: for loops that accumulate.
+        """Group T small batches into one batch, one for each tower: for loops that accumulate gradients.
 
-        The gradient is that of the mean over the rows of all T, whatever their sizes. Where the iterator ends
-        in the middle of a step, the last step has the small batches that are left, and nothing counts twice.
+        The gradient is that of the mean over the rows of all T, whatever their sizes. If the iterator ends
+        in the middle of a step, the last step has the remaining small batches.
 
-        Every worker takes all T small batches, which must be the same everywhere, counts their rows, and
-        keeps copies of its own in memory until the step is over: of all T within a `samestep.Elastic` that
-        may lose workers. There is no position to keep: to go on with a run, skip `towers.step * T` small
-        batches.
+        Every worker iterates over all small batches, which must be the same on all workers, counts their
+        rows, and keeps copies of its towers' batches until the end of the step; within a `samestep.Elastic`
+        that may lose workers, copies of all T. To resume a run, skip `towers.step * T` small batches.
 
         Args:
             batches: an iterable of small batches; each a nest as for `__call__`, or, with `rows`, anything.
-            rows: how many rows a small batch has, at least 1: an int, or `rows(small_batch)` where nothing
-                can be counted; by default they are counted.
+            rows: the number of rows of a small batch, at least 1: an int, or a function `rows(small_batch)`;
+                by default the rows are counted.
 
         Raises:
             ConfigError: `rows` is something else.
-            BatchError: in the loop, rows cannot be counted, there are none, or not as many as `rows` says.
+            BatchError: in the loop, the rows cannot be counted, there are none, or `rows` is wrong.
 
         Example:
             >>> model = torch.nn.Linear(2, 1)
@@ -403,13 +404,13 @@ class Towers:
         return in_steps(batches, self, rows)
 
     def average(self) -> Report:
-        """Finish the step: every worker's `p.grad` becomes the average over all towers.
+        """Finish the step: set `p.grad` on every worker to the average over all towers.
 
         A parameter that no tower used keeps `grad = None`.
 
         Raises:
             UsageError: some of this worker's towers have not run.
-            DisagreementError, LostWorkerError: from the exchange.
+            DisagreementError, LostWorkerError: workers differ, or one failed or was lost.
             BatchError: the towers' counts add up to 0 (see `on_zero_count`), or are negative or not finite.
         """
         run = self._run
@@ -440,15 +441,15 @@ class Towers:
         return self._report(result, tower_grad_norms=None if measured is None else measured.of_towers)
 
     def abandon(self) -> None:
-        """Leave the step that has begun, as if it had not: instead of `average`, after an exception, Ctrl-C.
+        """Undo the step that has begun, instead of `average`, after an exception or Ctrl-C.
 
-        Buffers and random generators are as before the step, its number stays, every `p.grad` is None. On all
-        other workers `average` raises `AbandonedError`; they, too, may begin the step again. Without an open
-        step nothing happens.
+        Buffers and random generators are restored, the step's number does not change, and every `p.grad` is
+        None. On all other workers `average` raises `AbandonedError`. All workers may then begin the step
+        again. Without an open step, do nothing.
 
         Raises:
-            UsageError: an exchange was interrupted, and other workers may have its messages and have taken
-                the step, or may wait for them.
+            UsageError: an exchange was interrupted, so other workers may have taken the step already, or may
+                wait for messages that do not come.
         """
         run = self._run
         exchange = self._opening.exchange if run is None else run.exchange
@@ -468,7 +469,7 @@ class Towers:
             self._leave(run, AbandonedError(reason))
 
     def _leave(self, run: StepRun, error: Error) -> NoReturn:
-        """Leave a step because of an error, which the others get; an interrupt meanwhile leaves it open."""
+        """Drop a step and send its error to the other workers; if interrupted, the step stays open."""
         run.drop()
         try:
             run.exchange.fail(error)
@@ -479,7 +480,7 @@ class Towers:
 
     @contextlib.contextmanager
     def _ending_on_error(self, run: StepRun) -> Iterator[None]:
-        """End a step in which this worker's code, or the exchange, raises; an interrupt leaves it open."""
+        """End the step if the block raises; an interrupt leaves it open."""
         try:
             yield
         except Error as error:
@@ -515,13 +516,13 @@ class Towers:
         return self._opening.open(self._step, batch, kind, options, self._placing.pass_ns)
 
     def _check_no_step(self, what: str) -> None:
-        if self._run is not None and self._run.exchange.is_over:  # all workers raised, and none took the step
+        if self._run is not None and self._run.exchange.is_over:  # all workers raised; none took the step
             self.abandon()
         if self._run is not None:
             raise UsageError(f"cannot {what} in step {self._step}: call average(), or abandon(), first")
 
     def _replay(self) -> Generator[Tower]:
-        """Run this worker's towers of the last step once more; see `StepRun.replay`."""
+        """Yield this worker's towers of the last step once more; see `StepRun.replay`."""
         self._step -= 1  # the loss may read `step`
         try:
             yield from self._last.run.replay()

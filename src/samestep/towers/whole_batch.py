@@ -1,6 +1,6 @@
-r"""Losses of the whole batch: contrastive ones, the χ² of a histogram, anything that is not a sum over rows.
+r"""Losses of the whole batch that are not a sum over rows, such as contrastive ones or a histogram's χ².
 
-The mean of towers' gradients is not the gradient of such a loss. For W = 1, a step is this program:
+The mean of the towers' gradients is not the gradient of such a loss. For W = 1, a step is this program:
 
     with torch.no_grad():
         parts = [forward(batch[rows]) for rows in even_ranges(len(batch), T)]
@@ -9,7 +9,7 @@ The mean of towers' gradients is not the gradient of such a loss. For W = 1, a s
     for rows in even_ranges(len(batch), T):     # under the same random streams as before
         forward(batch[rows]).backward(outputs.grad[rows])
 
-It costs a second forward, and needs the memory of one tower's activations.
+It costs a second forward; only one tower's activations are in memory at a time.
 
 References:
     Gao, Zhang, Han & Callan, "Scaling deep contrastive learning batch size under memory limited setup",
@@ -46,44 +46,45 @@ Forward = Callable[[Any], Any]
 """forward(tower_batch) -> outputs: a tensor or nested tensors, rows first."""
 
 WholeLoss = Callable[[Any, Any], Tensor]
-"""loss(all_outputs, batch) -> a scalar, from the outputs of all towers and the global batch."""
+"""loss(all_outputs, batch) -> a scalar, given the outputs of all towers and the global batch."""
 
 
 def run_whole_batch(
     run: StepRun, model: nn.Module, batch: Any, forward: Forward, loss: WholeLoss, *, compares_loss: bool
 ) -> None:
-    """Run the forwards of this worker's towers, the loss of all outputs, and the towers' second passes.
+    """Run this worker's towers without grad, the loss of all outputs, and the towers' second passes.
 
-    With `compares_loss`, the loss must have the same bits on all workers.
+    With `compares_loss`, the loss is compared between workers, and must have the same bits.
     """
-    own = _run_ahead(run, model, forward)
+    own = _run_first_passes(run, model, forward)
     value = _differentiate(run, own, batch, loss)
     if compares_loss:
         run.watch.note_loss(value)
     value = value.to(run.job.device)
-    run.watch.note(rehash=True)  # the loss's own writes are the same on all workers
+    run.watch.note(rehash=True)  # the loss may write to weights and buffers, because all workers do the same
     for tower in run.turns():
-        # The loss counts once, as tower 0's. No variable here may keep a tower's outputs alive.
+        # The loss counts once, for tower 0. No variable here may keep a tower's outputs alive.
         count = float(tower.index == 0)
         total = Contribution(value, (value * count).reshape(1), count)
-        run.add(tower, total, *_run_again(run, tower, own.pop(tower.index), forward))
+        run.add(tower, total, *_run_second_pass(run, tower, own.pop(tower.index), forward))
 
 
 @dataclass
 class _Pass:
-    """The outputs of a tower's first pass, and then the gradients that its second one starts from."""
+    """A tower's first pass: its outputs, and later the loss's gradients with respect to them."""
 
     outline: Outline
     outputs: list[Tensor]  # contiguous copies without a graph, so that strides are the same on all workers
-    repeated: Repeated | None  # only in steps that look
+    repeated: Repeated | None  # only in steps that the watch checks
     gradients: list[Tensor | None] = field(default_factory=list)  # of the outputs
-    of_parameters: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # tower 0: the loss's own
+    # For tower 0, each parameter that the loss uses directly, and its gradient from there.
+    of_parameters: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     needs_grad: bool = False  # whether all of the loss's gradient flows through outputs
 
-    def push(self, outputs: Sequence[Tensor], device_type: str) -> None:
-        """Leave the gradients on the parameters, given the outputs of the second pass."""
+    def backward(self, outputs: Sequence[Tensor], device_type: str) -> None:
+        """Run backward from the outputs of the second pass."""
         for parameter, gradient in self.of_parameters:
-            parameter.grad = gradient  # autograd adds the forward's part to it
+            parameter.grad = gradient  # autograd adds the gradient through the outputs
         self.of_parameters.clear()
         pairs = zip(outputs, self.gradients, strict=True)
         found = [(t, g) for t, g in pairs if t.requires_grad and g is not None]
@@ -92,8 +93,8 @@ class _Pass:
                 torch.autograd.backward([t for t, _ in found], [g for _, g in found])
 
 
-def _run_ahead(run: StepRun, model: nn.Module, forward: Forward) -> dict[int, _Pass]:
-    """Run the towers' forwards without grad, and keep only copies of their outputs."""
+def _run_first_passes(run: StepRun, model: nn.Module, forward: Forward) -> dict[int, _Pass]:
+    """Run the first passes, without grad, and keep only copies of their outputs."""
     own: dict[int, _Pass] = {}
     kept = KeptBuffers(model)
     with keep_globals(run.job.device), torch.no_grad():
@@ -113,14 +114,14 @@ def _run_ahead(run: StepRun, model: nn.Module, forward: Forward) -> dict[int, _P
                 run.watch.stop_looking()
                 kept.restore()
                 run.watch.note()  # restoring buffers writes to them
-    # The second pass would reuse casts of the weights that were made without grad, and get no gradients:
+    # Otherwise the second pass reuses casts of the weights that were made without grad, and gets no gradient:
     # https://github.com/pytorch/pytorch/issues/112583
     torch.clear_autocast_cache()
     return own
 
 
 def _differentiate(run: StepRun, own: dict[int, _Pass], batch: Any, loss: WholeLoss) -> Tensor:
-    """Gather all outputs, and replace this worker's by their gradients; return the loss, not scaled."""
+    """Gather all outputs, replace this worker's by their gradients, and return the unscaled loss."""
     outputs = {tower: each.outputs for tower, each in own.items()}
     outlines = {tower: each.outline for tower, each in own.items()}
     with run.exchange.unbroken():
@@ -139,63 +140,63 @@ def _differentiate(run: StepRun, own: dict[int, _Pass], batch: Any, loss: WholeL
         value = loss_sum("the loss of the whole batch", result, 1.0, 1.0).total
         scaled = value if run.scaler is None else run.scaler.scale(value)
         known = {id(tensor) for tensor in (*wanted, *run.parameters)}
-        beside = [leaf for leaf in run.leaves([scaled]) if id(leaf) not in known]
+        other_leaves = [leaf for leaf in run.leaves([scaled]) if id(leaf) not in known]
         with torch.autocast(run.job.device.type, enabled=False):
-            found = torch.autograd.grad(scaled, [*wanted, *run.parameters, *beside], allow_unused=True)
-    for leaf, gradient in zip(beside, found[len(found) - len(beside) :], strict=True):
-        if leaf.grad is None:  # otherwise the program has set it
+            found = torch.autograd.grad(scaled, [*wanted, *run.parameters, *other_leaves], allow_unused=True)
+    for leaf, gradient in zip(other_leaves, found[len(found) - len(other_leaves) :], strict=True):
+        if leaf.grad is None:  # otherwise the program has set the gradient itself
             leaf.grad = gradient
             note_outside_gradients([leaf])
-    _hand_out(own, run.parameters, wanted, found)
+    _store_gradients(own, run.parameters, wanted, found)
     return value.detach().reshape(())
 
 
-def _hand_out(
+def _store_gradients(
     own: Mapping[int, _Pass],
     parameters: Sequence[Tensor],
     outputs: Sequence[Tensor],
     gradients: Sequence[Tensor | None],
 ) -> None:
-    """Give this worker's towers the gradients of their outputs, and tower 0 those of the loss's parameters.
+    """Store the gradients of this worker's outputs, and, for tower 0, those of parameters in the loss.
 
-    `gradients` are of all towers' outputs, then of the parameters, then of what else the loss trains.
+    `gradients` has those of all towers' outputs, of the parameters, and of other leaf tensors, in this order.
     """
     of_outputs = {id(tensor): gradient for tensor, gradient in zip(outputs, gradients, strict=False)}
-    beside_outputs = gradients[len(outputs) :]
+    of_leaves = gradients[len(outputs) :]
     for each in own.values():
         # Copies, so that the memory of all towers' gradients can be freed.
         slices = [of_outputs.get(id(tensor)) for tensor in each.outputs]
         each.gradients = [None if gradient is None else _contiguous_copy(gradient) for gradient in slices]
         each.outputs = []
-        each.needs_grad = all(gradient is None for gradient in beside_outputs)
+        each.needs_grad = all(gradient is None for gradient in of_leaves)
     if 0 in own:
-        of_parameters = zip(parameters, beside_outputs, strict=False)
+        of_parameters = zip(parameters, of_leaves, strict=False)
         own[0].of_parameters = [(p, _as_grad(p, g)) for p, g in of_parameters if g is not None]
 
 
-def _run_again(
-    run: StepRun, tower: Tower, ahead: _Pass, forward: Forward
+def _run_second_pass(
+    run: StepRun, tower: Tower, first: _Pass, forward: Forward
 ) -> tuple[Callable[[], None], list[Tensor]]:
-    """Run a tower's forward again; return a function that runs its backward, and the leaves of its graph."""
+    """Run a tower's second forward; return a function that runs backward, and the graph's leaf tensors."""
     outputs, outline = take_apart(forward(tower.batch))
     who = f"step {run.step}, tower {tower.index}"
-    if outline.kinds != ahead.outline.kinds or outline.spec != ahead.outline.spec:
+    if outline.kinds != first.outline.kinds or outline.spec != first.outline.spec:
         raise UsageError(
-            f"{who}: forward returned {ahead.outline.sizes} in the first pass and {outline.sizes} in the "
+            f"{who}: forward returned {first.outline.sizes} in the first pass and {outline.sizes} in the "
             "second: both passes must compute the same"
         )
-    if ahead.needs_grad and not any(tensor.requires_grad for tensor in outputs):
+    if first.needs_grad and not any(tensor.requires_grad for tensor in outputs):
         raise UsageError(f"{who}: no output of forward requires grad, so there is no gradient")
     run.check_forward(tower)
     run.watch.check_outputs(who, outputs)
-    difference = None if ahead.repeated is None else ahead.repeated.difference(outputs)
+    difference = None if first.repeated is None else first.repeated.difference(outputs)
     if difference:
         raise UsageError(
             f"{who}: forward's second pass changed {difference}: both passes must compute the same; carry no "
             "state, such as a count or a hidden state, from one pass to the next, and draw from the global "
             "generators, which are seeded the same for both"
         )
-    return partial(ahead.push, outputs, run.job.device.type), run.leaves(outputs)
+    return partial(first.backward, outputs, run.job.device.type), run.leaves(outputs)
 
 
 def _contiguous_copy(tensor: Tensor) -> Tensor:
@@ -203,12 +204,12 @@ def _contiguous_copy(tensor: Tensor) -> Tensor:
 
 
 def _as_grad(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """Return a gradient in memory of its own, laid out as autograd would, so that it can be added to."""
+    """Copy a dense gradient into new memory, laid out as autograd would, because autograd adds to it."""
     return gradient if gradient.is_sparse else torch.empty_like(parameter).copy_(gradient)
 
 
 class _AbsentBatch:
-    """Stands for the global batch where every worker has its own rows only."""
+    """Takes the place of the global batch when each worker has only its own rows; raises on any use."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Workers agree: on values that must be the same on all, and on what worker 0 reads or decides alone."""
+"""Checks that values are the same on all workers, and sends results of one worker to others."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def agree(
 ) -> list[Any]:
     """Raise on every worker unless all have the same values and none has an error; return all messages.
 
-    All workers must call this. `error` is what went wrong on this worker before: it is raised here, and as a
-    `DisagreementError` elsewhere; an `AbandonedError` as such. Messages may differ. `where` begins the error,
-    such as "step 3".
+    All workers must call this. `error` is an earlier error on this worker: it is raised here, and on other
+    workers as an `AbandonedError` if it is one, otherwise as a `DisagreementError`. Messages may differ
+    between workers. `where` begins the error, such as "step 3".
     """
-    own = (dict(must_match), None if error is None else _in_words(error), message)
+    own = (dict(must_match), None if error is None else _describe(error), message)
     all_values = gather_objects(job.transport, own, where)
     if error is not None:
         raise error
@@ -53,38 +53,38 @@ def agree(
 _ABANDONED = "abandoned the step"
 
 
-def _in_words(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     if isinstance(error, AbandonedError):
         return f"{_ABANDONED}{error}"
     return f"failed: {error}" if isinstance(error, Error) else f"failed: {type(error).__name__}: {error}"
 
 
 def difference(all_values: Sequence[Values]) -> str | None:
-    """Say which workers differ from the others in the first value that differs.
+    """Describe the first value that differs: which workers have which; None if all are the same.
 
     >>> difference([{"towers": 8}, {"towers": 7}, {"towers": 8}])
     'worker 1 has towers = 7, the others have 8'
     >>> difference([{"layer": {"0": "Linear"}}, {"layer": {"0": "Linear", "1": "ReLU"}}])
     'worker 0 has layer 1 = nothing, worker 1 has layer 1 = ReLU'
 
-    A value called "?NAME: HINT" may differ; if the one called NAME also does, the hint is added.
+    A value named "?NAME: HINT" may differ; if the value named NAME differs as well, the hint is added.
     """
     names = dict.fromkeys(itertools.chain(*all_values))
     values: dict[str, list[Any]] = {n: [seen.get(n, _NOTHING) for seen in all_values] for n in names}
-    differing = [name for name, found in values.items() if not _are_all_alike(found)]
+    differing = [name for name, found in values.items() if not _are_all_equal(found)]
     first = next((name for name in differing if name[0] != "?"), None)
     if first is None:
         return None
     hints = "".join(f"; {name.partition(': ')[2]}" for name in differing if name.startswith(f"?{first}: "))
-    return who_has_what(*_first_part(first, values[first])) + hints
+    return who_has_what(*_first_difference(first, values[first])) + hints
 
 
 _NOTHING = "nothing"
 """Shown for a value that a worker does not have."""
 
 
-def _first_part(name: str, found: Sequence[Any]) -> tuple[str, Sequence[Any]]:
-    """Return the first part in which values differ, or the first place where their orders do."""
+def _first_difference(name: str, found: Sequence[Any]) -> tuple[str, Sequence[Any]]:
+    """Return the name and values of the first entry that differs, or is in a different place."""
     parts = [_parts(each) for each in found]
     for key in dict.fromkeys(itertools.chain(*parts)):
         entries = [each.get(key, _NOTHING) for each in parts]
@@ -97,14 +97,14 @@ def _first_part(name: str, found: Sequence[Any]) -> tuple[str, Sequence[Any]]:
 
 
 def _parts(value: Any) -> Mapping[str, Any]:
-    """Return the parts of a mapping or a list, by what follows its name; other values have none."""
+    """Return the entries of a mapping or a list, by the suffix for its name; other values have none."""
     if isinstance(value, Mapping):
         return {f" {key}": part for key, part in value.items()}
     return {f"[{n}]": part for n, part in enumerate(value)} if isinstance(value, (list, tuple)) else {}
 
 
-def _are_all_alike(values: Sequence[Any]) -> bool:
-    """Whether all values are equal; mappings in the same order."""
+def _are_all_equal(values: Sequence[Any]) -> bool:
+    """Whether all values are equal, including the order of mappings."""
     first = values[0]
     return all(
         bool(each == first) and not (isinstance(each, Mapping) and list(each) != list(first))
@@ -113,11 +113,11 @@ def _are_all_alike(values: Sequence[Any]) -> bool:
 
 
 def from_first_worker(job: Job, work: Callable[[], T], what: str = "what worker 0 found") -> T:
-    """Do something on worker 0 alone, and return its result on all workers, which must all call this.
+    """Call `work` on worker 0 alone, and return its result on all workers; all workers must call this.
 
-    `what` names the work in the error if worker 0 is lost. The result is a nest of tensors in host memory and
-    values that can be pickled. An `Error` is raised on all workers; after any other exception of worker 0 the
-    others raise a `LostWorkerError`.
+    `what` names the work in an error. The result is a nest of CPU tensors and values that can be pickled. If
+    `work` raises an `Error`, all workers raise it; after any other exception of worker 0 the others raise a
+    `LostWorkerError`.
     """
     if job.world_size == 1:
         return work()
@@ -133,7 +133,7 @@ def from_first_worker(job: Job, work: Callable[[], T], what: str = "what worker 
         raise
     finally:
         with unbroken(job.transport, what):
-            error, result = _sent(
+            error, result = _send_nest(
                 (error, result), job, 0, what, lambda values: broadcast(job.transport, values, what)
             )
     if error is not None:
@@ -142,14 +142,17 @@ def from_first_worker(job: Job, work: Callable[[], T], what: str = "what worker 
 
 
 def hand_over(nest: Any, job: Job, source: int, targets: Sequence[int], what: str) -> Any:
-    """Return one worker's nest on some others, and None on the rest; all workers must call this.
+    """Send one worker's nest to some others, which return it; all workers must call this.
 
     Args:
-        nest: of the worker `source`, tensors in host memory and values that can be pickled; None on others.
-        job: of this worker.
-        source: which worker sends.
-        targets: which workers receive.
-        what: names the message in the error if a worker is lost.
+        nest: CPU tensors and values that can be pickled, on the worker `source`; None on others.
+        job: this worker's job.
+        source: the worker that sends.
+        targets: the workers that receive.
+        what: the message's name in an error.
+
+    Returns:
+        The nest on `source` and `targets`, None on other workers.
     """
 
     def send(values: list[Tensor]) -> None:
@@ -158,10 +161,10 @@ def hand_over(nest: Any, job: Job, source: int, targets: Sequence[int], what: st
         with unbroken(job.transport, what):
             job.transport.post(outgoing, incoming, what).wait()
 
-    return _sent(nest, job, source, what, send, is_wanted=job.rank in targets)
+    return _send_nest(nest, job, source, what, send, is_wanted=job.rank in targets)
 
 
-def _sent(
+def _send_nest(
     nest: Any,
     job: Job,
     source: int,
@@ -170,7 +173,7 @@ def _sent(
     *,
     is_wanted: bool = True,
 ) -> Any:
-    """Send a worker's nest, its tensors by themselves: pickled they would need twice the memory."""
+    """Send a worker's nest; tensors are sent separately, because pickling them takes twice the memory."""
     is_source = job.rank == source
     outline = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), nest) if is_source else None
     outline = gather_objects(job.transport, outline, what)[source]

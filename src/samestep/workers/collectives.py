@@ -1,4 +1,4 @@
-"""Collectives for all that is not gradients, made of `Transport.post`; all workers must call them."""
+"""Collectives for everything except gradients, built on `Transport.post`; all workers must call them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ __all__ = ["broadcast", "gather_objects", "gather_rows", "post_to_all", "unbroke
 
 @contextmanager
 def unbroken(transport: Transport, what: str) -> Iterator[None]:
-    """After an interrupt in this block, some messages have gone and some have not: send no others.
+    """If the block is interrupted, stop all further messages: they could be taken for those not yet sent.
 
-    They would be mistaken for those. Signal handlers may raise anything, so whatever is not an `Error` counts
-        as an interrupt.
+    Any exception except a samestep `Error` counts as an interrupt: signal handlers may raise anything.
     """
     try:
         yield
@@ -33,9 +32,10 @@ def unbroken(transport: Transport, what: str) -> Iterator[None]:
 
 
 def gather_rows(transport: Transport, values: Tensor, sizes: Sequence[int], what: str) -> Tensor:
-    """Return the rows of all workers, in their order, given this worker's and how many each has.
+    """Concatenate the rows of all workers, in order of rank; `sizes` has the number of rows of each.
 
-    `values` is [rows, ...], else of the same shape and dtype on all; `what` names it if a worker is lost.
+    `values` is [rows, ...], with the same shape after rows and the same dtype on all workers. `what` is the
+    message's name in an error.
     """
     parts = [values.new_empty(size, *values.shape[1:]) for size in sizes]
     parts[transport.rank] = values.contiguous()
@@ -45,14 +45,14 @@ def gather_rows(transport: Transport, values: Tensor, sizes: Sequence[int], what
 
 
 def post_to_all(transport: Transport, tensors: Sequence[Sequence[Tensor]], what: str) -> Pending:
-    """Start to send this worker's tensors to all others, and to receive theirs."""
+    """Start to send this worker's tensors to all others, and to receive theirs; `tensors` is by rank."""
     others = [worker for worker in range(transport.world_size) if worker != transport.rank]
     outgoing = dict.fromkeys(others, tensors[transport.rank])
     return transport.post(outgoing, {worker: tensors[worker] for worker in others}, what)
 
 
 def gather_objects(transport: Transport, value: Any, what: str) -> list[Any]:
-    """Return the values of all workers, in their order, given this worker's; they must be picklable."""
+    """Return the values of all workers, in order of rank; they must be picklable."""
     if transport.world_size == 1:
         return [value]
     own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -68,9 +68,9 @@ def gather_objects(transport: Transport, value: Any, what: str) -> list[Any]:
 
 
 def broadcast(transport: Transport, tensors: Sequence[Tensor], what: str) -> None:
-    """Fill the tensors of all workers, contiguous and alike in shape, with those of worker 0.
+    """Copy worker 0's tensors into those of all workers, which are contiguous and have the same shapes.
 
-    In each round, every worker that has them sends them to one that has not.
+    In each round, every worker that has the values sends them to one that does not.
     """
     rank, num_ready = transport.rank, 1
     while num_ready < transport.world_size:

@@ -1,4 +1,4 @@
-"""The environment variables that a launcher sets for its workers, where torch has no function to ask."""
+"""The environment variables that a launcher sets for its workers."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ __all__ = [
 ]
 
 LIFELINE = "SAMESTEP_LIFELINE"
-"""The variable that holds the file descriptor of a worker's lifeline and, after a colon, the signal that the
-worker gets when the lifeline ends (by default SIGTERM). See `end_with_launcher`."""
+"""Holds the file descriptor of a worker's lifeline and, after a colon, the signal that the worker gets when
+the lifeline is closed (by default SIGTERM). See `end_with_launcher`."""
 
 NUMBER = "SAMESTEP_NUMBER"
-"""The variable that holds a worker's number, if its launcher replaces lost workers."""
+"""Holds a worker's number, if its launcher replaces lost workers."""
 
 PER_HOST = 1_000_000
-"""The workers of host h have numbers from h times this on."""
+"""The numbers of workers on host h start at h times this."""
 
 JOB = "SAMESTEP_JOB"
-"""The variable that holds the name of a job whose launcher replaces lost workers."""
+"""Holds the name of a job whose launcher replaces lost workers."""
 
 _JOINED = "SAMESTEP_JOINED"
-"""The variable that says which process has already joined the environment's job, and as which worker."""
+"""Holds the process that has already joined the environment's job, and its rank and address."""
 
 _STARTED_TOGETHER = {
     "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
     "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
     "PMI_SIZE": "PMI_RANK",
 }
-"""Variables that srun, Open MPI and MPICH set: the number of processes, and the number of this process."""
+"""Variables that srun, Open MPI and MPICH set: the number of processes, and the rank of this process."""
 
 _MAX_WORKERS = 65_536
 
@@ -59,37 +59,37 @@ def under_launcher() -> bool:
 
 
 def launched_by_samestep() -> bool:
-    """Whether `samestep.app.launching` started this process, and so shows all errors of workers itself."""
+    """Whether `samestep.app.launching` started this process; that launcher reports workers' errors itself."""
     return "SAMESTEP_LAUNCHED" in os.environ
 
 
 def may_restart() -> bool:
-    """Whether the launcher starts failed workers again by itself."""
+    """Whether the launcher restarts failed workers itself."""
     return _number("TORCHELASTIC_MAX_RESTARTS", 0) > 0
 
 
 def is_first() -> bool:
-    """Whether this is worker 0, or there is no launcher; asked by what reports errors, so it raises none."""
+    """Whether this is worker 0, or there is no launcher. It never raises, because error reports call it."""
     return os.environ.get("RANK", "0").strip() == "0"
 
 
 def rank() -> int:
-    """Return this worker's number, 0 where there is no launcher."""
+    """Return this worker's rank; 0 without a launcher."""
     return _number("RANK", 0)
 
 
 def local_rank(default: int = 0) -> int:
-    """Return this worker's number among those of its host, `default` where there is no launcher."""
+    """Return this worker's rank on its host; `default` without a launcher."""
     return _number("LOCAL_RANK", default)
 
 
 def world_size() -> int:
-    """Return the number of workers in the job, 1 where there is no launcher."""
+    """Return the number of workers in the job; 1 without a launcher."""
     return _number("WORLD_SIZE", 1)
 
 
 def check_environment() -> None:
-    """Raise a `ConfigError` for values that no launcher would set; without a launcher none are set."""
+    """Raise a `ConfigError` if a launcher's variables are incomplete or have invalid values."""
     for one, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
         if one in os.environ and other not in os.environ:
             raise ConfigError(
@@ -105,10 +105,10 @@ def check_environment() -> None:
 
 
 def note_joined() -> None:
-    """Mark this place in the job as taken, for processes that this one starts.
+    """Mark this rank of the job as taken, in the environment of processes that this one starts.
 
     Raises:
-        ConfigError: it is taken, by the process that has started this one.
+        ConfigError: the process that started this one has taken the rank.
     """
     place = " ".join(os.environ.get(name, "") for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
     process, _, taken = os.environ.get(_JOINED, "").partition(" ")
@@ -121,7 +121,7 @@ def note_joined() -> None:
 
 
 def warn_if_unranked() -> None:
-    """Warn where this process was started with others, as by srun, and nobody gave them ranks."""
+    """Warn if this process was started together with others, as by srun, but without RANK and WORLD_SIZE."""
     if under_launcher():
         return
     for how_many, which in _STARTED_TOGETHER.items():
@@ -156,13 +156,13 @@ def _number(name: str, default: int) -> int:
 
 
 def error_file() -> Path | None:
-    """Return the file in which torch's launcher looks for this worker's error; None without a launcher."""
+    """Return the file from which torch's launcher reads this worker's error; None without a launcher."""
     name = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(name) if name else None
 
 
 def seat_environment(rank: int, world_size: int, address: str, port: int) -> dict[str, str]:
-    """Return the environment of one of the workers of this host, which meet at a store that is not theirs."""
+    """Return the environment of a worker in a job on this host, whose store the launcher has opened."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -175,7 +175,7 @@ def seat_environment(rank: int, world_size: int, address: str, port: int) -> dic
 
 
 def worker_environment(threads: int) -> dict[str, str]:
-    """Return the environment of every worker with so many CPU threads."""
+    """Return the environment that all workers share, with this number of CPU threads."""
     return {
         "SAMESTEP_LAUNCHED": "1",
         "OMP_NUM_THREADS": str(threads),  # read by libraries that size their thread pools at start

@@ -1,4 +1,4 @@
-"""What Ctrl-C does to a process, from its first line on; so this imports next to nothing."""
+"""What Ctrl-C does to a process. Needed from its first line on, so this module imports very little."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["end_at_once_when_interrupted", "interrupts_held", "release_interrupt
 
 
 def end_at_once_when_interrupted() -> None:
-    """Let Ctrl-C end this process silently, also while it waits or imports in C, as SIGTERM does.
+    """Let Ctrl-C end this process at once and silently, like SIGTERM, even while C code runs.
 
-    Python's own handler runs only between two bytecodes, and then prints where that was. A SIGINT that is
-    ignored stays so; one that was held back comes now.
+    Python's own handler runs only between bytecodes, and then prints a traceback. If SIGINT is ignored, it
+    stays ignored. A SIGINT that was held back is delivered now.
     """
-    # In process 1, as in a container, the default action of a signal is to ignore it.
+    # Process 1, as in a container, ignores signals that have the default action.
     if os.getpid() != 1 and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     release_interrupts()
@@ -24,7 +24,7 @@ def end_at_once_when_interrupted() -> None:
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Hold SIGINT back from processes that are started, each until it calls `release_interrupts`."""
+    """Block SIGINT in processes that the block starts, until each calls `release_interrupts`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -33,5 +33,5 @@ def interrupts_held() -> Iterator[None]:
 
 
 def release_interrupts() -> None:
-    """Let a SIGINT through that was held back until this process has chosen what it does."""
+    """Unblock SIGINT, once this process has set its handler; a pending one is delivered."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

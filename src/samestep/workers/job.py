@@ -1,4 +1,4 @@
-"""One process's view of the job."""
+"""The job, as one worker sees it, and `init`, which joins it."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ __all__ = ["Job", "init"]
 
 @dataclass(frozen=True)
 class Job:
-    """One process's view of the job.
+    """The job, as one worker sees it.
 
     Attributes:
-        device: what this worker computes on.
-        threads: CPU threads of this worker; part of what the bits depend on.
+        device: the device that this worker computes on.
+        threads: CPU threads of this worker; the bits of CPU kernels depend on it.
         transport: sends messages to the other workers and receives theirs.
         timeout_s: seconds to wait for another process before it counts as lost.
 
@@ -57,12 +57,12 @@ class Job:
 
     @property
     def rank(self) -> int:
-        """This worker's number, 0 <= rank < world_size; passed on as `worker` elsewhere."""
+        """This worker's rank, 0 <= rank < world_size; called `worker` in arguments elsewhere."""
         return self.transport.rank
 
     @property
     def world_size(self) -> int:
-        """Workers in the job, W."""
+        """The number of workers in the job, W."""
         return self.transport.world_size
 
     @property
@@ -72,16 +72,16 @@ class Job:
 
     @cached_property
     def renewable(self) -> Renewable | None:
-        """The transport, where workers may be lost and others come; None where a loss ends the job."""
+        """The transport, if workers may be lost and others may join; None if a loss ends the job."""
         return self.transport if isinstance(self.transport, Renewable) else None
 
     @property
     def is_newcomer(self) -> bool:
-        """Whether this worker is alone until it joins others that train already."""
+        """Whether this worker has not yet joined the others, which are training already."""
         return self.renewable is not None and self.renewable.is_outside()
 
     def barrier(self, what: str = "barrier") -> None:
-        """Wait for all workers; raise a `LostWorkerError` if one is gone or silent."""
+        """Wait until all workers call this; raise a `LostWorkerError` if one is gone or silent."""
         gather_rows(
             self.transport, torch.zeros(1, dtype=torch.uint8, device="cpu"), [1] * self.world_size, what
         )
@@ -92,43 +92,43 @@ class Job:
         return self.transport.is_closed
 
     def close(self) -> None:
-        """Leave the job, once all workers do; called again, it does nothing."""
+        """Wait until all workers call this, and leave the job; a second call does nothing."""
         if self.is_closed:
             return
         try:
             self.barrier("end")
         except LostWorkerError:
             if self.renewable is None or not self.renewable.has_finished():
-                raise  # otherwise the others have done the lost worker's work
+                raise  # otherwise the run is complete, and a loss has no effect
         self.transport.close()
 
 
 def init(
     device: str = "auto", *, threads: int = 1, tf32: bool = False, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> Job:
-    """Join the job: read torchrun's environment, pick the device, make kernels deterministic.
+    """Join the job: read torchrun's environment, choose the device, make kernels deterministic.
 
-    Workers that have made torch's process group themselves, as under `mp.spawn`, are those of the job.
-    Without a launcher or such a group this is a job of one worker. Call it once, before the model is built,
-    and before anything random: all workers go on from the first one's global generators, those of torch,
-    `random` and `np.random`, so that a program without a seed, too, builds the same on each.
+    If the program has made torch's process group itself, as under `mp.spawn`, its processes are the workers.
+    Without a launcher or such a group this is a job of one worker. Call it once, before the model is built
+    and before anything random: it sets the global generators of torch, `random` and `np.random` to worker
+    0's, so that a program without a seed also builds the same model on each worker.
 
     Args:
-        device: "cpu", "cuda" (the GPU of this worker's local rank, shared where there are fewer GPUs
-            than workers), or "auto": CUDA where there is a GPU.
-        threads: CPU threads. The bits of CPU kernels depend on it, so it is never chosen for you.
-        tf32: let the GPU multiply float32 numbers that are rounded to 11 significant bits: faster, other
-            bits, still the same on any placement. There is a warning where the device has no such products.
+        device: "cpu", "cuda" (the GPU of this worker's local rank, shared if there are fewer GPUs than
+            workers), or "auto": CUDA if there is a GPU.
+        threads: CPU threads. The bits of CPU kernels depend on it, so there is no automatic value.
+        tf32: let the GPU round float32 factors to 11 significant bits: faster, with different bits, but still
+            the same on any placement. There is a warning if the device does not support it.
         timeout_s: seconds to wait for another worker, or for a loader's processes, before they count as
-            lost. Time in which all workers were stopped does not count.
+            lost. Time during which all workers were stopped does not count.
 
     Returns:
-        The job, to be passed to `Towers`.
+        The job, to pass to `Towers`.
 
     Raises:
-        ConfigError: an unknown device, no GPU for "cuda", threads out of range, or an environment that no
-            launcher makes, such as RANK without WORLD_SIZE, or another program at MASTER_PORT; or a process
-            group that is not of the launcher's workers.
+        ConfigError: an unknown device, no GPU for "cuda", threads out of range, an invalid environment, such
+            as RANK without WORLD_SIZE, another program at MASTER_PORT, or a process group that does not match
+            the launcher's workers.
         LostWorkerError: the workers have not found each other within the timeout.
 
     Example:
@@ -157,5 +157,5 @@ def init(
     if under_launcher() and world_size() > 1:
         note_joined()
     if dist.is_torchelastic_launched():
-        end_with_parent(signal.SIGTERM)  # torchrun's workers would outlive a killed launcher
+        end_with_parent(signal.SIGTERM)  # otherwise torchrun's workers outlive a killed launcher
     return Job(chosen, threads, join(chosen, timeout_s), timeout_s)

@@ -1,6 +1,6 @@
-"""How workers connect: every two of them, and those that share memory by a channel as well.
+"""Connects every two workers by a socket, and those that can share memory by a channel as well.
 
-`Peers` watches the connections of the first kind; `SharedMemory` sends through the channels.
+`Peers` watches the sockets; `SharedMemory` sends through the channels.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TOKEN_BYTES = 16
 def meet(transport: Transport, *, shares_memory: bool) -> tuple[Peers, dict[int, Channel]]:
     """Connect every two workers, and those of one host by a channel if they can share memory.
 
-    All must call this. There is a warning where two cannot be connected, or do not share memory.
+    All workers must call this. There is a warning if two of them cannot connect, or cannot share memory.
     """
     rank = transport.rank
     with ExitStack() as stack:
@@ -43,15 +43,17 @@ def meet(transport: Transport, *, shares_memory: bool) -> tuple[Peers, dict[int,
         lower = list(enumerate(cards[:rank]))
         near = [(w, card) for w, card in lower if own.shares_with(card)]
         ways = (
-            _Way(listener, {w: found for w, card in lower if (found := _call(card, card.addresses(), rank))}),
-            _Way(local, {w: found for w, card in near if (found := _call(card, [card.name], rank))}),
+            _Way(
+                listener, {w: found for w, card in lower if (found := _reach(card, card.addresses(), rank))}
+            ),
+            _Way(local, {w: found for w, card in near if (found := _reach(card, [card.name], rank))}),
         )
         reached = gather_objects(transport, [set(way.called) for way in ways], _WHAT)
         for way, whom in zip(ways, zip(*reached, strict=True), strict=True):
-            way.accept(_who_names(rank, whom), own.token)
+            way.accept(_workers_naming(rank, whom), own.token)
         accepted = gather_objects(transport, [set(way.accepted) for way in ways], _WHAT)
     of_ways = zip(ways, zip(*accepted, strict=True), strict=True)
-    connections, local_ones = (way.connections(_who_names(rank, whom)) for way, whom in of_ways)
+    connections, local_ones = (way.connections(_workers_naming(rank, whom)) for way, whom in of_ways)
     channels = {w: Channel(connection) for w, connection in sorted(local_ones.items())}
     for worker, card in lower:
         if worker not in connections:
@@ -60,20 +62,20 @@ def meet(transport: Transport, *, shares_memory: bool) -> tuple[Peers, dict[int,
                 "the other may notice only after the timeout"
             )
     if rank == 0:
-        _say_who_shares_none(cards, [them for _, them in reached])
+        _warn_if_memory_is_not_shared(cards, [them for _, them in reached])
     return Peers(connections), channels
 
 
 @dataclass
 class _Way:
-    """One kind of connection, by which workers call those of lower rank: from any host, or from their own."""
+    """One kind of connection, between hosts or within one. Each worker connects to those of lower rank."""
 
     listener: socket.socket | None
     called: dict[int, socket.socket]
     accepted: dict[int, socket.socket] = field(default_factory=dict)
 
     def accept(self, expected: set[int], token: bytes) -> None:
-        """Accept the connections of these workers; strangers may call, too, and are closed."""
+        """Accept connections until these workers are connected; close those of other programs."""
         with suppress(TimeoutError):
             while self.listener is not None and self.accepted.keys() != expected:
                 connection, _ = self.listener.accept()
@@ -84,22 +86,22 @@ class _Way:
                     self.accepted[caller] = connection
 
     def connections(self, accepted_by: set[int]) -> dict[int, socket.socket]:
-        """Return the connections that led to their worker, and close the rest: addresses may be others'."""
+        """Return all connections; close those that the worker did not accept: they led to a stranger."""
         for worker in self.called.keys() - accepted_by:
             self.called.pop(worker).close()
         return self.accepted | self.called
 
 
-def _who_names(rank: int, named: Sequence[set[int]]) -> set[int]:
+def _workers_naming(rank: int, named: Sequence[set[int]]) -> set[int]:
     return {worker for worker, them in enumerate(named) if rank in them}
 
 
 @dataclass(frozen=True)
 class _Card:
-    """Where a worker listens, and the token to send there.
+    """The addresses at which a worker listens, and the token that identifies callers.
 
-    Workers with the same `place` connect by name. A worker that cannot share memory has none; `why` is the
-    reason, if it should be reported.
+    Workers with the same `place` connect by `name`. If a worker cannot share memory, `place` is None, and
+    `why` is the reason, if it should be reported.
     """
 
     port: int
@@ -119,7 +121,7 @@ class _Card:
 
 
 def _own_addresses() -> Iterator[str]:
-    """Yield the addresses from which this host reaches the workers' store: others may reach it at these."""
+    """Yield the addresses from which this host reaches the workers' store: others may reach it there."""
     with suppress(OSError):
         store = os.environ.get("MASTER_ADDR", "")
         for family, kind, _, _, address in socket.getaddrinfo(store, 1, type=socket.SOCK_DGRAM):
@@ -129,7 +131,7 @@ def _own_addresses() -> Iterator[str]:
 
 
 def _listen(stack: ExitStack, *, shares_memory: bool) -> tuple[socket.socket, socket.socket | None, _Card]:
-    """Listen for all, and for those of this host if this worker can share memory."""
+    """Listen for all workers, and, if this worker can share memory, for those of this host."""
     listener = stack.enter_context(open_listener())
     listener.settimeout(_ACCEPT_S)
     port = listener.getsockname()[1]
@@ -152,8 +154,8 @@ def _namespace(kind: str) -> str:
     return os.readlink(f"/proc/self/ns/{kind}")
 
 
-def _call(card: _Card, addresses: Iterable[tuple[str, int] | bytes], rank: int) -> socket.socket | None:
-    """Connect to a worker; return None where none of these addresses leads to it."""
+def _reach(card: _Card, addresses: Iterable[tuple[str, int] | bytes], rank: int) -> socket.socket | None:
+    """Connect to a worker at the first address that works; return None if none does."""
     for address in addresses:
         with suppress(OSError):
             connection = _connected(address)
@@ -172,7 +174,7 @@ def _connected(address: tuple[str, int] | bytes) -> socket.socket:
 
 
 def _caller(connection: socket.socket, token: bytes) -> int | None:
-    """Return the number of the worker that has called; None if it is a stranger."""
+    """Return the rank of the worker that has connected; None if it does not send the token."""
     connection.settimeout(_CONNECT_S)
     with suppress(OSError):
         said = connection.recv(_TOKEN_BYTES + 4, socket.MSG_WAITALL)
@@ -181,8 +183,8 @@ def _caller(connection: socket.socket, token: bytes) -> int | None:
     return None
 
 
-def _say_who_shares_none(cards: Sequence[_Card], reached: Sequence[set[int]]) -> None:
-    """Name the first worker that could share memory with another one and does not."""
+def _warn_if_memory_is_not_shared(cards: Sequence[_Card], reached: Sequence[set[int]]) -> None:
+    """Warn about the first worker that does not share memory although another one is on its host."""
     for worker, card in enumerate(cards):
         near = {w for w, other in enumerate(cards[:worker]) if card.shares_with(other)}
         if card.why or near - reached[worker]:

@@ -1,8 +1,8 @@
-"""Which processes the job consists of, in the launchers' store: a list for each generation of workers.
+"""Lists of the job's workers in the launchers' store: one list for each generation.
 
-The launchers, which see at once which process has died, write the lists (`samestep.app.launching.roster`).
-When a worker is lost or joins, the workers leave their process group and form the next list's. A process
-keeps its number; its rank is its place in the list.
+The launchers write the lists (`samestep.app.launching.roster`), because they see at once which process has
+died. When a worker is lost or joins, all workers leave their process group and form a new one from the next
+list. A process keeps its number; its rank is its position in the list.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PREFIX = "samestep/members"
 _POLL_S = 0.002
 _LOOK_S = 0.25
 _DUE_S = 1.0
-"""How often training workers look for newcomers; not more often, because each look waits for the launcher."""
+"""How often training workers look for newcomers; each look waits for an answer of the launcher."""
 
 
 def host_of(number: int) -> int:
@@ -35,30 +35,30 @@ def host_of(number: int) -> int:
 
 
 class Key(StrEnum):
-    """What the store's keys begin with; the numbers of a generation and of a worker, or host, follow."""
+    """The first part of the store's keys; the numbers of a generation and of a worker, or host, follow."""
 
     LIST = "list"  # the newest generation's members
     FIRST = "first"  # the first generation's members: all others are newcomers
     HERE = "here"  # a member has joined a generation
     READY = "ready"  # a newcomer has built all that it can on its own
-    AWAY = "away"  # a newcomer cannot begin where the others are
+    AWAY = "away"  # a newcomer cannot start from the others' state
     GOES_ON = "goes on"  # a worker can continue after the loss of another
     SILENT = "silent"  # a member has not answered within the timeout
     WAITED = "waited"  # a member reports that another is silent
     CUT = "cut"  # connections to a host broke without an announcement: the host may be lost
     AGAIN = "again"  # a generation could not connect
-    DONE = "done"  # a worker has done all work that others could take over
-    OVER = "over"  # any worker has done so
+    DONE = "done"  # this worker has finished all work that others could take over
+    OVER = "over"  # some worker has finished that work
     STREAMS = "streams"  # worker 0's global generators at the start of the job, for newcomers
 
 
 @dataclass(frozen=True)
 class Generation:
-    """The workers of a job from one loss, or newcomer, to the next.
+    """The workers of a job until the next loss or newcomer.
 
     Attributes:
-        number: counted from 0.
-        members: numbers of the processes, in the order of their ranks; empty where the job ends.
+        number: the generation's number, from 0.
+        members: the numbers of its workers, in order of rank; empty if the job ends.
     """
 
     number: int
@@ -70,7 +70,7 @@ class Members:
 
     Attributes:
         own: this worker's number.
-        current: the generation that it belongs to.
+        current: this worker's generation; number −1 before it has joined one.
     """
 
     def __init__(self, store: Store, own: int) -> None:
@@ -82,12 +82,12 @@ class Members:
 
     @property
     def rank(self) -> int:
-        """This worker's place in its generation."""
+        """This worker's rank in its generation."""
         return self.current.members.index(self.own)
 
     @property
     def are_known(self) -> bool:
-        """Whether the newest list, once there is one, has this worker; if not, it is a newcomer."""
+        """Whether this worker is in the newest list; if not, it is a newcomer. Waits for the first list."""
         self._store.get(Key.FIRST)
         return self.own in self.newest().members
 
@@ -97,11 +97,11 @@ class Members:
         return Generation(number, tuple(members))
 
     def has_newer(self) -> bool:
-        """Say whether there is a newer list; looked up once a second at most."""
+        """Return whether there is a newer list; looked up once a second at most."""
         return self._look(_DUE_S).number > self.current.number
 
     def loss(self) -> str | None:
-        """Say who of this generation was left behind, if anybody; looked up four times a second at most."""
+        """Describe the workers that are missing in the newest list; looked up four times a second at most."""
         newest = self._look(_LOOK_S).members
         left = [rank for rank, number in enumerate(self.current.members) if newest and number not in newest]
         is_or_are = "are" if len(left) > 1 else "is"
@@ -115,26 +115,26 @@ class Members:
         return self._seen
 
     def say(self, key: Key, *about: int) -> None:
-        """Report something to the launchers: about this worker, or about what these numbers name."""
+        """Report something to the launchers, about this worker or about the given numbers."""
         self._store.set("/".join(map(str, (key, *(about or (self.own,))))), "")
 
     def keep_streams(self, state: bytes) -> None:
-        """Keep the state of the first worker's generators for newcomers."""
+        """Store the state of worker 0's generators for newcomers."""
         self._store.set(Key.STREAMS, state.hex())
 
     def streams(self) -> bytes | None:
-        """Return what `keep_streams` was given, if it has been called."""
+        """Return the state that `keep_streams` has stored; None if it has not been called."""
         if not self._store.check([Key.STREAMS]):
             return None
         return bytes.fromhex(self._store.get(Key.STREAMS).decode())
 
     def finish(self) -> None:
-        """Let the launchers know that what others may take over is done."""
+        """Report to the launchers that all work that others could take over is done."""
         self.say(Key.DONE)
         self._store.set(Key.OVER, "")
 
     def accuse(self, rank: int) -> None:
-        """Let the launchers know that a worker has been silent for longer than the timeout."""
+        """Report to the launchers that a worker has been silent for longer than the timeout."""
         if 0 <= rank < len(self.current.members):
             self._accuse(self.current, rank)
 
@@ -143,19 +143,19 @@ class Members:
         self.say(Key.SILENT, generation.number, generation.members[rank])
 
     def report_cut(self, ranks: Iterable[int]) -> None:
-        """Report to the launchers the workers whose connections ended unannounced."""
+        """Report to the launchers the hosts of workers whose connections ended unannounced."""
         for host in {host_of(self.current.members[rank]) for rank in ranks}:
             self.say(Key.CUT, self.current.number, host)
 
     def advance(self, timeout_s: float) -> Store:
-        """Wait for the next generation, until all its members have come; return a store for them alone.
+        """Wait until all members of the next generation have joined it; return a store for that generation.
 
-        Members that do not come within the timeout are reported as silent, once in each generation, but not
-        by newcomers. If there is no new list, because a connection broke though both ends live, the same
-        members meet again.
+        Members that do not join within the timeout are reported as silent, once in each generation, but not
+        by newcomers. If there is no new list within the timeout, because a connection broke between two live
+        workers, this asks the launchers for one with the same members.
 
         Raises:
-            LostWorkerError: within the timeout there was none, or not all came; or the job ends.
+            LostWorkerError: the timeout has passed twice, or once for a newcomer; or the job ends.
         """
         patience, found = Patience(timeout_s), self.current
         may_accuse = trains = self.current.number >= 0
@@ -182,7 +182,7 @@ class Members:
             time.sleep(_POLL_S)
 
     def _missing(self, generation: Generation) -> list[int]:
-        """Return the ranks of those that have not come yet."""
+        """Return the ranks of members that have not joined yet."""
         here = [f"{Key.HERE}/{generation.number}/{member}" for member in generation.members]
         if self._store.check(here):
             return []

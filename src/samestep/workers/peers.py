@@ -1,11 +1,10 @@
-"""The other workers of a job, and which of them are gone: a separate connection between every two.
+"""Detects which other workers are gone, by a separate connection between every two workers.
 
-The kernel closes it when a process ends, however it ends. gloo's own connections do not suffice: a worker
-whose message was in flight when the other end died is not woken, see `rx_` and `tx_` in
-https://github.com/pytorch/gloo/blob/main/gloo/transport/tcp/pair.cc. Three things are sent here, each as a
-line of JSON: once, the error that ended the exchange, so that all workers raise the same one; which message a
-worker has waited for too long; and at a process's end, how its program ended. Workers read them while they
-wait.
+The kernel closes a connection when a process ends, however it ends. gloo's own connections do not suffice: a
+worker whose message was in flight when the other end died is not woken, see `rx_` and `tx_` in
+https://github.com/pytorch/gloo/blob/main/gloo/transport/tcp/pair.cc. A worker sends three kinds of lines of
+JSON: the first error that ended an exchange, so that all workers raise the same one; a message that it has
+waited for too long; and, when the process ends, how its program ended. Workers read them while they wait.
 """
 
 from __future__ import annotations
@@ -34,26 +33,28 @@ class Peers:
     """What this worker knows about the others.
 
     Args:
-        connections: to the others; without one, it learns of a worker's end from others only.
+        connections: connections to the others, by rank. If one is missing, this worker learns of that
+            worker's end only from others.
 
     Attributes:
-        ask: asks the launchers who was lost, as a host that is cut off closes no connection.
-        asked: the message that each worker asked this one for last.
-        num_asked: how often this one has asked each of them.
+        ask_launchers: returns which workers the launchers know to be lost; a host that is cut off closes no
+            connection.
+        asked: the message that each worker last asked this one for.
+        num_asked: how often this worker has asked each of the others.
     """
 
     def __init__(self, connections: dict[int, socket.socket]) -> None:
         self._connections = connections
         self._unread = dict.fromkeys(connections, b"")
-        self.ask: Callable[[], str | None] | None = None
+        self.ask_launchers: Callable[[], str | None] | None = None
         self.asked: dict[int, Message] = {}
         self.num_asked = Counter[int]()
-        # Kind and sentence of the first error that any worker announced, this one included. No exception: its
-        # traceback would keep frames alive, and with them a process group.
+        # Class and message of the first error that any worker, or this one, announced. Not the exception:
+        # its traceback would keep frames alive, and with them a process group.
         self._error: tuple[str, str] | None = None
         self._loss_by_launchers: str | None = None
         self._gone: set[int] = set()
-        self._ended: dict[int, str] = {}  # how programs have ended, where a worker could say so
+        self._ended: dict[int, str] = {}  # how a worker's program ended, if it could send that
         self._announced: set[int] = set()  # workers that have announced an error
         for connection in connections.values():
             connection.setblocking(False)
@@ -62,7 +63,7 @@ class Peers:
         _open.add(self)
 
     def look(self) -> None:
-        """Take in what has happened since."""
+        """Read what has arrived, without waiting."""
         for worker, connection in list(self._connections.items()):
             try:
                 received = connection.recv(4096)
@@ -77,13 +78,13 @@ class Peers:
             else:
                 self._gone.add(worker)
                 self._connections.pop(worker).close()
-        if self.ask is not None and self._loss_by_launchers is None:
-            self._loss_by_launchers = self.ask()
+        if self.ask_launchers is not None and self._loss_by_launchers is None:
+            self._loss_by_launchers = self.ask_launchers()
 
     def _take(
         self, worker: int, *, error: Sequence[str] = (), waits_for: Sequence[Any] = (), ended: str = ""
     ) -> None:
-        """Take in one line from a worker."""
+        """Record one line from a worker."""
         if ended:
             self._ended[worker] = ended
         elif waits_for:
@@ -94,7 +95,7 @@ class Peers:
             self._announced.add(worker)
 
     def error(self, worker: int | None = None) -> Error | None:
-        """Return the error that a worker has announced; else a loss: of `worker`, or that launchers know."""
+        """Return the announced error, else a loss of `worker`, else one that the launchers know; or None."""
         if self._error is not None:
             kind, announced = self._error
             return _KINDS[kind](announced)
@@ -104,25 +105,25 @@ class Peers:
         return None if self._loss_by_launchers is None else LostWorkerError(self._loss_by_launchers)
 
     def cut(self) -> set[int]:
-        """Return those whose connections have ended unannounced, as where they were killed."""
+        """Return the workers whose connections ended without an announcement, for example by SIGKILL."""
         self.look()
         return self._gone - self._announced
 
     def announce(self, error: Error) -> None:
-        """Let all others raise this worker's error, too, before they lose this one."""
+        """Send this worker's error to all others, so that they raise it, not the loss of this worker."""
         if self._error is None:
             self._error = (type(error).__name__, str(error))
             for worker in self._connections:
                 self._send(worker, error=self._error)
 
     def ask_for(self, worker: int, message: Message) -> None:
-        """Let a worker know which of its messages this one waits for."""
+        """Send a worker the message that this one is waiting for."""
         self.num_asked[worker] += 1
         if worker in self._connections:
             self._send(worker, waits_for=astuple(message))
 
     def say_end(self, how: str) -> None:
-        """Let all others know how this worker's program has ended, before its connections close."""
+        """Send all others how this worker's program has ended, before the connections close."""
         for worker in self._connections:
             self._send(worker, ended=how)
 
@@ -141,7 +142,7 @@ _open: weakref.WeakSet[Peers] = weakref.WeakSet()
 
 @atexit.register
 def _say_end() -> None:
-    # Python keeps an exception that nothing has caught under this name, and no exit status.
+    # Python stores an uncaught exception under this name, but no exit status.
     error = getattr(sys, "last_value", None)
     what = "" if error is None else one_line(f"{type(error).__name__}: {error}")
     how = f"its program raised {what.removesuffix(':')}" if what else "its program has ended"

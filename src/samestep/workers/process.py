@@ -1,4 +1,4 @@
-"""What a process asks of the operating system: how it ends, and with whom; what it may use."""
+"""Settings of this process: when it ends with its launcher or parent, listening sockets, memory, threads."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ DEFAULT_TIMEOUT_S = 600.0
 GRACE_S = 30
 """Seconds that workers have to finish their step and write a checkpoint before they are killed."""
 
-_MAX_THREADS = 1024  # OpenMP ends the process if the system refuses a thread
+_MAX_THREADS = 1024  # with too many, the system refuses a thread, and OpenMP ends the process
 _CONNECT_S = 5.0
 _PR_SET_PDEATHSIG = 1  # from prctl.h
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from malloc.h
 
 
 def end_with_launcher() -> None:
-    """Let a worker that samestep has launched stop when its launcher dies, as by SIGTERM; see `Supervisor`.
+    """Signal this process when its launcher dies, if samestep launched it; see `Supervisor`.
 
-    Where there are other hosts, which can go on without this one, it ends at once: a worker that stops after
-    a step stops all of them. It needs nothing but the lifeline, a pipe that nobody writes to, which ends with
-    the launcher however and whenever that dies. Called twice, it does nothing more.
+    The lifeline is a pipe that nobody writes to; it is closed when the launcher dies, however that happens.
+    The signal is SIGTERM by default, which stops the job after a step. If other hosts can continue without
+    this one, the launcher chooses a signal that ends the process at once. A second call does nothing.
     """
     value = os.environ.pop(LIFELINE, "")  # so that child processes do not take it for their own
     lifeline, _, number = value.partition(":")
@@ -68,10 +68,10 @@ def _end_with(lifeline: int, left: Path | None, number: signal.Signals) -> None:
 
 
 def loopback_listener() -> socket.socket:
-    """Return a socket that listens on this host alone, at a port that the system chooses.
+    """Return a socket that listens on 127.0.0.1, at a port that the system chooses.
 
     Raises:
-        ConfigError: processes of this host do not reach each other, in a network namespace or a container.
+        ConfigError: processes of this host cannot connect to each other, as in some containers.
     """
     try:
         with socket.create_server(("127.0.0.1", 0)) as probe:  # succeeds even if nobody can connect
@@ -85,10 +85,10 @@ def loopback_listener() -> socket.socket:
 
 
 def open_listener(port: int = 0) -> socket.socket:
-    """Return a socket that listens on all addresses of this host, of both families where there are both.
+    """Return a socket that listens on all IPv4 and IPv6 addresses of this host.
 
     Args:
-        port: where; by default the system chooses.
+        port: the port; by default the system chooses.
     """
     if socket.has_dualstack_ipv6():
         with suppress(OSError):  # IPv6 may be supported but disabled
@@ -97,7 +97,7 @@ def open_listener(port: int = 0) -> socket.socket:
 
 
 def end_with_parent(number: signal.Signals) -> None:
-    """Let this process get a signal when its parent ends, however that comes. See prctl(2)."""
+    """Signal this process when its parent ends, for whatever reason. See prctl(2)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     parent = multiprocessing.parent_process()
@@ -106,16 +106,16 @@ def end_with_parent(number: signal.Signals) -> None:
 
 
 def imports_script() -> bool:
-    """Whether this is a process of multiprocessing that imports its parent's script, to do its work later."""
+    """Whether this is a multiprocessing process that is importing its parent's script."""
     is_child = any(word.startswith("from multiprocessing.") for word in sys.orig_argv)
     return is_child and sys.modules.get("__mp_main__") is not sys.modules["__main__"]
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep freed gradients for the next pass.
+    """Let glibc keep the memory of freed gradients for the next pass.
 
-    By default it gives large blocks back to the system, and every pass pays for fresh zeroed pages:
-    a quarter of a step for a perceptron of 10 million parameters. See mallopt(3).
+    By default it returns large blocks to the system, and every pass pays for new zeroed pages: a quarter of a
+    step for a perceptron of 10 million parameters. See mallopt(3).
     """
     if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
@@ -124,6 +124,6 @@ def keep_freed_memory() -> None:
 
 
 def check_threads(threads: int) -> None:
-    """Refuse a number of CPU threads below 1, and one that the system would not start."""
+    """Raise for a number of CPU threads below 1, or above what the system may start."""
     if not 1 <= whole("threads", threads) <= _MAX_THREADS:
         raise ConfigError(f"threads = {threads}: expected 1 <= threads <= {_MAX_THREADS:,}")

@@ -1,4 +1,4 @@
-"""Workers find each other: the process group of exactly those that were started together."""
+"""How workers find each other: they make a process group of exactly those that were started together."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ __all__ = ["Generations", "has_group", "join", "num_messages"]
 
 _POLL_S = 0.01
 _MAKE_S = 30.0
-"""How long workers that have met may take to connect."""
+"""Time limit for connecting workers that have found each other."""
 
 _MAKE_AGAIN_S = 1.0
-"""The first limit if one of them may just have been lost, because gloo does not notice that."""
+"""The first limit when regrouping: a worker may just have been lost, which gloo does not notice."""
 
 T = TypeVar("T")
 
 
 def has_group() -> bool:
-    """Whether this process is one of several workers."""
+    """Whether torch's default process group has several workers."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def num_messages() -> int:
-    """Return how many messages and collectives torch's default process group has begun so far."""
+    """Return how many messages and collectives torch's default process group has started so far."""
     group: Any = dist.group.WORLD if dist.is_available() else None
     if group is None:
         return 0
@@ -69,21 +69,21 @@ def num_messages() -> int:
 
 
 def join(device: torch.device, timeout_s: float) -> Transport:
-    """Join the workers of torch's default process group, or those that its environment variables name.
+    """Join the workers of torch's default process group, or those in the environment variables.
 
-    torch's elastic agent keeps its store when it restarts workers, and with it the addresses of those
-    before; see pytorch#135712. So the workers first agree on an unused prefix: worker 0's own name, which
-    it sends to every process that it sees, until one for each rank has received it.
+    When torch's elastic agent restarts workers, its store keeps the addresses of the earlier ones: see
+    https://github.com/pytorch/pytorch/issues/135712. So the workers first agree on an unused prefix: worker
+    0's own name, which it sends to every process that it sees, until one of each rank has received it.
     """
     last = _Joined.last
     if last is None or last.transport.is_closed or not last.is_current:
         _Joined.last = last = _Joined(_join(device, timeout_s))
-        _draw_alike(last.transport, device)
+        _share_generators(last.transport, device)
     return last.transport
 
 
-def _draw_alike(transport: Transport, device: torch.device) -> None:
-    """Take over the first worker's global generators, so that workers draw the same numbers from now on."""
+def _share_generators(transport: Transport, device: torch.device) -> None:
+    """Set the global generators to worker 0's, so that all workers draw the same numbers from now on."""
     generations = transport if isinstance(transport, Generations) else None
     if generations is not None and generations.is_outside():
         kept = generations.members.streams()
@@ -108,7 +108,7 @@ class _Joined:
 
     @property
     def is_current(self) -> bool:
-        """Whether the group is still the current one: a program may end torch's group, and make another."""
+        """Whether the group is still torch's default group: a program may destroy it and make another."""
         if self._group is None:
             return isinstance(self.transport, Generations)
         return self._group() is dist.group.WORLD
@@ -124,7 +124,7 @@ def _join(device: torch.device, timeout_s: float) -> Transport:
     if not is_own:
         _check_group()
     elif environment.world_size() > 1:
-        _in_thread(partial(_meet_in_store, gpu_of(device), timeout_s), where)
+        _in_thread(partial(_make_group_from_store, gpu_of(device), timeout_s), where)
     if not has_group():
         return Alone()
     transport = ProcessGroup(device, timeout_s, is_own=is_own)
@@ -133,7 +133,7 @@ def _join(device: torch.device, timeout_s: float) -> Transport:
 
 
 def _check_group() -> None:
-    """Refuse a process group of the program's that does not match the workers that the launcher started."""
+    """Raise if the program's own process group does not match the launcher's workers."""
     found = dist.get_rank(), dist.get_world_size()
     expected = environment.rank(), environment.world_size()
     if environment.under_launcher() and found != expected:
@@ -145,15 +145,15 @@ def _check_group() -> None:
 
 
 class Generations:
-    """The transport of a job whose launcher decides on its members: it connects those of one generation.
+    """The transport of a job whose launcher replaces lost workers: it connects one generation at a time.
 
     Args:
-        device: of this worker.
+        device: this worker's device.
         timeout_s: how long to wait for another worker.
-        where: begins the errors of the start, such as "start of 4 workers".
+        where: the beginning of errors during the start, such as "start of 4 workers".
 
     Attributes:
-        members: this worker's view of who they are.
+        members: this worker's view of the lists of workers.
     """
 
     def __init__(self, device: torch.device, timeout_s: float, where: str) -> None:
@@ -169,12 +169,12 @@ class Generations:
 
     @property
     def rank(self) -> int:
-        """This worker's number in its generation."""
+        """This worker's rank in its generation."""
         return self._group.rank
 
     @property
     def world_size(self) -> int:
-        """Workers of its generation."""
+        """The number of workers in its generation."""
         return self._group.world_size
 
     def empty(self, size: int, like: Tensor) -> Tensor:
@@ -186,13 +186,13 @@ class Generations:
         return self._group.post(outgoing, incoming, what)
 
     def give_up(self, what: str) -> None:
-        """Post nothing any more."""
+        """Post no more messages; see `Transport`."""
         self._group.give_up(what)
 
     def close(self) -> None:
         """Leave the job."""
         self.is_closed = True
-        gc.collect()  # frees older groups, too: see `ProcessGroup.close`
+        gc.collect()  # frees groups of earlier generations, too: see `ProcessGroup.close`
         if isinstance(self._group, ProcessGroup):
             self._group.leave()
 
@@ -201,7 +201,7 @@ class Generations:
         return self.members.current.number < 0
 
     def is_due(self) -> bool:
-        """Whether there are newcomers."""
+        """Whether there is a newer list of members; see `Renewable`."""
         return self.members.has_newer()
 
     def term(self) -> tuple[str, int]:
@@ -209,20 +209,20 @@ class Generations:
         return self._job, self.members.current.number
 
     def can_go_on(self) -> None:
-        """Report that this worker can go on from now on if others are lost."""
+        """Report that this worker can continue from now on if others are lost."""
         self.members.say(Key.GOES_ON)
 
     def finish(self) -> None:
-        """Say that this worker has done its part."""
+        """Report that all work that others could take over is done."""
         self._has_finished = True
         self.members.finish()
 
     def has_finished(self) -> bool:
-        """Whether it has said so."""
+        """Whether this worker has called `finish`."""
         return self._has_finished
 
     def send_away(self, ranks: Sequence[int]) -> None:
-        """Let newcomers end; see `Renewable`."""
+        """End newcomers; see `Renewable`."""
         members = self.members.current.members
         for rank in ranks:
             self.members.say(Key.AWAY, members[rank])
@@ -231,8 +231,8 @@ class Generations:
             self.members.current = Generation(-1, ())
 
     def regroup(self) -> None:
-        """Meet again; see `Renewable`."""
-        where = "the workers meet again"
+        """Form a new group; see `Renewable`."""
+        where = "regrouping the workers"
         if self.is_outside():
             self.members.say(Key.READY)
         self._leave()
@@ -250,7 +250,7 @@ class Generations:
         return _in_thread(partial(self.members.advance, self._timeout_s), where)
 
     def _meet(self, store: Store, where: str, make_s: float) -> None:
-        """Form the group of all workers that have come to the store, within this time."""
+        """Form the group of all members, which use this store; connecting may take `make_s` seconds."""
         rank, world_size = self.members.rank, len(self.members.current.members)
         if world_size > 1:
             make_s = min(make_s, self._timeout_s)
@@ -268,21 +268,21 @@ class Generations:
             self.members.report_cut(self._group.waiter.peers.cut())
             self._group.leave()
         self._group = Alone()
-        # A failed attempt leaves torch's counter of group names ahead of other workers'; destroying a group
-        # resets it.
+        # After a failed attempt, torch's counter of group names is ahead of other workers'. Destroying a
+        # group resets it.
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         dist.destroy_process_group()
 
 
 def _connect(transport: ProcessGroup, ask: Callable[[], str | None] | None = None) -> None:
-    transport.waiter.peers.ask = ask
+    transport.waiter.peers.ask_launchers = ask
     transport.waiter.peers, channels = meet(transport, shares_memory=transport.is_on_cpu)
-    transport.waiter.peers.ask = ask
+    transport.waiter.peers.ask_launchers = ask
     transport.shared = SharedMemory(transport.rank, channels)
 
 
 def _in_thread(work: Callable[[], T], where: str) -> T:
-    """Run work that waits for other workers, so that an interrupt ends it; errors begin with `where`."""
+    """Run work that waits for other workers in a thread, so that it can be interrupted."""
     try:
         return in_thread(work, math.inf)  # each wait inside has its own timeout
     except LostWorkerError as error:
@@ -299,32 +299,36 @@ def _in_thread(work: Callable[[], T], where: str) -> T:
         raise
 
 
-def _meet_in_store(gpu: str, timeout_s: float) -> None:
+def _make_group_from_store(gpu: str, timeout_s: float) -> None:
     store, rank, num_workers = reach_store(timeout_s), environment.rank(), environment.world_size()
     name = f"{socket.gethostname()}/{os.getpid()}/{time.time_ns()}"
     prefix = (
-        _gather(store, name, num_workers, timeout_s) if rank == 0 else _follow(store, name, rank, timeout_s)
+        _announce_first(store, name, num_workers, timeout_s)
+        if rank == 0
+        else _find_first(store, name, rank, timeout_s)
     )
     make_s = min(timeout_s, _MAKE_S)
     _make_group(PrefixStore(f"samestep/{prefix}", store), gpu, rank, num_workers, timeout_s, make_s)
 
 
 def _make_group(store: Store, gpu: str, rank: int, world_size: int, timeout_s: float, make_s: float) -> None:
-    """Make torch's process group of those who have all come to a store."""
+    """Make torch's process group of all workers that use this store."""
     backend = _agree_on_backend(store, gpu, rank, world_size)
-    # NCCL's timeout also limits how long a worker may compute. gloo's limits only connecting.
+    # NCCL's timeout also limits how long a worker may compute between messages, gloo's only connecting.
     timeout = timedelta(seconds=timeout_s if "nccl" in backend else make_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def _gather(store: Store, name: str, world_size: int, timeout_s: float) -> str:
-    """Send worker 0's name to the others, until all have received it, and say so; return it."""
+def _announce_first(store: Store, name: str, world_size: int, timeout_s: float) -> str:
+    """Send worker 0's name to the others until all have received it, then announce the result; return it."""
     patience = Patience(timeout_s)
     missing = list(range(1, world_size))
     while missing and not patience.is_over():
         for rank in missing:
             if store.check([f"samestep/here/{rank}"]):
-                seen = store.get(f"samestep/here/{rank}").decode()  # perhaps of a process that is gone
+                seen = store.get(
+                    f"samestep/here/{rank}"
+                ).decode()  # may be the name of a process that is gone
                 store.set(f"samestep/follow/{seen}", name)
         missing = [rank for rank in missing if not store.check([f"samestep/heard/{name}/{rank}"])]
         time.sleep(_POLL_S if missing else 0)
@@ -336,8 +340,8 @@ def _gather(store: Store, name: str, world_size: int, timeout_s: float) -> str:
     return name
 
 
-def _follow(store: Store, name: str, rank: int, timeout_s: float) -> str:
-    """Wait for worker 0 to see this one, and then all others; return its name."""
+def _find_first(store: Store, name: str, rank: int, timeout_s: float) -> str:
+    """Wait until worker 0 has found this worker, and then all others; return worker 0's name."""
     store.set(f"samestep/here/{rank}", name)
     first = _wait_for_first(store, f"samestep/follow/{name}", timeout_s)
     store.set(f"samestep/heard/{first}/{rank}", "")
@@ -348,7 +352,7 @@ def _follow(store: Store, name: str, rank: int, timeout_s: float) -> str:
 
 
 def _wait_for_first(store: Store, key: str, timeout_s: float) -> str:
-    """Wait for what worker 0 writes; not in the store, which counts the time in which nobody runs."""
+    """Wait for a key that worker 0 sets; by polling, as the store's own timeout counts stopped time, too."""
     patience = Patience(timeout_s)
     while not store.check([key]):
         if patience.is_over():
@@ -359,9 +363,9 @@ def _wait_for_first(store: Store, key: str, timeout_s: float) -> str:
 
 
 def _agree_on_backend(store: Store, gpu: str, rank: int, world_size: int) -> str:
-    """Return NCCL for GPUs if every worker has its own, however many of them each worker sees.
+    """Return the backends: NCCL for CUDA tensors if every worker has its own GPU, otherwise gloo alone.
 
-    Otherwise gloo, which carries CUDA tensors through host memory. NCCL refuses two workers on one GPU.
+    gloo sends CUDA tensors through host memory. NCCL does not allow two workers on one GPU.
     """
     store.set(f"gpu/{rank}", gpu)
     gpus = [seen.decode() for seen in store.multi_get([f"gpu/{worker}" for worker in range(world_size)])]
@@ -375,7 +379,7 @@ def _agree_on_backend(store: Store, gpu: str, rank: int, world_size: int) -> str
 
 
 def _shared(gpus: Sequence[str]) -> str:
-    """Name the workers that share the first GPU that several have; nothing where none is shared."""
+    """Return, in words, which workers share a GPU, for the first shared one; empty if none is shared."""
     gpu = next((gpu for gpu in gpus if gpu and gpus.count(gpu) > 1), None)
     sharing = [str(worker) for worker, other in enumerate(gpus) if other == gpu]
     return f"workers {', '.join(sharing[:-1])} and {sharing[-1]}" if sharing else ""

@@ -1,4 +1,4 @@
-"""How long a device computes, with pauses in between."""
+"""Measures the time that a device computes."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ __all__ = ["Stopwatch"]
 
 
 class Stopwatch:
-    """Adds up the time between each `start` and `stop`; of a GPU its own time, not that of the host."""
+    """Adds up the time between each `start` and `stop`; for a GPU, time on the device, not on the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: list[Any] = []  # starts and stops, alternating
 
     def start(self) -> None:
-        """Go on, unless it runs."""
+        """Start, unless it is running."""
         if not self._is_running:
             self._marks.append(self._now())
 
     def stop(self) -> None:
-        """Stop, if it runs."""
+        """Stop, if it is running."""
         if self._is_running:
             self._marks.append(self._now())
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stand still meanwhile."""
+        """Pause during the block."""
         was_running = self._is_running
         self.stop()
         try:
@@ -41,7 +41,7 @@ class Stopwatch:
                 self.start()
 
     def read_ns(self) -> int:
-        """Return the nanoseconds so far; 0 where a GPU has not come that far, because nobody waits for it."""
+        """Stop, and return the nanoseconds; 0 if the GPU has not finished, because this does not wait."""
         self.stop()
         spans = list(zip(self._marks[::2], self._marks[1::2], strict=True))
         if self._device.type != "cuda":

@@ -1,4 +1,4 @@
-"""The store in which workers find each other: opened by their launcher or by worker 0."""
+"""The key-value store through which workers find each other: opened by the launcher or by worker 0."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _ANSWER_S = 1.0
 
 
 def open_store(listener: socket.socket) -> Store:
-    """Open a store for the workers of this host, at the address of a socket that it takes over."""
+    """Open a store for the workers of this host on a listening socket, which it takes over."""
     return _connected(listener.getsockname()[:2], listener, _OPEN_S, _VARIABLES)
 
 
 def reach_store(timeout_s: float) -> Store:
-    """Return the store at MASTER_ADDR and MASTER_PORT, in which nobody waits longer than this.
+    """Return the store at MASTER_ADDR and MASTER_PORT, with this timeout.
 
-    Worker 0 opens it, unless the launcher has, as with torch's `env://`. Where that fails, torch prints
-    dozens of lines, or waits for ever if something else listens there.
+    Worker 0 opens it, unless the launcher has done so, as with torch's `env://`. Unlike `env://`, this raises
+    a short error if it fails, and does not wait forever if another program listens at the port.
 
     Raises:
-        ConfigError: worker 0 cannot have the port.
+        ConfigError: worker 0 cannot listen on the port.
         LostWorkerError: there is no store within the timeout.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -52,10 +52,12 @@ def reach_store(timeout_s: float) -> Store:
 
 
 def join_store(host: str, port: int, timeout_s: float) -> tuple[Store, bool]:
-    """Return the store of several hosts, and whether it is opened here: the address is this host's and free.
+    """Return the store of several hosts, and whether this process has opened it.
+
+    It opens the store if the address is one of this host's and the port is free.
 
     Raises:
-        LostWorkerError: there is none within the timeout.
+        LostWorkerError: there is no store within the timeout.
     """
     listener = None
     with suppress(OSError):  # another process of this host listens there
@@ -65,7 +67,7 @@ def join_store(host: str, port: int, timeout_s: float) -> tuple[Store, bool]:
 
 
 def _is_own(host: str) -> bool:
-    """Say whether an address is one of this host's: others cannot be bound."""
+    """Return whether an address is one of this host's: only those can be bound."""
     for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
         with suppress(OSError), socket.socket(family, kind) as probe:
             probe.bind(address)
@@ -76,9 +78,10 @@ def _is_own(host: str) -> bool:
 def _connected(
     address: tuple[str, int], listener: socket.socket | None, timeout_s: float, named: str, **options: Any
 ) -> Store:
-    """Open the store on a socket that listens there, or wait until somebody has; `named` says what names it.
+    """Open the store on a listening socket, or connect to it once it is open.
 
-    All in a thread: torch has no deadline for the first answer of what it has connected to.
+    `named` names the settings that the address comes from, for errors. torch's store is created in a thread,
+    because it has no timeout for the first answer of the program that it connects to.
     """
     deadline_s = time.monotonic() + timeout_s
     try:

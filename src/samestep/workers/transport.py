@@ -1,4 +1,4 @@
-"""Moving tensors between workers: point to point, so that nothing is added on the way."""
+"""Sends tensors between workers, point to point, so that the network does no arithmetic."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 Tensors = Mapping[int, Sequence[Tensor]]
-"""By rank of the other worker: contiguous tensors, in the order in which they are sent."""
+"""Contiguous tensors, in the order in which they are sent, by the rank of the other worker."""
 
 _SMALL_BYTES = 2**18
 """Tensors of up to this many bytes are packed: a copy costs less than another message."""
@@ -44,47 +44,46 @@ _ASK_AFTER = 10
 """How many waits of 0.1 s for a message fail before the worker first asks its sender."""
 
 _FOREVER = timedelta(days=10_000)
-"""Disables gloo's timeout, which also counts time while all workers are stopped, and cuts all connections."""
+"""Disables gloo's timeout, which counts time while all workers are stopped, and ends all connections."""
 
 
 class Pending(Protocol):
-    """Messages on their way; nothing may touch their tensors before `wait` returns."""
+    """Messages that have been posted; their tensors must not be used before `wait` returns."""
 
     def wait(self) -> None:
-        """Wait until everything has been sent and has arrived; on NCCL, until the GPU's stream has."""
+        """Wait until all messages have been sent and received; with NCCL, the CUDA stream waits instead."""
 
 
 class Transport(Protocol):
-    """Sends tensors to the other workers and receives theirs.
+    """Sends tensors to the other workers and receives theirs; all messages between workers use `post`.
 
-    Between two workers, messages arrive in the order in which they were posted; each must be received with
-    the sizes, and under the name but for its numbers, with which it was sent. All messages between workers go
-    through `post`.
+    Between two workers, messages arrive in the order in which they were posted. A message must be received
+    with the sizes and the name with which it was sent; numbers in the name may differ.
     """
 
     @property
     def rank(self) -> int:
-        """This worker's number, 0 <= rank < world_size."""
+        """This worker's rank, 0 <= rank < world_size."""
 
     @property
     def world_size(self) -> int:
-        """Workers in the job, W."""
+        """The number of workers in the job, W."""
 
     @property
     def is_closed(self) -> bool:
         """Whether this worker has left the job."""
 
     def empty(self, size: int, like: Tensor) -> Tensor:
-        """Return memory from which sending costs least, for `size` elements of the kind of `like`.
+        """Return memory for `size` elements with `like`'s dtype and device, from which sending is fastest.
 
-        It is written to before it is posted, and not any more afterwards.
+        Write to it only before it is posted.
         """
 
     def post(self, outgoing: Tensors, incoming: Tensors, what: str) -> Pending:
-        """Start to send `outgoing` and to fill `incoming`; `what` names it if a worker is lost."""
+        """Start to send `outgoing` and to receive `incoming`; `what` is the message's name in an error."""
 
     def give_up(self, what: str) -> None:
-        """Post nothing any more: an interrupt has broken off `what`, for which others may wait."""
+        """Post no more messages: an interrupt has broken off `what`, and others may be waiting for it."""
 
     def close(self) -> None:
         """Leave the job; nothing may be posted afterwards."""
@@ -92,37 +91,36 @@ class Transport(Protocol):
 
 @runtime_checkable
 class Renewable(Transport, Protocol):
-    """A transport whose workers may be others from one time to the next: those left, and newcomers."""
+    """A transport whose workers may change: some are lost, and newcomers join."""
 
     def is_outside(self) -> bool:
-        """Whether this worker, a newcomer, does not belong to the others yet; until then it is alone."""
+        """Whether this worker is a newcomer that has not joined the others yet; until then it is alone."""
 
     def is_due(self) -> bool:
-        """Whether all should meet again, because there are newcomers."""
+        """Whether all workers should call `regroup`, because there are newcomers."""
 
     def term(self) -> tuple[str, int]:
-        """Return the job's name, which no other one has, and how often its workers have met."""
+        """Return the job's name, which is unique, and the number of the current generation of workers."""
 
     def can_go_on(self) -> None:
-        """Let others be lost from now on: this worker will call `regroup` then."""
+        """Report that this worker can continue after a loss from now on: it will call `regroup`."""
 
     def finish(self) -> None:
-        """Say that this worker has done its part: it calls `regroup` no more."""
+        """Report that all work that others could take over is done: no call of `regroup` follows."""
 
     def has_finished(self) -> bool:
-        """Whether it has said so."""
+        """Whether this worker has called `finish`."""
 
     def send_away(self, ranks: Sequence[int]) -> None:
-        """Let newcomers end that cannot begin where the others are: one of them itself, or another worker."""
+        """End newcomers that cannot start from the others' state; they or other workers may call this."""
 
     def regroup(self) -> None:
-        """Meet again, with those that are there now; `rank` and `world_size` may change.
+        """Form a new group with the current workers; `rank` and `world_size` may change.
 
-        All workers must call this, where they meet a loss, or because it is due. What was posted before is
-        lost.
+        All workers must call this, after a loss or when `is_due`. Messages posted before are lost.
 
         Raises:
-            LostWorkerError: the others do not come.
+            LostWorkerError: the other workers do not call this.
         """
 
 
@@ -154,23 +152,24 @@ class _Nothing:
         pass
 
 
-# A forked process must not free a process group that it inherits: gloo would wait for threads that it lacks.
+# A forked process must not free a process group that it inherits: gloo would wait for missing threads.
 os.register_at_fork(after_in_child=gc.freeze)
 
 
 class ProcessGroup:
-    """The transport of torch's default process group, and of the memory that workers of a host share.
+    """Sends through torch's default process group, and through shared memory between workers of a host.
 
-    Everything is made of sends and receives, because gloo's own `all_gather` takes about twice the time of
-    those it consists of, and because these run in gloo's thread while this one computes.
+    It uses only sends and receives: gloo's `all_gather` takes about twice as long as the same sends and
+    receives, and these run in gloo's thread while this one computes.
 
     Args:
-        device: of this worker.
+        device: this worker's device.
         timeout_s: how long to wait for another worker.
-        is_own: whether samestep has made the group, and ends it. One that the program has made is left to it.
+        is_own: whether samestep has made the group. If so, `leave` destroys it; otherwise that is left to the
+            program.
 
     Attributes:
-        shared: what goes to workers of this host goes through it, if there are any in it.
+        shared: the shared memory; all messages to the workers in it use it.
     """
 
     def __init__(self, device: torch.device, timeout_s: float, *, is_own: bool = True) -> None:
@@ -189,11 +188,11 @@ class ProcessGroup:
         return self.shared.empty(size, like)
 
     def post(self, outgoing: Tensors, incoming: Tensors, what: str) -> Pending:
-        """Start to send to and to receive from other workers; see `Transport`."""
+        """Start to send and to receive; see `Transport`."""
         if self.is_closed:
             raise UsageError(f"{what}: this worker has left the job: expected job.close() as the last call")
         error = self.waiter.peers.error()
-        if error is not None:  # otherwise this post could receive messages meant for an earlier one
+        if error is not None:  # this post could receive messages that were meant for an earlier one
             raise _at(what, error)
         posted = _Posted(what, self.rank, self.waiter, self._ledger)
         operations: list[dist.P2POp] = []
@@ -214,7 +213,7 @@ class ProcessGroup:
         return posted
 
     def _to_fill(self, tensors: Sequence[Tensor], posted: _Posted) -> Iterator[Tensor]:
-        """Yield the messages that bring these tensors; those with several are unpacked later."""
+        """Yield the messages to receive for these tensors; packed ones are unpacked in `_Posted.wait`."""
         for together in _messages(tensors):
             if not self._is_packed(together):
                 yield together[0]
@@ -225,7 +224,7 @@ class ProcessGroup:
             yield message
 
     def _to_send(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yield the messages that bring these tensors to another worker."""
+        """Yield the messages to send for these tensors; small ones are packed."""
         for together in _messages(tensors):
             if self._is_packed(together):
                 yield torch.cat([_bytes(tensor) for tensor in together]).to(self._device(together))
@@ -233,7 +232,7 @@ class ProcessGroup:
                 yield together[0]
 
     def give_up(self, what: str) -> None:
-        """Let all others know that this worker was interrupted, and refuse to post."""
+        """Report to all others that this worker was interrupted; later posts raise the same error."""
         sentence = f"worker {self.rank} was interrupted in the middle of {what}"
         self.waiter.peers.announce(LostWorkerError(sentence))
 
@@ -244,33 +243,33 @@ class ProcessGroup:
         self.leave()
 
     def leave(self) -> None:
-        """Leave the job; others may follow."""
+        """Leave the group; the process may join another one afterwards."""
         self.is_closed = True
         self.waiter.close()
         self.waiter.peers.close()
         self.shared.close()
         if self._is_own:
             _end_group(os.getpid())
-        else:  # at exit, if the program does not end its group itself
+        else:  # at exit, in case the program does not destroy its group itself
             atexit.register(_end_group, os.getpid())
 
     def _is_packed(self, tensors: Sequence[Tensor]) -> bool:
         return len(tensors) > 1 or (self._through_host and tensors[0].device.type != "cpu")
 
     def _device(self, tensors: Sequence[Tensor]) -> torch.device:
-        """Return where a message lies: in host memory where the backend cannot send from the GPU."""
+        """Return the device of a message: the CPU if the backend cannot send from the GPU."""
         return torch.device("cpu") if self._through_host else tensors[0].device
 
 
 def _end_group(process: int) -> None:
-    """End torch's process group, and not in what that process has forked."""
-    # A script written for torchrun may have made this call already.
+    """Destroy torch's process group, unless this is a forked child of that process."""
+    # A script written for torchrun may have destroyed it already.
     if os.getpid() == process and dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _messages(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Sort tensors into messages, alike on both ends: small ones of a device share one."""
+    """Group tensors into messages, in the same way on both ends: small ones of a device share one."""
     small: dict[str, list[Tensor]] = {}
     large = []
     for tensor in tensors:
@@ -296,26 +295,26 @@ class _Posted:
     waiter: Waiter
     ledger: Ledger
     expected: dict[int, Message] = field(default_factory=dict)  # by worker, through gloo or NCCL
-    calls: list[Call] = field(default_factory=list)  # waits for gloo's works
-    batch: list[dist.Work] = field(default_factory=list)  # NCCL's works
+    calls: list[Call] = field(default_factory=list)  # for gloo: `wait` of each `dist.Work`
+    batch: list[dist.Work] = field(default_factory=list)  # for NCCL
     packed: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)
     waiting: _Watched | None = None
     delivery: Delivery | None = None  # to and from workers of this host
 
     def start(self, operations: Sequence[dist.P2POp]) -> None:
-        """Start operations on gloo, which takes them one by one, so that an error names the worker."""
+        """Start operations on gloo, one by one, so that an error can name the worker."""
         for operation in operations:
             with self._naming(operation.peer):
                 work = operation.op(operation.tensor, operation.peer, tag=operation.tag)
             self.calls.append((operation.peer, partial(work.wait, _FOREVER)))
 
     def start_batch(self, operations: list[dist.P2POp]) -> None:
-        """Start operations on NCCL, which would wait for each other if they came one by one."""
+        """Start operations on NCCL together, because one by one they would wait for each other."""
         with self._naming():
             self.batch = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> None:
-        """Wait for everything; called again, after an interrupt, it goes on."""
+        """Wait for all messages; after an interrupt, it can be called again."""
         if self.delivery is not None:
             self._wait_for(self.delivery)
         if self.calls and self.waiting is None:
@@ -360,7 +359,7 @@ def _at(what: str, error: Error) -> Error:
 
 
 class _Watched:
-    """gloo's calls; after a while in vain, this worker says what it waits for, and hears what others do."""
+    """Waits for gloo's calls; after a while, asks the sender, and checks whether others make other calls."""
 
     def __init__(self, calls: Wait, posted: _Posted) -> None:
         self._calls, self._posted = calls, posted
@@ -381,7 +380,7 @@ class _Watched:
         posted, peers = self._posted, self._posted.waiter.peers
         if self.worker is not None and self.worker in posted.expected:
             self._num_looks[self.worker] += 1
-            # Ask less and less often: a worker that never waits does not read what it is asked.
+            # Ask less and less often, because a worker reads the questions only while it waits itself.
             if self._num_looks[self.worker] == _ASK_AFTER << peers.num_asked[self.worker]:
                 peers.ask_for(self.worker, posted.expected[self.worker])
         for other, (asked, sent) in posted.ledger.unmet(peers.asked).items():
@@ -390,15 +389,15 @@ class _Watched:
 
 
 def how_lost(error: BaseException, worker: int | None = None) -> LostWorkerError:
-    """Return the error that says which worker is gone, or silent, as an exception of torch's shows it."""
+    """Return the error for a worker that is gone or silent, from an exception of torch."""
     who = "another worker" if worker is None else f"worker {worker}"
-    # Strip the line of gloo's source code.
+    # Without the location in gloo's source code.
     why = re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]
     is_silent = ("timed out" in why.lower() or "timeout" in why.lower()) and "refused" not in why
     return LostWorkerError(f"{who} {'did not answer' if is_silent else 'is gone'} ({why})")
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether an exception of torch's is about another process that is gone or silent."""
-    # gloo raises a plain RuntimeError, with the path of its source file in the message.
+    """Whether an exception of torch says that another process is gone or silent."""
+    # gloo raises a plain RuntimeError; only the path of its source file in the message identifies it.
     return not isinstance(error, Error) and (isinstance(error, dist.DistError) or "/gloo/" in str(error))

@@ -1,4 +1,4 @@
-"""Waiting for other workers, so that this one can be interrupted, and sees who is gone."""
+"""Waits for other workers, while this worker can be interrupted and detects which workers are gone."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ _GRACE_S = 1.0
 """How long a message may still be in flight after its sender has ended."""
 
 _APART_S = 2.0
-"""How much longer each rank waits for its thread than the rank before, which takes a while to end.
+"""How much longer each rank waits for its thread at exit than the rank before it, whose exit takes a while.
 
 Not used under samestep's launcher, where `end_with_threads` ends the process.
 """
 
 _ANNOUNCED_WITHIN_S = 0.02
-"""How long to wait for the announcement of a worker that noticed a loss first and ended."""
+"""How long to wait for the announcement of a worker that noticed a loss first and exited."""
 
 _left: list[threading.Thread] = []
-"""Threads that were left waiting in C++, perhaps for ever."""
+"""Threads that were left waiting in C++, perhaps forever."""
 
 T = TypeVar("T")
 Call = tuple[int | None, Callable[[], object]]
-"""The worker that a call waits for, and the call, which blocks in C++."""
+"""The worker that a call waits for, and the call itself, which blocks in C++."""
 
 
 class Waiting(Protocol):
-    """What takes time because other workers do."""
+    """Something to wait for that depends on other workers."""
 
     @property
     def worker(self) -> int | None:
-        """The one that it waits for now."""
+        """The worker that it is waiting for; None if unknown."""
 
     @property
     def error(self) -> BaseException | None:
-        """What has gone wrong."""
+        """The error that ended it, if any."""
 
     def is_done(self, timeout_s: float) -> bool:
-        """Wait until all is done, or something has gone wrong, but not much longer than this."""
+        """Wait until it has ended or failed, for about this long; return whether it has."""
 
 
 class Patience:
-    """Decides when a process has waited long enough; time in which it was stopped does not count.
+    """A timeout that does not count time during which the process was stopped.
 
     Call `is_over` every 0.1 s or so: a much longer interval is taken for a stop.
     """
@@ -66,14 +66,14 @@ class Patience:
         self._asked_s = time.monotonic()
 
     def is_over(self) -> bool:
-        """Say whether the time is over."""
+        """Return whether the timeout has passed."""
         before_s, self._asked_s = self._asked_s, time.monotonic()
         self._left_s -= min(self._asked_s - before_s, self._most_s)
         return self._left_s <= 0
 
 
 def in_thread(work: Callable[[], T], timeout_s: float) -> T:
-    """Call what blocks in C++ as `Waiter.call` does, in a thread for this alone."""
+    """Make a call that blocks in C++ in a new thread; see `Waiter.call`."""
     waiter = Waiter(timeout_s)
     try:
         return waiter.call(work)
@@ -82,7 +82,7 @@ def in_thread(work: Callable[[], T], timeout_s: float) -> T:
 
 
 def end_with_threads(status: int) -> None:
-    """End the process at once if a thread still waits in C++, which another worker's end may wake."""
+    """Exit at once if a thread still waits in C++: if it wakes during shutdown, it aborts the process."""
     if any(thread.is_alive() for thread in _left):
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
@@ -91,17 +91,17 @@ def end_with_threads(status: int) -> None:
 
 
 class Waiter:
-    """Makes calls that block in C++ in a thread of its own, one after the other.
+    """Makes calls that block in C++ in its own thread, one after the other.
 
-    So the worker handles signals while it waits, which Python never does in C++.
+    The main thread can then handle signals while it waits; Python cannot do that during a call in C++.
 
     Args:
         timeout_s: how long to wait for a worker.
-        rank: of this worker.
+        rank: this worker's rank.
 
     Attributes:
-        peers: knows who is gone, and what error others have met.
-        silent: the worker that did not answer within the timeout.
+        peers: knows which workers are gone, and which errors they have announced.
+        silent: the worker that did not answer within the timeout; None if all did.
     """
 
     def __init__(self, timeout_s: float, rank: int = 0) -> None:
@@ -113,7 +113,7 @@ class Waiter:
         self._thread: threading.Thread | None = None
 
     def start(self, calls: Sequence[Call]) -> Wait:
-        """Start to make calls; then `finish` waits for them."""
+        """Start to make calls in the thread; `finish` waits for them."""
         if self._waits is None:
             self._waits = SimpleQueue()
             self._thread = threading.Thread(
@@ -125,10 +125,9 @@ class Waiter:
         return wait
 
     def finish(self, wait: Waiting) -> None:
-        """Wait until all is done, or has gone wrong; or raise a `LostWorkerError` that names the worker.
+        """Wait until `wait` has ended or failed; raise a `LostWorkerError` if a worker is gone or silent.
 
-        Where another worker has announced an error meanwhile, that one is raised. Called again, after an
-        interrupt, it goes on waiting.
+        If another worker has announced an error, raise that one. After an interrupt, it can be called again.
         """
         patience, grace = Patience(self._timeout_s), Patience(_GRACE_S)
         while not wait.is_done(_SLICE_S):
@@ -147,7 +146,7 @@ class Waiter:
                 )
 
     def call(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns, or raise what it raises; or a `LostWorkerError` after the timeout."""
+        """Call `work` in the thread, and return its result; raise a `LostWorkerError` after the timeout."""
         found: list[T] = []
         wait = self.start([(None, lambda: found.append(work()))])
         self.finish(wait)
@@ -156,11 +155,11 @@ class Waiter:
         return found[0]
 
     def first_error(self, error: Error, worker: int | None = None) -> Error:
-        """Return the first error that any worker met, of which this may be a consequence; announce it.
+        """Return and announce the first error of any worker, which may have caused this worker's error.
 
         Args:
-            error: what this worker has met.
-            worker: the one that it waited for, which may have said how its program ended.
+            error: this worker's error.
+            worker: the worker that it waited for, which may have sent how its program ended.
         """
         time.sleep(_ANNOUNCED_WITHIN_S)
         self.peers.look()
@@ -169,28 +168,28 @@ class Waiter:
         return error
 
     def leave_thread(self) -> None:
-        """Let the thread be, which may wait for ever."""
+        """Abandon the thread, which may wait forever; later calls get a new one."""
         if self._thread is not None:
-            # A thread that returns from C++ while Python shuts down aborts the process: wait a while for it.
-            # It usually returns soon, because the end of the worker that it waits for wakes it.
+            # A thread that returns from C++ while Python shuts down aborts the process, so wait for it at
+            # exit. It usually returns soon, because the exit of the worker that it waits for wakes it.
             apart_s = 0 if launched_by_samestep() else _APART_S * self._rank
             atexit.register(self._thread.join, _GRACE_S + apart_s)
             _left.append(self._thread)
         self.close()
 
     def close(self) -> None:
-        """End the thread once it has made its calls; others get a new one."""
+        """End the thread once it has made its calls; later calls get a new one."""
         if self._waits is not None:
             self._waits.put(None)
             self._waits = None
 
 
 class Wait:
-    """Calls that are made in a thread.
+    """Calls to make in a thread.
 
     Attributes:
-        worker: the one that it waits for now.
-        error: what a call has raised.
+        worker: the worker that the current call waits for.
+        error: the exception that a call has raised.
     """
 
     def __init__(self, calls: Sequence[Call]) -> None:
@@ -208,13 +207,13 @@ class Wait:
                 self.worker = worker
                 call()
         except BaseException as error:
-            self.error = error.with_traceback(None)  # its frames would keep this alive, and a group
-        self._calls = ()  # drops what the calls refer to
+            self.error = error.with_traceback(None)  # frames would keep this object and a group alive
+        self._calls = ()  # frees what the calls refer to
         self._is_done = True
         self._running.release()
 
     def is_done(self, timeout_s: float) -> bool:
-        """Wait until all calls have been made, or one has raised, but no longer than this."""
+        """Wait until all calls have returned, or one has raised, at most this long; return whether so."""
         if not self._is_done:
             self._running.acquire(timeout=timeout_s)
         return self._is_done
