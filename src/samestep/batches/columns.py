@@ -30,6 +30,8 @@ __all__ = [
 
 _FLAT = frozenset((str, int, float, bool, bytes, type(None)))  # what long lists are mostly made of
 
+_MOST_SIZES = 4
+
 
 @dataclass(frozen=True)
 class Whole:
@@ -95,6 +97,8 @@ class Undecided:
             BatchError: it can be read in both ways, or in none.
         """
         branch = self._as_branch(rows)
+        if rows is None and branch is None and isinstance(self.value, tuple):
+            self._check_no_batches()
         has_entry_a_row = rows is None or len(self.value) == rows
         if has_entry_a_row and branch is None:
             return Column(self.path, self.value)
@@ -105,6 +109,20 @@ class Undecided:
             f"{self.path} is a {type(self.value).__name__} of {len(self.value)} entries and {what}: expected "
             f"one entry per row, such as np.fromiter({self.path}, object), or columns with the batch's rows, "
             f"such as a dict of them; use samestep.Whole({self.path}) to give it to every tower unchanged"
+        )
+
+    def _check_no_batches(self) -> None:
+        """Raise if each entry could be a batch by itself, as where two loaders are read with `zip`."""
+        sizes = []
+        for entry in self.value:
+            branch = Undecided(self.path, (entry,))._as_branch(None)
+            if branch is None:
+                return
+            sizes.append(next((column.rows for column in columns(branch)), 0))
+        raise BatchError(
+            f"{self.path} is a tuple of {len(sizes)} entries with {', '.join(map(str, sizes[:_MOST_SIZES]))} "
+            "rows: expected the same number of rows in all (k·n rows can be reshaped to [n, k, ...]), or, if "
+            f"each entry is one row, np.fromiter({self.path}, object)"
         )
 
     def _as_branch(self, rows: int | None) -> Branch | None:
