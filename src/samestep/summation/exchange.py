@@ -46,11 +46,13 @@ _FINE, _FAILED, _CHANGED = range(3)
 class MustMatch(Protocol):
     """Hashes that must be the same on all workers, and a description to explain how they differ.
 
-    `hash` is called when the exchange is made, `hash_of_passes` when a message is made that compares it; it
-    is 0 on workers that have run no pass.
+    `hash` is called when the exchange is made, the others when a message is made that compares them.
+    `hash_of_passes` is 0 on workers that have run no pass. `hash_beside` may differ: see `differs_beside`.
     """
 
     def hash(self) -> int: ...
+
+    def hash_beside(self) -> int: ...
 
     def hash_of_passes(self) -> int: ...
 
@@ -74,6 +76,7 @@ class Exchange:
 
     Attributes:
         stopwatch: for the passes of this step; it stands still while the exchange sends.
+        differs_beside: whether losses depend on other values beside the model on some worker, or on more.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class Exchange:
         self.where = f"step {must_match['step']}"
         self.is_over = False  # whether the workers found an error or a difference; then all of them raise
         self.is_committed = False
+        self.differs_beside = False
         self._job = job
         self._must_match = must_match
         self._ask_flags = flags
@@ -266,9 +270,11 @@ class Exchange:
 
     @property
     def _header(self) -> list[int]:
-        of_passes = 0 if self._rest is None else self._rest.hash_of_passes()
+        beside, of_passes = 0, 0
+        if self._rest is not None:
+            beside, of_passes = self._rest.hash_beside(), self._rest.hash_of_passes()
         own = [v if isinstance(v, int) else zlib.crc32(v.encode()) for v in self._must_match.values()]
-        return [self._status, self.plan.fingerprint, *own, self._hash_of_rest, of_passes]
+        return [self._status, self.plan.fingerprint, *own, self._hash_of_rest, beside, of_passes]
 
     def _for_all(self, own: Sequence[int]) -> list[Tensor]:
         """Return this worker's numbers, int64 [n], and memory for those of each other worker."""
@@ -280,6 +286,7 @@ class Exchange:
     def _check(self, headers: Sequence[Tensor]) -> None:
         rows = [header[2:].tolist() for header in headers]
         of_passes = {row.pop() for row in rows} - {0}  # of a worker that had none yet
+        self.differs_beside = len({row.pop() for row in rows}) > 1
         expected = [_FINE, *rows[self._job.rank][1:]]
         if any(row != expected for row in rows) or len(of_passes) > 1:
             self._settle()

@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from samestep.errors import UsageError, warn
+from samestep.watching.beside import Beside
 from samestep.watching.origins import NOWHERE, Origin, Origins, storage_of
 from samestep.watching.reach import in_reach
 
@@ -25,6 +26,8 @@ __all__ = ["FlowWatch", "not_followed"]
 
 _DRAWING = "normal_ uniform_ random_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_"
 _OVERWRITING = {"copy_", "fill_", "zero_", "set_", "_foreach_copy_", "_foreach_zero_", *_DRAWING.split()}
+
+_LOOKUPS = {"index", "index_select", "gather", "take", "embedding"}
 
 _INDEXED: Mapping[str, Callable[[Sequence[Any], Tensor, int], object]] = {
     "index_put_": lambda args, part, number: aten.index_put_(part, args[1], part.new_tensor(number)),
@@ -56,6 +59,7 @@ class _Kind(NamedTuple):
     overwrites: bool  # whether nothing stays of what was there
     is_random: bool
     takes_shapes_only: bool
+    takes_parts: bool  # looks up rows, or gives a view of its arguments
     write: Callable[[Sequence[Any], Tensor, int], object] | None  # where it writes to some elements only
 
 
@@ -78,7 +82,9 @@ _INSTEAD_OF_KEPT = (
     "buffer with a policy, Towers(..., buffers={pattern: policy})"
 )
 
-_HIGHER_ORDER = _Kind((), overwrites=False, is_random=False, takes_shapes_only=False, write=None)
+_HIGHER_ORDER = _Kind(
+    (), overwrites=False, is_random=False, takes_shapes_only=False, takes_parts=False, write=None
+)
 """The kind of operators that take functions, whose calls are not inspected."""
 
 
@@ -104,6 +110,7 @@ class FlowWatch(TorchDispatchMode):
         self._drawn: dict[int, _Drawn] = {}  # in this step, by the generators' ids
         self._goes_on = 0  # the id of one that continued, in this pass, from another tower's draws
         self._has_warned = False
+        self.beside = Beside()
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -131,6 +138,7 @@ class FlowWatch(TorchDispatchMode):
             shared: the model's own, which the watch compares, or samestep puts back.
         """
         self._tower, self._goes_on = tower, 0
+        self.beside.start_pass()
         self._parameters.clear()
         self._shared = set(map(storage_of, shared))
         for storage in self._shared:
@@ -166,7 +174,8 @@ class FlowWatch(TorchDispatchMode):
         """
         if not self._follows:
             return
-        towers, how = self._origins.of(loss)
+        towers, how, beside = self._origins.of(loss)
+        self.beside.note_used(self._tower, beside)
         if others := _indices(towers & ~(1 << self._tower)):
             which = ", ".join(map(str, others))
             depends = f"{who}: its loss depends on rows or random numbers of tower {which}, through {how}"
@@ -244,6 +253,10 @@ class FlowWatch(TorchDispatchMode):
         overwrites = kind.overwrites and not adds
         if overwrites:
             taken = [tensor for tensor in taken if not any(tensor is each for each in written)]
+        for tensor in written:
+            self.beside.forget(storage_of(tensor))
+        read = [] if kind.takes_parts else taken
+        drawn = drawn._replace(beside=self._read_beside(read, (*args, *kwargs.values())))
         origin = self._join(func, taken, drawn._replace(towers=drawn.towers | own * kind.is_random))
         is_average = not overwrites and any(storage_of(tensor) in self._shared for tensor in taken)
         for tensor in written:
@@ -257,16 +270,27 @@ class FlowWatch(TorchDispatchMode):
             if storage_of(tensor) not in before:
                 self._origins.note(tensor, origin)
 
+    def _read_beside(self, read: Iterable[Tensor], given: Iterable[Any]) -> int:
+        """Return the bits of the tensors and numbers that are held beside the model."""
+        bits = 0
+        for value in given:
+            bits |= self.beside.read_number(value)
+        for tensor in read:
+            if storage_of(tensor) not in self._shared:
+                bits |= self.beside.read(tensor)
+        return bits
+
     def _join(self, func: Any, taken: Iterable[Tensor], drawn: Origin) -> Origin:
         """Return the towers whose values an operator combines, with its draws, and what first did so."""
-        towers, how = drawn
+        towers, how, beside = drawn
         for tensor in taken:
-            more, before = self._origins.of(tensor)
+            more, before, more_beside = self._origins.of(tensor)
             towers |= more
+            beside |= more_beside
             if not how and more & ~(1 << self._tower):
                 name = getattr(func, "overloadpacket", func)
                 how = before or f"a tensor of shape {list(tensor.shape)} that {name} read"
-        return Origin(towers, how)
+        return Origin(towers, how, beside)
 
     def _note_parameters(self, given: Iterable[Tensor]) -> None:
         for tensor in given:
@@ -294,6 +318,7 @@ def _kind_of(func: OpOverload) -> _Kind:
         name in _OVERWRITING or indexed is not None or any(each.kwarg_only for _, each in writes),
         torch.Tag.nondeterministic_seeded in func.tags,
         name.endswith("_like") or name.startswith("new_"),
+        name in _LOOKUPS or bool(func.is_view),
         indexed,
     )
 

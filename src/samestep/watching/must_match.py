@@ -45,6 +45,10 @@ class MustMatch:
         # A worker whose towers have no rows has seen no modes, and is not compared.
         return modes if loss is None or modes == 0 else zlib.crc32(f"{modes} {loss}".encode())
 
+    def hash_beside(self) -> int:
+        """Return a 32-bit number of what the losses so far depend on beside the model, 0 for nothing."""
+        return self.watch.flow.beside.hash()
+
     def in_words(self) -> dict[str, object]:
         """Return it by name, with a hint where batches or modes differ."""
         modes = self.watch.modes.in_words()

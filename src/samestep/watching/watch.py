@@ -80,7 +80,9 @@ class Watch:
         # Less and less often, because operators take longer when they are followed.
         do_all_follow = do_all_look and step & (step - 1) == 0
         self.looks = has_others or do_all_look  # whether this step is one of those
-        self._follows = has_others or do_all_follow
+        # Where workers are compared, the next one too: it reads what was made of the first one.
+        compares = num_workers > 1 and (do_all_follow or step == 1)
+        self._follows = has_others or do_all_follow or compares
         self.settings = self.numbers.settings() if do_all_look else {}
         self.modes.start_step(notes_autocast=do_all_follow)
         self.outside.start_step()
@@ -89,8 +91,11 @@ class Watch:
             self.numbers.start_step()
             self._generators.start_step(found)
             self.outside.note_compiled(found)
+        self.flow.beside.clear()
         if self._follows:
             self.flow.start_step()
+        if compares:
+            self.flow.beside.start_step(self._forwards)
 
     def note(self, *, rehash: bool = False) -> None:
         """Note the current state, because changes up to now were the same on all workers."""
@@ -135,6 +140,7 @@ class Watch:
         """Stop recording which modules run, once a tower has handed in or an error ends its pass."""
         if self.looks:
             self.outside.stop_looking()
+        if self._follows:
             self.flow.pause()
 
     def go_on(self) -> None:
@@ -146,6 +152,7 @@ class Watch:
         """End a tower's turn, if one has begun."""
         if self.looks:
             self.outside.stop_looking()
+        if self._follows:
             self.flow.stop()
 
     def check_pass(self, who: str, loss: Tensor, *, is_outer: bool) -> None:
@@ -160,9 +167,10 @@ class Watch:
             self.check(who)
             self._generators.check()
             self.numbers.check()
-            self.flow.check(who, loss)
         else:
             self.outside.check(who)
+        if self._follows:
+            self.flow.check(who, loss)
 
     def check_outputs(self, who: str, outputs: Iterable[Tensor]) -> None:
         """Check what a pass of a loss of the whole batch gives, in a step whose values are followed."""
