@@ -185,6 +185,9 @@ class StepRun:
             if self.watch.looks and self.losses.named is None:
                 self._replica.label_means.look(tower, found.total)
         self._take(tower, found)
+        if self.watch.looks and self.losses.named is None:
+            with self._telling_others():
+                self._replica.label_means.compare(tower, self.watch.flow.divisors)
 
     def take_sum(self, tower: Tower, total: Tensor, count: float | Tensor) -> None:
         """Take a tower's sum and its count; see `Tower.backward_sum`."""

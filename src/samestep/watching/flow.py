@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from samestep.errors import UsageError, warn
 from samestep.watching.beside import Beside
+from samestep.watching.divisors import Divisor, divisor_of
 from samestep.watching.origins import NOWHERE, Origin, Origins, storage_of
 from samestep.watching.reach import in_reach
 
@@ -78,8 +79,8 @@ _INSTEAD_OF_DRAWN = (
 )
 _INSTEAD_OF_KEPT = (
     "a hidden state, a running mean, a memory of samples, a mask or the like, which with another number of "
-    "workers would come from other towers; reset it in each pass, update it after average(), or keep it in a "
-    "buffer with a policy, Towers(..., buffers={pattern: policy})"
+    "workers would come from other towers; reset it in each pass, update it after average() from the whole "
+    "batch, or keep it in a buffer with a policy, Towers(..., buffers={pattern: policy})"
 )
 
 _HIGHER_ORDER = _Kind(
@@ -90,6 +91,11 @@ _HIGHER_ORDER = _Kind(
 
 class FlowWatch(TorchDispatchMode):
     """Follows the values of towers' rows, and of random numbers, through the operators of their passes.
+
+    Attributes:
+        beside: what passes read beside the model.
+        divisors: what this pass divided sums by, in order.
+
 
     A worker's towers share what a program keeps from one pass to the next, towers of other workers do not.
     What is kept and not used in a loss, such as a sum of losses to be printed, does no harm; nor does what
@@ -111,6 +117,7 @@ class FlowWatch(TorchDispatchMode):
         self._goes_on = 0  # the id of one that continued, in this pass, from another tower's draws
         self._has_warned = False
         self.beside = Beside()
+        self.divisors: list[Divisor] = []
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -165,6 +172,7 @@ class FlowWatch(TorchDispatchMode):
         """End a pass."""
         self.pause()
         self._follows = False
+        self.divisors = []
 
     def check(self, who: str, loss: Tensor) -> None:
         """Raise if the pass that is followed now used state from another tower's pass.
@@ -243,6 +251,9 @@ class FlowWatch(TorchDispatchMode):
     def _follow(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, drawn: Origin
     ) -> None:
+        divisor = divisor_of(func, args, result)
+        if divisor is not None:
+            self.divisors.append(divisor)
         kind, own = _kind_of(func) if isinstance(func, OpOverload) else _HIGHER_ORDER, 1 << self._tower
         values = [args[at] if at < len(args) else kwargs.get(name) for at, name in kind.writes]
         written = list(_tensors(values))
