@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -20,8 +22,8 @@ __all__ = ["Beside", "Found", "difference_beside"]
 _MOST_ELEMENTS = 2**16
 """Of a larger tensor, about so many are compared."""
 
-_MOST_DIGITS = 8
-"""Of numbers that any pass may happen to have, such as 0.25, and which are not compared."""
+_SIMPLEST = 256
+"""Up to this denominator, a number may be a share of rows that passes compute alike, and is not compared."""
 
 Found: TypeAlias = Mapping[str, tuple[int, bool]]
 """By name: a checksum of what losses of a worker depend on, and whether several passes read it."""
@@ -138,8 +140,14 @@ def difference_beside(all_found: Sequence[Found]) -> str | None:
 
 
 def _is_compared(value: Any) -> bool:
-    is_number = type(value) is float and len(repr(value)) > _MOST_DIGITS
-    return is_number or isinstance(value, (Tensor, nn.Module))
+    return _is_no_fraction(value) if type(value) is float else isinstance(value, (Tensor, nn.Module))
+
+
+def _is_no_fraction(value: float) -> bool:
+    if not math.isfinite(value):
+        return False
+    nearest = Fraction(value).limit_denominator(_SIMPLEST)
+    return not math.isclose(nearest, value, rel_tol=1e-7)
 
 
 def _named_values(functions: Iterable[Named]) -> Iterator[Named]:
