@@ -2,6 +2,7 @@
 what is the same on all workers, and what a tower keeps for itself: one digest on 1, 2 and 3 workers."""
 
 import copy
+import math
 import random
 
 import pytest
@@ -245,6 +246,14 @@ class ShareOfRows(Program):
         return self.share * F.cross_entropy(z, y)
 
 
+class RootOfRows(ShareOfRows):
+    """The same, of a number that is no fraction."""
+
+    def loss(self, z, x, y):
+        self.share = 1 / math.sqrt(len(x))
+        return self.share * F.cross_entropy(z, y)
+
+
 class Teacher(Program):
     def begin(self):
         self.teacher = copy.deepcopy(self.model)
@@ -271,6 +280,7 @@ class Teacher(Program):
         RowsByNumber,
         StepSize,
         ShareOfRows,
+        RootOfRows,
         Teacher,
     ],
 )

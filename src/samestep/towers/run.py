@@ -332,7 +332,8 @@ class StepRun:
         if not self.exchange.differs_beside:
             return
         where = self.exchange.where
-        found = gather_objects(self.job.transport, self.watch.flow.beside.found(), f"{where}, comparison")
+        own = self.watch.flow.beside.found_unchanged()
+        found = gather_objects(self.job.transport, own, f"{where}, comparison")
         difference = difference_beside(found)
         if difference:
             raise DisagreementError(

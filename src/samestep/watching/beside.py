@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from fractions import Fraction
 from typing import Any, NamedTuple, TypeAlias
 
@@ -48,18 +49,23 @@ class Beside:
     def __init__(self) -> None:
         self._held: dict[int, _Held] = {}
         self._numbers: dict[float, int] = {}
+        self._objects: dict[str, float] = {}  # numbers, by name
         self._names: list[str] = []
+        self._functions: Sequence[Named] = ()
         self._of_pass: dict[int, int] = {}  # checksums of what this pass has read
         self._used: dict[str, dict[int, int]] = {}  # by name, for each tower
 
-    def start_step(self, functions: Iterable[Named]) -> None:
-        """Find what there is, by the names that the program has for it."""
+    def start_step(self, functions: Sequence[Named]) -> None:
+        """Find what there is, by the names that the program, and functions, have for it."""
         self.clear()
+        self._functions = functions
         for name, value in _named_values(functions):
             if name in self._used or not self._hold(value, len(self._names)):
                 continue
             self._used[name] = {}
             self._names.append(name)
+            if isinstance(value, float):
+                self._objects[name] = value
 
     def _hold(self, value: Tensor | float, number: int) -> bool:
         if isinstance(value, float):
@@ -75,6 +81,7 @@ class Beside:
         """Forget all."""
         self._held.clear()
         self._numbers.clear()
+        self._objects.clear()
         self._names.clear()
         self._used.clear()
 
@@ -111,9 +118,15 @@ class Beside:
                 self._used[self._names[number]][tower] = self._of_pass[number]
 
     def found(self) -> Found:
-        """Return what is to be compared, without what differs between passes of this worker."""
+        """Return what losses depend on, without what differs between passes of this worker."""
         used = {name: list(seen.values()) for name, seen in self._used.items() if seen}
         return {name: (seen[0], len(seen) > 1) for name, seen in used.items() if len(set(seen)) == 1}
+
+    def found_unchanged(self) -> Found:
+        """Return what is to be compared: without numbers that passes have set again, to equal ones."""
+        now = {id(value) for _, value in _named_values(self._functions)}
+        changed = {name for name, value in self._objects.items() if id(value) not in now}
+        return {name: each for name, each in self.found().items() if name not in changed}
 
     def hash(self) -> int:
         """Return a 32-bit number that tells apart what workers have; 0 for nothing."""
@@ -155,13 +168,17 @@ def _named_values(functions: Iterable[Named]) -> Iterator[Named]:
         if not isinstance(value, nn.Module):
             yield name, value
             continue
-        for path, module in value.named_modules():
-            own = f"{name}.{path}" if path else name
-            for part in (module._parameters, module._buffers, vars(module)):
-                held = part.items()
-                yield from (
-                    (f"{own}.{k}", v) for k, v in held if _is_compared(v) and not isinstance(v, nn.Module)
-                )
+        with suppress(Exception):  # a user's module may be anything
+            yield from list(_values_of(name, value))
+
+
+def _values_of(name: str, net: nn.Module) -> Iterator[Named]:
+    """Yield the tensors and numbers that a net's modules have."""
+    for path, module in net.named_modules(prefix=name):
+        for part in (module._parameters, module._buffers, vars(module)):
+            for key, value in part.items():
+                if _is_compared(value) and not isinstance(value, nn.Module):
+                    yield f"{path}.{key}", value
 
 
 def _is_in_memory(tensor: Tensor) -> bool:
