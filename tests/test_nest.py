@@ -269,6 +269,20 @@ def test_lists_that_can_be_read_in_two_ways_are_refused():
         GlobalBatch.open((X, square))
 
 
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (Pair(X, X), None, {"epoch": 3}),
+        ({"x": X, "y": X}, {"u": X}),
+        [Frozen(X), {"x": X}],
+        (Pair(X[:2], X[:2]), "name"),
+    ],
+)
+def test_entries_of_different_kinds_are_no_rows(batch):
+    part = GlobalBatch.open(batch).take(range(1, 2), CPU)
+    assert [len(each) for each in tensors(part)] == [1] * len([*tensors(batch)])
+
+
 def test_batches_of_two_loaders_are_not_taken_for_rows():
     labelled, unlabelled = {"x": X[:2], "y": X[:2]}, {"x": X}
     with pytest.raises(BatchError, match=r"batch is a tuple of 2 entries with 2, 6 rows: expected the same"):

@@ -102,7 +102,7 @@ class Undecided:
         has_entry_a_row = rows is None or len(self.value) == rows
         if has_entry_a_row and branch is None:
             return Column(self.path, self.value)
-        if branch is not None and (not has_entry_a_row or rows == 1):
+        if branch is not None and (not has_entry_a_row or rows == 1 or self._is_mixed()):
             return branch
         what = "can be read in two ways" if branch is not None else "cannot be read in either way"
         raise BatchError(
@@ -110,6 +110,13 @@ class Undecided:
             f"one entry per row, such as np.fromiter({self.path}, object), or columns with the batch's rows, "
             f"such as a dict of them; use samestep.Whole({self.path}) to give it to every tower unchanged"
         )
+
+    def _is_mixed(self) -> bool:
+        """Whether entries are of different types, or mappings without a common key, as rows are not."""
+        if len(set(map(type, self.value))) > 1:
+            return True
+        keys = [set(entry) for entry in self.value if isinstance(entry, Mapping)]
+        return len(keys) > 1 and not set.intersection(*keys)
 
     def _check_no_batches(self) -> None:
         """Raise if each entry could be a batch by itself, as where two loaders are read with `zip`."""
