@@ -318,3 +318,31 @@ def test_nothing_is_sent_where_losses_depend_on_the_model_alone():
             assert not any("comparison" in what for _, _, what, _ in self.job.transport.world.events)
 
     values(Alone, 3)
+
+
+def test_a_step_that_was_refused_can_be_taken_again():
+    def program(job):
+        model, center, refused = net(), torch.zeros(3), []
+        towers = Towers(model, 5, job=job)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def take(step):
+            for tower in towers(batch_of(step)):
+                tower.backward(F.cross_entropy(model(tower.batch["x"]) - center, tower.batch["y"]))
+            towers.average()
+            optimizer.step()
+
+        for step in range(3):
+            try:
+                take(step)
+            except DisagreementError:
+                refused.append(step)
+                assert all(p.grad is None for p in model.parameters())
+                center.zero_()
+                take(step)
+            center.fill_(job.rank if step == 0 else 0)
+        return refused, samestep.digest(model)
+
+    alone, several = values(program, 1)[0], values(program, 3)
+    assert [refused for refused, _ in several] == [[1]] * 3
+    assert {digest for _, digest in several} == {alone[1]}
