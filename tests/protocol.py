@@ -64,6 +64,9 @@ class Rate:
     def hash(self) -> int:
         return hash(self.rate)
 
+    def hash_beside(self) -> int:
+        return 0
+
     def hash_of_passes(self) -> int:
         return 0
 

@@ -441,6 +441,33 @@ def a_gradient_penalty_and_adversarial_inputs(job):
 
 
 @program
+def clipped_gradients_of_each_example(job):
+    model = net()
+    towers = Towers(model, 5, job=job)
+
+    def clipped(m, b):
+        named = {name: p.detach() for name, p in m.named_parameters()}
+
+        def one(weights, x, y):
+            return F.cross_entropy(torch.func.functional_call(m, weights, (x[None],)), y[None])
+
+        each = torch.func.vmap(torch.func.grad(one), in_dims=(None, 0, 0))(named, b["x"], b["y"])
+        norms = torch.stack([g.flatten(1).norm(dim=1) for g in each.values()]).norm(dim=0)
+        return {n: torch.einsum("n,n...->...", (1 / norms).clamp(max=1), g) for n, g in each.items()}
+
+    def total(m, b):
+        return sum((p * clipped(m, b)[name]).sum() for name, p in m.named_parameters())
+
+    for step in range(2):
+        for tower in towers(batch_of(step)):
+            tower.backward_sum(total(model, tower.batch), tower.rows)
+        towers.average()
+        check_gradients(model, batch_of(step), lambda m, b: total(m, b) / len(b["x"]))
+        sgd(model).step()
+    return samestep.digest(model)
+
+
+@program
 def an_inner_step_by_functional_call(job):
     model = net()
     towers = Towers(model, 5, job=job)

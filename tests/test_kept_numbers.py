@@ -96,7 +96,7 @@ def test_a_number_that_another_pass_has_left_is_named_once_on_each_worker(progra
     ) as told:
         simulate(program, num_workers)
     assert len(told) <= num_workers
-    name = {"InList": "history of self", "InGlobal": "mean of kept", "InClosure": "mean"}
+    name = {"InList": "history[0] of self", "InGlobal": "mean of kept", "InClosure": "mean"}
     assert f"loss depends on {name.get(program.__name__, 'baseline of self')}, " in str(told[0].message)
 
 
@@ -114,6 +114,19 @@ class Quotient(Baseline):
     def weighted(self, losses):
         self.share = 1 / len(losses)
         return losses.sum() * self.share
+
+    def update(self, mean):
+        self.shown = mean
+
+
+class Searched(Baseline):
+    """A step size that each pass finds by halving, and that the last one leaves."""
+
+    def weighted(self, losses):
+        self.size = 0.1
+        while (self.size * losses).max() > 0.05:
+            self.size /= 2
+        return (self.size * losses).mean()
 
     def update(self, mean):
         self.shown = mean
@@ -145,7 +158,7 @@ class AfterTheStep(Baseline):
 
 
 @pytest.mark.parametrize("num_workers", WORKERS)
-@pytest.mark.parametrize("program", [ForTheLog, Quotient, OfTheTower, AfterTheStep])
+@pytest.mark.parametrize("program", [ForTheLog, Quotient, Searched, OfTheTower, AfterTheStep])
 def test_other_numbers_give_no_warning(program, num_workers):
     outcomes = simulate(program, num_workers)
     assert [outcome.error for outcome in outcomes] == [None] * num_workers

@@ -322,6 +322,55 @@ def test_a_mean_over_labels_of_some_rows_is_told_of():
         )
 
 
+def of_weighted_classes(tower, model):
+    logits, labels = logits_and_labels(model, tower.batch)
+    return F.cross_entropy(logits, labels, weight=torch.arange(9.0))
+
+
+def of_masked_tokens(tower, model):
+    logits, labels = logits_and_labels(model, tower.batch)
+    each = F.cross_entropy(logits, labels, reduction="none")
+    return (each * (labels > 0)).sum() / (labels > 0).sum().clamp(min=1)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (of_weighted_classes, r"the weights of its labels: [\d.]+ in Tower\("),
+        (of_masked_tokens, r"a count of its own: \d+ in Tower\("),
+    ],
+)
+def test_a_sum_that_each_tower_divides_by_its_own_count_is_told_of(loss, words, num_workers):
+    def program(job):
+        towers = Towers(language_model(), 6, job=job)
+        hand_in = lambda tower: tower.backward(loss(tower, towers.model))  # noqa: E731
+        return take_language_steps(towers, map(tokens_of, range(3)), hand_in)
+
+    with pytest.warns(UserWarning, match=words + ".*backward_sum") as caught:
+        values(program, num_workers, num_workers)
+    assert len(caught) <= num_workers  # once each
+
+
+def by_its_rows(tower, model):
+    logits, labels = logits_and_labels(model, tower.batch)
+    return F.cross_entropy(logits, labels, reduction="sum") / torch.tensor(len(labels))
+
+
+def by_another_loss(tower, model):
+    loss = F.cross_entropy(*logits_and_labels(model, tower.batch))
+    return loss / loss.detach()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("loss", [by_its_rows, by_another_loss])
+def test_a_sum_divided_by_what_rows_have_alike_is_not_told_of(loss):
+    model = language_model()
+    hand_in = lambda tower: tower.backward(loss(tower, model))  # noqa: E731
+    # Step 64 is followed; step 96 is looked at, too, but not followed.
+    take_language_steps(Towers(model, 6), map(tokens_of, range(97)), hand_in)
+
+
 def test_a_recomputed_loss_is_not_run_again_for_the_look():
     model, runs = language_model(), []
 

@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 
-from samestep import BatchError, LocalBatch, Towers, Whole
+from samestep import BatchError, LocalBatch, TowerLoader, Towers, Whole
 from samestep.batches.batch import GlobalBatch
 from samestep.batches.copier import Copier
 from samestep.batches.nest import tensors
@@ -267,6 +267,37 @@ def test_lists_that_can_be_read_in_two_ways_are_refused():
         BatchError, match=r"batch\[1\] is a list of 3 entries and cannot be read in either way"
     ):
         GlobalBatch.open((X, square))
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (Pair(X, X), None, {"epoch": 3}),
+        ({"x": X, "y": X}, {"u": X}),
+        [Frozen(X), {"x": X}],
+        (Pair(X[:2], X[:2]), "name"),
+    ],
+)
+def test_entries_of_different_kinds_are_no_rows(batch):
+    part = GlobalBatch.open(batch).take(range(1, 2), CPU)
+    assert [len(each) for each in tensors(part)] == [1] * len([*tensors(batch)])
+
+
+def test_batches_of_two_loaders_are_not_taken_for_rows():
+    labelled, unlabelled = {"x": X[:2], "y": X[:2]}, {"x": X}
+    with pytest.raises(BatchError, match=r"batch is a tuple of 2 entries with 2, 6 rows: expected the same"):
+        GlobalBatch.open((labelled, unlabelled))
+    rows = ({"x": X[:2], "box": X[:3]}, {"x": X, "box": X[:1]})
+    assert GlobalBatch.open(rows).rows == 2  # one entry per row, as neither can be a batch
+
+
+@pytest.mark.parametrize("make", [lambda one, two: (one, two), lambda one, two: {"x": one, "y": two}])
+def test_loaders_batches_within_a_batch_are_refused(make):
+    towers = Towers(torch.nn.Linear(1, 1), 2)
+    one, two = (TowerLoader(X[:, None], 4, towers, seed=seed) for seed in range(2))
+    for batch in zip(one, two, strict=True):
+        with pytest.raises(BatchError, match=r"batch\[.*\] is a batch of a loader.*StackDataset"):
+            towers(make(*batch))
 
 
 @pytest.mark.parametrize("entries", [[X[:1], X[:2], X[:3]], [X[:2]] * 3, [(X[:1], {"y": X[:2]})] * 3])

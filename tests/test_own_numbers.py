@@ -1,5 +1,6 @@
 """Plain numbers on layers: what passes count there is told, and what one worker alone sets is refused."""
 
+import functools
 import math
 import warnings
 
@@ -210,3 +211,16 @@ def test_what_one_worker_sets_a_layer_to_is_found_within_32_steps(num_workers):
 def test_what_all_workers_set_alike_is_let_through():
     work = lambda job: train(job, lambda _: dropout(0.1), edit=on_all, num_steps=33)  # noqa: E731
     assert len({found for num_workers in (1, 2, 3) for found in values(work, num_workers)}) == 1
+
+
+def test_functions_among_a_layers_settings_are_not_compared():
+    # As in the `qconfig` that torch's quantisation sets: each process has them elsewhere.
+    def make(_):
+        model = dropout(0.1)
+        model[0].qconfig = (functools.partial(lambda: None), ("fbgemm", 8))
+        return model
+
+    assert (
+        len({found for num_workers in (1, 2) for found in values(lambda job: train(job, make), num_workers)})
+        == 1
+    )

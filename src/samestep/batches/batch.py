@@ -137,6 +137,7 @@ class GlobalBatch:
         Raises:
             BatchError: nothing in the nest has rows, something cannot be cut, or numbers of rows differ.
         """
+        _check_is_no_loaders(batch)
         root = parse(batch)
         rows = _rows(root)
         if rows is None:  # only ambiguous lists: each must then be readable in one way
@@ -205,6 +206,18 @@ def cut(batch: Any, placement: Placement, job: Job, *, is_read_twice: bool = Fal
     if local.rows == 0:
         raise BatchError("the batch has no rows")
     return local
+
+
+def _check_is_no_loaders(batch: Any) -> None:
+    """Raise if a loader's batch is only a part of the batch, as where two loaders are read with `zip`."""
+    held = entries(batch) if isinstance(batch, tuple | Mapping) else None
+    for key, value in (held or {}).items():
+        if isinstance(value, LocalBatch):
+            raise BatchError(
+                f"batch[{key!r}] is a batch of a loader, which holds this worker's towers one by one: "
+                "expected it alone, towers(batch); to read two datasets side by side, give one loader a "
+                "dataset whose examples have both, such as torch.utils.data.StackDataset(first, second)"
+            )
 
 
 def _at_turn(copier: Copier, read: Callable[[int], Any], tower: int) -> Any:

@@ -32,6 +32,8 @@ _FLAT = frozenset(
     (str, int, float, bool, bytes, type(None))
 )  # checked first, as long lists mostly hold these
 
+_MOST_SIZES = 4
+
 
 @dataclass(frozen=True)
 class Whole:
@@ -97,16 +99,39 @@ class Undecided:
             BatchError: both readings are possible, or neither.
         """
         branch = self._as_branch(rows)
+        if rows is None and branch is None and isinstance(self.value, tuple):
+            self._check_no_batches()
         has_entry_a_row = rows is None or len(self.value) == rows
         if has_entry_a_row and branch is None:
             return Column(self.path, self.value)
-        if branch is not None and (not has_entry_a_row or rows == 1):
+        if branch is not None and (not has_entry_a_row or rows == 1 or self._is_mixed()):
             return branch
         what = "can be read in two ways" if branch is not None else "cannot be read in either way"
         raise BatchError(
             f"{self.path} is a {type(self.value).__name__} of {len(self.value)} entries and {what}: expected "
             f"one entry per row, such as np.fromiter({self.path}, object), or columns with the batch's rows, "
             f"such as a dict of them; use samestep.Whole({self.path}) to give it to every tower unchanged"
+        )
+
+    def _is_mixed(self) -> bool:
+        """Whether entries are of different types, or mappings without a common key, as rows are not."""
+        if len(set(map(type, self.value))) > 1:
+            return True
+        keys = [set(entry) for entry in self.value if isinstance(entry, Mapping)]
+        return len(keys) > 1 and not set.intersection(*keys)
+
+    def _check_no_batches(self) -> None:
+        """Raise if each entry could be a batch by itself, as where two loaders are read with `zip`."""
+        sizes = []
+        for entry in self.value:
+            branch = Undecided(self.path, (entry,))._as_branch(None)
+            if branch is None:
+                return
+            sizes.append(next((column.rows for column in columns(branch)), 0))
+        raise BatchError(
+            f"{self.path} is a tuple of {len(sizes)} entries with {', '.join(map(str, sizes[:_MOST_SIZES]))} "
+            "rows: expected the same number of rows in all (k·n rows can be reshaped to [n, k, ...]), or, if "
+            f"each entry is one row, np.fromiter({self.path}, object)"
         )
 
     def _as_branch(self, rows: int | None) -> Branch | None:

@@ -47,11 +47,13 @@ _FINE, _FAILED, _CHANGED = range(3)
 class MustMatch(Protocol):
     """Hashes that must be the same on all workers, and a description to explain a difference.
 
-    `hash` is called when the exchange is created, `hash_of_passes` for each header; the latter returns 0 on
-    workers that have run no pass.
+    `hash` is called when the exchange is created, the others for each header. `hash_of_passes` returns 0 on
+    workers that have run no pass. `hash_beside` may differ: see `differs_beside`.
     """
 
     def hash(self) -> int: ...
+
+    def hash_beside(self) -> int: ...
 
     def hash_of_passes(self) -> int: ...
 
@@ -75,6 +77,7 @@ class Exchange:
 
     Attributes:
         stopwatch: measures the passes of this step; it is paused while the exchange sends.
+        differs_beside: whether losses depend on different values beside the model on some workers.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class Exchange:
         self.where = f"step {must_match['step']}"
         self.is_over = False  # whether an error or a difference was found, on which all workers raise
         self.is_committed = False
+        self.differs_beside = False
         self._job = job
         self._must_match = must_match
         self._ask_flags = flags
@@ -267,9 +271,11 @@ class Exchange:
 
     @property
     def _header(self) -> list[int]:
-        of_passes = 0 if self._rest is None else self._rest.hash_of_passes()
+        beside, of_passes = 0, 0
+        if self._rest is not None:
+            beside, of_passes = self._rest.hash_beside(), self._rest.hash_of_passes()
         own = [v if isinstance(v, int) else zlib.crc32(v.encode()) for v in self._must_match.values()]
-        return [self._status, self.plan.fingerprint, *own, self._hash_of_rest, of_passes]
+        return [self._status, self.plan.fingerprint, *own, self._hash_of_rest, beside, of_passes]
 
     def _for_all(self, own: Sequence[int]) -> list[Tensor]:
         """Return a tensor for each worker, int64 [n]: this worker's numbers, and memory for the others'."""
@@ -281,6 +287,7 @@ class Exchange:
     def _check(self, headers: Sequence[Tensor]) -> None:
         rows = [header[2:].tolist() for header in headers]
         of_passes = {row.pop() for row in rows} - {0}  # 0: that worker has run no pass yet
+        self.differs_beside = len({row.pop() for row in rows}) > 1
         expected = [_FINE, *rows[self._job.rank][1:]]
         if any(row != expected for row in rows) or len(of_passes) > 1:
             self._settle()

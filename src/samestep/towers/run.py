@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from samestep.batches.batch import LocalBatch
-from samestep.errors import BatchError, UsageError
+from samestep.errors import BatchError, DisagreementError, UsageError
 from samestep.streams import keep_globals, seed_globals, stream_seed, tower_seed
 from samestep.summation.buckets import Average
 from samestep.summation.exchange import Exchange
@@ -22,9 +22,10 @@ from samestep.towers.counts import Count, count_slices, wrong_counts
 from samestep.towers.losses import Contribution, Losses, NamedCounts
 from samestep.towers.replica import Replica
 from samestep.towers.tower import Tower
+from samestep.watching.beside import difference_beside
 from samestep.watching.outside import note_outside_gradients, open_steps
 from samestep.watching.pass_check import PassCheck, leaves_of
-from samestep.workers.collectives import gather_rows
+from samestep.workers.collectives import gather_objects, gather_rows
 
 __all__ = ["StepRun"]
 
@@ -184,6 +185,9 @@ class StepRun:
             if self.watch.looks and self.losses.named is None:
                 self._replica.label_means.look(tower, found.total)
         self._take(tower, found)
+        if self.watch.looks and self.losses.named is None:
+            with self._sharing_errors():
+                self._replica.label_means.compare(tower, self.watch.flow.divisors)
 
     def take_sum(self, tower: Tower, total: Tensor, count: float | Tensor) -> None:
         """Run backward from a tower's summed loss; see `Tower.backward_sum`."""
@@ -324,6 +328,22 @@ class StepRun:
         except Exception:
             self.drop()
             raise
+
+    def check_beside(self) -> None:
+        """Raise on all workers if what losses depend on beside the model differs between them."""
+        if not self.exchange.differs_beside:
+            return
+        where = self.exchange.where
+        own = self.watch.flow.beside.found_unchanged()
+        found = gather_objects(self.job.transport, own, f"{where}, comparison")
+        difference = difference_beside(found)
+        if difference:
+            raise DisagreementError(
+                f"{where}: losses depend on {difference}, as does what each worker makes of its own towers "
+                "after average(), or of its own random numbers: make it of the whole batch, or of what is "
+                "gathered from all workers; or keep it in a buffer with a policy, Towers(..., "
+                "buffers={pattern: policy}); or pass a net as Towers(model, ..., also=net)"
+            )
 
     def wrong_counts(self) -> BatchError | None:
         """Return an error if the towers' counts are wrong."""

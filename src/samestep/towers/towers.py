@@ -419,6 +419,7 @@ class Towers:
         with self._ending_on_error(run):
             run.check_complete()
             averages = run.finish()
+            run.check_beside()
         self._last = result = StepResult(run)
         error = run.wrong_counts()
         if error is not None:

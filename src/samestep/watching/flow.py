@@ -16,6 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from samestep.errors import UsageError, warn
+from samestep.watching.beside import Beside
+from samestep.watching.divisors import Divisor, divisor_of
 from samestep.watching.kept_numbers import KeptNumbers
 from samestep.watching.origins import NOWHERE, Origin, Origins, storage_of
 from samestep.watching.reach import Named, in_reach
@@ -26,6 +28,8 @@ __all__ = ["FlowWatch", "not_followed"]
 
 _DRAWING = "normal_ uniform_ random_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_"
 _OVERWRITING = {"copy_", "fill_", "zero_", "set_", "_foreach_copy_", "_foreach_zero_", *_DRAWING.split()}
+
+_LOOKUPS = {"index", "index_select", "gather", "take", "embedding"}
 
 _INDEXED: Mapping[str, Callable[[Sequence[Any], Tensor, int], object]] = {
     "index_put_": lambda args, part, number: aten.index_put_(part, args[1], part.new_tensor(number)),
@@ -57,6 +61,7 @@ class _Kind(NamedTuple):
     overwrites: bool  # whether their old values are lost
     is_random: bool
     takes_shapes_only: bool
+    takes_parts: bool  # looks up rows, or gives a view of its arguments
     write: Callable[[Sequence[Any], Tensor, int], object] | None  # see `_INDEXED`
 
 
@@ -75,14 +80,16 @@ _INSTEAD_OF_DRAWN = (
 )
 _INSTEAD_OF_KEPT = (
     "a hidden state, a running mean, a memory of samples, a mask or the like, which with another number of "
-    "workers would come from other towers; reset it in each pass, update it after average(), or keep it in a "
-    "buffer with a policy, Towers(..., buffers={pattern: policy})"
+    "workers would come from other towers; reset it in each pass, update it after average() from the whole "
+    "batch, or keep it in a buffer with a policy, Towers(..., buffers={pattern: policy})"
 )
 
 _NUMBER = 1 << 4096
 """Stands, among the bits of towers, for a number that another tower's pass has left."""
 
-_HIGHER_ORDER = _Kind((), overwrites=False, is_random=False, takes_shapes_only=False, write=None)
+_HIGHER_ORDER = _Kind(
+    (), overwrites=False, is_random=False, takes_shapes_only=False, takes_parts=False, write=None
+)
 """Of higher-order operators: what happens inside the functions that they call is not followed."""
 
 
@@ -92,6 +99,10 @@ class FlowWatch(TorchDispatchMode):
     What a program keeps from one pass to the next reaches only the towers of the same worker. That is
     harmless if no loss uses it, such as a sum of losses to be printed, or if it depends on no rows, such as a
     mask made from a size.
+
+    Attributes:
+        beside: what passes read beside the model.
+        divisors: what this pass has divided sums by, in order.
     """
 
     supports_higher_order_operators = True
@@ -109,6 +120,8 @@ class FlowWatch(TorchDispatchMode):
         self._continued = 0  # the id of a generator that this pass continued after another tower's draws
         self._kept_numbers = KeptNumbers()
         self._has_warned = False
+        self.beside = Beside()
+        self.divisors: list[Divisor] = []
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -141,6 +154,7 @@ class FlowWatch(TorchDispatchMode):
         """
         self._tower, self._continued = tower, 0
         self._kept_numbers.start_pass(functions)
+        self.beside.start_pass()
         self._parameters.clear()
         self._shared = set(map(storage_of, shared))
         for storage in self._shared:
@@ -167,6 +181,7 @@ class FlowWatch(TorchDispatchMode):
         """End a pass."""
         self.pause()
         self._follows = False
+        self.divisors = []
 
     def check(self, who: str, loss: Tensor) -> None:
         """Raise if this pass's loss depends on state from another tower's pass.
@@ -176,7 +191,8 @@ class FlowWatch(TorchDispatchMode):
         """
         if not self._follows:
             return
-        towers, how = self._origins.of(loss)
+        towers, how, beside = self._origins.of(loss)
+        self.beside.note_used(self._tower, beside)
         if others := _indices(self._others(towers)):
             which = ", ".join(map(str, others))
             depends = f"{who}: its loss depends on rows or random numbers of tower {which}, through {how}"
@@ -250,6 +266,9 @@ class FlowWatch(TorchDispatchMode):
     def _follow(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, drawn: Origin
     ) -> None:
+        divisor = divisor_of(func, args, result)
+        if divisor is not None:
+            self.divisors.append(divisor)
         kind, own = _kind_of(func) if isinstance(func, OpOverload) else _HIGHER_ORDER, 1 << self._tower
         values = [args[at] if at < len(args) else kwargs.get(name) for at, name in kind.writes]
         written = list(_tensors(values))
@@ -260,9 +279,13 @@ class FlowWatch(TorchDispatchMode):
         overwrites = kind.overwrites and not adds
         if overwrites:
             taken = [tensor for tensor in taken if not any(tensor is each for each in written)]
-        numbers = self._kept_numbers.take(func, (*args, *kwargs.values()))
-        more = own * kind.is_random | _NUMBER * numbers
-        origin = self._join(func, taken, drawn._replace(towers=drawn.towers | more))
+        for tensor in written:
+            self.beside.forget(storage_of(tensor))
+        values_of = (*args, *kwargs.values())
+        read = [] if kind.takes_parts else taken
+        more = own * kind.is_random | _NUMBER * self._kept_numbers.take(func, values_of)
+        drawn = drawn._replace(towers=drawn.towers | more, beside=self._read_beside(read, values_of))
+        origin = self._join(func, taken, drawn)
         if func is aten._local_scalar_dense.default and origin.towers & own:
             self._kept_numbers.has_read = True
         is_average = not overwrites and any(storage_of(tensor) in self._shared for tensor in taken)
@@ -278,16 +301,27 @@ class FlowWatch(TorchDispatchMode):
             if storage_of(tensor) not in before:
                 self._origins.note(tensor, origin)
 
+    def _read_beside(self, read: Iterable[Tensor], given: Iterable[Any]) -> int:
+        """Return the bits of the tensors and numbers that are held beside the model."""
+        bits = 0
+        for value in given:
+            bits |= self.beside.read_number(value)
+        for tensor in read:
+            if storage_of(tensor) not in self._shared:
+                bits |= self.beside.read(tensor)
+        return bits
+
     def _join(self, func: Any, taken: Iterable[Tensor], drawn: Origin) -> Origin:
         """Return the towers whose values or draws an operator combines, and how they first came together."""
-        towers, how = drawn
+        towers, how, beside = drawn
         for tensor in taken:
-            more, before = self._origins.of(tensor)
+            more, before, more_beside = self._origins.of(tensor)
             towers |= more
+            beside |= more_beside
             if not how and self._others(more):
                 name = getattr(func, "overloadpacket", func)
                 how = before or f"a tensor of shape {list(tensor.shape)} that {name} read"
-        return Origin(towers, how)
+        return Origin(towers, how, beside)
 
     def _note_parameters(self, given: Iterable[Tensor]) -> None:
         for tensor in given:
@@ -315,6 +349,7 @@ def _kind_of(func: OpOverload) -> _Kind:
         name in _OVERWRITING or indexed is not None or any(each.kwarg_only for _, each in writes),
         torch.Tag.nondeterministic_seeded in func.tags,
         name.endswith("_like") or name.startswith("new_"),
+        name in _LOOKUPS or bool(func.is_view),
         indexed,
     )
 

@@ -1,15 +1,17 @@
 """Finds numbers outside modules that one tower's pass leaves for the next one: a running mean by `.item()`.
 
 Python does not say who uses a number. So this compares: a number in reach of the loop that the pass before
-changed, after it had read a tensor by `.item()`, and that an operator of this pass takes as an argument.
+changed, after it had read a tensor by `.item()`, and that an operator of this pass takes as an argument while
+the program still has that very object. A number that a pass computes anew is another object, even if equal.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +24,19 @@ __all__ = ["KeptNumbers"]
 _MOST_ELEMENTS = 64
 
 
+class _Left(NamedTuple):
+    """A number that the pass before has left."""
+
+    name: str
+    number: list[float]  # the object itself, in a list, so that counting its references adds none
+    num_references: int  # when this pass began
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the program has not replaced it since."""
+        return sys.getrefcount(self.number[0]) >= self.num_references
+
+
 class KeptNumbers:
     """The numbers that passes of a step leave and take.
 
@@ -31,23 +46,27 @@ class KeptNumbers:
 
     def __init__(self, search: Callable[..., list[Named]] = in_reach) -> None:
         self._search = search
-        self._taken: dict[str, set[float]] = {}  # the numbers that passes have taken, by name
+        self._taken: set[str] = set()  # names of numbers that this pass has taken
         self._has_warned = False
         self.start_step()
 
     def start_step(self) -> None:
         """Forget the numbers of the step before."""
         self._last: dict[tuple[str, int], float] = {}
-        self._left: dict[float, str] = {}
+        self._left: dict[float, _Left] = {}
         self.has_read = False
 
     def start_pass(self, functions: Iterable[Named]) -> None:
         """Note the numbers in reach of the loop and of `functions`, and those that the pass before left."""
+        self._left, self._taken = {}, set()
         if self._has_warned:
             return
         now = dict(_numbered(self._search(_is_float, functions)))
-        changed = {value: key[0] for key, value in now.items() if self._last.get(key, value) != value}
-        self._left = {v: name for v, name in changed.items() if not v.is_integer()} if self.has_read else {}
+        keys = [key for key, value in now.items() if self._last.get(key, value) != value]
+        for key in keys if self.has_read else ():
+            number = [now[key]]
+            if not number[0].is_integer():
+                self._left[abs(number[0])] = _Left(key[0], number, sys.getrefcount(number[0]))
         self._last, self.has_read = now, False
 
     def take(self, func: Any, arguments: Iterable[Any]) -> bool:
@@ -57,10 +76,10 @@ class KeptNumbers:
         found = [each for each in arguments if type(each) is float]
         if func is torch.ops.aten.lift_fresh.default:  # `torch.tensor(number)`
             found += [number for each in arguments for number in self._rounded_in(each)]
-        taken = {abs(each) for each in found} & self._left.keys()
-        for each in taken:
-            self._taken.setdefault(self._left[each], set()).add(each)
-        return bool(taken)
+        taken = [self._left[abs(each)] for each in found if abs(each) in self._left]
+        names = {each.name for each in taken if each.is_held}
+        self._taken |= names
+        return bool(names)
 
     def _rounded_in(self, tensor: Tensor) -> list[float]:
         """Return the numbers that were left and are in a small tensor, rounded to its dtype."""
@@ -70,25 +89,21 @@ class KeptNumbers:
         return [each for each in self._left if torch.tensor(each, dtype=tensor.dtype).item() in elements]
 
     def check(self, who: str) -> None:
-        """Warn, once, if losses depend on numbers that passes have left: on two of them or more.
-
-        A single one may be a coincidence: a pass may compute the same quotient of sizes as the one before.
-        """
-        names = [name for name, values in self._taken.items() if len(values) > 1]
-        if names and not self._has_warned:
+        """Warn, once, of the numbers that a pass has taken, if its loss depends on them."""
+        if not self._has_warned:
             self._has_warned = True
             warn(
-                f"{who}: its loss depends on {', '.join(names)}, a number that another tower's pass has "
-                "left; with another number of workers it would be from a different tower: update it after "
-                "average(), or set it in each pass before using it"
+                f"{who}: its loss depends on {', '.join(sorted(self._taken))}, a number that another tower's "
+                "pass has left; with another number of workers it would be from a different tower: update it "
+                "after average(), or set it in each pass before using it"
             )
 
 
 def _numbered(found: Iterable[Named]) -> Iterator[tuple[tuple[str, int], float]]:
-    """Yield numbers by their names, of which elements of a list have the same one."""
+    """Yield numbers by their names, of which several may be the same."""
     seen = Counter[str]()
     for name, value in found:
-        yield (name, seen[name]), abs(value)
+        yield (name, seen[name]), value
         seen[name] += 1
 
 

@@ -1,4 +1,7 @@
-"""Finds means over labels that are passed as means over rows, although labels per row differ by tower."""
+"""Finds means over labels that are passed as means over rows, although labels per row differ by tower.
+
+And other sums that passes divide by a count of their own.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,17 @@ from torch import Tensor
 
 from samestep.batches.nest import tensors
 from samestep.errors import warn
+from samestep.watching.divisors import Divisor
 from samestep.watching.outside import graph_of
 
 __all__ = ["LabelMeans"]
 
 _NODES = ("NllLossBackward0", "NllLoss2DBackward0")  # `F.cross_entropy` and `F.nll_loss` make these
+_REMEDY = (
+    "Towers are weighted by their rows, so labels do not all weigh the same; if they should, pass their sum "
+    "and their number, or the sum of their weights: tower.backward_sum(total, count), or return a "
+    "samestep.LossSum from a Step's loss_fn"
+)
 _MEAN = 1  # torch's number for reduction="mean"
 
 
@@ -35,15 +44,17 @@ class _Labels(NamedTuple):
 
 
 class LabelMeans:
-    """Compares how many labels a mean with `ignore_index` covers in each tower of a worker."""
+    """Compares the towers of a worker: how many labels a mean covers, and what other sums are divided by."""
 
     def __init__(self) -> None:
         self._has_warned = False
         self._before: dict[tuple[int, bool], _Labels] = {}
+        self._divided: tuple[str, int, Sequence[Divisor]] | None = None  # by the pass before
 
     def start_step(self) -> None:
         """Forget the towers of another step."""
         self._before.clear()
+        self._divided = None
 
     def look(self, tower: _Tower, loss: Tensor) -> None:
         """Look at the graph of a loss that was passed as a mean over the tower's rows.
@@ -62,6 +73,19 @@ class LabelMeans:
             if found is not None:
                 self._has_warned = True
                 _warn(ignored, [before.tower, labels.tower], found)
+                return
+
+    def compare(self, tower: _Tower, divisors: Sequence[Divisor]) -> None:
+        """Compare what this pass divided sums by, for its rows, with what the pass before did."""
+        before, self._divided = self._divided, (repr(tower), tower.rows, divisors)
+        if before is None or self._has_warned:
+            return
+        name, rows, others = before
+        for old, new in zip(others, divisors, strict=False):
+            if old.what == new.what and old.value * tower.rows != new.value * rows:
+                self._has_warned = True
+                found = f"{old.value:g} in {name}, {new.value:g} in {tower!r}"
+                warn(f"a loss is a sum divided by {new.what}: {found}. {_REMEDY}")
                 return
 
 
@@ -106,8 +130,4 @@ def _signed(number: int) -> int:
 
 def _warn(ignored: int, towers: Sequence[str], nums: Sequence[int]) -> None:
     found = ", ".join(f"{num} in {tower}" for num, tower in zip(nums, towers, strict=True))
-    warn(
-        f"a loss is a mean over the labels other than {ignored}: {found}. Towers are weighted by their rows, "
-        "so labels do not all weigh the same; if they should, pass their sum and their number: "
-        "tower.backward_sum(total, count), or return a samestep.LossSum from a Step's loss_fn"
-    )
+    warn(f"a loss is a mean over the labels other than {ignored}: {found}. {_REMEDY}")

@@ -45,6 +45,10 @@ class MustMatch:
         # 0 means "do not compare": a worker without rows has run no layers.
         return modes if loss is None or modes == 0 else zlib.crc32(f"{modes} {loss}".encode())
 
+    def hash_beside(self) -> int:
+        """Return a 32-bit number of what the losses so far depend on beside the model, 0 for nothing."""
+        return self.watch.flow.beside.hash()
+
     def in_words(self) -> dict[str, object]:
         """Return all of this by name, and after a "?" the hints that an error adds if they differ."""
         modes = self.watch.modes.in_words()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["NOWHERE", "Origin", "Origins", "Write", "storage_of"]
+__all__ = ["NOWHERE", "Origin", "Origins", "Write", "is_plain", "storage_of"]
 
 _MOST_ELEMENTS = 2**24
 """The largest storage whose elements are tracked one by one."""
@@ -25,6 +25,7 @@ class Origin(NamedTuple):
 
     towers: int  # a bit for each tower whose rows or random numbers went in
     how: str  # how values of two towers first came together; "" if they did not
+    beside: int = 0  # a bit for each tensor or number beside the model that went in
 
 
 NOWHERE = Origin(0, "")
@@ -54,16 +55,17 @@ class Origins:
         if held is None:
             return NOWHERE
         found = [self._all[number] for number in held.read(tensor)]
-        towers = 0
+        towers = beside = 0
         for each in found:
             towers |= each.towers
-        return Origin(towers, next((each.how for each in found if each.how), ""))
+            beside |= each.beside
+        return Origin(towers, next((each.how for each in found if each.how), ""), beside)
 
     def note(self, tensor: Tensor, origin: Origin, write: Write | None = None) -> None:
         """Note the origin of values just written to a tensor, to all its elements or those of `write`."""
         tensor = _strided(tensor)
         storage = storage_of(tensor)
-        if not storage or (storage not in self._storages and not origin.towers):
+        if not storage or (storage not in self._storages and not (origin.towers or origin.beside)):
             return
         number = self._numbers.setdefault(origin, len(self._all))
         if number == len(self._all):
@@ -90,7 +92,7 @@ class _Storage:
 
     def note(self, tensor: Tensor, number: int, write: Write | None) -> None:
         """Set the number of a tensor's elements, or of those that `write` selects."""
-        if not _is_plain(tensor):
+        if not is_plain(tensor):
             self._of_all, self._of_each = number, None
             return
         size = tensor.untyped_storage().nbytes()
@@ -128,13 +130,13 @@ def storage_of(tensor: Tensor) -> int:
 
 def _strided(tensor: Tensor) -> Tensor:
     """Return the values of a sparse tensor, and any other tensor as it is."""
-    if tensor.layout is torch.strided or not _is_plain(tensor):
+    if tensor.layout is torch.strided or not is_plain(tensor):
         return tensor
     if tensor.layout is torch.sparse_coo:
         return tensor._values()
     return tensor.values() if tensor.layout in _COMPRESSED else tensor
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor lies in its storage as its strides say: a subclass may not."""
     return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__

@@ -20,7 +20,7 @@ __all__ = ["OwnNumbers"]
 
 _MOST_BYTES = 2**16
 _MOST_NAMES = 4
-_SETTINGS = (bool, int, float, str, tuple)
+_PLAIN = (bool, int, float, str, type(None))
 _NO_NUMBERS = frozenset([dict, OrderedDict, set, str, type(None)])
 
 
@@ -85,7 +85,7 @@ class OwnNumbers:
 
     def _settings(self, layer: nn.Module) -> Iterator[str]:
         for name, value in vars(layer).items():
-            is_setting = isinstance(value, _SETTINGS) and name[0] != "_" and name != "training"
+            is_setting = value is not None and _is_plain(value) and name[0] != "_" and name != "training"
             if is_setting and (weakref.ref(layer), name) not in self._reported:
                 yield f"{name}={value!r}"
 
@@ -102,6 +102,11 @@ def _numbers(module: nn.Module) -> Iterator[tuple[_Place, Any]]:
                 yield (weakref.ref(module), name), value.tobytes()
         elif isinstance(value, (int, float, complex, np.generic)) and name != "training":  # see `Modes`
             yield (weakref.ref(module), name), value
+
+
+def _is_plain(value: Any) -> bool:
+    """Say whether each process would write it alike; not so with functions, as in a `qconfig`."""
+    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
 
 
 def _differ(old: Any, new: Any) -> bool:

@@ -60,10 +60,15 @@ class PassCheck:
 
     def not_handed_in(self, tower: object) -> UsageError:
         """Return the error for a loop that continued without a tower's loss."""
-        called = "the loop went on before backward was called"
+        called, more = "the loop went on before backward was called", ""
         if self._has_gradients():
-            called = "loss.backward() was called instead of tower.backward(loss)"
-        return UsageError(f"{tower!r}: {called}; call tower.backward(loss) once for every tower")
+            called = "loss.backward() was called, or p.grad was set, instead of tower.backward(loss)"
+            more = (
+                "; gradients that you make yourself, such as clipped ones of each example, are passed by "
+                "tower.backward_sum(total, count), where total is the sum over all parameters p of "
+                "(p * g).sum(), with g the detached sum of p's gradients over the rows"
+            )
+        return UsageError(f"{tower!r}: {called}; call tower.backward(loss) once for every tower{more}")
 
     def _has_gradients(self) -> bool:
         return any(map(operator.is_not, map(_grad, self._parameters), itertools.repeat(None)))

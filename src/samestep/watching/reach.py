@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -122,7 +122,20 @@ def _parts_of_partial(name: str, value: partial[Any]) -> Iterator[Named]:
 
 
 def _parts_of_dict(name: str, value: Mapping[Any, Any]) -> Iterator[Named]:
-    yield from ((f"{key} of {name}" if type(key) is str else name, each) for key, each in value.items())
+    for key, each in value.items():
+        yield f"{key} of {name}" if type(key) is str else _indexed(name, key), each
+
+
+def _parts_of_sequence(name: str, value: Sequence[Any]) -> Iterator[Named]:
+    yield from ((_indexed(name, index), each) for index, each in enumerate(value))
+
+
+def _indexed(name: str, key: object) -> str:
+    """Return the name of an entry: "queue[0] of self" for the first one of "queue of self"."""
+    if type(key) is not int:
+        return name
+    first, of, rest = name.partition(" of ")
+    return f"{first}[{key}]{of}{rest}"
 
 
 def _parts_of_object(name: str, value: Any) -> Iterator[Named]:
@@ -140,8 +153,8 @@ _PARTS: Mapping[type, Callable[[str, Any], Iterator[Named]]] = {
     FunctionType: _parts_of_function,
     MethodType: lambda name, value: iter([(name, value.__func__), (name, value.__self__)]),
     partial: _parts_of_partial,
-    list: lambda name, value: ((name, each) for each in value),
-    tuple: lambda name, value: ((name, each) for each in value),
+    list: _parts_of_sequence,
+    tuple: _parts_of_sequence,
     dict: _parts_of_dict,
 }
 """For each type that refers to other values: a function that yields them."""

@@ -79,8 +79,10 @@ class Watch:
         do_all_look = step % _LOOK_EVERY == 0
         # Ever more rarely, because following operators makes them slower.
         do_all_follow = do_all_look and step & (step - 1) == 0
+        # With several workers, step 1 as well: it uses what the program has made of step 0.
+        compares = num_workers > 1 and (do_all_follow or step == 1)
         self.looks = has_others or do_all_look
-        self._follows = has_others or do_all_follow
+        self._follows = has_others or do_all_follow or compares
         self.settings = self.numbers.settings() if do_all_look else {}
         self.modes.start_step(notes_autocast=do_all_follow)
         self.outside.start_step()
@@ -89,8 +91,11 @@ class Watch:
             self.numbers.start_step()
             self._generators.start_step(found)
             self.outside.note_compiled(found)
+        self.flow.beside.clear()
         if self._follows:
             self.flow.start_step()
+        if compares:
+            self.flow.beside.start_step(self._forwards)
 
     def note(self, *, rehash: bool = False) -> None:
         """Note the current state: changes until now were the same on all workers."""
@@ -136,6 +141,7 @@ class Watch:
         """Stop recording which modules run, once a tower has passed its loss or an error ends its pass."""
         if self.looks:
             self.outside.stop_looking()
+        if self._follows:
             self.flow.pause()
 
     def go_on(self) -> None:
@@ -147,6 +153,7 @@ class Watch:
         """End a tower's pass, if one has begun."""
         if self.looks:
             self.outside.stop_looking()
+        if self._follows:
             self.flow.stop()
 
     def check_pass(self, who: str, loss: Tensor, *, is_outer: bool) -> None:
@@ -161,9 +168,10 @@ class Watch:
             self.check(who)
             self._generators.check()
             self.numbers.check()
-            self.flow.check(who, loss)
         else:
             self.outside.check(who)
+        if self._follows:
+            self.flow.check(who, loss)
 
     def check_outputs(self, who: str, outputs: Iterable[Tensor]) -> None:
         """Check the outputs of a pass for a whole-batch loss, in a step whose values are followed."""

@@ -1,0 +1,348 @@
+"""What programs make, after average(), of their own towers alone, and use in the next step's losses: refused;
+what is the same on all workers, and what a tower keeps for itself: one digest on 1, 2 and 3 workers."""
+
+import copy
+import math
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import samestep
+from samestep import Step, Towers
+from samestep.errors import DisagreementError
+from samestep.workers.collectives import gather_objects
+
+from .cases import mostly_long
+from .nets import batch_of, net
+from .simulation import simulate, values
+
+WORKERS = mostly_long([2, 3], 1)
+
+
+class Program:
+    """A loop that keeps things between two steps."""
+
+    num_towers = 7
+    steps = 3
+
+    def __init__(self, job):
+        self.job = job
+        self.model = net()
+        self.begin()
+        towers = Towers(self.model, self.num_towers, job=job)
+        optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        for step in range(self.steps):
+            self.kept = []
+            for self.tower in towers(batch_of(step, 21 - step % 3)):
+                x, y = self.tower.batch["x"], self.tower.batch["y"]
+                self.tower.backward(self.loss(self.model(x), x, y))
+            self.report = towers.average()
+            optimizer.step()
+            self.go_on()
+        self.digest = samestep.digest(self.model)
+
+    def begin(self):
+        self.center = torch.zeros(3)
+
+    def loss(self, z, x, y):
+        self.kept.append(z.detach())
+        return F.cross_entropy(z - self.center, y)
+
+    def go_on(self):
+        pass
+
+
+class Center(Program):
+    def go_on(self):
+        self.center = 0.9 * self.center + 0.1 * torch.cat(self.kept).mean(0)
+
+
+class CenterInPlace(Program):
+    def go_on(self):
+        self.center.lerp_(torch.cat(self.kept).mean(0), 0.1)
+
+
+class Queue(Program):
+    def begin(self):
+        self.held = {"queue": torch.ones(32, 3), "at": 0}
+
+    def loss(self, z, x, y):
+        self.kept.append(z.detach())
+        return torch.cat([z, z @ self.held["queue"].t()], 1).logsumexp(1).mean()
+
+    def go_on(self):
+        keys = torch.cat(self.kept)
+        self.held["queue"] = torch.cat([keys, self.held["queue"]])[:32]
+
+
+class Weight(Program):
+    """A number, from the losses of this worker's towers."""
+
+    def begin(self):
+        self.weight = 1.0
+
+    def loss(self, z, x, y):
+        penalty = z.square().mean()
+        self.kept.append(penalty.item())
+        return F.cross_entropy(z, y) + self.weight * penalty
+
+    def go_on(self):
+        self.weight *= 1 + sum(self.kept) / len(self.kept)
+
+
+class Target(Program):
+    """A net that each worker draws from a seed of its own."""
+
+    def begin(self):
+        torch.manual_seed(self.job.rank)
+        self.target = nn.Sequential(nn.Linear(6, 3), nn.Tanh()).requires_grad_(False)
+
+    def loss(self, z, x, y):
+        return F.mse_loss(z, self.target(x))
+
+
+class InAFunction(Program):
+    """As the loss function of a `Step`, which finds the mean in its closure."""
+
+    def __init__(self, job):
+        model, center, kept = net(), torch.zeros(3), []
+
+        def loss(model, batch):
+            z = model(batch["x"])
+            kept.append(z.detach())
+            return F.cross_entropy(z - center, batch["y"])
+
+        step = Step(Towers(model, 7, job=job), loss, torch.optim.SGD(model.parameters(), 0.1))
+        for index in range(3):
+            step(batch_of(index))
+            center.lerp_(torch.cat(kept).mean(0), 0.1)
+            kept.clear()
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        (Center, "center of self"),
+        (CenterInPlace, "center of self"),
+        (Queue, "queue of held of self"),
+        (Weight, "weight of self"),
+        (Target, "target of self.0.weight"),
+        (InAFunction, "center"),
+    ],
+)
+def test_what_workers_make_of_their_own_towers_is_refused(program, name, num_workers):
+    step = 0 if program is Target else 1
+    for outcome in simulate(program, num_workers, num_workers):
+        assert isinstance(outcome.error, DisagreementError), outcome
+        assert outcome.text.partition(": ")[2].startswith(
+            f"step {step}: losses depend on {name}, which is not part of the model, and differs between "
+            "workers 0 and 1"
+        )
+        assert "buffers={pattern: policy}" in outcome.text
+    assert simulate(program, 1)[0].error is None
+
+
+# ---- what is the same on all workers, or of one tower ------------------------------------------------
+
+
+class OfTheReport(Weight):
+    def loss(self, z, x, y):
+        return F.cross_entropy(z, y) + self.weight * z.square().mean()
+
+    def go_on(self):
+        self.weight *= 1 + self.report.loss
+
+
+class Gathered(Center):
+    def go_on(self):
+        self.kept = [z for kept in gather_objects(self.job.transport, self.kept, "outputs") for z in kept]
+        super().go_on()
+
+
+class OfTheBatch(Center):
+    def go_on(self):
+        with torch.no_grad():
+            self.kept = [self.model(batch_of(7)["x"])]
+        super().go_on()
+
+
+class Logged(Center):
+    """Means that go into no loss, and what passes leave in variables."""
+
+    def begin(self):
+        super().begin()
+        self.logged = torch.zeros(3)
+
+    def loss(self, z, x, y):
+        self.logged = self.logged + z.detach().mean(0)
+        self.last, self.number = z.detach(), z.mean().item()
+        self.kept.append(self.last)
+        assert torch.isfinite(z + self.center).all()
+        return F.cross_entropy(z, y)
+
+
+class OfEachTower(Program):
+    """In a tensor for each, and in one for all, of which a pass reads its own part."""
+
+    def begin(self):
+        self.states = {tower: torch.zeros(3) for tower in range(self.num_towers)}
+        self.parts = torch.zeros(self.num_towers, 3)
+
+    def loss(self, z, x, y):
+        own = self.tower.index
+        state = self.states[own] + self.parts[own]
+        self.states[own], self.parts[own] = (z.detach().mean(0) for _ in range(2))
+        return F.cross_entropy(z - state, y)
+
+
+class OneOfTwoTeachers(Program):
+    def begin(self):
+        self.teachers = [nn.Linear(6, 3) for _ in range(2)]
+        for seed, teacher in enumerate(self.teachers):
+            nn.init.normal_(teacher.weight, seed, generator=torch.Generator().manual_seed(seed))
+            nn.init.zeros_(teacher.bias)
+
+    def loss(self, z, x, y):
+        with torch.no_grad():
+            target = self.teachers[random.randrange(2)](x)
+        return F.mse_loss(z, target)
+
+
+class RowsByNumber(Program):
+    """Each worker has other data, of which its towers look up their own rows."""
+
+    def begin(self):
+        self.data = torch.cat([batch_of(9)["x"], torch.full((3, 6), self.job.rank)])
+
+    def loss(self, z, x, y):
+        rows = torch.arange(3 * self.tower.index, 3 * self.tower.index + len(x))
+        return F.cross_entropy(self.model(self.data[rows]), y)
+
+
+class StepSize(Program):
+    """A number that each pass finds by itself, and that the last one leaves."""
+
+    def begin(self):
+        self.size = 0.1
+
+    def loss(self, z, x, y):
+        self.size = 0.1
+        while (self.size * z).abs().max() > 0.05:
+            self.size /= 2
+        return F.cross_entropy(self.size * z, y)
+
+
+class ShareOfRows(Program):
+    """A number that each pass computes of its size, and that the last one leaves."""
+
+    num_towers = 8
+
+    def loss(self, z, x, y):
+        self.share = len(x) / 21
+        return self.share * F.cross_entropy(z, y)
+
+
+class RootOfRows(ShareOfRows):
+    """The same, of a number that is no fraction."""
+
+    def loss(self, z, x, y):
+        self.share = 1 / math.sqrt(len(x))
+        return self.share * F.cross_entropy(z, y)
+
+
+class Teacher(Program):
+    def begin(self):
+        self.teacher = copy.deepcopy(self.model)
+
+    def loss(self, z, x, y):
+        return F.cross_entropy(z, y) + F.mse_loss(z, self.teacher(x).detach())
+
+    def go_on(self):
+        with torch.no_grad():
+            for p, q in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
+                p.lerp_(q, 0.1)
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+@pytest.mark.parametrize(
+    "program",
+    [
+        OfTheReport,
+        Gathered,
+        OfTheBatch,
+        Logged,
+        OfEachTower,
+        OneOfTwoTeachers,
+        RowsByNumber,
+        StepSize,
+        ShareOfRows,
+        RootOfRows,
+        Teacher,
+    ],
+)
+def test_what_is_the_same_on_all_workers_is_let_through(program, num_workers):
+    digests = {p.digest for num in (1, num_workers) for p in values(program, num, num)}
+    assert len(digests) == 1
+
+
+def test_what_differs_later_is_found_in_a_later_step_that_is_followed():
+    class Late(Center):
+        steps = 34
+
+        def loss(self, z, x, y):
+            self.kept.append(z.detach())
+            return F.cross_entropy(z - self.center if self.steps_taken > 9 else z, y)
+
+        @property
+        def steps_taken(self):
+            return getattr(self, "taken", 0)
+
+        def go_on(self):
+            super().go_on()
+            self.taken = self.steps_taken + 1
+
+    for outcome in simulate(Late, 2):
+        assert "step 32: losses depend on center of self" in outcome.text
+
+
+def test_nothing_is_sent_where_losses_depend_on_the_model_alone():
+    class Alone(Program):
+        def loss(self, z, x, y):
+            return F.cross_entropy(z, y)
+
+        def go_on(self):
+            assert not any("comparison" in what for _, _, what, _ in self.job.transport.world.events)
+
+    values(Alone, 3)
+
+
+def test_a_step_that_was_refused_can_be_taken_again():
+    def program(job):
+        model, center, refused = net(), torch.zeros(3), []
+        towers = Towers(model, 5, job=job)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def take(step):
+            for tower in towers(batch_of(step)):
+                tower.backward(F.cross_entropy(model(tower.batch["x"]) - center, tower.batch["y"]))
+            towers.average()
+            optimizer.step()
+
+        for step in range(3):
+            try:
+                take(step)
+            except DisagreementError:
+                refused.append(step)
+                assert all(p.grad is None for p in model.parameters())
+                center.zero_()
+                take(step)
+            center.fill_(job.rank if step == 0 else 0)
+        return refused, samestep.digest(model)
+
+    alone, several = values(program, 1)[0], values(program, 3)
+    assert [refused for refused, _ in several] == [[1]] * 3
+    assert {digest for _, digest in several} == {alone[1]}
