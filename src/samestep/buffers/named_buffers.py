@@ -23,6 +23,11 @@ class NamedBuffer:
         """The module's own mapping, by attribute."""
         return self.module._buffers
 
+    @property
+    def is_persistent(self) -> bool:
+        """Whether it is part of `state_dict`."""
+        return self.attribute not in self.module._non_persistent_buffers_set
+
     def get(self) -> Tensor | None:
         """Return the tensor that is there now."""
         return self.registry.get(self.attribute)

@@ -196,6 +196,11 @@ class Towers:
         return self._settings.seed
 
     @property
+    def buffers(self) -> Mapping[str, Policy]:
+        """How buffers that a forward changes are combined, by name pattern."""
+        return self._settings.buffers
+
+    @property
     def num_towers(self) -> int:
         """T."""
         return self.placement.num_towers
