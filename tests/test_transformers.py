@@ -170,18 +170,22 @@ class TestWorkersThatDiffer:
             with pytest.raises(DisagreementError, match=text):
                 raise outcome.error
 
-    def test_in_the_weights_that_they_end_with_are_told(self):
-        def work(job, rank_that_writes):
-            model = torch.nn.Linear(1, 1)
-            for parameter in model.parameters():
-                torch.nn.init.constant_(parameter, float(job.rank == rank_that_writes))
-            SameWeights(job).on_train_end(None, None, None, model=model)
+    @pytest.mark.parametrize("name", ["weight", "running_mean"])
+    def test_in_the_weights_that_they_end_with_are_told(self, name):
+        def work(job, rank_that_writes, policies=dict):
+            model = torch.nn.BatchNorm1d(1)
+            with torch.no_grad():
+                model.register_buffer("cache", torch.full((1,), job.rank), persistent=False)
+                model.register_buffer("own", torch.zeros(1))
+                model.state_dict()[name].fill_(float(job.rank == rank_that_writes))
+                model.own.fill_(job.rank if policies() else 0)
+            SameWeights(job, policies).on_train_end(None, None, None, model=model)
 
         assert values(lambda job: work(job, None), 2) == [None, None]
+        assert values(lambda job: work(job, None, lambda: {"own": "ignore"}), 2) == [None, None]
+        text = f"the end of training: .*hash of the weights in {name} = .*; change weights and layers on all"
         for outcome in simulate(lambda job: work(job, 1), 2):
-            with pytest.raises(
-                DisagreementError, match=r"the end of training: .*hash of the weights in weight"
-            ):
+            with pytest.raises(DisagreementError, match=text):
                 raise outcome.error
 
 

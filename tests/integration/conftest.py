@@ -2,7 +2,11 @@ import pytest
 
 from .nursery import SAMESTEP, SHORT, Nursery
 
-collect_ignore = ["forks.py", "transformers_program.py"]  # they import much, and have no tests
+collect_ignore = [
+    "forks.py",
+    "transformers_program.py",
+    "transformers_scenarios.py",
+]  # they import much, and have no tests
 
 
 @pytest.fixture(scope="session")

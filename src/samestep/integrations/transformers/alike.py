@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
+import torch
 import transformers
+from torch import Tensor, nn
 
+from samestep.buffers.named_buffers import find_named_buffers, find_named_parameters
+from samestep.buffers.policies import Policy, assign_policies
 from samestep.watching.weight_hash import WeightHash
 from samestep.workers.agreement import agree
 from samestep.workers.job import Job
 
-__all__ = ["SameWeights", "compare_runs"]
+__all__ = ["SameWeights", "compare_runs", "raising_together", "weights_of"]
 
 _MAY_DIFFER = (
     *("output_dir", "run_name", "report_to", "disable_tqdm", "local_rank", "debug", "skip_memory_metrics"),
@@ -24,8 +30,12 @@ _MAY_DIFFER = (
 _PREFIXES = ("hub_", "ddp_", "trackio_")
 
 
-def compare_runs(job: Job, args: transformers.TrainingArguments, train_dataset: Any) -> None:
+def compare_runs(
+    job: Job, args: transformers.TrainingArguments, train_dataset: Any, *, message: Any = None
+) -> list[Any]:
     """Raise on all workers if one has different arguments than the others, or a different number of rows.
+
+    Returns the workers' messages.
 
     A step would find most differences, but not arguments that change a tower's loss, such as label smoothing;
     and if one worker saves and another does not, it would not say why.
@@ -35,7 +45,44 @@ def compare_runs(job: Job, args: transformers.TrainingArguments, train_dataset: 
     found = args.to_dict()
     rows = len(train_dataset) if isinstance(train_dataset, Sized) else None
     same = {"argument": {name: repr(found.get(name)) for name in compared}, "rows of train_dataset": rows}
-    agree(job, same, where="train")
+    return agree(job, same, where="train", message=message)
+
+
+@contextmanager
+def raising_together(job: Job, same: Mapping[str, Any], *, where: str) -> Iterator[None]:
+    """Raise on all workers if one raises in this block, or has other values than the others."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    agree(job, same, where=where, error=error)
+
+
+_WEIGHTS = "hash of the weights in"
+_REMEDY = (
+    "change weights and layers on all workers alike, as in a callback that merges adapters or casts the "
+    "model; what worker 0 alone should save, it may change after the last evaluation"
+)
+
+
+def weights_of(model: nn.Module, policies: Mapping[str, Policy] | None = None) -> dict[str, Any]:
+    """Return what `agree` compares of a model: all of `state_dict` but for buffers to be ignored.
+
+    Parameters of classes other than torch's own are left out; they may have no memory of their own.
+    """
+    buffers = find_named_buffers(model)
+    assigned = assign_policies(buffers, policies or {})
+    kept = [each for each in buffers if assigned.get(each.name) != "ignore" and each.is_persistent]
+    places = [each for each in (*find_named_parameters(model), *kept) if _has_memory(each.get())]
+    found = WeightHash(places, (), ()).by_name()
+    return {_WEIGHTS: found, f"?{_WEIGHTS}: {_REMEDY}": zlib.crc32(repr(found).encode())}
+
+
+def _has_memory(tensor: Tensor | None) -> bool:
+    if tensor is None or type(tensor) not in (nn.Parameter, Tensor):
+        return False
+    return tensor.layout == torch.strided and not tensor.is_meta
 
 
 class SameWeights(transformers.TrainerCallback):  # type: ignore[misc]
@@ -43,13 +90,17 @@ class SameWeights(transformers.TrainerCallback):  # type: ignore[misc]
 
     Each step compares a part of the weights. After the last one, a callback may have written to them, or a
     different checkpoint may be the best one.
+
+    Args:
+        job: of this worker.
+        policies: returns those of the buffers.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, policies: Callable[[], Mapping[str, Policy]] = dict) -> None:
         self._job = job
+        self._policies = policies
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Compare them."""
         if self._job.world_size > 1:
-            hashes = WeightHash.of_parameters(model).by_name()
-            agree(self._job, {"hash of the weights in": hashes}, where="the end of training")
+            agree(self._job, weights_of(model, self._policies()), where="the end of training")

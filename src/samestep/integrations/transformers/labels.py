@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["count_labels", "ignores_first"]
+from samestep.errors import BatchError
+
+__all__ = ["count_labels", "expecting_labels", "ignores_first"]
 
 _IGNORED = -100  # the label that no loss of transformers counts
 
@@ -26,6 +28,25 @@ def count_labels(inputs: Mapping[str, Any], *, skip_first: bool) -> Tensor | Non
 def _is_integer(labels: Any) -> bool:
     """Say whether labels are those of classes, not numbers or boxes."""
     return isinstance(labels, Tensor) and not labels.is_floating_point()
+
+
+@contextlib.contextmanager
+def expecting_labels(model: nn.Module, inputs: Mapping[str, Any], names: Sequence[str]) -> Iterator[None]:
+    """Say where labels are expected, if a loss raises that has got none of those names."""
+    found = list(inputs)  # a loss may take some out
+    try:
+        yield
+    except ValueError as error:
+        if any(name in found for name in names):
+            raise
+        text = str(error).rstrip(". ")
+        raise BatchError(
+            f"{text}; the batch has {', '.join(found)}, and none of label_names = {list(names)}: expected "
+            f"labels under a name that {type(model).__name__}.forward takes, or a compute_loss that reads "
+            "them. Columns that forward does not take are removed, unless TrainingArguments has "
+            "remove_unused_columns=False; an evaluation finds labels by label_names, and count_items says "
+            "what the loss is a mean over"
+        ) from error
 
 
 def ignores_first(model: nn.Module, inputs: Mapping[str, Any], loss: Callable[[Any, Tensor], Tensor]) -> bool:

@@ -7,10 +7,8 @@ divides. What several workers do together is ours: the towers' average, the eval
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,13 +19,17 @@ from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from samestep.batches.batch import LocalBatch
+from samestep.buffers.kept_buffers import KeptBuffers
+from samestep.buffers.policies import Policy
 from samestep.data.loader import TowerLoader
-from samestep.errors import DamagedError, Error, MissingFileError, NonFiniteError, UsageError
-from samestep.integrations.transformers.alike import SameWeights, compare_runs
+from samestep.errors import Error, NonFiniteError, UsageError, warn
+from samestep.integrations.transformers.alike import SameWeights, compare_runs, raising_together
 from samestep.integrations.transformers.alone import join, work_alone
+from samestep.integrations.transformers.checkpoint import read_state, write_state
 from samestep.integrations.transformers.evaluation import Prediction, Rounds
-from samestep.integrations.transformers.labels import count_labels, ignores_first
-from samestep.integrations.transformers.refused import check_arguments, check_overrides
+from samestep.integrations.transformers.labels import count_labels, expecting_labels, ignores_first
+from samestep.integrations.transformers.refused import check_arguments, check_order, check_overrides
+from samestep.integrations.transformers.requests import SharedRequests, may_ask_alone
 from samestep.streams import keep_globals
 from samestep.summation.placement import Placement
 from samestep.towers.diagnosis import explain, first_nonfinite
@@ -51,8 +53,6 @@ NOT_PUBLIC = {
     "TrainingArguments._n_gpu": "set to 1: no DataParallel around the model",
 }
 """What of transformers is used here though its documentation does not name it, and what for."""
-
-_STATE_FILE = "samestep.json"
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
@@ -104,6 +104,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     current_flos: float
     preprocess_logits_for_metrics: Any
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        check_order(cls, Trainer)
+
     def __init__(
         self,
         model: Any = None,
@@ -114,19 +118,22 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         args = transformers.TrainingArguments("tmp_trainer") if args is None else args
-        check_overrides(type(self), Trainer)
-        dataset = arguments[1] if len(arguments) > 1 else options.get("train_dataset")
-        check_arguments(args, model, dataset, towers)
+        # First of all, so that all workers hear of what is refused on one of them.
         self.job = join(args.device.type, tf32=bool(args.tf32)) if job is None else job
-        self._placement = Placement.even(towers, self.job.world_size)
-        work_alone(args, self.job)
-        self._flos = 0
-        self._skips_first: bool | None = None
-        self._rounds: Rounds | None = None
-        self._preprocess: Any = None
-        super().__init__(model, args, *arguments, **options)
+        with raising_together(self.job, {"towers": towers}, where="Trainer"):
+            check_overrides(type(self), Trainer)
+            dataset = arguments[1] if len(arguments) > 1 else options.get("train_dataset")
+            check_arguments(args, model, dataset, towers)
+            self._placement = Placement.even(towers, self.job.world_size)
+            work_alone(args, self.job)
+            self._flos = 0
+            self._skips_first: bool | None = None
+            self._rounds: Rounds | None = None
+            self._preprocess: Any = None
+            super().__init__(model, args, *arguments, **options)
         # Before those of the program, which may do something with the weights that one worker has.
-        self.callback_handler.callbacks.insert(0, SameWeights(self.job))
+        self.callback_handler.callbacks.insert(0, SameWeights(self.job, self._buffer_policies))
+        self._requests = SharedRequests(self.job)
 
     def train(self, *arguments: Any, **options: Any) -> TrainOutput:
         """Run theirs, after a comparison of the arguments that workers train with.
@@ -134,8 +141,17 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         Raises:
             DisagreementError: workers have other arguments, or end with other weights.
         """
-        compare_runs(self.job, self.args, self.train_dataset)
-        return super().train(*arguments, **options)
+        may_ask = type(self) is not Trainer or may_ask_alone(self.callback_handler.callbacks)
+        any_may_ask = any(compare_runs(self.job, self.args, self.train_dataset, message=may_ask))
+        self._requests.is_on = self.job.world_size > 1 and any_may_ask
+        self._requests.come_last(self.callback_handler)
+        self._makes_towers = True  # soon, which is when the others hear of an error before
+        try:
+            return super().train(*arguments, **options)
+        except Exception as error:
+            if self._makes_towers:
+                agree(self.job, {}, where="Towers", error=error)
+            raise
 
     def create_towers(self) -> Towers:
         """Make the towers of `self.model`, when training begins; override it for other settings of theirs."""
@@ -143,6 +159,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return Towers(
             self.model, self._placement.num_towers, job=self.job, seed=self.args.seed, noise_every=0
         )
+
+    def _buffer_policies(self) -> Mapping[str, Policy]:
+        return self.towers.buffers if hasattr(self, "towers") else {}
 
     def create_loader(self, dataset: Any, collate_fn: Any) -> TowerLoader:
         """Make what reads the rows of `self.towers`, from a dataset whose unused columns are removed."""
@@ -176,6 +195,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return what their loop counts steps with; `get_batch_samples` reads the rows of this worker."""
         theirs = super().get_train_dataloader()
+        self._makes_towers = False
         self.towers = self.create_towers()
         self._loader = self.create_loader(theirs.dataset, theirs.collate_fn)
         self._batches = _without_end(self._loader)
@@ -189,10 +209,20 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def get_batch_samples(self, *_: Any) -> tuple[list[LocalBatch], None]:
         """Return this worker's part of the next global batch; every tower counts its own items."""
+        if self._requests.has_stopped_epoch:
+            self._requests.has_stopped_epoch = False
+            self._leave_epoch()
         return [next(self._batches)], None
+
+    def _leave_epoch(self) -> None:
+        """Go on in the data with the next epoch, where a callback has stopped this one."""
+        if self._loader.position % len(self._loader):
+            self._loader.position = (self._loader.epoch + 1) * len(self._loader)
+            self._batches = _without_end(self._loader)
 
     def training_step(self, model: nn.Module, inputs: LocalBatch, num_items_in_batch: Any = None) -> Tensor:
         """Run this worker's towers and average the gradient; return the loss, the same on all workers."""
+        self._requests.come_last(self.callback_handler)
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
@@ -223,7 +253,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         count = self.count_items(inputs)
         self._flos += self.floating_point_ops(inputs)
         divisor = None if count is None else count.clamp(min=1)
-        with self.compute_loss_context_manager():
+        with self.compute_loss_context_manager(), expecting_labels(self.model, inputs, self.label_names):
             loss = self.compute_loss(model, inputs, num_items_in_batch=divisor)
         if count is None:
             tower.backward(loss)
@@ -246,13 +276,15 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return super()._prepare_inputs(inputs)
 
     def _look_at_labels(self, model: nn.Module, inputs: Any) -> None:
-        # A loss that draws would leave other generators on a worker that has rows than on one that has none.
+        # Draws and buffers would be others on a worker that has rows than on one that has none.
+        buffers = KeptBuffers(model)
         with keep_globals(self.job.device), self.compute_loss_context_manager():
             self._skips_first = ignores_first(
                 model,
                 self._prepare_inputs(dict(inputs)),
                 lambda changed, count: self.compute_loss(model, changed, num_items_in_batch=count),
             )
+        buffers.restore(only_changed=True)  # in a step, a new version would count as a change
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the operations of a batch; of a step, those of this worker's towers."""
@@ -273,7 +305,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Run theirs with batches that are spread over workers; the loss is the mean over all that counts."""
-        self._rounds = rounds = Rounds(dataloader, self.model, self.job, seed=self.args.seed)
+        rounds = Rounds(dataloader, self.model, self.job, self.args.seed, self._buffer_policies())
+        self._rounds = rounds
         # It is applied before logits are sent.
         self._preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
         try:
@@ -322,16 +355,23 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
+        if self.control.should_epoch_stop:
+            self._leave_epoch()
         if self.args.should_save:
-            state = {"towers": self.towers.state_dict(), "loader": self._loader.state_dict()}
-            Path(output_dir, _STATE_FILE).write_text(json.dumps(state))
+            write_state(output_dir, self.towers, self._loader)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            state = _read_state(Path(checkpoint, _STATE_FILE))
-            self.towers.load_state_dict(state["towers"])
-            self._loader.load_state_dict(state["loader"])
+        same = {"global step": self.state.global_step}
+        with raising_together(self.job, same, where="resuming"):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            if checkpoint is not None:
+                read_state(checkpoint, self.towers, self._loader)
+        if self._loader.position != self.state.global_step and self.job.is_first:
+            warn(
+                f"the data goes on at batch {self._loader.position} after {self.state.global_step} steps, as "
+                "a callback stopped an epoch: transformers counts epochs by steps, so that this run may have "
+                "more steps than one that was not interrupted"
+            )
 
     def _save_rng_state(self, output_dir: str) -> None:
         if self.args.should_save:
@@ -346,15 +386,3 @@ def _without_end(loader: TowerLoader) -> Iterator[LocalBatch]:
     """Iterate over one epoch after the other, from the loader's position at the first batch on."""
     while True:
         yield from loader
-
-
-def _read_state(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text())
-    except FileNotFoundError:
-        raise MissingFileError(
-            f"{file} does not exist: expected a checkpoint of this Trainer, saved without save_only_model; "
-            "load weights alone with from_pretrained"
-        ) from None
-    except ValueError as error:
-        raise DamagedError(f"{file} is damaged ({error}): go on from an older checkpoint") from None

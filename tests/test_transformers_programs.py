@@ -1,0 +1,105 @@
+"""What programs bring to their Trainer: classes beside it, losses and models of their own, other columns."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from samestep import BatchError, ConfigError, digest  # noqa: E402
+from samestep.integrations.transformers import Trainer  # noqa: E402
+
+from .small_language import (  # noqa: E402
+    WORDS,
+    collate,
+    gpt2,
+    llama,
+    masked,
+    sentences,
+    trainer_of,
+)
+
+
+class TestTheClassesBesideIt:
+    class Theirs(transformers.Trainer):
+        def compute_loss(self, *arguments, **options):
+            return 2 * super().compute_loss(*arguments, **options)
+
+    def test_a_class_of_a_program_may_come_before_or_after_it(self, tmp_path):
+        found = set()
+        for bases in ((Trainer, self.Theirs), (self.Theirs, Trainer)):
+            torch.manual_seed(0)
+            trainer = trainer_of(llama(), tmp_path, sentences(9), kind=type("Own", bases, {}))
+            trainer.train()
+            found.add((digest(trainer.model), trainer.report.loss))
+        torch.manual_seed(0)
+        plain = trainer_of(llama(), tmp_path, sentences(9))
+        plain.train()
+        assert [loss for _, loss in found] == [2 * plain.report.loss]
+
+    def test_one_that_would_not_be_asked_is_refused(self, tmp_path):
+        class Theirs(transformers.Trainer):
+            def training_step(self, *arguments):
+                return super().training_step(*arguments)
+
+        class Own(Trainer, Theirs):
+            pass
+
+        with pytest.raises(ConfigError, match=r"Theirs.training_step has no effect.*override compute_loss"):
+            trainer_of(gpt2(), tmp_path, kind=Own)
+
+    def test_one_of_transformers_comes_after_it(self):
+        with pytest.raises(ConfigError, match=r"expected class Own\(Trainer, Seq2SeqTrainer\)"):
+
+            class Own(transformers.Seq2SeqTrainer, Trainer):
+                pass
+
+
+class TestBuffersThatAForwardChanges:
+    """In evaluation mode, too; and the loss of the program puts the model into training mode."""
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = masked()
+            self.norm = torch.nn.BatchNorm1d(WORDS)
+            self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+        def forward(self, input_ids=None, attention_mask=None, labels=None):
+            self.calls += 1
+            logits = self.norm(self.net(input_ids, attention_mask).logits.transpose(1, 2))
+            return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+    class Training(Trainer):
+        def compute_loss(self, model, inputs, **options):
+            model.train()
+            return super().compute_loss(model, inputs, **options)
+
+    def test_are_put_back_after_labels_were_looked_at_and_after_each_prediction(self, tmp_path):
+        trainer = trainer_of(
+            self.Net(), tmp_path, sentences(21), kind=self.Training, eval_dataset=sentences(19)
+        )
+        before = digest(trainer.model)
+        trainer.prediction_step(trainer.model, collate(sentences(3)), prediction_loss_only=True)
+        assert int(trainer.model.calls) == 1  # that of the prediction
+        torch.nn.init.zeros_(trainer.model.calls)
+        trainer.model.norm.reset_running_stats()
+        assert digest(trainer.model) == before
+        losses = [trainer.evaluate()["eval_loss"] for _ in range(2)]
+        assert digest(trainer.model) == before
+        assert losses[0] == losses[1]
+        trainer.train()
+        assert int(trainer.model.calls) == int(trainer.model.norm.num_batches_tracked) == 1
+
+
+def test_labels_under_another_name_are_told_where_they_are_expected(tmp_path):
+    rows = [{"input_ids": row["input_ids"]} for row in sentences(9)]
+    with pytest.raises(BatchError, match=r"did not return a loss.*the batch has input_ids, .*label_names"):
+        trainer_of(gpt2(), tmp_path, rows).train()
+
+    class Broken(Trainer):
+        def compute_loss(self, model, inputs, **options):
+            raise ValueError("own")
+
+    with pytest.raises(ValueError, match=r"^own$"):
+        trainer_of(gpt2(), tmp_path, kind=Broken).train()
