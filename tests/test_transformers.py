@@ -183,7 +183,7 @@ class TestWorkersThatDiffer:
 
         assert values(lambda job: work(job, None), 2) == [None, None]
         assert values(lambda job: work(job, None, lambda: {"own": "ignore"}), 2) == [None, None]
-        text = f"the end of training: .*hash of the weights in {name} = .*; change weights and layers on all"
+        text = f"the end of training: .*hash of the weights in {name} = .*; expected the same weights: "
         for outcome in simulate(lambda job: work(job, 1), 2):
             with pytest.raises(DisagreementError, match=text):
                 raise outcome.error

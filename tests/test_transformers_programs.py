@@ -6,11 +6,14 @@ import torch
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from samestep import BatchError, ConfigError, digest  # noqa: E402
+from samestep import BatchError, ConfigError, DisagreementError, digest  # noqa: E402
 from samestep.integrations.transformers import Trainer  # noqa: E402
+from samestep.integrations.transformers.alike import compare_runs, nets_beside  # noqa: E402
 
+from .simulation import simulate, values  # noqa: E402
 from .small_language import (  # noqa: E402
     WORDS,
+    arguments,
     collate,
     gpt2,
     llama,
@@ -103,3 +106,35 @@ def test_labels_under_another_name_are_told_where_they_are_expected(tmp_path):
 
     with pytest.raises(ValueError, match=r"^own$"):
         trainer_of(gpt2(), tmp_path, kind=Broken).train()
+
+
+class Counting(Trainer):
+    """Weighs a loss by how many it has computed, as an annealing does."""
+
+    num_computed = 0
+
+    def compute_loss(self, model, inputs, **options):
+        self.num_computed += 1
+        return super().compute_loss(model, inputs, **options) * (1 + self.num_computed)
+
+
+def test_a_number_of_the_programs_class_that_passes_change_gives_a_warning(tmp_path):
+    with pytest.warns(UserWarning, match="passes changed num_computed of Counting"):
+        trainer_of(gpt2(), tmp_path, sentences(9), kind=Counting).train()
+
+
+class TestANetBesideTheModel:
+    @staticmethod
+    def train(job, seeds):
+        torch.manual_seed(seeds[job.rank])
+        model = llama()
+        nets = nets_beside(model, {"model": model, "head": model.lm_head, "teacher": llama(), "n": 1})
+        assert nets.keys() == {"teacher"}
+        compare_runs(job, arguments("unused"), range(9), nets)
+
+    def test_is_the_same_on_all_workers(self):
+        assert values(lambda job: self.train(job, [0, 0]), 2) == [None, None]
+        text = r"train: worker 0 has hash of the weights in teacher\.model\.embed_tokens\.weight = "
+        for outcome in simulate(lambda job: self.train(job, [0, 1]), 2):
+            with pytest.raises(DisagreementError, match=text):
+                raise outcome.error

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import fields
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from samestep.watching.weight_hash import WeightHash
 from samestep.workers.agreement import agree
 from samestep.workers.job import Job
 
-__all__ = ["SameWeights", "compare_runs", "raising_together", "weights_of"]
+__all__ = ["SameWeights", "compare_runs", "nets_beside", "raising_together", "weights_of"]
 
 _MAY_DIFFER = (
     *("output_dir", "run_name", "report_to", "disable_tqdm", "local_rank", "debug", "skip_memory_metrics"),
@@ -31,11 +32,16 @@ _PREFIXES = ("hub_", "ddp_", "trackio_")
 
 
 def compare_runs(
-    job: Job, args: transformers.TrainingArguments, train_dataset: Any, *, message: Any = None
+    job: Job,
+    args: transformers.TrainingArguments,
+    train_dataset: Any,
+    nets: Mapping[str, nn.Module] | None = None,
+    *,
+    message: Any = None,
 ) -> list[Any]:
     """Raise on all workers if one has different arguments than the others, or a different number of rows.
 
-    Returns the workers' messages.
+    Or other nets beside the model, such as a teacher. Returns the workers' messages.
 
     A step would find most differences, but not arguments that change a tower's loss, such as label smoothing;
     and if one worker saves and another does not, it would not say why.
@@ -45,7 +51,17 @@ def compare_runs(
     found = args.to_dict()
     rows = len(train_dataset) if isinstance(train_dataset, Sized) else None
     same = {"argument": {name: repr(found.get(name)) for name in compared}, "rows of train_dataset": rows}
+    if job.world_size > 1:
+        hashes = [_hashes_of(net, {}, f"{name}.") for name, net in (nets or {}).items()]
+        same |= _compared(dict(chain.from_iterable(each.items() for each in hashes)))
     return agree(job, same, where="train", message=message)
+
+
+def nets_beside(model: Any, attributes: Mapping[str, Any]) -> dict[str, nn.Module]:
+    """Return the nets among an object's attributes that have nothing of the model, which training shares."""
+    own = set() if model is None else set(map(id, model.parameters()))
+    nets = {name: value for name, value in attributes.items() if isinstance(value, nn.Module)}
+    return {name: net for name, net in nets.items() if own.isdisjoint(map(id, net.parameters()))}
 
 
 @contextmanager
@@ -61,8 +77,9 @@ def raising_together(job: Job, same: Mapping[str, Any], *, where: str) -> Iterat
 
 _WEIGHTS = "hash of the weights in"
 _REMEDY = (
-    "change weights and layers on all workers alike, as in a callback that merges adapters or casts the "
-    "model; what worker 0 alone should save, it may change after the last evaluation"
+    "expected the same weights: set the seed before a model is made, and change weights and layers on all "
+    "workers alike, as in a callback that merges adapters or casts the model; what worker 0 alone should "
+    "save, it may change after the last evaluation"
 )
 
 
@@ -71,12 +88,19 @@ def weights_of(model: nn.Module, policies: Mapping[str, Policy] | None = None) -
 
     Parameters of classes other than torch's own are left out; they may have no memory of their own.
     """
-    buffers = find_named_buffers(model)
-    assigned = assign_policies(buffers, policies or {})
-    kept = [each for each in buffers if assigned.get(each.name) != "ignore" and each.is_persistent]
-    places = [each for each in (*find_named_parameters(model), *kept) if _has_memory(each.get())]
-    found = WeightHash(places, (), ()).by_name()
-    return {_WEIGHTS: found, f"?{_WEIGHTS}: {_REMEDY}": zlib.crc32(repr(found).encode())}
+    return _compared(_hashes_of(model, policies or {}))
+
+
+def _compared(hashes: Mapping[str, int]) -> dict[str, Any]:
+    return {_WEIGHTS: hashes, f"?{_WEIGHTS}: {_REMEDY}": zlib.crc32(repr(hashes).encode())}
+
+
+def _hashes_of(net: nn.Module, policies: Mapping[str, Policy], prefix: str = "") -> dict[str, int]:
+    buffers = find_named_buffers(net)
+    assigned = assign_policies(buffers, policies)
+    kept = [each for each in buffers if each.is_persistent and assigned.get(each.name) != "ignore"]
+    places = [each for each in (*find_named_parameters(net), *kept) if _has_memory(each.get())]
+    return {f"{prefix}{name}": value for name, value in WeightHash(places, (), ()).by_name().items()}
 
 
 def _has_memory(tensor: Tensor | None) -> bool:

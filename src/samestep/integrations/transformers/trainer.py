@@ -23,8 +23,9 @@ from samestep.buffers.kept_buffers import KeptBuffers
 from samestep.buffers.policies import Policy
 from samestep.data.loader import TowerLoader
 from samestep.errors import Error, NonFiniteError, UsageError, warn
-from samestep.integrations.transformers.alike import SameWeights, compare_runs, raising_together
+from samestep.integrations.transformers.alike import SameWeights, compare_runs, nets_beside, raising_together
 from samestep.integrations.transformers.alone import join, work_alone
+from samestep.integrations.transformers.batches import Batches
 from samestep.integrations.transformers.checkpoint import read_state, write_state
 from samestep.integrations.transformers.evaluation import Prediction, Rounds
 from samestep.integrations.transformers.labels import count_labels, expecting_labels, ignores_first
@@ -37,6 +38,7 @@ from samestep.towers.report import Report
 from samestep.towers.root import check_optimizer, settings_of
 from samestep.towers.tower import Tower
 from samestep.towers.towers import Towers
+from samestep.watching.own_numbers import OwnNumbers
 from samestep.workers.agreement import agree
 from samestep.workers.collectives import gather_objects
 from samestep.workers.job import Job
@@ -126,14 +128,16 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             check_arguments(args, model, dataset, towers)
             self._placement = Placement.even(towers, self.job.world_size)
             work_alone(args, self.job)
-            self._flos = 0
+            self._flos: list[int] = []  # of this worker's towers in a step
             self._skips_first: bool | None = None
             self._rounds: Rounds | None = None
             self._preprocess: Any = None
             super().__init__(model, args, *arguments, **options)
-        # Before those of the program, which may do something with the weights that one worker has.
+        # First, as the program's own may change the weights that one worker has.
         self.callback_handler.callbacks.insert(0, SameWeights(self.job, self._buffer_policies))
         self._requests = SharedRequests(self.job)
+        self._numbers = OwnNumbers()
+        self._numbers.note(self)
 
     def train(self, *arguments: Any, **options: Any) -> TrainOutput:
         """Run theirs, after a comparison of the arguments that workers train with.
@@ -142,7 +146,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             DisagreementError: workers have other arguments, or end with other weights.
         """
         may_ask = type(self) is not Trainer or may_ask_alone(self.callback_handler.callbacks)
-        any_may_ask = any(compare_runs(self.job, self.args, self.train_dataset, message=may_ask))
+        nets = nets_beside(self.model, vars(self))
+        any_may_ask = any(compare_runs(self.job, self.args, self.train_dataset, nets, message=may_ask))
         self._requests.is_on = self.job.world_size > 1 and any_may_ask
         self._requests.come_last(self.callback_handler)
         self._makes_towers = True  # soon, which is when the others hear of an error before
@@ -198,7 +203,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._makes_towers = False
         self.towers = self.create_towers()
         self._loader = self.create_loader(theirs.dataset, theirs.collate_fn)
-        self._batches = _without_end(self._loader)
+        self._batches = Batches(self._loader)
         return DataLoader(
             theirs.dataset,
             self._loader.batch_size,
@@ -211,14 +216,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """Return this worker's part of the next global batch; every tower counts its own items."""
         if self._requests.has_stopped_epoch:
             self._requests.has_stopped_epoch = False
-            self._leave_epoch()
+            self._batches.leave_epoch()
         return [next(self._batches)], None
-
-    def _leave_epoch(self) -> None:
-        """Go on in the data with the next epoch, where a callback has stopped this one."""
-        if self._loader.position % len(self._loader):
-            self._loader.position = (self._loader.epoch + 1) * len(self._loader)
-            self._batches = _without_end(self._loader)
 
     def training_step(self, model: nn.Module, inputs: LocalBatch, num_items_in_batch: Any = None) -> Tensor:
         """Run this worker's towers and average the gradient; return the loss, the same on all workers."""
@@ -228,14 +227,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self.optimizer.train()
         check_optimizer(self.optimizer, self.model.parameters())
         must_match = {"global step": self.state.global_step, **settings_of(self.optimizer)}
-        self._flos, scaler = 0, self.accelerator.scaler
+        self._flos, scaler = [], self.accelerator.scaler
         try:
             turns = self.towers(inputs, scaler=scaler, must_match=must_match)
             if self._skips_first is None and inputs.slices:  # in the step, so that all hear of an error
                 self._look_at_labels(model, next(iter(inputs.slices.values())))
-            for tower in turns:
-                self._run(model, tower)
-                del tower  # its rows, before those of the next one are read
+            self._run_all(model, turns)
             self.report = self.towers.average()
         except BaseException:
             with contextlib.suppress(Error):
@@ -247,11 +244,20 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             raise NonFiniteError(explain(self.report, parameters, ranges))
         return torch.tensor(self.report.loss, device=self.args.device)
 
+    def _run_all(self, model: nn.Module, turns: Iterator[Tower]) -> None:
+        """Run this worker's towers; warn of numbers that a program's class keeps in this object."""
+        self._numbers.start_step()
+        for tower in turns:
+            self._numbers.start_pass(tower.index)
+            self._run(model, tower)
+            self._numbers.check()
+            del tower  # its rows, before those of the next one are read
+
     def _run(self, model: nn.Module, tower: Tower) -> None:
         """Hand in a tower's loss: its mean, which is made a sum again by what it counts."""
         inputs = self._prepare_inputs(dict(tower.batch))
         count = self.count_items(inputs)
-        self._flos += self.floating_point_ops(inputs)
+        self._flos.append(self.floating_point_ops(inputs))
         divisor = None if count is None else count.clamp(min=1)
         with self.compute_loss_context_manager(), expecting_labels(self.model, inputs, self.label_names):
             loss = self.compute_loss(model, inputs, num_items_in_batch=divisor)
@@ -288,7 +294,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the operations of a batch; of a step, those of this worker's towers."""
-        return self._flos if isinstance(inputs, LocalBatch) else int(super().floating_point_ops(inputs))
+        of_step = isinstance(inputs, LocalBatch)
+        return sum(self._flos) if of_step else int(super().floating_point_ops(inputs))
 
     def store_flos(self) -> None:
         """Add the operations of all workers since the last time to the state."""
@@ -356,7 +363,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if self.control.should_epoch_stop:
-            self._leave_epoch()
+            self._batches.leave_epoch()
         if self.args.should_save:
             write_state(output_dir, self.towers, self._loader)
 
@@ -380,9 +387,3 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
 def _as_it_is(value: Any) -> Any:
     return value
-
-
-def _without_end(loader: TowerLoader) -> Iterator[LocalBatch]:
-    """Iterate over one epoch after the other, from the loader's position at the first batch on."""
-    while True:
-        yield from loader
