@@ -177,6 +177,17 @@ def a_sequence_to_sequence_model_that_generates(folder):
     return outcome(trainer), [each.predictions.tolist() for each in predicted]
 
 
+class Raise(TrainerCallback):
+    def on_epoch_begin(self, args, state, control, **_):
+        if RANK == LAST:
+            raise KeyError("a callback broke")
+
+
+@scenario  # the last one: messages do not fit together any more
+def a_callback_that_raises_on_one_worker(folder):
+    trainer_of(model(), folder, callbacks=[Raise()]).train()
+
+
 def main(folder, *names):
     for name in names or SCENARIOS:
         try:

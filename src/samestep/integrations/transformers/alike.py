@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from itertools import chain
 from typing import Any
@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from samestep.buffers.named_buffers import find_named_buffers, find_named_parameters
 from samestep.buffers.policies import Policy, assign_policies
+from samestep.errors import Error, one_line
 from samestep.watching.weight_hash import WeightHash
 from samestep.workers.agreement import agree
+from samestep.workers.collectives import gather_rows
 from samestep.workers.job import Job
 
-__all__ = ["SameWeights", "compare_runs", "nets_beside", "raising_together", "weights_of"]
+__all__ = ["SameWeights", "compare_runs", "nets_beside", "raising_together", "tell_of", "weights_of"]
 
 _MAY_DIFFER = (
     *("output_dir", "run_name", "report_to", "disable_tqdm", "local_rank", "debug", "skip_memory_metrics"),
@@ -73,6 +75,18 @@ def raising_together(job: Job, same: Mapping[str, Any], *, where: str) -> Iterat
     except Exception as raised:
         error = raised
     agree(job, same, where=where, error=error)
+
+
+def tell_of(error: Exception, job: Job) -> None:
+    """Tell the others of an error that they have not met, by the name of a call that is none of theirs.
+
+    If all meet the same, such as a metric that is not there, all make this call, and nothing happens.
+    """
+    if isinstance(error, Error):  # as a rule, one of all workers
+        return
+    what = one_line(f"the end of training by {type(error).__name__}: {error}")
+    with suppress(Error):
+        gather_rows(job.transport, torch.zeros(1).byte(), [1] * job.world_size, what)
 
 
 _WEIGHTS = "hash of the weights in"

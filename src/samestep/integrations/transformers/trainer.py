@@ -23,7 +23,13 @@ from samestep.buffers.kept_buffers import KeptBuffers
 from samestep.buffers.policies import Policy
 from samestep.data.loader import TowerLoader
 from samestep.errors import Error, NonFiniteError, UsageError, warn
-from samestep.integrations.transformers.alike import SameWeights, compare_runs, nets_beside, raising_together
+from samestep.integrations.transformers.alike import (
+    SameWeights,
+    compare_runs,
+    nets_beside,
+    raising_together,
+    tell_of,
+)
 from samestep.integrations.transformers.alone import join, work_alone
 from samestep.integrations.transformers.batches import Batches
 from samestep.integrations.transformers.checkpoint import read_state, write_state
@@ -43,18 +49,7 @@ from samestep.workers.agreement import agree
 from samestep.workers.collectives import gather_objects
 from samestep.workers.job import Job
 
-__all__ = ["NOT_PUBLIC", "Trainer"]
-
-NOT_PUBLIC = {
-    "Trainer._get_num_items_in_batch": "overridden: what a loss is divided by is what count_items says",
-    "Trainer._prepare_inputs": "called for each tower: programs override it",
-    "Trainer._save_optimizer_and_scheduler": "overridden: a checkpoint also gets the towers' state",
-    "Trainer._load_optimizer_and_scheduler": "overridden: reads it, before the loop reads data",
-    "Trainer._save_rng_state": "overridden: worker 0 alone writes the file",
-    "Trainer.save_model(_internal_call)": "overridden: workers wait for a checkpoint's weights",
-    "TrainingArguments._n_gpu": "set to 1: no DataParallel around the model",
-}
-"""What of transformers is used here though its documentation does not name it, and what for."""
+__all__ = ["Trainer"]
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
@@ -132,6 +127,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self._skips_first: bool | None = None
             self._rounds: Rounds | None = None
             self._preprocess: Any = None
+            self._told: BaseException | None = None  # what other workers have heard of
             super().__init__(model, args, *arguments, **options)
         # First, as the program's own may change the weights that one worker has.
         self.callback_handler.callbacks.insert(0, SameWeights(self.job, self._buffer_policies))
@@ -156,6 +152,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         except Exception as error:
             if self._makes_towers:
                 agree(self.job, {}, where="Towers", error=error)
+            if error is not self._told:
+                tell_of(error, self.job)
             raise
 
     def create_towers(self) -> Towers:
@@ -234,7 +232,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 self._look_at_labels(model, next(iter(inputs.slices.values())))
             self._run_all(model, turns)
             self.report = self.towers.average()
-        except BaseException:
+        except BaseException as error:
+            self._told = error
             with contextlib.suppress(Error):
                 self.towers.abandon()
             raise
@@ -322,6 +321,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 output = super().evaluation_loop(
                     rounds, description, prediction_loss_only, ignore_keys, metric_key_prefix
                 )
+        except Exception as error:
+            self._told = error
+            raise
         finally:
             self.preprocess_logits_for_metrics, self._preprocess, self._rounds = self._preprocess, None, None
         if (loss := rounds.loss()) is not None:
@@ -356,6 +358,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         except Exception as raised:
             error = raised
         if self.is_in_train and _internal_call:  # then all ask whether the best one is there
+            self._told = error
             agree(self.job, {}, where=f"the checkpoint after step {self.state.global_step}", error=error)
         elif error is not None:
             raise error
