@@ -6,7 +6,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from samestep import BatchError, ConfigError, DisagreementError, digest  # noqa: E402
+from samestep import BatchError, ConfigError, DisagreementError, Towers, digest  # noqa: E402
 from samestep.integrations.transformers import Trainer  # noqa: E402
 from samestep.integrations.transformers.alike import compare_runs, nets_beside, tell_of  # noqa: E402
 
@@ -146,3 +146,35 @@ def test_an_error_that_all_workers_meet_leaves_the_job_as_it_was():
         job.barrier()
 
     assert values(work, 3) == [None] * 3
+
+
+class Learnt(Trainer):
+    """Trains a temperature beside the model."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.temperature = torch.nn.Parameter(torch.ones(()))
+
+    def create_optimizer(self, model=None):
+        optimizer = super().create_optimizer()
+        optimizer.add_param_group({"params": [self.temperature]})
+        return optimizer
+
+    def compute_loss(self, model, inputs, **options):
+        return self.temperature * super().compute_loss(model, inputs, **options)
+
+
+class LearntBeside(Learnt):
+    """Says so to the towers."""
+
+    def create_towers(self):
+        return Towers(self.model, 7, job=self.job, noise_every=0, also=self.temperature)
+
+
+def test_what_is_trained_beside_the_model_is_averaged_by_towers_that_are_made_for_it(tmp_path):
+    with pytest.raises(ConfigError, match=r"pass it as Towers\(model, ..., also=...\)") as raised:
+        trainer_of(gpt2(), tmp_path, sentences(9), kind=Learnt).train()
+    assert raised.value.__notes__ == ["Override create_towers, which makes the Towers of a Trainer."]
+    trainer = trainer_of(gpt2(), tmp_path, sentences(21), kind=LearntBeside, learning_rate=0.1)
+    trainer.train()
+    assert trainer.temperature.item() < 1

@@ -201,6 +201,11 @@ class Towers:
         return self._settings.buffers
 
     @property
+    def root(self) -> nn.Module:
+        """The model, or a module that holds it and what is trained beside it."""
+        return self._root
+
+    @property
     def num_towers(self) -> int:
         """T."""
         return self.placement.num_towers

@@ -86,7 +86,9 @@ def tell_of(error: Exception, job: Job) -> None:
         return
     what = one_line(f"the end of training by {type(error).__name__}: {error}")
     with suppress(Error):
-        gather_rows(job.transport, torch.zeros(1).byte(), [1] * job.world_size, what)
+        gather_rows(
+            job.transport, torch.zeros(1, dtype=torch.uint8, device="cpu"), [1] * job.world_size, what
+        )
 
 
 _WEIGHTS = "hash of the weights in"

@@ -223,10 +223,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        check_optimizer(self.optimizer, self.model.parameters())
         must_match = {"global step": self.state.global_step, **settings_of(self.optimizer)}
         self._flos, scaler = [], self.accelerator.scaler
         try:
+            check_optimizer(self.optimizer, self.towers.root.parameters())
             turns = self.towers(inputs, scaler=scaler, must_match=must_match)
             if self._skips_first is None and inputs.slices:  # in the step, so that all hear of an error
                 self._look_at_labels(model, next(iter(inputs.slices.values())))
@@ -234,6 +234,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self.report = self.towers.average()
         except BaseException as error:
             self._told = error
+            if "Towers(" in str(error):  # a remedy
+                error.add_note("Override create_towers, which makes the Towers of a Trainer.")
             with contextlib.suppress(Error):
                 self.towers.abandon()
             raise
