@@ -4,6 +4,7 @@ python transformers_scenarios.py FOLDER [NAMES]
 """
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -152,6 +153,19 @@ def a_checkpoint_that_one_worker_does_not_have(folder):
     trainer.job.barrier()
     checkpoint = folder / ("nowhere" if RANK == LAST else "checkpoint-1")
     trainer_of(model(), folder / "on", sentences(9), **saving).train(resume_from_checkpoint=str(checkpoint))
+
+
+@scenario
+def a_state_that_one_worker_does_not_have(folder):
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    trainer = trainer_of(model(), folder, sentences(30), **saving)
+    trainer.train()
+    trainer.job.barrier()
+    checkpoint = folder / "checkpoint-1"
+    if RANK == LAST:
+        checkpoint = shutil.copytree(checkpoint, folder / "copy")
+        (checkpoint / "samestep.json").unlink()
+    trainer_of(model(), folder / "on", sentences(30), **saving).train(resume_from_checkpoint=str(checkpoint))
 
 
 class Generating(Trainer, Seq2SeqTrainer):
