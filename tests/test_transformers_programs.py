@@ -14,6 +14,8 @@ from .simulation import simulate, values  # noqa: E402
 from .small_language import (  # noqa: E402
     WORDS,
     arguments,
+    classes,
+    classifier,
     collate,
     gpt2,
     llama,
@@ -178,3 +180,57 @@ def test_what_is_trained_beside_the_model_is_averaged_by_towers_that_are_made_fo
     trainer = trainer_of(gpt2(), tmp_path, sentences(21), kind=LearntBeside, learning_rate=0.1)
     trainer.train()
     assert trainer.temperature.item() < 1
+
+
+class TestALossThatIsNotAMeanOverWhatIsCounted:
+    """Towers would be averaged by other weights than those of the whole batch's loss."""
+
+    class ClassWeights(Trainer):
+        weights = torch.tensor([1.0, 2.0, 9.0])
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            labels = inputs.pop("labels")
+            return torch.nn.functional.cross_entropy(model(**inputs).logits, labels, weight=self.weights)
+
+    class CountedClassWeights(ClassWeights):
+        def count_items(self, inputs):
+            return self.weights[inputs["labels"]].sum()
+
+    class MeanOfSentences(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            labels = inputs.pop("labels")
+            losses = torch.nn.functional.cross_entropy(
+                model(**inputs).logits.transpose(1, 2), labels, reduction="none"
+            )
+            return (losses.sum(1) / labels.ne(-100).sum(1)).mean()
+
+    class CountedSentences(MeanOfSentences):
+        def count_items(self, inputs):
+            return None
+
+    @pytest.mark.parametrize(
+        ("own", "counted", "make", "make_rows"),
+        [
+            (ClassWeights, CountedClassWeights, classifier, classes),
+            (MeanOfSentences, CountedSentences, masked, sentences),
+        ],
+    )
+    def test_gives_a_warning_until_count_items_says_what_it_is(self, own, counted, make, make_rows, tmp_path):
+        with pytest.warns(UserWarning, match="compute_loss gives .*: towers are averaged like that"):
+            trainer_of(make(), tmp_path, make_rows(56), kind=own, per_device_train_batch_size=8).train()
+        trainer_of(make(), tmp_path, make_rows(56), kind=counted, per_device_train_batch_size=8).train()
+
+    def test_gives_none_where_it_draws_or_takes_no_single_row(self, tmp_path):
+        class Drawing(self.ClassWeights):
+            def compute_loss(self, *arguments, **options):
+                return super().compute_loss(*arguments, **options) * torch.rand(())
+
+        class Whole(self.ClassWeights):
+            def compute_loss(self, model, inputs, **options):
+                if len(inputs["labels"]) == 1:
+                    raise ValueError("one row")
+                return super().compute_loss(model, inputs, **options)
+
+        for kind in (Drawing, Whole):
+            rows = classes(56)
+            trainer_of(classifier(), tmp_path, rows, kind=kind, per_device_train_batch_size=8).train()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from samestep.errors import BatchError
+from samestep.errors import BatchError, warn
 
-__all__ = ["count_labels", "expecting_labels", "ignores_first"]
+__all__ = ["count_labels", "expecting_labels", "ignores_first", "unlike_mean", "warn_if_unlike"]
 
 _IGNORED = -100  # the label that no loss of transformers counts
 
@@ -67,6 +70,55 @@ def ignores_first(model: nn.Module, inputs: Mapping[str, Any], loss: Callable[[A
     except Exception:  # a program's own loss may expect labels
         none, one = _losses(model, inputs, loss, labels)
     return none == one or (none != none and one != one)  # a mean of nothing is NaN
+
+
+_MOST_ROWS = 8
+
+
+def unlike_mean(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    loss: Callable[[Any, Tensor | None], Tensor],
+    count: Callable[[Any], Tensor | None],
+) -> tuple[float, float] | None:
+    """Return the loss of some rows, and the mean of the losses of each by their counts, if these differ.
+
+    None also where that cannot be said: if the loss draws, or raises on a single row.
+    """
+    sizes = {len(each) if isinstance(each, Tensor) and each.dim() else 0 for each in inputs.values()}
+    rows = range(min(*sizes, _MOST_ROWS)) if len(sizes) == 1 else range(0)
+    before, found = _drawn(), []
+    try:
+        with torch.no_grad(), _evaluating(model):
+            for part in (rows, *([n] for n in rows)):
+                chosen = {name: value[list(part)] for name, value in inputs.items()}
+                counted = count(chosen)
+                value = loss(chosen, None if counted is None else counted.clamp(min=1))
+                found.append((value, len(part) if counted is None else float(counted)))
+    except Exception:
+        return None
+    (whole, total), *each = found
+    mean = sum(float(value) * weight for value, weight in each if weight) / total if total else math.nan
+    # Of what is not float32, or is computed in another dtype, some digits may differ.
+    tolerance = 1e-4 if whole.dtype == torch.float32 and not torch.is_autocast_enabled("cpu") else 0.02
+    is_alike = not abs(float(whole) - mean) > tolerance * abs(mean)  # also where one is not a number
+    return None if is_alike or len(rows) < 2 or _drawn() != before else (float(whole), mean)
+
+
+def warn_if_unlike(found: tuple[float, float] | None) -> None:
+    """Say what follows from what `unlike_mean` returned."""
+    if found is not None:
+        warn(
+            f"compute_loss gives {found[0]:.6g} for some rows, and not {found[1]:.6g}, the mean of their "
+            "losses one by one, weighted by count_items: towers are averaged like that, so the average is "
+            "not the loss of the whole batch. Override count_items to return what the loss is a mean over, "
+            "such as the sum of the labels' class weights, or None for rows"
+        )
+
+
+def _drawn() -> list[Any]:
+    """Return what changes if the global generators are drawn from."""
+    return [torch.random.get_rng_state().tolist(), random.getstate(), repr(np.random.get_state())]
 
 
 def _losses(

@@ -34,7 +34,13 @@ from samestep.integrations.transformers.alone import join, work_alone
 from samestep.integrations.transformers.batches import Batches
 from samestep.integrations.transformers.checkpoint import read_state, write_state
 from samestep.integrations.transformers.evaluation import Prediction, Rounds
-from samestep.integrations.transformers.labels import count_labels, expecting_labels, ignores_first
+from samestep.integrations.transformers.labels import (
+    count_labels,
+    expecting_labels,
+    ignores_first,
+    unlike_mean,
+    warn_if_unlike,
+)
 from samestep.integrations.transformers.refused import check_arguments, check_order, check_overrides
 from samestep.integrations.transformers.requests import SharedRequests, may_ask_alone
 from samestep.streams import keep_globals
@@ -100,6 +106,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     report: Report
     current_flos: float
     preprocess_logits_for_metrics: Any
+    _preprocess: Any = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -126,7 +133,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self._flos: list[int] = []  # of this worker's towers in a step
             self._skips_first: bool | None = None
             self._rounds: Rounds | None = None
-            self._preprocess: Any = None
             self._told: BaseException | None = None  # what other workers have heard of
             super().__init__(model, args, *arguments, **options)
         # First, as the program's own may change the weights that one worker has.
@@ -143,8 +149,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """
         may_ask = type(self) is not Trainer or may_ask_alone(self.callback_handler.callbacks)
         nets = nets_beside(self.model, vars(self))
-        any_may_ask = any(compare_runs(self.job, self.args, self.train_dataset, nets, message=may_ask))
-        self._requests.is_on = self.job.world_size > 1 and any_may_ask
+        all_may_ask = compare_runs(self.job, self.args, self.train_dataset, nets, message=may_ask)
+        self._requests.is_on = self.job.world_size > 1 and any(all_may_ask)
         self._requests.come_last(self.callback_handler)
         self._makes_towers = True  # soon, which is when the others hear of an error before
         try:
@@ -229,7 +235,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             check_optimizer(self.optimizer, self.towers.root.parameters())
             turns = self.towers(inputs, scaler=scaler, must_match=must_match)
             if self._skips_first is None and inputs.slices:  # in the step, so that all hear of an error
-                self._look_at_labels(model, next(iter(inputs.slices.values())))
+                part = next(iter(inputs.slices.values()))
+                self._look_at_labels(model, part, warns=self.job.is_first)
             self._run_all(model, turns)
             self.report = self.towers.average()
         except BaseException as error:
@@ -282,15 +289,18 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             )
         return super()._prepare_inputs(inputs)
 
-    def _look_at_labels(self, model: nn.Module, inputs: Any) -> None:
+    def _look_at_labels(self, model: nn.Module, inputs: Any, *, warns: bool = False) -> None:
+        def loss(changed: Any, count: Tensor | None) -> Any:
+            return self.compute_loss(model, changed, num_items_in_batch=count)
+
         # Draws and buffers would be others on a worker that has rows than on one that has none.
         buffers = KeptBuffers(model)
         with keep_globals(self.job.device), self.compute_loss_context_manager():
-            self._skips_first = ignores_first(
-                model,
-                self._prepare_inputs(dict(inputs)),
-                lambda changed, count: self.compute_loss(model, changed, num_items_in_batch=count),
-            )
+            prepared = self._prepare_inputs(dict(inputs))
+            self._skips_first = ignores_first(model, prepared, loss)
+            is_own = type(self).compute_loss is not transformers.Trainer.compute_loss
+            if warns and (is_own or self.compute_loss_func is not None):
+                warn_if_unlike(unlike_mean(model, prepared, loss, self.count_items))
         buffers.restore(only_changed=True)  # in a step, a new version would count as a change
 
     def floating_point_ops(self, inputs: Any) -> int:
@@ -318,7 +328,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         # It is applied before logits are sent.
         self._preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
         try:
-            self.gather_function = _as_it_is  # which theirs sets again at the end
+            self.gather_function = lambda value: value  # which theirs sets again at the end
             with rounds.together():
                 output = super().evaluation_loop(
                     rounds, description, prediction_loss_only, ignore_keys, metric_key_prefix
@@ -388,7 +398,3 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _save_rng_state(self, output_dir: str) -> None:
         if self.args.should_save:
             super()._save_rng_state(output_dir)
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
