@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import peft
 import torch
+import torch.distributed as dist
 from transformers import (
     EarlyStoppingCallback,
     Seq2SeqTrainer,
@@ -189,6 +190,18 @@ def a_sequence_to_sequence_model_that_generates(folder):
         trainer.predict(rows[:9], do_sample=True),
     )
     return outcome(trainer), [each.predictions.tolist() for each in predicted]
+
+
+class Reducing(Trainer):
+    def compute_loss(self, *arguments, **options):
+        loss = super().compute_loss(*arguments, **options)
+        dist.all_reduce(loss.detach().clone()) if dist.is_initialized() else None
+        return loss
+
+
+@scenario
+def a_loss_that_calls_torch_distributed(folder):
+    trainer_of(model(), folder, kind=Reducing).train()
 
 
 class Raise(TrainerCallback):

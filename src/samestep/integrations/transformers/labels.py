@@ -10,11 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
 
+from samestep.buffers.kept_buffers import KeptBuffers
 from samestep.errors import BatchError, warn
+from samestep.streams import keep_globals
 
-__all__ = ["count_labels", "expecting_labels", "ignores_first", "unlike_mean", "warn_if_unlike"]
+__all__ = ["asking", "count_labels", "expecting_labels", "ignores_first", "look_at_loss", "unlike_mean"]
 
 _IGNORED = -100  # the label that no loss of transformers counts
 
@@ -83,7 +86,7 @@ def unlike_mean(
 ) -> tuple[float, float] | None:
     """Return the loss of some rows, and the mean of the losses of each by their counts, if these differ.
 
-    None also where that cannot be said: if the loss draws, or raises on a single row.
+    None also where that cannot be said: if the loss draws, trains the model, or raises on a single row.
     """
     sizes = {len(each) if isinstance(each, Tensor) and each.dim() else 0 for each in inputs.values()}
     rows = range(min(*sizes, _MOST_ROWS)) if len(sizes) == 1 else range(0)
@@ -95,6 +98,7 @@ def unlike_mean(
                 counted = count(chosen)
                 value = loss(chosen, None if counted is None else counted.clamp(min=1))
                 found.append((value, len(part) if counted is None else float(counted)))
+            trains = model.training  # as the loss wants it: then batch norm sees all rows
     except Exception:
         return None
     (whole, total), *each = found
@@ -102,11 +106,16 @@ def unlike_mean(
     # Of what is not float32, or is computed in another dtype, some digits may differ.
     tolerance = 1e-4 if whole.dtype == torch.float32 and not torch.is_autocast_enabled("cpu") else 0.02
     is_alike = not abs(float(whole) - mean) > tolerance * abs(mean)  # also where one is not a number
-    return None if is_alike or len(rows) < 2 or _drawn() != before else (float(whole), mean)
+    return None if is_alike or trains or len(rows) < 2 or _drawn() != before else (float(whole), mean)
 
 
-def warn_if_unlike(found: tuple[float, float] | None) -> None:
-    """Say what follows from what `unlike_mean` returned."""
+def look_at_loss(trainer: Any, model: nn.Module, inputs: Any) -> None:
+    """Warn of a program's loss that is no mean; after a step, in whose passes nothing was sent."""
+    is_own = type(trainer).compute_loss is not transformers.Trainer.compute_loss
+    if not is_own and trainer.compute_loss_func is None:
+        return
+    with asking(trainer, model, inputs) as (prepared, loss):
+        found = unlike_mean(model, prepared, loss, trainer.count_items)
     if found is not None:
         warn(
             f"compute_loss gives {found[0]:.6g} for some rows, and not {found[1]:.6g}, the mean of their "
@@ -114,6 +123,21 @@ def warn_if_unlike(found: tuple[float, float] | None) -> None:
             "not the loss of the whole batch. Override count_items to return what the loss is a mean over, "
             "such as the sum of the labels' class weights, or None for rows"
         )
+
+
+@contextlib.contextmanager
+def asking(trainer: Any, model: nn.Module, inputs: Any) -> Iterator[tuple[Any, Callable[[Any, Any], Any]]]:
+    """Give prepared inputs, and a loss of such inputs that leaves generators and buffers as they are.
+
+    They would be others on a worker that has rows than on one that has none.
+    """
+    buffers = KeptBuffers(model)
+    with keep_globals(trainer.job.device), trainer.compute_loss_context_manager():
+        yield (
+            trainer._prepare_inputs(dict(inputs)),
+            lambda changed, count: trainer.compute_loss(model, changed, num_items_in_batch=count),
+        )
+    buffers.restore(only_changed=True)  # in a step, a new version would count as a change
 
 
 def _drawn() -> list[Any]:

@@ -19,7 +19,6 @@ from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from samestep.batches.batch import LocalBatch
-from samestep.buffers.kept_buffers import KeptBuffers
 from samestep.buffers.policies import Policy
 from samestep.data.loader import TowerLoader
 from samestep.errors import Error, NonFiniteError, UsageError, warn
@@ -35,15 +34,14 @@ from samestep.integrations.transformers.batches import Batches
 from samestep.integrations.transformers.checkpoint import read_state, write_state
 from samestep.integrations.transformers.evaluation import Prediction, Rounds
 from samestep.integrations.transformers.labels import (
+    asking,
     count_labels,
     expecting_labels,
     ignores_first,
-    unlike_mean,
-    warn_if_unlike,
+    look_at_loss,
 )
 from samestep.integrations.transformers.refused import check_arguments, check_order, check_overrides
 from samestep.integrations.transformers.requests import SharedRequests, may_ask_alone
-from samestep.streams import keep_globals
 from samestep.summation.placement import Placement
 from samestep.towers.diagnosis import explain, first_nonfinite
 from samestep.towers.report import Report
@@ -107,6 +105,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     current_flos: float
     preprocess_logits_for_metrics: Any
     _preprocess: Any = None
+    _looks_at_loss = True
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -235,8 +234,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             check_optimizer(self.optimizer, self.towers.root.parameters())
             turns = self.towers(inputs, scaler=scaler, must_match=must_match)
             if self._skips_first is None and inputs.slices:  # in the step, so that all hear of an error
-                part = next(iter(inputs.slices.values()))
-                self._look_at_labels(model, part, warns=self.job.is_first)
+                self._look_at_labels(model, next(iter(inputs.slices.values())))
             self._run_all(model, turns)
             self.report = self.towers.average()
         except BaseException as error:
@@ -246,6 +244,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             with contextlib.suppress(Error):
                 self.towers.abandon()
             raise
+        if self._looks_at_loss and inputs.slices and self.job.is_first:
+            self._looks_at_loss = False
+            look_at_loss(self, model, next(iter(inputs.slices.values())))
         if scaler is None and not self.report.skipped and not math.isfinite(self.report.grad_norm):
             parameters = first_nonfinite(self.towers, lambda tower: self._run(model, tower))
             ranges = inputs.ranges(self._placement.num_towers)
@@ -289,19 +290,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             )
         return super()._prepare_inputs(inputs)
 
-    def _look_at_labels(self, model: nn.Module, inputs: Any, *, warns: bool = False) -> None:
-        def loss(changed: Any, count: Tensor | None) -> Any:
-            return self.compute_loss(model, changed, num_items_in_batch=count)
-
-        # Draws and buffers would be others on a worker that has rows than on one that has none.
-        buffers = KeptBuffers(model)
-        with keep_globals(self.job.device), self.compute_loss_context_manager():
-            prepared = self._prepare_inputs(dict(inputs))
+    def _look_at_labels(self, model: nn.Module, inputs: Any) -> None:
+        with asking(self, model, inputs) as (prepared, loss):
             self._skips_first = ignores_first(model, prepared, loss)
-            is_own = type(self).compute_loss is not transformers.Trainer.compute_loss
-            if warns and (is_own or self.compute_loss_func is not None):
-                warn_if_unlike(unlike_mean(model, prepared, loss, self.count_items))
-        buffers.restore(only_changed=True)  # in a step, a new version would count as a change
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the operations of a batch; of a step, those of this worker's towers."""
