@@ -22,6 +22,11 @@ TOWERS, ROWS = 7, 3
 NUM_SENTENCES = 47  # batches of 21, 21 and 5 rows
 WORDS = 32
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+QUIET = {
+    **{"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"},
+    **{"dataloader_pin_memory": False, "per_device_train_batch_size": ROWS, "num_train_epochs": 1},
+    "logging_steps": 1,
+}
 BERT = SMALL | {"vocab_size": WORDS, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -81,9 +86,7 @@ def collate(rows):
 
 
 def arguments(folder, **more):
-    quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "dataloader_pin_memory": False}
-    size = {"per_device_train_batch_size": ROWS, "num_train_epochs": 1, "logging_steps": 1}
-    return TrainingArguments(output_dir=str(folder), use_cpu=True, **quiet | size | more)
+    return TrainingArguments(output_dir=str(folder), **QUIET | more)
 
 
 def trainer_of(model, folder, rows=None, *, kind=Trainer, callbacks=None, **more):

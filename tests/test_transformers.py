@@ -25,6 +25,7 @@ from samestep.integrations import transformers as integration  # noqa: E402
 from samestep.integrations.transformers import NOT_PUBLIC, Trainer  # noqa: E402
 from samestep.integrations.transformers.alike import SameWeights, compare_runs  # noqa: E402
 from samestep.integrations.transformers.evaluation import Prediction, Rounds  # noqa: E402
+from samestep.towers.towers import Towers
 
 from .cases import mostly_long  # noqa: E402
 from .simulation import simulate, values  # noqa: E402
@@ -170,18 +171,22 @@ class TestWorkersThatDiffer:
             with pytest.raises(DisagreementError, match=text):
                 raise outcome.error
 
-    def test_in_the_weights_that_they_end_with_are_told(self):
-        def work(job, rank_that_writes):
-            model = torch.nn.Linear(1, 1)
-            for parameter in model.parameters():
-                torch.nn.init.constant_(parameter, float(job.rank == rank_that_writes))
-            SameWeights(job).on_train_end(None, None, None, model=model)
+    @pytest.mark.parametrize("name", ["weight", "running_mean"])
+    def test_in_the_weights_that_they_end_with_are_told(self, name):
+        def work(job, rank_that_writes, policies=dict):
+            model = torch.nn.BatchNorm1d(1)
+            with torch.no_grad():
+                model.register_buffer("cache", torch.full((1,), job.rank), persistent=False)
+                model.register_buffer("own", torch.zeros(1))
+                model.state_dict()[name].fill_(float(job.rank == rank_that_writes))
+                model.own.fill_(job.rank if policies() else 0)
+            SameWeights(job, policies).on_train_end(None, None, None, model=model)
 
         assert values(lambda job: work(job, None), 2) == [None, None]
+        assert values(lambda job: work(job, None, lambda: {"own": "ignore"}), 2) == [None, None]
+        text = f"the end of training: .*hash of the weights in {name} = .*; expected the same weights: "
         for outcome in simulate(lambda job: work(job, 1), 2):
-            with pytest.raises(
-                DisagreementError, match=r"the end of training: .*hash of the weights in weight"
-            ):
+            with pytest.raises(DisagreementError, match=text):
                 raise outcome.error
 
 
@@ -391,6 +396,7 @@ class TestWhatIsNotPublic:
 
     def test_nothing_else_is_used(self):
         named = {name.partition(".")[2].partition("(")[0] for name in NOT_PUBLIC}
+        of_towers = set(vars(Towers(torch.nn.Linear(1, 1), 1)))
         for file in Path(integration.__file__).parent.glob("*.py"):
             tree = ast.parse(file.read_text())
             private = {
@@ -404,5 +410,5 @@ class TestWhatIsNotPublic:
                 for node in ast.walk(tree)
                 if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
             }
-            assert private - named <= methods | stored, file
+            assert private - named <= methods | stored | of_towers, file
             assert not (private - named) & set(dir(transformers.Trainer)), file

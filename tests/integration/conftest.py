@@ -2,7 +2,8 @@ import pytest
 
 from .nursery import SAMESTEP, SHORT, Nursery
 
-collect_ignore = ["forks.py", "transformers_program.py"]  # slow to import, and without tests
+# slow to import, and without tests
+collect_ignore = ["forks.py", "transformers_program.py", "transformers_scenarios.py"]
 
 
 @pytest.fixture(scope="session")

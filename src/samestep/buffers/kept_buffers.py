@@ -18,14 +18,26 @@ class KeptBuffers:
         self._values = [buffer.clone() for buffer in self._buffers]
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Restore all buffers, changed or not: batch norm writes to its buffers without a new version."""
+    def restore(self, *, only_changed: bool = False) -> None:
+        """Restore all buffers, changed or not: batch norm writes to its buffers without a new version.
+
+        With `only_changed`, restore those whose bytes have changed, so that the others keep their version.
+        """
         for registry, held in self._registries:
             if [*map(id, registry.values())] != [*map(id, held.values())]:
                 registry.clear()
                 registry.update(held)
-        if self._buffers:
-            torch._foreach_copy_(self._buffers, self._values)
+        pairs = [*zip(self._buffers, self._values, strict=True)]
+        if only_changed:
+            pairs = [(buffer, value) for buffer, value in pairs if not _has_bytes_of(buffer, value)]
+        if pairs:
+            torch._foreach_copy_([buffer for buffer, _ in pairs], [value for _, value in pairs])
+
+
+def _has_bytes_of(buffer: Tensor, value: Tensor) -> bool:
+    """Say whether bytes are equal: NaN is not itself, and zero has two signs."""
+    first, second = (each.contiguous().view(-1).view(torch.uint8) for each in (buffer, value))
+    return torch.equal(first, second)
 
 
 def unexpanded(tensor: Tensor) -> Tensor:

@@ -23,6 +23,11 @@ class NamedBuffer:
         """The module's dictionary of buffers, by attribute."""
         return self.module._buffers
 
+    @property
+    def is_persistent(self) -> bool:
+        """Whether it is part of `state_dict`."""
+        return self.attribute not in self.module._non_persistent_buffers_set
+
     def get(self) -> Tensor | None:
         """Return the current tensor."""
         return self.registry.get(self.attribute)

@@ -24,18 +24,22 @@ _PLAIN = (bool, int, float, str, type(None))
 _NO_NUMBERS = frozenset([dict, OrderedDict, set, str, type(None)])
 
 
-_Place = tuple[weakref.ref[nn.Module], str]
+_Place = tuple[weakref.ref[Any], str]
 """A module and the name of an attribute; no id, which may be reused once the module is gone."""
 
 
 class OwnNumbers:
-    """The numbers that are attributes of the model's modules, and of others that passes run."""
+    """The numbers that are attributes of the model's modules, and of others that passes run.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        for name, module in model.named_modules():
+    Without a model, those of the objects that are noted.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self._names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        modules = {} if model is None else dict(model.named_modules())
+        for name, module in modules.items():
             self._names[module] = f"{name} ({type(module).__name__})" if name else type(module).__name__
-        self._layers = [each for each in model.modules() if type(each).__module__.startswith("torch.nn.")]
+        self._layers = [each for each in modules.values() if type(each).__module__.startswith("torch.nn.")]
         self._before: dict[_Place, Any] = {}
         self._tower = -1
         self._changed: dict[_Place, bool] = {}  # in this step; True if only ever to the tower's index
@@ -50,8 +54,8 @@ class OwnNumbers:
         self._tower = tower
         self._before = self._current()
 
-    def note(self, module: nn.Module) -> None:
-        """Note the numbers of a module outside the model when it first runs."""
+    def note(self, module: Any) -> None:
+        """Note what a module beside the model has, where it runs for the first time; or another object."""
         if module not in self._names:
             self._names[module] = type(module).__name__
             self._before.update(_numbers(module))
@@ -69,7 +73,7 @@ class OwnNumbers:
             if place in self._changed and not is_index:
                 self._reported.add(place)
                 module, attribute = place
-                found.append(f"{attribute} of {self._names[module()]}")  # type: ignore[index]
+                found.append(f"{attribute} of {self._names[module()]}")
             self._changed[place] = is_index
         if found:
             warn(
@@ -93,7 +97,7 @@ class OwnNumbers:
         return dict(chain.from_iterable(map(_numbers, list(self._names))))
 
 
-def _numbers(module: nn.Module) -> Iterator[tuple[_Place, Any]]:
+def _numbers(module: Any) -> Iterator[tuple[_Place, Any]]:
     for name, value in vars(module).items():
         if type(value) in _NO_NUMBERS:  # most attributes; this is quicker than the checks below
             continue

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 try:
-    from samestep.integrations.transformers.trainer import NOT_PUBLIC, Trainer
+    from samestep.integrations.transformers.not_public import NOT_PUBLIC
+    from samestep.integrations.transformers.trainer import Trainer
 except ModuleNotFoundError as error:
     if error.name not in ("accelerate", "transformers"):
         raise

@@ -14,8 +14,10 @@ from torch import nn
 
 from samestep.batches.columns import Whole
 from samestep.batches.fingerprint import fingerprint
+from samestep.buffers.kept_buffers import KeptBuffers
+from samestep.buffers.policies import Policy
+from samestep.integrations.transformers.alike import weights_of
 from samestep.streams import keep_globals, seed_globals, stream_seed
-from samestep.watching.weight_hash import WeightHash
 from samestep.workers.agreement import agree
 from samestep.workers.job import Job
 
@@ -49,11 +51,20 @@ class Rounds:
     All other attributes are those of `loader`.
     """
 
-    def __init__(self, loader: Any, model: nn.Module, job: Job, *, seed: int) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        model: nn.Module,
+        job: Job,
+        seed: int,
+        policies: Mapping[str, Policy] | None = None,  # of its buffers
+    ) -> None:
         self._loader = loader
         self._model = model
         self._job = job
         self._seed = seed
+        self._policies = policies
+        self._buffers: KeptBuffers | None = None  # as they were before the first prediction
         self._num_read = 0
         self._batches: deque[Any] = deque()
         self._predictions: deque[Prediction] = deque()
@@ -107,13 +118,22 @@ class Rounds:
         try:
             if rank < len(self._batches):
                 with self._streams("evaluation", self._num_read - len(self._batches) + rank):
-                    own = predict(self._batches[rank])
+                    own = self._predict_alone(self._batches[rank], predict)
         except Exception as raised:
             error = raised
         if self._job.world_size == 1 and own is not None:
             return [own]
         found = self._agree(self._of_round(), error=error, message=send_to_device(own, "cpu"))
         return [Prediction(*send_to_device(tuple(each), device)) for each in found if each is not None]
+
+    def _predict_alone(self, batch: Any, predict: Callable[[Any], Prediction]) -> Prediction:
+        """Predict a batch from the buffers that there were at first, whichever batches came before."""
+        if self._buffers is None:
+            self._buffers = KeptBuffers(self._model)
+        try:
+            return predict(batch)
+        finally:
+            self._buffers.restore()
 
     def _of_round(self) -> dict[str, Any]:
         """Return the values that must be the same on all workers, because each predicts another batch."""
@@ -125,7 +145,7 @@ class Rounds:
             f"?checksum of: {_DATA}": checksums,
         }
         if first == 0:
-            same["hash of the weights in"] = WeightHash.of_parameters(self._model).by_name()
+            same |= weights_of(self._model, self._policies)
         return same
 
     def _agree(self, same: Mapping[str, Any], **own: Any) -> list[Any]:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
 
 from samestep.app.evaluation import evaluation_mode
+from samestep.buffers.kept_buffers import KeptBuffers
+from samestep.errors import BatchError, warn
+from samestep.streams import keep_globals
 
-__all__ = ["count_labels", "ignores_first"]
+__all__ = ["asking", "count_labels", "expecting_labels", "ignores_first", "look_at_loss", "unlike_mean"]
 
 _IGNORED = -100  # losses of transformers ignore this label
 
@@ -27,6 +35,25 @@ def count_labels(inputs: Mapping[str, Any], *, skip_first: bool) -> Tensor | Non
 def _is_integer(labels: Any) -> bool:
     """Return whether labels are class indices, and not floating-point targets or a list of boxes."""
     return isinstance(labels, Tensor) and not labels.is_floating_point()
+
+
+@contextlib.contextmanager
+def expecting_labels(model: nn.Module, inputs: Mapping[str, Any], names: Sequence[str]) -> Iterator[None]:
+    """Say where labels are expected, if a loss raises that has got none of those names."""
+    found = list(inputs)  # a loss may take some out
+    try:
+        yield
+    except ValueError as error:
+        if any(name in found for name in names):
+            raise
+        text = str(error).rstrip(". ")
+        raise BatchError(
+            f"{text}; the batch has {', '.join(found)}, and none of label_names = {list(names)}: expected "
+            f"labels under a name that {type(model).__name__}.forward takes, or a compute_loss that reads "
+            "them. Columns that forward does not take are removed, unless TrainingArguments has "
+            "remove_unused_columns=False; an evaluation finds labels by label_names, and count_items says "
+            "what the loss is a mean over"
+        ) from error
 
 
 def ignores_first(model: nn.Module, inputs: Mapping[str, Any], loss: Callable[[Any, Tensor], Tensor]) -> bool:
@@ -48,6 +75,76 @@ def ignores_first(model: nn.Module, inputs: Mapping[str, Any], loss: Callable[[A
     except Exception:  # a user's own loss may fail if all labels are ignored
         none, one = _losses(model, inputs, loss, labels)
     return none == one or (none != none and one != one)  # a mean of nothing is NaN
+
+
+_MOST_ROWS = 4
+
+
+def unlike_mean(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    loss: Callable[[Any, Tensor | None], Tensor],
+    count: Callable[[Any], Tensor | None],
+) -> tuple[float, float] | None:
+    """Return the loss of some rows, and the mean of the losses of each by their counts, if these differ.
+
+    None also where that cannot be said: if the loss draws, trains the model, or raises on a single row.
+    """
+    sizes = {len(each) if isinstance(each, Tensor) and each.dim() else 0 for each in inputs.values()}
+    rows = range(min(*sizes, _MOST_ROWS)) if len(sizes) == 1 else range(0)
+    before, found = _drawn(), []
+    try:
+        with torch.no_grad(), evaluation_mode(model):
+            for part in (rows, *([n] for n in rows)):
+                chosen = {name: value[list(part)] for name, value in inputs.items()}
+                counted = count(chosen)
+                value = loss(chosen, None if counted is None else counted.clamp(min=1))
+                found.append((value, len(part) if counted is None else float(counted)))
+            trains = model.training  # as the loss wants it: then batch norm sees all rows
+    except Exception:
+        return None
+    (whole, total), *each = found
+    mean = sum(float(value) * weight for value, weight in each if weight) / total if total else math.nan
+    # Of what is not float32, or is computed in another dtype, some digits may differ.
+    tolerance = 1e-4 if whole.dtype == torch.float32 and not torch.is_autocast_enabled("cpu") else 0.02
+    is_alike = not abs(float(whole) - mean) > tolerance * abs(mean)  # also where one is not a number
+    return None if is_alike or trains or len(rows) < 2 or _drawn() != before else (float(whole), mean)
+
+
+def look_at_loss(trainer: Any, model: nn.Module, inputs: Any) -> None:
+    """Warn of a program's loss that is no mean; after a step, in whose passes nothing was sent."""
+    is_own = type(trainer).compute_loss is not transformers.Trainer.compute_loss
+    if not is_own and trainer.compute_loss_func is None:
+        return
+    with asking(trainer, model, inputs) as (prepared, loss):
+        found = unlike_mean(model, prepared, loss, trainer.count_items)
+    if found is not None:
+        warn(
+            f"compute_loss gives {found[0]:.6g} for some rows, and not {found[1]:.6g}, the mean of their "
+            "losses one by one, weighted by count_items: towers are averaged like that, so the average is "
+            "not the loss of the whole batch. Override count_items to return what the loss is a mean over, "
+            "such as the sum of the labels' class weights, or None for rows"
+        )
+
+
+@contextlib.contextmanager
+def asking(trainer: Any, model: nn.Module, inputs: Any) -> Iterator[tuple[Any, Callable[[Any, Any], Any]]]:
+    """Give prepared inputs, and a loss of such inputs that leaves generators and buffers as they are.
+
+    They would be others on a worker that has rows than on one that has none.
+    """
+    buffers = KeptBuffers(model)
+    with keep_globals(trainer.job.device), trainer.compute_loss_context_manager():
+        yield (
+            trainer._prepare_inputs(dict(inputs)),
+            lambda changed, count: trainer.compute_loss(model, changed, num_items_in_batch=count),
+        )
+    buffers.restore(only_changed=True)  # in a step, a new version would count as a change
+
+
+def _drawn() -> list[Any]:
+    """Return what changes if the global generators are drawn from."""
+    return [torch.random.get_rng_state().tolist(), random.getstate(), repr(np.random.get_state())]
 
 
 def _losses(

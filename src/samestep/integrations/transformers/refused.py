@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
 
+import transformers
 from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
 from samestep.errors import ConfigError
 
-__all__ = ["check_arguments", "check_overrides"]
+__all__ = ["check_arguments", "check_order", "check_overrides"]
 
 _OWNED = {
     "get_train_dataloader": "a samestep.TowerLoader reads the rows: override create_loader",
@@ -19,12 +20,31 @@ _OWNED = {
     "_get_train_sampler": "the order depends on seed and epoch alone: use args.train_sampling_strategy",
 }
 
+_HIDDEN = {
+    "training_step": "one call runs all towers of a worker: override compute_loss, which is called for each",
+    "get_total_train_batch_size": "it is towers times per_device_train_batch_size",
+}
+"""What ours does without asking the next class, which counts where that class comes after ours."""
+
 
 def check_overrides(found: type, ours: type) -> None:
-    """Refuse subclasses that override methods without effect here."""
+    """Refuse classes that override methods without effect here."""
+    place = found.__mro__.index(ours)
+    later = found.__mro__[place + 1 : found.__mro__.index(transformers.Trainer)]
+    owned = dict.fromkeys(found.__mro__[:place], _OWNED) | dict.fromkeys(later, _OWNED | _HIDDEN)
+    for cls, names in owned.items():
+        for name in sorted(names.keys() & vars(cls).keys()):
+            raise ConfigError(f"{cls.__name__}.{name} has no effect with towers: {names[name]}")
+
+
+def check_order(found: type, ours: type) -> None:
+    """Refuse classes of transformers before ours: they would evaluate on each worker by itself."""
     for cls in found.__mro__[: found.__mro__.index(ours)]:
-        for name in sorted(_OWNED.keys() & vars(cls).keys()):
-            raise ConfigError(f"{cls.__name__}.{name} has no effect with towers: {_OWNED[name]}")
+        if cls.__module__.startswith("transformers."):
+            raise ConfigError(
+                f"class {found.__name__}: {cls.__name__} comes before samestep's {ours.__name__}: expected "
+                f"class {found.__name__}({ours.__name__}, {cls.__name__})"
+            )
 
 
 def check_arguments(args: TrainingArguments, model: Any, train_dataset: Any, towers: int) -> None:

@@ -8,10 +8,8 @@ evaluation batches, and the choice of the worker that writes files.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,38 +20,41 @@ from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from samestep.batches.batch import LocalBatch
+from samestep.buffers.policies import Policy
 from samestep.data.loader import TowerLoader
-from samestep.errors import DamagedError, Error, MissingFileError, NonFiniteError, UsageError
-from samestep.integrations.transformers.alike import SameWeights, compare_runs
+from samestep.errors import Error, NonFiniteError, UsageError, warn
+from samestep.integrations.transformers.alike import (
+    SameWeights,
+    compare_runs,
+    nets_beside,
+    raising_together,
+    tell_of,
+)
 from samestep.integrations.transformers.alone import join, work_alone
+from samestep.integrations.transformers.batches import Batches
+from samestep.integrations.transformers.checkpoint import read_state, write_state
 from samestep.integrations.transformers.evaluation import Prediction, Rounds
-from samestep.integrations.transformers.labels import count_labels, ignores_first
-from samestep.integrations.transformers.refused import check_arguments, check_overrides
-from samestep.streams import keep_globals
+from samestep.integrations.transformers.labels import (
+    asking,
+    count_labels,
+    expecting_labels,
+    ignores_first,
+    look_at_loss,
+)
+from samestep.integrations.transformers.refused import check_arguments, check_order, check_overrides
+from samestep.integrations.transformers.requests import SharedRequests, may_ask_alone
 from samestep.summation.placement import Placement
 from samestep.towers.diagnosis import explain, first_nonfinite
 from samestep.towers.report import Report
 from samestep.towers.root import check_optimizer, settings_of
 from samestep.towers.tower import Tower
 from samestep.towers.towers import Towers
+from samestep.watching.own_numbers import OwnNumbers
 from samestep.workers.agreement import agree
 from samestep.workers.collectives import gather_objects
 from samestep.workers.job import Job
 
-__all__ = ["NOT_PUBLIC", "Trainer"]
-
-NOT_PUBLIC = {
-    "Trainer._get_num_items_in_batch": "overridden: a loss is divided by what count_items returns",
-    "Trainer._prepare_inputs": "called for each tower, because programs override it",
-    "Trainer._save_optimizer_and_scheduler": "overridden: a checkpoint also gets the towers' state",
-    "Trainer._load_optimizer_and_scheduler": "overridden: reads that state, before the loop reads data",
-    "Trainer._save_rng_state": "overridden: worker 0 alone writes the file",
-    "Trainer.save_model(_internal_call)": "overridden: workers wait for a checkpoint's weights",
-    "TrainingArguments._n_gpu": "set to 1: no DataParallel around the model",
-}
-"""Undocumented parts of transformers that this module uses, and what for."""
-
-_STATE_FILE = "samestep.json"
+__all__ = ["Trainer"]
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
@@ -105,6 +106,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     report: Report
     current_flos: float
     preprocess_logits_for_metrics: Any
+    _preprocess: Any = None
+    _looks_at_loss = True
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        check_order(cls, Trainer)
 
     def __init__(
         self,
@@ -116,19 +123,24 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         args = transformers.TrainingArguments("tmp_trainer") if args is None else args
-        check_overrides(type(self), Trainer)
-        dataset = arguments[1] if len(arguments) > 1 else options.get("train_dataset")
-        check_arguments(args, model, dataset, towers)
+        # First of all, so that all workers hear of what is refused on one of them.
         self.job = join(args.device.type, tf32=bool(args.tf32)) if job is None else job
-        self._placement = Placement.even(towers, self.job.world_size)
-        work_alone(args, self.job)
-        self._flos = 0
-        self._skips_first: bool | None = None
-        self._rounds: Rounds | None = None
-        self._preprocess: Any = None
-        super().__init__(model, args, *arguments, **options)
+        with raising_together(self.job, {"towers": towers}, where="Trainer"):
+            check_overrides(type(self), Trainer)
+            dataset = arguments[1] if len(arguments) > 1 else options.get("train_dataset")
+            check_arguments(args, model, dataset, towers)
+            self._placement = Placement.even(towers, self.job.world_size)
+            work_alone(args, self.job)
+            self._flos: list[int] = []  # of this worker's towers in a step
+            self._skips_first: bool | None = None
+            self._rounds: Rounds | None = None
+            self._told: BaseException | None = None  # what other workers have heard of
+            super().__init__(model, args, *arguments, **options)
         # Before the user's callbacks, which may already use the weights, for example to upload them.
-        self.callback_handler.callbacks.insert(0, SameWeights(self.job))
+        self.callback_handler.callbacks.insert(0, SameWeights(self.job, self._buffer_policies))
+        self._requests = SharedRequests(self.job)
+        self._numbers = OwnNumbers()
+        self._numbers.note(self)
 
     def train(self, *arguments: Any, **options: Any) -> TrainOutput:
         """Compare the workers' arguments, and train.
@@ -136,8 +148,20 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         Raises:
             DisagreementError: workers have different arguments, or end with different weights.
         """
-        compare_runs(self.job, self.args, self.train_dataset)
-        return super().train(*arguments, **options)
+        may_ask = type(self) is not Trainer or may_ask_alone(self.callback_handler.callbacks)
+        nets = nets_beside(self.model, vars(self))
+        all_may_ask = compare_runs(self.job, self.args, self.train_dataset, nets, message=may_ask)
+        self._requests.is_on = self.job.world_size > 1 and any(all_may_ask)
+        self._requests.come_last(self.callback_handler)
+        self._makes_towers = True  # soon, which is when the others hear of an error before
+        try:
+            return super().train(*arguments, **options)
+        except Exception as error:
+            if self._makes_towers:
+                agree(self.job, {}, where="Towers", error=error)
+            if error is not self._told:
+                tell_of(error, self.job)
+            raise
 
     def create_towers(self) -> Towers:
         """Create the towers of `self.model` when training begins; override this for other options."""
@@ -145,6 +169,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return Towers(
             self.model, self._placement.num_towers, job=self.job, seed=self.args.seed, noise_every=0
         )
+
+    def _buffer_policies(self) -> Mapping[str, Policy]:
+        return self.towers._settings.buffers if hasattr(self, "towers") else {}
 
     def create_loader(self, dataset: Any, collate_fn: Any) -> TowerLoader:
         """Create the loader of `self.towers`, for a dataset from which unused columns were removed."""
@@ -178,9 +205,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return a loader by which the base class counts steps; `get_batch_samples` reads the rows."""
         base = super().get_train_dataloader()
+        self._makes_towers = False
         self.towers = self.create_towers()
         self._loader = self.create_loader(base.dataset, base.collate_fn)
-        self._batches = _without_end(self._loader)
+        self._batches = Batches(self._loader)
         return DataLoader(
             base.dataset,
             self._loader.batch_size,
@@ -191,41 +219,58 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def get_batch_samples(self, *_: Any) -> tuple[list[LocalBatch], None]:
         """Return this worker's part of the next global batch, and None: each tower counts its own items."""
+        if self._requests.has_stopped_epoch:
+            self._requests.has_stopped_epoch = False
+            self._batches.leave_epoch()
         return [next(self._batches)], None
 
     def training_step(self, model: nn.Module, inputs: LocalBatch, num_items_in_batch: Any = None) -> Tensor:
         """Run this worker's towers and average the gradients; return the loss, the same on all workers."""
+        self._requests.come_last(self.callback_handler)
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        check_optimizer(self.optimizer, self.model.parameters())
         must_match = {"global step": self.state.global_step, **settings_of(self.optimizer)}
-        self._flos, scaler = 0, self.accelerator.scaler
+        self._flos, scaler = [], self.accelerator.scaler
         try:
+            check_optimizer(self.optimizer, self.towers._root.parameters())
             turns = self.towers(inputs, scaler=scaler, must_match=must_match)
             if self._skips_first is None and inputs.slices:  # inside the step, so that an error reaches all
                 self._look_at_labels(model, next(iter(inputs.slices.values())))
-            for tower in turns:
-                self._run(model, tower)
-                del tower  # free its rows before those of the next tower are read
+            self._run_all(model, turns)
             self.report = self.towers.average()
-        except BaseException:
+        except BaseException as error:
+            self._told = error
+            if "Towers(" in str(error):  # a remedy
+                error.add_note("Override create_towers, which makes the Towers of a Trainer.")
             with contextlib.suppress(Error):
                 self.towers.abandon()
             raise
+        if self._looks_at_loss and inputs.slices and self.job.is_first:
+            self._looks_at_loss = False
+            look_at_loss(self, model, next(iter(inputs.slices.values())))
         if scaler is None and not self.report.skipped and not math.isfinite(self.report.grad_norm):
             parameters = first_nonfinite(self.towers, lambda tower: self._run(model, tower))
             ranges = inputs.ranges(self._placement.num_towers)
             raise NonFiniteError(explain(self.report, parameters, ranges))
         return torch.tensor(self.report.loss, device=self.args.device)
 
+    def _run_all(self, model: nn.Module, turns: Iterator[Tower]) -> None:
+        """Run this worker's towers; warn of numbers that a program's class keeps in this object."""
+        self._numbers.start_step()
+        for tower in turns:
+            self._numbers.start_pass(tower.index)
+            self._run(model, tower)
+            self._numbers.check()
+            del tower  # its rows, before those of the next one are read
+
     def _run(self, model: nn.Module, tower: Tower) -> None:
         """Run a tower's forward and backward; its mean loss times the count is the sum that towers need."""
         inputs = self._prepare_inputs(dict(tower.batch))
         count = self.count_items(inputs)
-        self._flos += self.floating_point_ops(inputs)
+        self._flos.append(self.floating_point_ops(inputs))
         divisor = None if count is None else count.clamp(min=1)
-        with self.compute_loss_context_manager():
+        with self.compute_loss_context_manager(), expecting_labels(self.model, inputs, self.label_names):
             loss = self.compute_loss(model, inputs, num_items_in_batch=divisor)
         if count is None:
             tower.backward(loss)
@@ -248,17 +293,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return super()._prepare_inputs(inputs)
 
     def _look_at_labels(self, model: nn.Module, inputs: Any) -> None:
-        # Keep the global generators: only workers with rows run this, and the loss may draw random numbers.
-        with keep_globals(self.job.device), self.compute_loss_context_manager():
-            self._skips_first = ignores_first(
-                model,
-                self._prepare_inputs(dict(inputs)),
-                lambda changed, count: self.compute_loss(model, changed, num_items_in_batch=count),
-            )
+        with asking(self, model, inputs) as (prepared, loss):
+            self._skips_first = ignores_first(model, prepared, loss)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the floating-point operations of a batch; for a step, those of this worker's towers."""
-        return self._flos if isinstance(inputs, LocalBatch) else int(super().floating_point_ops(inputs))
+        of_step = isinstance(inputs, LocalBatch)
+        return sum(self._flos) if of_step else int(super().floating_point_ops(inputs))
 
     def store_flos(self) -> None:
         """Add the floating-point operations of all workers since the last call to the state."""
@@ -275,15 +316,19 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Run the base class's loop on batches distributed over workers; average the loss over all items."""
-        self._rounds = rounds = Rounds(dataloader, self.model, self.job, seed=self.args.seed)
+        rounds = Rounds(dataloader, self.model, self.job, self.args.seed, self._buffer_policies())
+        self._rounds = rounds
         # `prediction_step` applies it before logits are sent to other workers.
         self._preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
         try:
-            self.gather_function = _as_it_is  # the base class resets this at the end
+            self.gather_function = lambda value: value  # the base class resets this at the end
             with rounds.together():
                 output = super().evaluation_loop(
                     rounds, description, prediction_loss_only, ignore_keys, metric_key_prefix
                 )
+        except Exception as error:
+            self._told = error
+            raise
         finally:
             self.preprocess_logits_for_metrics, self._preprocess, self._rounds = self._preprocess, None, None
         if (loss := rounds.loss()) is not None:
@@ -318,45 +363,31 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         except Exception as raised:
             error = raised
         if self.is_in_train and _internal_call:  # afterwards all workers look for the best checkpoint
+            self._told = error
             agree(self.job, {}, where=f"the checkpoint after step {self.state.global_step}", error=error)
         elif error is not None:
             raise error
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
+        if self.control.should_epoch_stop:
+            self._batches.leave_epoch()
         if self.args.should_save:
-            state = {"towers": self.towers.state_dict(), "loader": self._loader.state_dict()}
-            Path(output_dir, _STATE_FILE).write_text(json.dumps(state))
+            write_state(output_dir, self.towers, self._loader)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            state = _read_state(Path(checkpoint, _STATE_FILE))
-            self.towers.load_state_dict(state["towers"])
-            self._loader.load_state_dict(state["loader"])
+        same = {"global step": self.state.global_step}
+        with raising_together(self.job, same, where="resuming"):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            if checkpoint is not None:
+                read_state(checkpoint, self.towers, self._loader)
+        if self._loader.position != self.state.global_step and self.job.is_first:
+            warn(
+                f"the data goes on at batch {self._loader.position} after {self.state.global_step} steps, as "
+                "a callback stopped an epoch: transformers counts epochs by steps, so that this run may have "
+                "more steps than one that was not interrupted"
+            )
 
     def _save_rng_state(self, output_dir: str) -> None:
         if self.args.should_save:
             super()._save_rng_state(output_dir)
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
-
-
-def _without_end(loader: TowerLoader) -> Iterator[LocalBatch]:
-    """Yield the batches of one epoch after the other, from the loader's position on."""
-    while True:
-        yield from loader
-
-
-def _read_state(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text())
-    except FileNotFoundError:
-        raise MissingFileError(
-            f"{file} does not exist: expected a checkpoint of this Trainer, saved without save_only_model; "
-            "load weights alone with from_pretrained"
-        ) from None
-    except ValueError as error:
-        raise DamagedError(f"{file} is damaged ({error}): go on from an older checkpoint") from None
