@@ -25,7 +25,7 @@ from samestep.integrations import transformers as integration  # noqa: E402
 from samestep.integrations.transformers import NOT_PUBLIC, Trainer  # noqa: E402
 from samestep.integrations.transformers.alike import SameWeights, compare_runs  # noqa: E402
 from samestep.integrations.transformers.evaluation import Prediction, Rounds  # noqa: E402
-from samestep.towers.towers import Towers
+from samestep.towers.towers import Towers  # noqa: E402
 
 from .cases import mostly_long  # noqa: E402
 from .simulation import simulate, values  # noqa: E402
