@@ -183,7 +183,9 @@ class StepRun:
             self._check_turn(tower)
             found = self.losses.from_mean(tower, loss)
             if self.watch.looks and self.losses.named is None:
+                self.watch.flow.pause()  # what this reads, the pass has not read
                 self._replica.label_means.look(tower, found.total)
+                self.watch.go_on()
         self._take(tower, found)
         if self.watch.looks and self.losses.named is None:
             with self._sharing_errors():

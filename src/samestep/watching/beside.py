@@ -85,6 +85,11 @@ class Beside:
         self._names.clear()
         self._used.clear()
 
+    @property
+    def holds_any(self) -> bool:
+        """Whether there is something that losses may depend on."""
+        return bool(self._names)
+
     def start_pass(self) -> None:
         """Forget what another pass has read."""
         self._of_pass.clear()

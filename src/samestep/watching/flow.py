@@ -279,13 +279,14 @@ class FlowWatch(TorchDispatchMode):
         overwrites = kind.overwrites and not adds
         if overwrites:
             taken = [tensor for tensor in taken if not any(tensor is each for each in written)]
-        for tensor in written:
-            self.beside.forget(storage_of(tensor))
         values_of = (*args, *kwargs.values())
-        read = [] if kind.takes_parts else taken
         more = own * kind.is_random | _NUMBER * self._kept_numbers.take(func, values_of)
-        drawn = drawn._replace(towers=drawn.towers | more, beside=self._read_beside(read, values_of))
-        origin = self._join(func, taken, drawn)
+        beside = 0
+        if self.beside.holds_any:
+            for tensor in written:
+                self.beside.forget(storage_of(tensor))
+            beside = self._read_beside([] if kind.takes_parts else taken, values_of)
+        origin = self._join(func, taken, drawn._replace(towers=drawn.towers | more, beside=beside))
         if func is aten._local_scalar_dense.default and origin.towers & own:
             self._kept_numbers.has_read = True
         is_average = not overwrites and any(storage_of(tensor) in self._shared for tensor in taken)

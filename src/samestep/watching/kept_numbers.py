@@ -54,12 +54,12 @@ class KeptNumbers:
         """Forget the numbers of the step before."""
         self._last: dict[tuple[str, int], float] = {}
         self._left: dict[float, _Left] = {}
-        self.has_read = False
+        self._is_first, self.has_read = True, False
 
     def start_pass(self, functions: Iterable[Named]) -> None:
         """Note the numbers in reach of the loop and of `functions`, and those that the pass before left."""
         self._left, self._taken = {}, set()
-        if self._has_warned:
+        if self._has_warned or not (self._is_first or self.has_read):  # a search takes milliseconds
             return
         now = dict(_numbered(self._search(_is_float, functions)))
         keys = [key for key, value in now.items() if self._last.get(key, value) != value]
@@ -67,7 +67,7 @@ class KeptNumbers:
             number = [now[key]]
             if not number[0].is_integer():
                 self._left[abs(number[0])] = _Left(key[0], number, sys.getrefcount(number[0]))
-        self._last, self.has_read = now, False
+        self._last, self._is_first, self.has_read = now, False, False
 
     def take(self, func: Any, arguments: Iterable[Any]) -> bool:
         """Return whether an operator takes a number that the pass before left."""
