@@ -8,7 +8,7 @@ pytest.importorskip("accelerate")
 
 from samestep import BatchError, ConfigError, DisagreementError, Towers, digest  # noqa: E402
 from samestep.integrations.transformers import Trainer  # noqa: E402
-from samestep.integrations.transformers.alike import compare_runs, nets_beside, tell_of  # noqa: E402
+from samestep.integrations.transformers.alike import compare_runs, nets_beside, share_error  # noqa: E402
 
 from .simulation import simulate, values  # noqa: E402
 from .small_language import (  # noqa: E402
@@ -144,7 +144,7 @@ class TestANetBesideTheModel:
 
 def test_an_error_that_all_workers_meet_leaves_the_job_as_it_was():
     def work(job):
-        tell_of(KeyError(f"worker {job.rank}"), job)
+        share_error(KeyError(f"worker {job.rank}"), job)
         job.barrier()
 
     assert values(work, 3) == [None] * 3

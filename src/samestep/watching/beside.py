@@ -1,4 +1,4 @@
-"""Compares, between workers, what losses depend on beside the model: a running mean, a queue, another net."""
+"""Compares what losses depend on beside the model between workers: a running mean, a queue, another net."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from samestep.watching.reach import Named, in_reach
 __all__ = ["Beside", "Found", "difference_beside"]
 
 _MOST_ELEMENTS = 2**16
-"""Of a larger tensor, about so many are compared."""
+"""Of larger tensors, about this many elements are compared."""
 
 _SIMPLEST = 256
-"""Up to this denominator, a number may be a share of rows that passes compute alike, and is not compared."""
+"""Fractions up to this denominator are not compared: passes may compute them from numbers of rows."""
 
 Found: TypeAlias = Mapping[str, tuple[int, bool]]
-"""By name: a checksum of what losses of a worker depend on, and whether several passes read it."""
+"""By name: a checksum of a value that losses depend on, and whether several passes read it."""
 
 
 class _Held(NamedTuple):
-    """The numbers of the tensors in one storage, by where they begin and how many elements they have."""
+    """The tensors in one storage."""
 
-    reference: StorageWeakRef  # keeps the address from being used again
-    numbers: dict[tuple[int, int], int]
+    reference: StorageWeakRef  # so that the address is not reused
+    numbers: dict[tuple[int, int], int]  # by offset and number of elements
 
 
 class Beside:
     """The tensors and numbers that a program has when a step starts, and which of them its losses depend on.
 
-    Only a tensor that a pass reads as a whole: a part may be what a tower keeps for itself, and rows that are
-    looked up by their numbers, the program's way to read its data. Numbers are known by their values, where
-    an operator is given them. If several passes of a worker read the same values, they are of no tower, so
-    they have to be the same on all workers.
+    A tensor counts only if a pass reads all of it. A part may be what a tower keeps for itself, and a program
+    may look up rows to read its data. Numbers are recognized by their values among the arguments of
+    operators. What several passes of a worker read belongs to no tower, so it must be the same on all
+    workers.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Beside:
         self._used: dict[str, dict[int, int]] = {}  # by name, for each tower
 
     def start_step(self, functions: Sequence[Named]) -> None:
-        """Find what there is, by the names that the program, and functions, have for it."""
+        """Find what the program and `functions` have names for."""
         self.clear()
         self._functions = functions
         for name, value in _named_values(functions):
@@ -91,15 +91,15 @@ class Beside:
         return bool(self._names)
 
     def start_pass(self) -> None:
-        """Forget what another pass has read."""
+        """Forget what the previous pass has read."""
         self._of_pass.clear()
 
     def forget(self, storage: int) -> None:
-        """Forget what a pass has written to: it is no longer what was there before the step."""
+        """Forget a storage that a pass has written to: it no longer has its values from before the step."""
         self._held.pop(storage, None)
 
     def read(self, tensor: Tensor) -> int:
-        """Note a tensor that an operator reads; return a bit for it, 0 if it is none of those."""
+        """Note a tensor that an operator reads; return its bit, or 0 for an unknown tensor."""
         held = self._held.get(storage_of(tensor)) if self._held and _is_in_memory(tensor) else None
         number = None if held is None else held.numbers.get(_place(tensor))
         if number is None:
@@ -109,7 +109,7 @@ class Beside:
         return 1 << number
 
     def read_number(self, value: Any) -> int:
-        """Note a number that an operator is given; return a bit for it, 0 if it is none of those."""
+        """Note a number among an operator's arguments; return its bit, or 0 for an unknown number."""
         number = self._numbers.get(value) if type(value) is float else None
         if number is None:
             return 0
@@ -117,30 +117,30 @@ class Beside:
         return 1 << number
 
     def note_used(self, tower: int, bits: int) -> None:
-        """Note those that the loss of a tower depends on."""
+        """Note what the loss of a tower depends on."""
         for number in self._of_pass if bits else ():
             if bits >> number & 1:
                 self._used[self._names[number]][tower] = self._of_pass[number]
 
     def found(self) -> Found:
-        """Return what losses depend on, without what differs between passes of this worker."""
+        """Return what losses depend on, except what differs between passes of this worker."""
         used = {name: list(seen.values()) for name, seen in self._used.items() if seen}
         return {name: (seen[0], len(seen) > 1) for name, seen in used.items() if len(set(seen)) == 1}
 
     def found_unchanged(self) -> Found:
-        """Return what is to be compared: without numbers that passes have set again, to equal ones."""
+        """Return what to compare: `found`, except numbers that passes have replaced by equal ones."""
         now = {id(value) for _, value in _named_values(self._functions)}
         changed = {name for name, value in self._objects.items() if id(value) not in now}
         return {name: each for name, each in self.found().items() if name not in changed}
 
     def hash(self) -> int:
-        """Return a 32-bit number that tells apart what workers have; 0 for nothing."""
+        """Return a 32-bit hash of `found`; 0 if it is empty."""
         seen = sorted((name, crc) for name, (crc, _) in self.found().items())
         return zlib.crc32(repr(seen).encode()) if seen else 0
 
 
 def difference_beside(all_found: Sequence[Found]) -> str | None:
-    """Say what differs between workers of that which several passes of one of them have read.
+    """Describe the first value that differs between workers and that several passes of one worker read.
 
     >>> difference_beside([{"center": (5, True)}, {"center": (7, False)}])
     'center, which is not part of the model, and differs between workers 0 and 1'
@@ -173,7 +173,7 @@ def _named_values(functions: Iterable[Named]) -> Iterator[Named]:
         if not isinstance(value, nn.Module):
             yield name, value
             continue
-        with suppress(Exception):  # a user's module may be anything
+        with suppress(Exception):  # a user's module may raise anything
             yield from list(_values_of(name, value))
 
 

@@ -1,4 +1,4 @@
-"""Finds what a pass divides its loss by: the weights of its labels' classes, or a number of tokens."""
+"""Finds what a pass divides its loss by: the sum of its labels' class weights, or a number of tokens."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _WEIGHTED = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
 
 
 class Divisor(NamedTuple):
-    """What a sum was divided by: its kind, for a message, and its value."""
+    """What a sum was divided by: a description for messages, and the value."""
 
     what: str
     value: float
 
 
 def divisor_of(func: Any, args: Sequence[Any], result: Any) -> Divisor | None:
-    """Return what an operator divides a sum by, if it counts something that towers may have more or less of.
+    """Return what an operator divides a sum by, if it may be a count that differs between towers.
 
-    Only whole numbers, and not 0: others, such as a loss that another one is measured in, do not count.
+    Only positive whole numbers count, not other divisors, such as another loss.
     """
     if func in _WEIGHTED and args[2] is not None and args[3] == _MEAN:
         return Divisor("the weights of its labels", float(result[1]))

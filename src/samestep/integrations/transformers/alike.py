@@ -21,7 +21,7 @@ from samestep.workers.agreement import agree
 from samestep.workers.collectives import gather_rows
 from samestep.workers.job import Job
 
-__all__ = ["SameWeights", "compare_runs", "nets_beside", "raising_together", "tell_of", "weights_of"]
+__all__ = ["SameWeights", "compare_runs", "nets_beside", "raising_together", "share_error", "weights_of"]
 
 _MAY_DIFFER = (
     *("output_dir", "run_name", "report_to", "disable_tqdm", "local_rank", "debug", "skip_memory_metrics"),
@@ -61,7 +61,7 @@ def compare_runs(
 
 
 def nets_beside(model: Any, attributes: Mapping[str, Any]) -> dict[str, nn.Module]:
-    """Return the nets among an object's attributes that have nothing of the model, which training shares."""
+    """Return the nets among an object's attributes that share no parameter with the model."""
     own = set() if model is None else set(map(id, model.parameters()))
     nets = {name: value for name, value in attributes.items() if isinstance(value, nn.Module)}
     return {name: net for name, net in nets.items() if own.isdisjoint(map(id, net.parameters()))}
@@ -69,7 +69,7 @@ def nets_beside(model: Any, attributes: Mapping[str, Any]) -> dict[str, nn.Modul
 
 @contextmanager
 def raising_together(job: Job, same: Mapping[str, Any], *, where: str) -> Iterator[None]:
-    """Raise on all workers if one raises in this block, or has other values than the others."""
+    """Raise on all workers if this block raises on one of them, or if the values in `same` differ."""
     error: Exception | None = None
     try:
         yield
@@ -78,12 +78,12 @@ def raising_together(job: Job, same: Mapping[str, Any], *, where: str) -> Iterat
     agree(job, same, where=where, error=error)
 
 
-def tell_of(error: Exception, job: Job) -> None:
-    """Tell the others of an error that they have not met, by the name of a call that is none of theirs.
+def share_error(error: Exception, job: Job) -> None:
+    """Name an error of this worker to the others, whose next call then differs from the one made here.
 
-    If all meet the same, such as a metric that is not there, all make this call, and nothing happens.
+    If all workers have the same error, such as a missing metric, all make this call, and nothing happens.
     """
-    if isinstance(error, Error):  # as a rule, one of all workers
+    if isinstance(error, Error):  # usually raised on all workers
         return
     what = one_line(f"the end of training by {type(error).__name__}: {error}")
     with suppress(Error):
@@ -101,9 +101,9 @@ _REMEDY = (
 
 
 def weights_of(model: nn.Module, policies: Mapping[str, Policy] | None = None) -> dict[str, Any]:
-    """Return what `agree` compares of a model: all of `state_dict` but for buffers to be ignored.
+    """Return hashes of a model for `agree`: of all entries of `state_dict`, except ignored buffers.
 
-    Parameters of classes other than torch's own are left out; they may have no memory of their own.
+    Parameters of other classes than `nn.Parameter` are left out: they may have no memory of their own.
     """
     return _compared(_hashes_of(model, policies or {}))
 

@@ -11,7 +11,7 @@ __all__ = ["Batches"]
 
 
 class Batches:
-    """Reads a loader's batches, from its position at the first one on, without an end."""
+    """Yields a loader's batches without end, from the loader's position when the first one is requested."""
 
     def __init__(self, loader: TowerLoader) -> None:
         self._loader = loader
@@ -24,7 +24,7 @@ class Batches:
         return next(self._batches)
 
     def leave_epoch(self) -> None:
-        """Go on with the next epoch, where a callback has stopped this one."""
+        """Continue with the next epoch, because a callback has stopped this one."""
         if self._loader.position % len(self._loader):
             self._loader.position = (self._loader.epoch + 1) * len(self._loader)
             self._batches = self._without_end()

@@ -1,4 +1,4 @@
-"""What a checkpoint of theirs gets beside its own files: where the towers and the data are."""
+"""The extra file in a checkpoint of transformers: the state of the towers and the loader."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _STATE_FILE = "samestep.json"
 
 
 def write_state(folder: str, towers: Towers, loader: TowerLoader) -> None:
-    """Write it beside the other files."""
+    """Write the state into a checkpoint's folder."""
     state = {"towers": towers.state_dict(), "loader": loader.state_dict()}
     Path(folder, _STATE_FILE).write_text(json.dumps(state))
 
 
 def read_state(folder: str, towers: Towers, loader: TowerLoader) -> None:
-    """Go on from there.
+    """Restore the state from a checkpoint's folder.
 
     Raises:
-        MissingFileError: there is none, as in a checkpoint of the original.
-        DamagedError: it is not what was written.
-        ConfigError: it is of another number of towers, batch size, ...
+        MissingFileError: there is no such file, as in a checkpoint of the original Trainer.
+        DamagedError: the file is not what was written.
+        ConfigError: the state is from another number of towers, batch size, ...
     """
     file = Path(folder, _STATE_FILE)
     try:

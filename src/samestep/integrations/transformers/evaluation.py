@@ -57,14 +57,14 @@ class Rounds:
         model: nn.Module,
         job: Job,
         seed: int,
-        policies: Mapping[str, Policy] | None = None,  # of its buffers
+        policies: Mapping[str, Policy] | None = None,  # of the model's buffers
     ) -> None:
         self._loader = loader
         self._model = model
         self._job = job
         self._seed = seed
         self._policies = policies
-        self._buffers: KeptBuffers | None = None  # as they were before the first prediction
+        self._buffers: KeptBuffers | None = None  # their values before the first prediction
         self._num_read = 0
         self._batches: deque[Any] = deque()
         self._predictions: deque[Prediction] = deque()

@@ -39,8 +39,8 @@ def _is_integer(labels: Any) -> bool:
 
 @contextlib.contextmanager
 def expecting_labels(model: nn.Module, inputs: Mapping[str, Any], names: Sequence[str]) -> Iterator[None]:
-    """Say where labels are expected, if a loss raises that has got none of those names."""
-    found = list(inputs)  # a loss may take some out
+    """Explain where labels are expected, if a loss raises and the inputs have none of those names."""
+    found = list(inputs)  # a loss may remove some
     try:
         yield
     except ValueError as error:
@@ -86,9 +86,10 @@ def unlike_mean(
     loss: Callable[[Any, Tensor | None], Tensor],
     count: Callable[[Any], Tensor | None],
 ) -> tuple[float, float] | None:
-    """Return the loss of some rows, and the mean of the losses of each by their counts, if these differ.
+    """Return the loss of some rows and the weighted mean of their single losses, if the two differ.
 
-    None also where that cannot be said: if the loss draws, trains the model, or raises on a single row.
+    Returns None also if nothing can be said: the loss draws random numbers, trains the model, or raises for a
+    single row.
     """
     sizes = {len(each) if isinstance(each, Tensor) and each.dim() else 0 for each in inputs.values()}
     rows = range(min(*sizes, _MOST_ROWS)) if len(sizes) == 1 else range(0)
@@ -100,19 +101,22 @@ def unlike_mean(
                 counted = count(chosen)
                 value = loss(chosen, None if counted is None else counted.clamp(min=1))
                 found.append((value, len(part) if counted is None else float(counted)))
-            trains = model.training  # as the loss wants it: then batch norm sees all rows
+            trains = model.training  # set by the loss: then batch norm depends on all rows
     except Exception:
         return None
     (whole, total), *each = found
     mean = sum(float(value) * weight for value, weight in each if weight) / total if total else math.nan
-    # Of what is not float32, or is computed in another dtype, some digits may differ.
+    # Rounding differs more in other dtypes than float32.
     tolerance = 1e-4 if whole.dtype == torch.float32 and not torch.is_autocast_enabled("cpu") else 0.02
-    is_alike = not abs(float(whole) - mean) > tolerance * abs(mean)  # also where one is not a number
+    is_alike = not abs(float(whole) - mean) > tolerance * abs(mean)  # also if one is NaN
     return None if is_alike or trains or len(rows) < 2 or _drawn() != before else (float(whole), mean)
 
 
 def look_at_loss(trainer: Any, model: nn.Module, inputs: Any) -> None:
-    """Warn of a program's loss that is no mean; after a step, in whose passes nothing was sent."""
+    """Warn of a program's loss that is not the mean over its items.
+
+    Call it after a step: a loss that sends messages to other workers has been refused by then.
+    """
     is_own = type(trainer).compute_loss is not transformers.Trainer.compute_loss
     if not is_own and trainer.compute_loss_func is None:
         return
@@ -129,9 +133,9 @@ def look_at_loss(trainer: Any, model: nn.Module, inputs: Any) -> None:
 
 @contextlib.contextmanager
 def asking(trainer: Any, model: nn.Module, inputs: Any) -> Iterator[tuple[Any, Callable[[Any, Any], Any]]]:
-    """Give prepared inputs, and a loss of such inputs that leaves generators and buffers as they are.
+    """Yield prepared inputs and a loss function; restore generators and buffers afterwards.
 
-    They would be others on a worker that has rows than on one that has none.
+    Otherwise they would differ between workers with rows and workers without.
     """
     buffers = KeptBuffers(model)
     with keep_globals(trainer.job.device), trainer.compute_loss_context_manager():
@@ -139,11 +143,11 @@ def asking(trainer: Any, model: nn.Module, inputs: Any) -> Iterator[tuple[Any, C
             trainer._prepare_inputs(dict(inputs)),
             lambda changed, count: trainer.compute_loss(model, changed, num_items_in_batch=count),
         )
-    buffers.restore(only_changed=True)  # in a step, a new version would count as a change
+    buffers.restore(only_changed=True)  # inside a step, a new version would count as a change
 
 
 def _drawn() -> list[Any]:
-    """Return what changes if the global generators are drawn from."""
+    """Return the states of the global generators."""
     return [torch.random.get_rng_state().tolist(), random.getstate(), repr(np.random.get_state())]
 
 

@@ -1,4 +1,4 @@
-"""What a callback asks for on one worker, such as to stop, all workers do."""
+"""Shares what callbacks request on one worker, such as to stop, with all workers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _REQUESTS = ("should_training_stop", "should_epoch_stop", "should_save", "should
 
 
 def may_ask_alone(callbacks: Iterable[Any]) -> bool:
-    """Say whether one of these callbacks may ask for something on one worker alone.
+    """Return whether one of these callbacks may request something on one worker only.
 
-    Those of transformers itself decide by the arguments and steps, which are the same on all workers; an
-    `EarlyStoppingCallback` may be there on one worker only.
+    Callbacks of transformers decide by the arguments and steps, which are the same on all workers. But a
+    program may add an `EarlyStoppingCallback` on one worker only.
     """
     return any(
         isinstance(each, transformers.EarlyStoppingCallback)
@@ -30,14 +30,14 @@ def may_ask_alone(callbacks: Iterable[Any]) -> bool:
 
 
 class SharedRequests(transformers.TrainerCallback):  # type: ignore[misc]
-    """Sets each flag of `TrainerControl` that is set on any worker, after all other callbacks.
+    """Sets each flag of `TrainerControl` that is set on any worker; runs after all other callbacks.
 
-    That is a message of five bytes after each event upon which their loop acts. `on_log` is such an event
-    only where the loop logs a step: a program may call `log` itself, on one worker alone.
+    This is a message of five bytes after each event that the training loop acts on. `on_log` is such an event
+    only when the loop logs a step, because a program may call `log` itself, on one worker only.
 
     Attributes:
-        is_on: whether there are other workers, and a callback that may ask for something.
-        has_stopped_epoch: whether a callback has stopped the last epoch that has ended.
+        is_on: whether there are other workers, and a callback that may request something.
+        has_stopped_epoch: whether a callback stopped the last epoch.
     """
 
     def __init__(self, job: Job) -> None:
@@ -47,39 +47,39 @@ class SharedRequests(transformers.TrainerCallback):  # type: ignore[misc]
         self._logged_step = 0
 
     def come_last(self, handler: Any) -> None:
-        """Come after the callbacks that were added since."""
+        """Move behind callbacks that were added since."""
         if handler.callbacks[-1] is not self:
             if self in handler.callbacks:
                 handler.callbacks.remove(self)
             handler.callbacks.append(self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Note that this step needs no log, as their loop does."""
+        """Note that the loop does not log this step again."""
         self._will_log, self._logged_step = False, state.global_step
         self.has_stopped_epoch = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Share what follows a step."""
+        """Share the requests after a step."""
         self._share(state, control)
         self._will_log = control.should_log and state.global_step > self._logged_step
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Share what follows an epoch."""
+        """Share the requests after an epoch."""
         self.on_step_end(args, state, control)
         self.has_stopped_epoch = control.should_epoch_stop
 
     def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Share what a step's log led to."""
+        """Share the requests after a log of the loop."""
         if self._will_log:
             self._will_log, self._logged_step = False, state.global_step
             self._share(state, control)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Share what an evaluation led to."""
+        """Share the requests after an evaluation."""
         self._share(state, control)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Share what a checkpoint led to."""
+        """Share the requests after a checkpoint."""
         self._share(state, control)
 
     def _share(self, state: Any, control: Any) -> None:

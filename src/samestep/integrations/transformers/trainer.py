@@ -28,7 +28,7 @@ from samestep.integrations.transformers.alike import (
     compare_runs,
     nets_beside,
     raising_together,
-    tell_of,
+    share_error,
 )
 from samestep.integrations.transformers.alone import join, work_alone
 from samestep.integrations.transformers.batches import Batches
@@ -123,7 +123,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         args = transformers.TrainingArguments("tmp_trainer") if args is None else args
-        # First of all, so that all workers hear of what is refused on one of them.
+        # First, so that an error on one worker can be raised on all of them.
         self.job = join(args.device.type, tf32=bool(args.tf32)) if job is None else job
         with raising_together(self.job, {"towers": towers}, where="Trainer"):
             check_overrides(type(self), Trainer)
@@ -134,7 +134,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self._flos: list[int] = []  # of this worker's towers in a step
             self._skips_first: bool | None = None
             self._rounds: Rounds | None = None
-            self._told: BaseException | None = None  # what other workers have heard of
+            self._shared_error: BaseException | None = None  # the last error that all workers have raised
             super().__init__(model, args, *arguments, **options)
         # Before the user's callbacks, which may already use the weights, for example to upload them.
         self.callback_handler.callbacks.insert(0, SameWeights(self.job, self._buffer_policies))
@@ -153,14 +153,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         all_may_ask = compare_runs(self.job, self.args, self.train_dataset, nets, message=may_ask)
         self._requests.is_on = self.job.world_size > 1 and any(all_may_ask)
         self._requests.come_last(self.callback_handler)
-        self._makes_towers = True  # soon, which is when the others hear of an error before
+        self._makes_towers = True  # an error before that is raised on all when Towers are created
         try:
             return super().train(*arguments, **options)
         except Exception as error:
             if self._makes_towers:
                 agree(self.job, {}, where="Towers", error=error)
-            if error is not self._told:
-                tell_of(error, self.job)
+            if error is not self._shared_error:
+                share_error(error, self.job)
             raise
 
     def create_towers(self) -> Towers:
@@ -240,7 +240,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self._run_all(model, turns)
             self.report = self.towers.average()
         except BaseException as error:
-            self._told = error
+            self._shared_error = error
             if "Towers(" in str(error):  # a remedy
                 error.add_note("Override create_towers, which makes the Towers of a Trainer.")
             with contextlib.suppress(Error):
@@ -327,7 +327,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                     rounds, description, prediction_loss_only, ignore_keys, metric_key_prefix
                 )
         except Exception as error:
-            self._told = error
+            self._shared_error = error
             raise
         finally:
             self.preprocess_logits_for_metrics, self._preprocess, self._rounds = self._preprocess, None, None
@@ -363,7 +363,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         except Exception as raised:
             error = raised
         if self.is_in_train and _internal_call:  # afterwards all workers look for the best checkpoint
-            self._told = error
+            self._shared_error = error
             agree(self.job, {}, where=f"the checkpoint after step {self.state.global_step}", error=error)
         elif error is not None:
             raise error
