@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from samestep.app.evaluation import line_of
-from samestep.app.loggers.json_lines import read_lines
+from samestep.app.loggers.json_lines import read_last_line
 from samestep.app.loggers.tensorboard import write_metrics
-from samestep.app.run_folder import all_checkpoints, find_newest, print_damaged, search
+from samestep.app.run_folder import Search, all_checkpoints, find_newest, print_damaged, search
 from samestep.app.settings import Settings, trainer_of
 from samestep.checkpoint.durable import storage
 from samestep.checkpoint.files import Found
@@ -69,13 +69,13 @@ def _checkpoints(settings: Settings, job: Job) -> Iterator[Found]:
         held = Folder.open(settings.run_dir) if job.is_first else None
     while step < settings.steps:
         # Worker 0 looks for all. All ask it once a second, so no collective runs into the timeout.
-        look = partial(search, settings.run_dir, newer_than=step, refused=refused, held=held)
-        result = from_first_worker(job, look)
+        look = partial(_look, settings.run_dir, step, refused, held)
+        result, is_done = from_first_worker(job, look)
         refused.update(path for path, _ in result.damaged)
         if job.is_first:
             print_damaged(result)
         if result.found is None:
-            if from_first_worker(job, partial(_is_done_at, step, settings.run_dir)):
+            if is_done:
                 return
             time.sleep(_POLL_S)
             continue
@@ -83,9 +83,10 @@ def _checkpoints(settings: Settings, job: Job) -> Iterator[Found]:
         yield result.found
 
 
-def _is_done_at(step: int, run_dir: Path) -> bool:
-    """Return whether the run has ended by itself, at this step."""
+def _look(run_dir: Path, step: int, refused: set[Path], held: Folder | None) -> tuple[Search, bool]:
+    """Search for a newer checkpoint; return also whether the run ended at `step`, so that none will come."""
+    last: dict[str, Any] = {}
     with suppress(FileNotFoundError):
-        events = [line for line in read_lines(run_dir) if line.get("event") in ("start", "end")]
-        return bool(events) and (events[-1].get("reason"), events[-1]["step"]) == ("done", step)
-    return False
+        last = read_last_line(run_dir) or {}
+    is_done = (last.get("event"), last.get("reason"), last.get("step")) == ("end", "done", step)
+    return search(run_dir, newer_than=step, refused=refused, held=held), is_done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from samestep.app.callbacks import Logger
 from samestep.app.lock import RunLock
 from samestep.app.memory import total_bytes
-from samestep.checkpoint.durable import parse_json, read_file
+from samestep.checkpoint.durable import open_regular, parse_json, read_file
 from samestep.checkpoint.folder import Folder
 from samestep.summation.placement import Placement
 from samestep.towers.report import Report
@@ -19,13 +20,14 @@ from samestep.towers.report import Report
 if TYPE_CHECKING:
     from samestep.app.trainer import Trainer
 
-__all__ = ["FILE", "JsonLines", "read_lines"]
+__all__ = ["FILE", "JsonLines", "read_last_line", "read_lines"]
 
 FILE = "metrics.jsonl"
 """Name of the file in the run folder."""
 
 _IN_TRAINING = "step/seconds"  # a scalar that only lines of training have
 _MAX_BYTES = 1 << 30
+_MOST_TAIL_BYTES = 1 << 16
 _MAX_STEP = 1 << 53
 _MAX_TIME_S = 1 << 36  # the year 4147, which `datetime` can represent
 
@@ -110,6 +112,18 @@ def read_lines(run_dir: Path, *, inside: Folder | None = None) -> list[dict[str,
     """Return the lines of a run, except damaged ones."""
     content = read_file(run_dir / FILE, _MAX_BYTES, inside=inside)
     return [line for text in content.splitlines() if (line := _parse(text)) is not None]
+
+
+def read_last_line(run_dir: Path) -> dict[str, Any] | None:
+    """Return the last line of a run without reading the others; None if there is none, or it is damaged."""
+    opened = open_regular(run_dir / FILE)
+    if opened is None:
+        return None
+    with opened as stream:
+        size = stream.seek(0, os.SEEK_END)
+        stream.seek(max(0, size - _MOST_TAIL_BYTES))
+        lines = stream.read().splitlines()
+    return _parse(lines[-1]) if lines else None
 
 
 def _parse(text: bytes) -> dict[str, Any] | None:
