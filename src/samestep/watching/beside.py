@@ -18,13 +18,16 @@ from samestep.identity import checksum_of
 from samestep.watching.origins import is_plain, storage_of
 from samestep.watching.reach import Named, in_reach
 
-__all__ = ["Beside", "Found", "difference_beside"]
+__all__ = ["LEFT_NUMBER", "Beside", "Found", "difference_beside"]
 
 _MOST_ELEMENTS = 2**16
 """Of larger tensors, about this many elements are compared."""
 
 _SIMPLEST = 256
 """Fractions up to this denominator are not compared: passes may compute them from numbers of rows."""
+
+LEFT_NUMBER = 1
+"""The bit for any number that an earlier pass has left, see `KeptNumbers`; other bits are for known values."""
 
 Found: TypeAlias = Mapping[str, tuple[int, bool]]
 """By name: a checksum of a value that losses depend on, and whether several passes read it."""
@@ -106,7 +109,7 @@ class Beside:
             return 0
         if number not in self._of_pass:
             self._of_pass[number] = _checksum(tensor)
-        return 1 << number
+        return _bit(number)
 
     def read_number(self, value: Any) -> int:
         """Note a number among an operator's arguments; return its bit, or 0 for an unknown number."""
@@ -114,12 +117,12 @@ class Beside:
         if number is None:
             return 0
         self._of_pass[number] = zlib.crc32(repr(value).encode())
-        return 1 << number
+        return _bit(number)
 
     def note_used(self, tower: int, bits: int) -> None:
         """Note what the loss of a tower depends on."""
         for number in self._of_pass if bits else ():
-            if bits >> number & 1:
+            if bits & _bit(number):
                 self._used[self._names[number]][tower] = self._of_pass[number]
 
     def found(self) -> Found:
@@ -155,6 +158,10 @@ def difference_beside(all_found: Sequence[Found]) -> str | None:
             one, two = sorted((first, other))
             return f"{name}, which is not part of the model, and differs between workers {one} and {two}"
     return None
+
+
+def _bit(number: int) -> int:
+    return LEFT_NUMBER << number + 1
 
 
 def _is_compared(value: Any) -> bool:

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from samestep.errors import UsageError, warn
-from samestep.watching.beside import Beside
+from samestep.watching.beside import LEFT_NUMBER, Beside
 from samestep.watching.divisors import Divisor, divisor_of
 from samestep.watching.kept_numbers import KeptNumbers
 from samestep.watching.origins import NOWHERE, Origin, Origins, storage_of
@@ -83,9 +83,6 @@ _INSTEAD_OF_KEPT = (
     "workers would come from other towers; reset it in each pass, update it after average() from the whole "
     "batch, or keep it in a buffer with a policy, Towers(..., buffers={pattern: policy})"
 )
-
-_NUMBER = 1 << 4096
-"""Stands, among the bits of towers, for a number that another tower's pass has left."""
 
 _HIGHER_ORDER = _Kind(
     (), overwrites=False, is_random=False, takes_shapes_only=False, takes_parts=False, write=None
@@ -193,7 +190,7 @@ class FlowWatch(TorchDispatchMode):
             return
         towers, how, beside = self._origins.of(loss)
         self.beside.note_used(self._tower, beside)
-        if others := _indices(self._others(towers)):
+        if others := _indices(towers & ~(1 << self._tower)):
             which = ", ".join(map(str, others))
             depends = f"{who}: its loss depends on rows or random numbers of tower {which}, through {how}"
             if how == _GENERATOR:
@@ -201,7 +198,7 @@ class FlowWatch(TorchDispatchMode):
                     f"{depends}{self._name()} that continues from that tower's draws; {_INSTEAD_OF_DRAWN}"
                 )
             raise UsageError(f"{depends}: {_INSTEAD_OF_KEPT}")
-        if towers & _NUMBER:
+        if beside & LEFT_NUMBER:
             self._kept_numbers.check(who)
         if self._continued and not self._has_warned:  # but no loss uses them, or only by `.item()`
             self._has_warned = True
@@ -209,10 +206,6 @@ class FlowWatch(TorchDispatchMode):
                 f"{who} drew from {_GENERATOR}{self._name()} that continues from another tower's draws, so "
                 f"its numbers depend on the number of workers: {_INSTEAD_OF_DRAWN}"
             )
-
-    def _others(self, towers: int) -> int:
-        """Return the bits of other towers than this pass's."""
-        return towers & ~(1 << self._tower | _NUMBER)
 
     def _name(self) -> str:
         """Return the program's name for the continued generator, in brackets."""
@@ -280,13 +273,13 @@ class FlowWatch(TorchDispatchMode):
         if overwrites:
             taken = [tensor for tensor in taken if not any(tensor is each for each in written)]
         values_of = (*args, *kwargs.values())
-        more = own * kind.is_random | _NUMBER * self._kept_numbers.take(func, values_of)
-        beside = 0
+        beside = LEFT_NUMBER * self._kept_numbers.take(func, values_of)
         if self.beside.holds_any:
             for tensor in written:
                 self.beside.forget(storage_of(tensor))
-            beside = self._read_beside([] if kind.takes_parts else taken, values_of)
-        origin = self._join(func, taken, drawn._replace(towers=drawn.towers | more, beside=beside))
+            beside |= self._read_beside([] if kind.takes_parts else taken, values_of)
+        towers = drawn.towers | own * kind.is_random
+        origin = self._join(func, taken, drawn._replace(towers=towers, beside=beside))
         if func is aten._local_scalar_dense.default and origin.towers & own:
             self._kept_numbers.has_read = True
         is_average = not overwrites and any(storage_of(tensor) in self._shared for tensor in taken)
@@ -319,7 +312,7 @@ class FlowWatch(TorchDispatchMode):
             more, before, more_beside = self._origins.of(tensor)
             towers |= more
             beside |= more_beside
-            if not how and self._others(more):
+            if not how and more & ~(1 << self._tower):
                 name = getattr(func, "overloadpacket", func)
                 how = before or f"a tensor of shape {list(tensor.shape)} that {name} read"
         return Origin(towers, how, beside)
@@ -333,7 +326,7 @@ class FlowWatch(TorchDispatchMode):
 
     def _note_update(self, tensor: Tensor, towers: int) -> None:
         """Note an update of weights outside the model that another tower's pass has updated, too."""
-        if self._others(towers):
+        if towers & ~(1 << self._tower):
             self._updated = f"a tensor of shape {list(tensor.shape)} that is not part of the model"
 
 
