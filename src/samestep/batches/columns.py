@@ -28,9 +28,8 @@ __all__ = [
     "wholes",
 ]
 
-_FLAT = frozenset(
-    (str, int, float, bool, bytes, type(None))
-)  # checked first, as long lists mostly hold these
+_FLAT = frozenset((str, int, float, bool, bytes, type(None)))
+"""Checked first, because long lists mostly hold these."""
 
 _MOST_SIZES = 4
 

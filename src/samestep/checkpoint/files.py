@@ -100,9 +100,8 @@ def _write_tensors(folder: Folder, name: str, tensors: Mapping[str, Tensor]) -> 
         code = int(number[1]) if number else errno.EIO
         why = os.strerror(code) if number else str(error)
         raise OSError(code, why, str(folder.path / name)) from error
-    shutil.copymode(
-        folder.path_of(_OUTLINE), path
-    )  # safetensors creates files that only their owner can read
+    # safetensors creates files that only their owner can read.
+    shutil.copymode(folder.path_of(_OUTLINE), path)
     with path.open("rb") as stream:
         os.fsync(stream.fileno())
         return os.fstat(stream.fileno()).st_size, hashlib.file_digest(stream, "sha256").hexdigest()

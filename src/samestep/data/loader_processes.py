@@ -94,9 +94,8 @@ def _named(call: Callable[[], Any], loader: DataLoader[Any], rank: int, timeout_
         except (ConnectionError, EOFError) as error:
             if str(error).startswith(_CAUGHT):  # the dataset's error, from a live loader process
                 raise
-            time.sleep(
-                _EXIT_WAIT_S
-            )  # a loader process has just ended: SIGCHLD's handler raises a better error
+            # A loader process has just ended: SIGCHLD's handler raises a better error.
+            time.sleep(_EXIT_WAIT_S)
             what = one_line(f"{type(error).__name__}: {error}")
             raise LoaderError(f"a loader process of worker {rank} is gone: {what}") from error
         if loader.timeout >= timeout_s or patience.is_over():

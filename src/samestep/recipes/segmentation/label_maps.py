@@ -180,11 +180,8 @@ def _look(path: Path) -> tuple[str, tuple[int, int], int]:
         if getattr(image, "is_animated", False):
             raise DataError(f"{path}: is animated, expected a single picture; save one frame of it")
         file.seek(0)
-        return (
-            image.mode,
-            image.size,
-            file.read(25)[-1],
-        )  # the bit depth in IHDR, which is always the first chunk
+        bit_depth = file.read(25)[-1]  # in IHDR, which is always the first chunk
+        return image.mode, image.size, bit_depth
 
 
 def _read(path: Path, mode: str | None = None) -> NDArray[np.uint8]:
