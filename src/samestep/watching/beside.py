@@ -27,7 +27,7 @@ _SIMPLEST = 256
 """Fractions up to this denominator are not compared: passes may compute them from numbers of rows."""
 
 LEFT_NUMBER = 1
-"""The bit for any number that an earlier pass has left, see `KeptNumbers`; other bits are for known values."""
+"""The bit for any number that an earlier pass has left, see `KeptNumbers`. Others are for known values."""
 
 Found: TypeAlias = Mapping[str, tuple[int, bool]]
 """By name: a checksum of a value that losses depend on, and whether several passes read it."""
