@@ -341,10 +341,10 @@ class StepRun:
         difference = difference_beside(found)
         if difference:
             raise DisagreementError(
-                f"{where}: losses depend on {difference}, as does what each worker makes of its own towers "
-                "after average(), or of its own random numbers: make it of the whole batch, or of what is "
-                "gathered from all workers; or keep it in a buffer with a policy, Towers(..., "
-                "buffers={pattern: policy}); or pass a net as Towers(model, ..., also=net)"
+                f"{where}: losses depend on {difference}; each worker may have computed it from its own "
+                "towers after average(), or from its own random numbers: compute it from the whole batch, "
+                "the report, or what is gathered from all workers; keep it in a buffer with a policy, "
+                "Towers(..., buffers={pattern: policy}); or pass a net as Towers(model, ..., also=net)"
             )
 
     def wrong_counts(self) -> BatchError | None:
