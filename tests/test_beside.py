@@ -146,6 +146,22 @@ def test_what_workers_make_of_their_own_towers_is_refused(program, name, num_wor
     assert simulate(program, 1)[0].error is None
 
 
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        (Center, "center of self"),
+        (Queue, "queue of held of self"),
+        (Weight, "weight of self"),
+        (InAFunction, "center"),
+    ],
+)
+def test_with_one_tower_per_worker_it_is_a_warning(program, name):
+    with pytest.warns(UserWarning, match=f"step 1: losses depend on {name}, which is not part") as caught:
+        assert all(outcome.error is None for outcome in simulate(program, 7))
+    assert len(caught) == 7
+    assert "keep what is of one tower in a dict, by tower.index" in str(caught[0].message)
+
+
 # ---- what is the same on all workers, or of one tower ------------------------------------------------
 
 
@@ -254,6 +270,71 @@ class RootOfRows(ShareOfRows):
         return self.share * F.cross_entropy(z, y)
 
 
+class MaskOfASize(Program):
+    """Kept until a tower has another number of rows, as masks and labels by position are."""
+
+    def begin(self):
+        self.mask = torch.empty(0)
+
+    def loss(self, z, x, y):
+        if len(self.mask) != len(x):
+            self.mask = torch.arange(len(x)) + 0.3
+        return (F.cross_entropy(z, y, reduction="none") * self.mask).mean()
+
+
+class NumberOfASize(Program):
+    """As `MaskOfASize`, but a number, of which there is one for each size."""
+
+    def begin(self):
+        self.size, self.root = 0, 0.0
+
+    def loss(self, z, x, y):
+        if self.size != len(x):
+            self.size, self.root = len(x), len(x) ** 0.5
+        return F.cross_entropy(z, y) * self.root
+
+
+class StateInALoop:
+    """Of each tower, by its index, of which the last one has another name, too."""
+
+    def __init__(self, job):
+        model, states = net(), {}
+        towers = Towers(model, 7, job=job)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for step in range(3):
+            for tower in towers(batch_of(step, 21 - step % 3)):
+                state = states.get(tower.index, torch.zeros(3))
+                z = model(tower.batch["x"]) - state
+                state = states[tower.index] = z.detach().mean(0)
+                tower.backward(F.cross_entropy(z, tower.batch["y"]))
+            towers.average()
+            optimizer.step()
+        self.digest = samestep.digest(model)
+
+
+class OwnRows:
+    """A worker has the rows of its own towers only, in variables."""
+
+    def __init__(self, job):
+        model = net()
+        towers = Towers(model, 7, job=job)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for step in range(3):
+            whole = batch_of(step, 21)
+            slices = {
+                t: {k: v[3 * t : 3 * t + 3].clone() for k, v in whole.items()}
+                for t in towers.placement.towers(job.rank)
+            }
+            del whole
+            first, rows = min(slices), slices[min(slices)]["x"]
+            for tower in towers(samestep.LocalBatch(21, slices, position=step)):
+                x = rows if tower.index == first else tower.batch["x"]
+                tower.backward(F.cross_entropy(model(x), tower.batch["y"]))
+            towers.average()
+            optimizer.step()
+        self.digest = samestep.digest(model)
+
+
 class Teacher(Program):
     def begin(self):
         self.teacher = copy.deepcopy(self.model)
@@ -267,7 +348,7 @@ class Teacher(Program):
                 p.lerp_(q, 0.1)
 
 
-@pytest.mark.parametrize("num_workers", WORKERS)
+@pytest.mark.parametrize("num_workers", mostly_long([3, 7, 2], 2))
 @pytest.mark.parametrize(
     "program",
     [
@@ -281,6 +362,10 @@ class Teacher(Program):
         StepSize,
         ShareOfRows,
         RootOfRows,
+        MaskOfASize,
+        NumberOfASize,
+        StateInALoop,
+        OwnRows,
         Teacher,
     ],
 )

@@ -19,6 +19,14 @@ def test_variables_of_callers_are_found():
     assert found() == [kept]
 
 
+def test_each_name_is_found():
+    kept = Kept()
+    others = {2: kept, (1, 2): [kept], "last": kept}
+    names = [name for name, value in in_reach(lambda value: type(value) is Kept) if value is kept]
+    assert names == ["kept", "others[2]", "last of others", "others[...][0]"]
+    del others
+
+
 def test_what_a_variable_has_held_is_let_go():
     kept = Kept()
     reference = weakref.ref(kept)
@@ -31,7 +39,7 @@ def test_what_a_variable_has_held_is_let_go():
 def test_a_program_s_own_dict_of_its_variables_stays_as_it_is():
     kept = Kept()
     variables = locals()
-    assert found() == [kept]
+    assert set(found()) == {kept}
     assert variables["kept"] is kept
 
 

@@ -22,7 +22,7 @@ from samestep.towers.counts import Count, count_slices, wrong_counts
 from samestep.towers.losses import Contribution, Losses, NamedCounts
 from samestep.towers.replica import Replica
 from samestep.towers.tower import Tower
-from samestep.watching.beside import difference_beside
+from samestep.watching.beside import find_difference
 from samestep.watching.outside import note_outside_gradients, open_steps
 from samestep.watching.pass_check import PassCheck, leaves_of
 from samestep.workers.collectives import gather_objects, gather_rows
@@ -116,7 +116,7 @@ class StepRun:
                 self._turn = tower = Tower(index, batch, len(rows[index]), self)
                 self._check.start()
                 if self._gradients is not None:
-                    self.watch.follow(index, self.local.row_tensors(batch, tower.rows))
+                    self.watch.follow(index, tower.rows, self.local.row_tensors(batch, tower.rows))
                 del batch
                 yield tower
                 self.watch.end_pass()
@@ -332,20 +332,27 @@ class StepRun:
             raise
 
     def check_beside(self) -> None:
-        """Raise on all workers if what losses depend on beside the model differs between them."""
+        """Raise on all workers if what losses depend on beside the model differs between them.
+
+        If no worker runs several towers, it may be what each tower has for itself: then warn, once.
+        """
         if not self.exchange.differs_beside:
             return
         where = self.exchange.where
         own = self.watch.flow.beside.found_unchanged()
         found = gather_objects(self.job.transport, own, f"{where}, comparison")
-        difference = difference_beside(found)
-        if difference:
-            raise DisagreementError(
-                f"{where}: losses depend on {difference}; each worker may have computed it from its own "
-                "towers after average(), or from its own random numbers: compute it from the whole batch, "
-                "the report, or what is gathered from all workers; keep it in a buffer with a policy, "
-                "Towers(..., buffers={pattern: policy}); or pass a net as Towers(model, ..., also=net)"
-            )
+        difference = find_difference(found)
+        if difference is None:
+            return
+        message = (
+            f"{where}: losses depend on {difference}; each worker may have computed it from its own "
+            "towers after average(), or from its own random numbers: compute it from the whole batch, "
+            "the report, or what is gathered from all workers; keep it in a buffer with a policy, "
+            "Towers(..., buffers={pattern: policy}); or pass a net as Towers(model, ..., also=net)"
+        )
+        if difference.is_certain:
+            raise DisagreementError(message)
+        self.watch.flow.beside.warn(f"{message}; keep what is of one tower in a dict, by tower.index")
 
     def wrong_counts(self) -> BatchError | None:
         """Return an error if the towers' counts are wrong."""

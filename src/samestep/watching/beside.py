@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fractions import Fraction
+from itertools import combinations
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -14,11 +15,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
+from samestep.errors import warn
 from samestep.identity import checksum_of
 from samestep.watching.origins import is_plain, storage_of
 from samestep.watching.reach import Named, in_reach
 
-__all__ = ["LEFT_NUMBER", "Beside", "Found", "difference_beside"]
+__all__ = ["LEFT_NUMBER", "Beside", "Difference", "Found", "find_difference"]
 
 _MOST_ELEMENTS = 2**16
 """Of larger tensors, about this many elements are compared."""
@@ -29,8 +31,49 @@ _SIMPLEST = 256
 LEFT_NUMBER = 1
 """The bit for any number that an earlier pass has left, see `KeptNumbers`. Others are for known values."""
 
-Found: TypeAlias = Mapping[str, tuple[int, bool]]
-"""By name: a checksum of a value that losses depend on, and whether several passes read it."""
+
+class _Used(NamedTuple):
+    """A value that losses depend on.
+
+    Attributes:
+        checksum: of the value.
+        kinds: numbers of rows of the towers whose passes read it, each with the value's shape. A program may
+            keep what depends on these alone, such as a mask, from one pass to the next.
+        is_of_several: whether several passes read it.
+        may_be_of_tower: whether only one pass read it, and the program may have it for that tower alone.
+    """
+
+    checksum: int
+    kinds: frozenset[tuple[int, ...]]
+    is_of_several: bool
+    may_be_of_tower: bool
+
+
+Found: TypeAlias = Mapping[str, _Used]
+"""What losses depend on, by name."""
+
+
+class Difference(NamedTuple):
+    """A value that differs between two workers.
+
+    Attributes:
+        is_certain: whether several passes of one worker read it, so that it belongs to no tower.
+    """
+
+    name: str
+    workers: tuple[int, int]
+    is_certain: bool
+
+    def __str__(self) -> str:
+        one, two = self.workers
+        return f"{self.name}, which is not part of the model, and differs between workers {one} and {two}"
+
+
+class _Read(NamedTuple):
+    """A value that a pass has read."""
+
+    checksum: int
+    shape: tuple[int, ...]
 
 
 class _Held(NamedTuple):
@@ -55,30 +98,37 @@ class Beside:
         self._objects: dict[str, float] = {}  # numbers, by name
         self._names: list[str] = []
         self._functions: Sequence[Named] = ()
-        self._of_pass: dict[int, int] = {}  # checksums of what this pass has read
-        self._used: dict[str, dict[int, int]] = {}  # by name, for each tower
+        self._entries: set[int] = set()  # those in a list or dict, which may have an entry for each tower
+        self._of_pass: dict[int, _Read] = {}
+        self._num_rows = 0
+        self._has_warned = False
+        self._used: dict[str, dict[tuple[int, int], _Read]] = {}  # by name, and by tower and its rows
 
     def start_step(self, functions: Sequence[Named]) -> None:
         """Find what the program and `functions` have names for."""
         self.clear()
         self._functions = functions
         for name, value in _named_values(functions):
-            if name in self._used or not self._hold(value, len(self._names)):
+            number = None if name in self._used else self._hold(value, len(self._names))
+            if number is not None and "[" in name:
+                self._entries.add(number)
+            if number != len(self._names):
                 continue
             self._used[name] = {}
             self._names.append(name)
             if isinstance(value, float):
                 self._objects[name] = value
 
-    def _hold(self, value: Tensor | float, number: int) -> bool:
+    def _hold(self, value: Tensor | float, number: int) -> int | None:
+        """Return the value's number: `number` for a new one; None if it cannot be followed."""
         if isinstance(value, float):
-            return self._numbers.setdefault(value, number) == number
-        storage = 0 if is_lazy(value) or not _is_in_memory(value) else storage_of(value)
+            return self._numbers.setdefault(value, number)
+        storage = 0 if is_lazy(value) or not _is_readable(value) else storage_of(value)
         if not storage:
-            return False
+            return None
         if storage not in self._held:
             self._held[storage] = _Held(StorageWeakRef(value.untyped_storage()), {})
-        return self._held[storage].numbers.setdefault(_place(value), number) == number
+        return self._held[storage].numbers.setdefault(_place(value), number)
 
     def clear(self) -> None:
         """Forget all."""
@@ -86,6 +136,7 @@ class Beside:
         self._numbers.clear()
         self._objects.clear()
         self._names.clear()
+        self._entries.clear()
         self._used.clear()
 
     @property
@@ -93,22 +144,25 @@ class Beside:
         """Whether there is something that losses may depend on."""
         return bool(self._names)
 
-    def start_pass(self) -> None:
-        """Forget what the previous pass has read."""
+    def start_pass(self, num_rows: int, rows: Iterable[Tensor]) -> None:
+        """Forget what the previous pass has read, and the storages of this one's rows."""
         self._of_pass.clear()
+        self._num_rows = num_rows
+        for tensor in rows:
+            self.forget(storage_of(tensor))
 
     def forget(self, storage: int) -> None:
-        """Forget a storage that a pass has written to: it no longer has its values from before the step."""
+        """Forget a storage: it has a tower's rows, or no longer its values from before the step."""
         self._held.pop(storage, None)
 
     def read(self, tensor: Tensor) -> int:
         """Note a tensor that an operator reads; return its bit, or 0 for an unknown tensor."""
-        held = self._held.get(storage_of(tensor)) if self._held and _is_in_memory(tensor) else None
+        held = self._held.get(storage_of(tensor)) if self._held and _is_readable(tensor) else None
         number = None if held is None else held.numbers.get(_place(tensor))
         if number is None:
             return 0
         if number not in self._of_pass:
-            self._of_pass[number] = _checksum(tensor)
+            self._of_pass[number] = _Read(_checksum(tensor), tuple(tensor.shape))
         return _bit(number)
 
     def read_number(self, value: Any) -> int:
@@ -116,19 +170,26 @@ class Beside:
         number = self._numbers.get(value) if type(value) is float else None
         if number is None:
             return 0
-        self._of_pass[number] = zlib.crc32(repr(value).encode())
+        self._of_pass[number] = _Read(zlib.crc32(repr(value).encode()), ())
         return _bit(number)
 
     def note_used(self, tower: int, bits: int) -> None:
         """Note what the loss of a tower depends on."""
         for number in self._of_pass if bits else ():
             if bits & _bit(number):
-                self._used[self._names[number]][tower] = self._of_pass[number]
+                self._used[self._names[number]][tower, self._num_rows] = self._of_pass[number]
 
     def found(self) -> Found:
         """Return what losses depend on, except what differs between passes of this worker."""
-        used = {name: list(seen.values()) for name, seen in self._used.items() if seen}
-        return {name: (seen[0], len(seen) > 1) for name, seen in used.items() if len(set(seen)) == 1}
+        found = {}
+        for number, name in enumerate(self._names):
+            seen = self._used[name]
+            if len({read.checksum for read in seen.values()}) == 1:
+                kinds = frozenset((num_rows, *read.shape) for (_, num_rows), read in seen.items())
+                is_of_several, checksum = len(seen) > 1, next(iter(seen.values())).checksum
+                is_entry = number in self._entries
+                found[name] = _Used(checksum, kinds, is_of_several, is_entry and not is_of_several)
+        return found
 
     def found_unchanged(self) -> Found:
         """Return what to compare: `found`, except numbers that passes have replaced by equal ones."""
@@ -136,28 +197,37 @@ class Beside:
         changed = {name for name, value in self._objects.items() if id(value) not in now}
         return {name: each for name, each in self.found().items() if name not in changed}
 
+    def warn(self, message: str) -> None:
+        """Warn, once."""
+        if not self._has_warned:
+            self._has_warned = True
+            warn(message)
+
     def hash(self) -> int:
         """Return a 32-bit hash of `found`; 0 if it is empty."""
-        seen = sorted((name, crc) for name, (crc, _) in self.found().items())
+        seen = sorted((name, used.checksum) for name, used in self.found().items())
         return zlib.crc32(repr(seen).encode()) if seen else 0
 
 
-def difference_beside(all_found: Sequence[Found]) -> str | None:
-    """Describe the first value that differs between workers and that several passes of one worker read.
+def find_difference(all_found: Sequence[Found]) -> Difference | None:
+    """Return the first value that differs between workers, of those that belong to no tower if there are any.
 
-    >>> difference_beside([{"center": (5, True)}, {"center": (7, False)}])
-    'center, which is not part of the model, and differs between workers 0 and 1'
+    >>> one = _Used(5, frozenset({(3,)}), is_of_several=True, may_be_of_tower=False)
+    >>> print(find_difference([{"center": one}, {"center": one._replace(checksum=7)}]))
+    center, which is not part of the model, and differs between workers 0 and 1
     """
+    found = list(_differences(all_found))
+    return min(found, key=lambda each: not each.is_certain, default=None)
+
+
+def _differences(all_found: Sequence[Found]) -> Iterator[Difference]:
     for name in dict.fromkeys(name for found in all_found for name in found):
-        has = {worker: found[name] for worker, found in enumerate(all_found) if name in found}
-        first = next((worker for worker, (_, is_of_several) in has.items() if is_of_several), None)
-        if first is None:
-            continue
-        other = next((worker for worker, (crc, _) in has.items() if crc != has[first][0]), None)
-        if other is not None:
-            one, two = sorted((first, other))
-            return f"{name}, which is not part of the model, and differs between workers {one} and {two}"
-    return None
+        has = [(worker, found[name]) for worker, found in enumerate(all_found) if name in found]
+        for (first, one), (second, two) in combinations(has, 2):
+            is_certain = one.is_of_several or two.is_of_several
+            is_compared = is_certain or not (one.may_be_of_tower or two.may_be_of_tower)
+            if is_compared and one.checksum != two.checksum and one.kinds & two.kinds:
+                yield Difference(name, (first, second), is_certain)
 
 
 def _bit(number: int) -> int:
@@ -176,10 +246,14 @@ def _is_no_fraction(value: float) -> bool:
 
 
 def _named_values(functions: Iterable[Named]) -> Iterator[Named]:
+    nets = set[nn.Module]()
     for name, value in in_reach(_is_compared, functions):
         if not isinstance(value, nn.Module):
             yield name, value
             continue
+        if value in nets:
+            continue
+        nets.add(value)
         with suppress(Exception):  # a user's module may raise anything
             yield from list(_values_of(name, value))
 
@@ -193,9 +267,11 @@ def _values_of(name: str, net: nn.Module) -> Iterator[Named]:
                     yield f"{path}.{key}", value
 
 
-def _is_in_memory(tensor: Tensor) -> bool:
-    """Whether a tensor lies in the host's memory as its strides say."""
-    return tensor.device.type == "cpu" and tensor.layout is torch.strided and is_plain(tensor)
+def _is_readable(tensor: Tensor) -> bool:
+    """Whether a tensor lies in memory as its strides say, and a GPU may be waited for."""
+    if tensor.layout is not torch.strided or not is_plain(tensor):
+        return False
+    return tensor.is_cpu or (tensor.is_cuda and not torch.cuda.is_current_stream_capturing())
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
@@ -204,4 +280,4 @@ def _place(tensor: Tensor) -> tuple[int, int]:
 
 def _checksum(tensor: Tensor) -> int:
     values = tensor.detach().contiguous().view(-1)
-    return checksum_of(values[:: max(1, len(values) // _MOST_ELEMENTS)].contiguous())
+    return checksum_of(values[:: max(1, len(values) // _MOST_ELEMENTS)].cpu().contiguous())

@@ -139,25 +139,32 @@ class FlowWatch(TorchDispatchMode):
         self._updated = ""
 
     def start_pass(
-        self, tower: int, rows: Iterable[Tensor], shared: Iterable[Tensor], functions: Iterable[Named] = ()
+        self,
+        tower: int,
+        num_rows: int,
+        rows: Iterable[Tensor],
+        shared: Iterable[Tensor],
+        functions: Iterable[Named] = (),
     ) -> None:
         """Follow a tower's pass until `stop`; not under another dispatch mode, which may not expect this one.
 
         Args:
             tower: its index.
-            rows: the tensors that hold its rows.
+            num_rows: how many rows it has.
+            rows: the tensors that hold them.
             shared: the model's parameters and buffers: `Watch` compares them, or samestep restores them.
             functions: what the pass runs, beside the functions on this thread's stack.
         """
         self._tower, self._continued = tower, 0
         self._kept_numbers.start_pass(functions)
-        self.beside.start_pass()
         self._parameters.clear()
         self._shared = set(map(storage_of, shared))
         for storage in self._shared:
             self._origins.forget(storage)
-        for tensor in rows:
+        held = list(rows)
+        for tensor in held:
             self._origins.note(tensor, Origin(1 << tower, ""))
+        self.beside.start_pass(num_rows, held)
         self._follows = _get_current_dispatch_mode() in (None, self) and not _is_off.get()
         self.resume()
 

@@ -58,8 +58,11 @@ class OwnGenerators:
     def start_step(self, in_reach: Iterable[Named]) -> None:
         """Watch the generators among the objects that this step's passes can reach."""
         held = {id(value) for _, value in self._held}
-        found = [] if self._has_warned else in_reach
-        self._reached = [(n, value) for n, value in found if _is_own(value) and id(value) not in held]
+        self._reached = []
+        for name, value in () if self._has_warned else in_reach:
+            if _is_own(value) and id(value) not in held:
+                held.add(id(value))
+                self._reached.append((name, value))
 
     def note(self) -> None:
         """Note the generators' states before a pass."""

@@ -32,7 +32,7 @@ def in_reach(is_wanted: Callable[[Any], bool], functions: Iterable[Named] = ()) 
 
     The search starts at what they refer to by name and takes up to three steps, each to an object's
     attributes, a container's values, or what a function refers to. It changes nothing, and skips whatever
-    raises an error.
+    raises an error. A wanted object is returned once for each name.
     """
     values = deque((*each, 0) for each in functions)
     frame = inspect.currentframe()
@@ -43,14 +43,17 @@ def in_reach(is_wanted: Callable[[Any], bool], functions: Iterable[Named] = ()) 
             frame = frame.f_back
     del frame  # a frame in its own variables is a reference cycle
     found: list[Named] = []
-    seen = set[int]()
+    seen, wanted = set[int](), set[int]()
     while values and len(seen) < _MOST_VALUES:
         name, value, steps = values.popleft()
+        if id(value) in wanted:
+            found.append((name, value))
         if id(value) in seen:
             continue
         with suppress(Exception):  # a user's object may be anything
             if is_wanted(value):
                 seen.add(id(value))
+                wanted.add(id(value))
                 found.append((name, value))
             elif steps < _MOST_STEPS and _has_parts(type(value)):
                 seen.add(id(value))
@@ -132,10 +135,8 @@ def _parts_of_sequence(name: str, value: Sequence[Any]) -> Iterator[Named]:
 
 def _indexed(name: str, key: object) -> str:
     """Return the name of an entry: "queue[0] of self" for the first one of "queue of self"."""
-    if type(key) is not int:
-        return name
     first, of, rest = name.partition(" of ")
-    return f"{first}[{key}]{of}{rest}"
+    return f"{first}[{key if type(key) is int else '...'}]{of}{rest}"
 
 
 def _parts_of_object(name: str, value: Any) -> Iterator[Named]:

@@ -131,11 +131,11 @@ class Watch:
             self._generators.note()
             self.numbers.start_pass(tower)
 
-    def follow(self, tower: int, rows: Iterable[Tensor]) -> None:
+    def follow(self, tower: int, num_rows: int, rows: Iterable[Tensor]) -> None:
         """Follow the values of a tower's rows, in some of the steps that look."""
         if self._follows:
             shared = [*self._model.parameters(), *self._model.buffers()]
-            self.flow.start_pass(tower, rows, shared, self._forwards)
+            self.flow.start_pass(tower, num_rows, rows, shared, self._forwards)
 
     def stop_looking(self) -> None:
         """Stop recording which modules run, once a tower has passed its loss or an error ends its pass."""
