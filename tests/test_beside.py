@@ -5,6 +5,7 @@ import copy
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -93,6 +94,63 @@ class Weight(Program):
         self.weight *= 1 + sum(self.kept) / len(self.kept)
 
 
+class WeightOfNumPy(Weight):
+    def go_on(self):
+        self.weight *= 1 + np.mean(self.kept)
+
+
+class Array(Program):
+    """A center in NumPy, in whose memory a tensor lies."""
+
+    def begin(self):
+        self.array = np.zeros(3, dtype=np.float32)
+
+    @property
+    def center(self):
+        return torch.from_numpy(self.array)
+
+    def go_on(self):
+        self.array = self.array + torch.cat(self.kept).mean(0).numpy()
+
+
+class ArrayInPlace(Array):
+    """The same, of which each pass makes a tensor with a copy, in another precision."""
+
+    def begin(self):
+        self.array = np.zeros(3)
+
+    @property
+    def center(self):
+        return torch.tensor(self.array, dtype=torch.float32)
+
+    def go_on(self):
+        self.array += torch.cat(self.kept).mean(0).numpy()
+
+
+class ListOfNumbers(Program):
+    def begin(self):
+        self.numbers = [0.0] * 3
+
+    @property
+    def center(self):
+        return torch.tensor(self.numbers)
+
+    def go_on(self):
+        self.numbers = torch.cat(self.kept).mean(0).tolist()
+
+
+class UpdatedInEachPass(Weight):
+    """A number that a pass uses before it replaces it."""
+
+    def loss(self, z, x, y):
+        loss = F.cross_entropy(z, y) * self.weight
+        self.weight = 0.3 * loss.item()
+        return loss
+
+    def go_on(self):
+        pass
+
+
 class Target(Program):
     """A net that each worker draws from a seed of its own."""
 
@@ -130,6 +188,10 @@ class InAFunction(Program):
         (CenterInPlace, "center of self"),
         (Queue, "queue of held of self"),
         (Weight, "weight of self"),
+        (WeightOfNumPy, "weight of self"),
+        (Array, "array of self"),
+        (ArrayInPlace, "array of self"),
+        (ListOfNumbers, "numbers[0] of self"),
         (Target, "target of self.0.weight"),
         (InAFunction, "center"),
     ],
@@ -152,6 +214,9 @@ def test_what_workers_make_of_their_own_towers_is_refused(program, name, num_wor
         (Center, "center of self"),
         (Queue, "queue of held of self"),
         (Weight, "weight of self"),
+        (WeightOfNumPy, "weight of self"),
+        (Array, "array of self"),
+        (UpdatedInEachPass, "weight of self"),
         (InAFunction, "center"),
     ],
 )
@@ -335,6 +400,20 @@ class OwnRows:
         self.digest = samestep.digest(model)
 
 
+class WeightsInNumPy(Program):
+    """The same on all workers, and rows that towers look up."""
+
+    def begin(self):
+        self.weights = np.array([0.31, 0.52, 0.77])
+        self.order = np.random.default_rng(self.job.rank).permutation(40)
+        self.data = torch.arange(40.0) + self.job.rank
+
+    def loss(self, z, x, y):
+        rows = torch.from_numpy(self.order)[: len(x)]
+        assert len(self.data[rows]) == len(x)
+        return (F.cross_entropy(z, y, reduction="none") * torch.tensor(self.weights).float()[y]).mean()
+
+
 class Teacher(Program):
     def begin(self):
         self.teacher = copy.deepcopy(self.model)
@@ -366,6 +445,7 @@ class Teacher(Program):
         NumberOfASize,
         StateInALoop,
         OwnRows,
+        WeightsInNumPy,
         Teacher,
     ],
 )

@@ -91,11 +91,12 @@ class InClosure(Baseline):
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize("program", [Baseline, AsTensor, Filled, InList, InGlobal, InClosure])
 def test_a_number_that_another_pass_has_left_is_named_once_on_each_worker(program, num_workers):
-    with pytest.warns(
-        UserWarning, match=r"loss depends on .*, a number that another tower's pass has left"
-    ) as told:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         simulate(program, num_workers)
-    assert len(told) <= num_workers
+    # Simulated workers share a global, which thus differs between them, too.
+    told = [each for each in caught if "a number that another tower's pass has left" in str(each.message)]
+    assert 1 <= len(told) <= num_workers
     name = {"InList": "history[0] of self", "InGlobal": "mean of kept", "InClosure": "mean"}
     assert f"loss depends on {name.get(program.__name__, 'baseline of self')}, " in str(told[0].message)
 

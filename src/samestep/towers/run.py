@@ -339,7 +339,7 @@ class StepRun:
         if not self.exchange.differs_beside:
             return
         where = self.exchange.where
-        own = self.watch.flow.beside.found_unchanged()
+        own = self.watch.flow.beside.found()
         found = gather_objects(self.job.transport, own, f"{where}, comparison")
         difference = find_difference(found)
         if difference is None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
@@ -24,6 +28,9 @@ __all__ = ["LEFT_NUMBER", "Beside", "Difference", "Found", "find_difference"]
 
 _MOST_ELEMENTS = 2**16
 """Of larger tensors, about this many elements are compared."""
+
+_MOST_NUMBERS = 64
+"""Larger tensors are not searched for numbers."""
 
 _SIMPLEST = 256
 """Fractions up to this denominator are not compared: passes may compute them from numbers of rows."""
@@ -77,27 +84,47 @@ class _Read(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """The tensors in one storage."""
+    """The tensors in one storage, or the NumPy arrays that begin at one address."""
 
-    reference: StorageWeakRef  # so that the address is not reused
+    reference: StorageWeakRef | NDArray[Any]  # so that the address is not reused
     numbers: dict[tuple[int, int], int]  # by offset and number of elements
 
 
+@dataclass
+class _Object:
+    """A number of the program."""
+
+    number: list[float]  # the object itself, in a list, so that counting its references adds none
+    num_references: int = 0  # when this pass began
+
+    def start_pass(self) -> None:
+        """Count the references."""
+        self.num_references = sys.getrefcount(self.number[0])
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this pass has not replaced it, so that an equal number would be another object."""
+        return sys.getrefcount(self.number[0]) >= self.num_references
+
+
+_Value: TypeAlias = Tensor | NDArray[Any] | float
+
+
 class Beside:
-    """The tensors and numbers that a program has when a step starts, and which of them its losses depend on.
+    """The tensors, arrays and numbers that a program has when a step starts, and which its losses depend on.
 
     A tensor counts only if a pass reads all of it. A part may be what a tower keeps for itself, and a program
     may look up rows to read its data. Numbers are recognized by their values among the arguments of
-    operators. What several passes of a worker read belongs to no tower, so it must be the same on all
-    workers.
+    operators, and NumPy's arrays by their addresses, or by their values in `torch.tensor`. What several
+    passes of a worker read belongs to no tower, so it must be the same on all workers.
     """
 
     def __init__(self) -> None:
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _Held] = {}  # tensors, by their storages
+        self._arrays: dict[int, _Held] = {}  # by their addresses
         self._numbers: dict[float, int] = {}
-        self._objects: dict[str, float] = {}  # numbers, by name
+        self._objects: dict[int, _Object] = {}  # of numbers
         self._names: list[str] = []
-        self._functions: Sequence[Named] = ()
         self._entries: set[int] = set()  # those in a list or dict, which may have an entry for each tower
         self._of_pass: dict[int, _Read] = {}
         self._num_rows = 0
@@ -107,7 +134,6 @@ class Beside:
     def start_step(self, functions: Sequence[Named]) -> None:
         """Find what the program and `functions` have names for."""
         self.clear()
-        self._functions = functions
         for name, value in _named_values(functions):
             number = None if name in self._used else self._hold(value, len(self._names))
             if number is not None and "[" in name:
@@ -116,23 +142,27 @@ class Beside:
                 continue
             self._used[name] = {}
             self._names.append(name)
-            if isinstance(value, float):
-                self._objects[name] = value
+            if _is_number(value):
+                self._objects[len(self._names) - 1] = _Object([value])
 
-    def _hold(self, value: Tensor | float, number: int) -> int | None:
+    def _hold(self, value: _Value, number: int) -> int | None:
         """Return the value's number: `number` for a new one; None if it cannot be followed."""
-        if isinstance(value, float):
-            return self._numbers.setdefault(value, number)
-        storage = 0 if is_lazy(value) or not _is_readable(value) else storage_of(value)
-        if not storage:
-            return None
-        if storage not in self._held:
-            self._held[storage] = _Held(StorageWeakRef(value.untyped_storage()), {})
-        return self._held[storage].numbers.setdefault(_place(value), number)
+        if isinstance(value, Tensor):
+            storage = 0 if is_lazy(value) or not _is_readable(value) else storage_of(value)
+            if not storage:
+                return None
+            if storage not in self._held:
+                self._held[storage] = _Held(StorageWeakRef(value.untyped_storage()), {})
+            return self._held[storage].numbers.setdefault(_place(value), number)
+        if isinstance(value, np.ndarray):
+            held = self._arrays.setdefault(value.ctypes.data, _Held(value, {}))
+            return held.numbers.setdefault((0, value.size), number)
+        return self._numbers.setdefault(float(value), number)
 
     def clear(self) -> None:
         """Forget all."""
         self._held.clear()
+        self._arrays.clear()
         self._numbers.clear()
         self._objects.clear()
         self._names.clear()
@@ -148,6 +178,8 @@ class Beside:
         """Forget what the previous pass has read, and the storages of this one's rows."""
         self._of_pass.clear()
         self._num_rows = num_rows
+        for each in self._objects.values():
+            each.start_pass()
         for tensor in rows:
             self.forget(storage_of(tensor))
 
@@ -157,18 +189,39 @@ class Beside:
 
     def read(self, tensor: Tensor) -> int:
         """Note a tensor that an operator reads; return its bit, or 0 for an unknown tensor."""
-        held = self._held.get(storage_of(tensor)) if self._held and _is_readable(tensor) else None
-        number = None if held is None else held.numbers.get(_place(tensor))
-        if number is None:
+        if not (self._held or self._arrays) or not _is_readable(tensor):
             return 0
+        held, place = self._held.get(storage_of(tensor)), _place(tensor)
+        if held is None and self._arrays:
+            held, place = self._arrays.get(tensor.data_ptr()), (0, tensor.numel())
+        number = None if held is None else held.numbers.get(place)
+        return 0 if number is None else self._note_read(number, tensor)
+
+    def _note_read(self, number: int, tensor: Tensor) -> int:
         if number not in self._of_pass:
             self._of_pass[number] = _Read(_checksum(tensor), tuple(tensor.shape))
         return _bit(number)
 
+    def read_copy(self, tensor: Tensor) -> int:
+        """Note a tensor that `torch.tensor` has made; return the bits of the array or numbers in it."""
+        if tensor.numel() > _MOST_ELEMENTS or not tensor.is_cpu:
+            return 0
+        for held in self._arrays.values():
+            number = held.numbers.get((0, tensor.numel()))
+            if number is not None and _has_values(tensor, held.reference):
+                return self._note_read(number, tensor)
+        if tensor.numel() > _MOST_NUMBERS or not tensor.is_floating_point():
+            return 0
+        bits, elements = 0, set(tensor.flatten().tolist())
+        rounded = torch.tensor(list(self._numbers), dtype=tensor.dtype).tolist()
+        for value, found in zip(self._numbers, rounded, strict=True):
+            bits |= self.read_number(value) if found in elements else 0
+        return bits
+
     def read_number(self, value: Any) -> int:
         """Note a number among an operator's arguments; return its bit, or 0 for an unknown number."""
         number = self._numbers.get(value) if type(value) is float else None
-        if number is None:
+        if number is None or not self._objects[number].is_held:
             return 0
         self._of_pass[number] = _Read(zlib.crc32(repr(value).encode()), ())
         return _bit(number)
@@ -190,12 +243,6 @@ class Beside:
                 is_entry = number in self._entries
                 found[name] = _Used(checksum, kinds, is_of_several, is_entry and not is_of_several)
         return found
-
-    def found_unchanged(self) -> Found:
-        """Return what to compare: `found`, except numbers that passes have replaced by equal ones."""
-        now = {id(value) for _, value in _named_values(self._functions)}
-        changed = {name for name, value in self._objects.items() if id(value) not in now}
-        return {name: each for name, each in self.found().items() if name not in changed}
 
     def warn(self, message: str) -> None:
         """Warn, once."""
@@ -234,8 +281,17 @@ def _bit(number: int) -> int:
     return LEFT_NUMBER << number + 1
 
 
+def _is_number(value: object) -> TypeGuard[float]:
+    return type(value) is float or isinstance(value, np.floating)
+
+
 def _is_compared(value: Any) -> bool:
-    return _is_no_fraction(value) if type(value) is float else isinstance(value, (Tensor, nn.Module))
+    if _is_number(value):
+        return _is_no_fraction(value)
+    if isinstance(value, np.ndarray):
+        kind = value.dtype
+        return kind.kind in "biuf" and kind.itemsize <= 8 and kind.isnative and value.size > 0
+    return isinstance(value, (Tensor, nn.Module))
 
 
 def _is_no_fraction(value: float) -> bool:
@@ -265,6 +321,13 @@ def _values_of(name: str, net: nn.Module) -> Iterator[Named]:
             for key, value in part.items():
                 if _is_compared(value) and not isinstance(value, nn.Module):
                     yield f"{path}.{key}", value
+
+
+def _has_values(tensor: Tensor, array: object) -> bool:
+    """Whether a tensor has the values of an array, rounded to its dtype."""
+    if not isinstance(array, np.ndarray) or tensor.shape != array.shape:
+        return False
+    return torch.equal(torch.from_numpy(array.copy()).to(tensor.dtype), tensor)
 
 
 def _is_readable(tensor: Tensor) -> bool:

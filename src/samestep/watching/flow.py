@@ -284,7 +284,7 @@ class FlowWatch(TorchDispatchMode):
         if self.beside.holds_any:
             for tensor in written:
                 self.beside.forget(storage_of(tensor))
-            beside |= self._read_beside([] if kind.takes_parts else taken, values_of)
+            beside |= self._read_beside(func, [] if kind.takes_parts else taken, values_of)
         towers = drawn.towers | own * kind.is_random
         origin = self._join(func, taken, drawn._replace(towers=towers, beside=beside))
         if func is aten._local_scalar_dense.default and origin.towers & own:
@@ -302,9 +302,11 @@ class FlowWatch(TorchDispatchMode):
             if storage_of(tensor) not in before:
                 self._origins.note(tensor, origin)
 
-    def _read_beside(self, read: Iterable[Tensor], given: Iterable[Any]) -> int:
-        """Return the bits of the tensors and numbers that are held beside the model."""
+    def _read_beside(self, func: Any, read: Iterable[Tensor], given: Iterable[Any]) -> int:
+        """Return the bits of the tensors, arrays and numbers that are held beside the model."""
         bits = 0
+        if func is aten.lift_fresh.default:  # `torch.tensor`
+            bits |= sum(self.beside.read_copy(each) for each in given)
         for value in given:
             bits |= self.beside.read_number(value)
         for tensor in read:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -108,4 +109,4 @@ def _numbered(found: Iterable[Named]) -> Iterator[tuple[tuple[str, int], float]]
 
 
 def _is_float(value: object) -> bool:
-    return type(value) is float and math.isfinite(value)
+    return (type(value) is float or isinstance(value, np.floating)) and math.isfinite(value)
