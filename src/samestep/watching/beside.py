@@ -282,16 +282,17 @@ def _bit(number: int) -> int:
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    return type(value) is float or isinstance(value, np.floating)
+    return issubclass(type(value), (float, np.floating))
 
 
 def _is_compared(value: Any) -> bool:
+    """Say whether a value is compared, by its type, so that proxies load nothing."""
     if _is_number(value):
-        return _is_no_fraction(value)
-    if isinstance(value, np.ndarray):
+        return _is_no_fraction(float(value))
+    if issubclass(type(value), np.ndarray):
         kind = value.dtype
         return kind.kind in "biuf" and kind.itemsize <= 8 and kind.isnative and value.size > 0
-    return isinstance(value, (Tensor, nn.Module))
+    return issubclass(type(value), (Tensor, nn.Module))
 
 
 def _is_no_fraction(value: float) -> bool:

@@ -109,4 +109,4 @@ def _numbered(found: Iterable[Named]) -> Iterator[tuple[tuple[str, int], float]]
 
 
 def _is_float(value: object) -> bool:
-    return (type(value) is float or isinstance(value, np.floating)) and math.isfinite(value)
+    return issubclass(type(value), (float, np.floating)) and math.isfinite(value)  # type: ignore[arg-type]
