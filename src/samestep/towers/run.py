@@ -347,7 +347,7 @@ class StepRun:
         message = (
             f"{where}: losses depend on {difference}; each worker may have computed it from its own "
             "towers after average(), or from its own random numbers: compute it from the whole batch, "
-            "the report, or what is gathered from all workers; keep it in a buffer with a policy, "
+            "the report, or what towers.gather() returns; keep it in a buffer with a policy, "
             "Towers(..., buffers={pattern: policy}); or pass a net as Towers(model, ..., also=net)"
         )
         if difference.is_certain:

@@ -31,6 +31,7 @@ from samestep.identity import check_same, compare, fingerprint
 from samestep.summation.buckets import DEFAULT_BUCKET_BYTES
 from samestep.summation.placement import Placement
 from samestep.towers.counts import Count, check_counts
+from samestep.towers.gathering import gather_values
 from samestep.towers.noise import NoiseScale
 from samestep.towers.opening import Opening, StepOptions
 from samestep.towers.placing import Placed, Placing
@@ -440,6 +441,41 @@ class Towers:
             self.noise.measure(measured)
         self._run = None
         return self._report(result, tower_grad_norms=None if measured is None else measured.of_towers)
+
+    def gather(self, values: Mapping[int, Any]) -> list[Any]:
+        """Return what all towers of the last step have kept, in order, on every worker.
+
+        A worker has only the outputs of its own towers, and how many these are depends on the placement. A
+        running mean, a queue or an accuracy that is computed from all towers' values, in their order, has the
+        same bits for any number of workers. All workers must call this, after `average`.
+
+        Args:
+            values: by `tower.index`, what each tower has kept that has run on this worker: tensors, or
+                anything that can be pickled.
+
+        Returns:
+            copies, one for each tower that has rows; tensors are on this worker's device if they were on a
+            GPU.
+
+        Raises:
+            UsageError: on all workers, if `values` on one are not those of its towers, or cannot be pickled.
+                On this one, if no step has been taken, or one is open.
+
+        Example:
+            >>> model, kept = torch.nn.Linear(2, 1), {}
+            >>> towers = Towers(model, 2)
+            >>> for tower in towers(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])):
+            ...     kept[tower.index] = tower.batch.mean(0)
+            ...     tower.backward(model(tower.batch).mean())
+            >>> _ = towers.average()
+            >>> towers.gather(kept)
+            [tensor([2., 3.]), tensor([5., 6.])]
+        """
+        self._check_no_step("gather")
+        if not hasattr(self, "_last"):
+            raise UsageError("gather() without a step: call it after average()")
+        run = self._last.run
+        return gather_values(self.job, values, [*run.local.slices], f"{run.exchange.where}, gather()")
 
     def abandon(self) -> None:
         """Undo the step that has begun, instead of `average`, after an exception or Ctrl-C.

@@ -42,7 +42,7 @@ class PassCheck:
         if num_messages() != self._num_messages:
             raise UsageError(
                 f"{tower!r}: its pass called torch.distributed, but workers run different numbers of passes, "
-                "on different rows: do it after average(), which reports on all towers"
+                "on different rows: use the report, or towers.gather() after average()"
             )
 
     def start_backward(self) -> None:
