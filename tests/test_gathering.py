@@ -39,6 +39,29 @@ def test_what_is_computed_of_all_towers_has_the_same_bits_on_any_number_of_worke
     assert values(center_of_all, num_workers) == values(center_of_all, 1) * num_workers
 
 
+def accuracy_of_steps(job):
+    model, right = net(), []
+
+    def loss(model, batch):
+        z = model(batch["x"])
+        right.append((z.argmax(1) == batch["y"]).sum().item())
+        return F.cross_entropy(z, batch["y"])
+
+    towers = Towers(model, NUM_TOWERS, job=job)
+    step = samestep.Step(towers, loss, torch.optim.SGD(model.parameters(), 0.1))
+    accuracies = []
+    for index in range(3):
+        report = step(batch_of(index, 19))
+        accuracies.append(sum(towers.gather(right)) / report.rows)
+        right.clear()
+    return accuracies
+
+
+@pytest.mark.parametrize("num_workers", [3, 7])
+def test_the_loss_function_of_a_step_may_keep_values_in_a_list(num_workers):
+    assert values(accuracy_of_steps, num_workers) == values(accuracy_of_steps, 1) * num_workers
+
+
 def step_of(job, keep):
     model = net()
     towers = Towers(model, NUM_TOWERS, job=job)
@@ -50,9 +73,11 @@ def step_of(job, keep):
     return towers.gather(keep(job, kept))
 
 
+EXPECTED = "expected one for each of its towers [3, 4], in a dict by tower.index, or in order in a list"
 WRONG = {
-    "has values for [4]: expected one for each of its towers [3, 4], by tower.index": {4: 1.0},
-    "has a list: expected a dict of values by tower.index": [1.0],
+    f"has values for [4]: {EXPECTED}": {4: 1.0},
+    f"has 1 values: {EXPECTED}": [1.0],
+    f"has a Tensor of values: {EXPECTED}": torch.ones(2),
     "has a value that cannot be pickled (": {3: 1, 4: lambda: None},
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -12,10 +12,14 @@ from samestep.errors import UsageError, one_line, shown
 from samestep.workers.collectives import gather_objects
 from samestep.workers.job import Job
 
-__all__ = ["gather_values"]
+__all__ = ["Values", "gather_values"]
 
 
-def gather_values(job: Job, values: Mapping[int, Any], towers: Sequence[int], where: str) -> list[Any]:
+Values: TypeAlias = Mapping[int, Any] | Sequence[Any]
+"""A worker's values by its towers' indices, or one for each of its towers, in order."""
+
+
+def gather_values(job: Job, values: Values, towers: Sequence[int], where: str) -> list[Any]:
     """Return the values of all towers, in order; `towers` are this worker's.
 
     All workers get copies, of their own towers' values, too.
@@ -31,12 +35,18 @@ def gather_values(job: Job, values: Mapping[int, Any], towers: Sequence[int], wh
     return [gathered[tower] for tower in sorted(gathered)]
 
 
-def _packed(values: Mapping[int, Any], towers: Sequence[int]) -> bytes | str:
+def _packed(values: Values, towers: Sequence[int]) -> bytes | str:
     """Return a worker's values as bytes, or what is wrong with them."""
+    expected = (
+        f"expected one for each of its towers {[*towers]}, in a dict by tower.index, or in order in a list"
+    )
+    if isinstance(values, list | tuple):
+        if len(values) != len(towers):
+            return f"has {len(values)} values: {expected}"
+        values = dict(zip(towers, values, strict=True))
     if not isinstance(values, Mapping):
-        return f"has a {type(values).__name__}: expected a dict of values by tower.index"
+        return f"has a {type(values).__name__} of values: {expected}"
     if set(values) != set(towers):
-        expected = f"expected one for each of its towers {[*towers]}, by tower.index"
         return f"has values for {shown([*values])}: {expected}"
     memory = io.BytesIO()
     try:

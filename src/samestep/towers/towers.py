@@ -31,7 +31,7 @@ from samestep.identity import check_same, compare, fingerprint
 from samestep.summation.buckets import DEFAULT_BUCKET_BYTES
 from samestep.summation.placement import Placement
 from samestep.towers.counts import Count, check_counts
-from samestep.towers.gathering import gather_values
+from samestep.towers.gathering import Values, gather_values
 from samestep.towers.noise import NoiseScale
 from samestep.towers.opening import Opening, StepOptions
 from samestep.towers.placing import Placed, Placing
@@ -442,7 +442,7 @@ class Towers:
         self._run = None
         return self._report(result, tower_grad_norms=None if measured is None else measured.of_towers)
 
-    def gather(self, values: Mapping[int, Any]) -> list[Any]:
+    def gather(self, values: Values) -> list[Any]:
         """Return what all towers of the last step have kept, in order, on every worker.
 
         A worker has only the outputs of its own towers, and how many these are depends on the placement. A
@@ -450,8 +450,9 @@ class Towers:
         same bits for any number of workers. All workers must call this, after `average`.
 
         Args:
-            values: by `tower.index`, what each tower has kept that has run on this worker: tensors, or
-                anything that can be pickled.
+            values: what each tower has kept that has run on this worker, in a dict by `tower.index`, or in
+                order in a list, as the loss function of a `Step` may append it: tensors, or anything that
+                can be pickled.
 
         Returns:
             copies, one for each tower that has rows; tensors are on this worker's device if they were on a
