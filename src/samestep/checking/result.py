@@ -28,7 +28,12 @@ from samestep.workers.job import Job
 
 __all__ = ["NUM_STEPS", "WORKERS", "BuildResult", "CheckResult", "check", "examine"]
 
-BuildResult = tuple[nn.Module, LossFunction] | tuple[nn.Module, LossFunction, torch.optim.Optimizer]
+_Optimizer = torch.optim.Optimizer | None
+BuildResult = (
+    tuple[nn.Module, LossFunction]
+    | tuple[nn.Module, LossFunction, _Optimizer]
+    | tuple[nn.Module, LossFunction, _Optimizer, Also | None]
+)
 """What `build` returns: a new model, its loss function and optionally its optimizer (default: plain SGD)."""
 
 NUM_STEPS = 3
@@ -96,8 +101,9 @@ def check(  # noqa: PLR0913 - what is run, and how, each with a default
     weights. If something differs, it repeats both runs and watches every operator.
 
     Args:
-        build: makes a new model and returns `(model, loss_fn)` or `(model, loss_fn, optimizer)`, as `Step`
-            takes them; the default optimizer is plain SGD. It is called once for every run and worker.
+        build: makes a new model and returns `(model, loss_fn)`, `(model, loss_fn, optimizer)` or `(model,
+            loss_fn, optimizer, also)`, as `Step` and `Towers` take them; an optimizer of None is plain SGD.
+            It is called once for every run and worker.
         batch: the global batch for every step, any nest of tensors, rows first; or an iterable of such
             batches, such as a DataLoader, of which the first `steps` are used in turn.
         towers: T, part of the experiment like the batch size.
@@ -130,7 +136,7 @@ def check(  # noqa: PLR0913 - what is run, and how, each with a default
     if not callable(build):
         raise ConfigError(
             f"build is a {type(build).__name__}: expected a function that makes a model and returns "
-            "(model, loss_fn) or (model, loss_fn, optimizer)"
+            "(model, loss_fn), (model, loss_fn, optimizer) or (model, loss_fn, optimizer, also)"
         )
     _check_numbers(steps, workers)
     Placement.even(towers, 1)
@@ -185,7 +191,8 @@ def _unpack(result: Any) -> tuple[nn.Module, LossFunction, torch.optim.Optimizer
             return model, loss_fn, optimizer, also
     kinds = [type(one).__name__ for one in result] if isinstance(result, tuple) else type(result).__name__
     raise ConfigError(
-        f"build() returned {kinds}: expected (model, loss_fn), (model, loss_fn, optimizer) or those and also"
+        f"build() returned {kinds}: expected (model, loss_fn), (model, loss_fn, optimizer) or (model, "
+        "loss_fn, optimizer, also)"
     )
 
 

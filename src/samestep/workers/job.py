@@ -109,9 +109,10 @@ def init(
     """Join the job: read torchrun's environment, choose the device, make kernels deterministic.
 
     If the program has made torch's process group itself, as under `mp.spawn`, its processes are the workers.
-    Without a launcher or such a group this is a job of one worker. Call it once, before the model is built
-    and before anything random: it sets the global generators of torch, `random` and `np.random` to worker
-    0's, so that a program without a seed also builds the same model on each worker.
+    Without a launcher or such a group this is a job of one worker. Call it once, best before the model is
+    built and before anything random: it sets the global generators of torch, `random` and `np.random` to
+    worker 0's, so that a program without a seed also draws the same numbers on each worker. (`Towers` copies
+    worker 0's weights to all.)
 
     Args:
         device: "cpu", "cuda" (the GPU of this worker's local rank, shared if there are fewer GPUs than
