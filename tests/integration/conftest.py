@@ -2,9 +2,6 @@ import pytest
 
 from .nursery import SAMESTEP, SHORT, Nursery
 
-# slow to import, and without tests
-collect_ignore = ["forks.py", "transformers_program.py", "transformers_scenarios.py"]
-
 
 @pytest.fixture(scope="session")
 def nursery():
