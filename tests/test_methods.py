@@ -14,10 +14,11 @@ import samestep
 from samestep import Towers
 from samestep.summation.placement import even_ranges
 
+from .cases import mostly_long
 from .nets import batch_of, loss_of, net
 from .simulation import simulate, values
 
-TOWERS = [4, 7]
+TOWERS = mostly_long([7, 4], 1)
 
 
 def norm_net():
@@ -129,7 +130,7 @@ def test_a_net_that_runs_again_in_the_next_step_is_refused_there(num_towers):
     assert "BatchNorm1d" in text
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", mostly_long([1, 3, 2], 2))
 def test_an_average_of_weights_that_passes_update_is_refused(num_workers):
     def program(job, num_towers):
         average = torch.optim.swa_utils.AveragedModel(net())
@@ -169,7 +170,7 @@ class GradientScale(nn.Module):
         return self.Scaled.apply(x, self.size)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", mostly_long([1, 3, 2], 2))
 @pytest.mark.parametrize("num_towers", TOWERS)
 @pytest.mark.parametrize("policy", ["mean", "first"])
 def test_a_buffer_that_only_the_backward_changes_is_refused(policy, num_towers, num_workers):
@@ -245,7 +246,7 @@ def take_language_steps(towers, batches, hand_in):
 
 
 @pytest.mark.parametrize("ignored", [0, -100])
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", mostly_long([1, 3, 2], 2))
 @pytest.mark.parametrize("num_towers", TOWERS)
 def test_a_mean_over_labels_that_towers_have_more_or_fewer_of_is_told_of(num_towers, num_workers, ignored):
     def program(job):
@@ -333,7 +334,7 @@ def of_masked_tokens(tower, model):
     return (each * (labels > 0)).sum() / (labels > 0).sum().clamp(min=1)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", mostly_long([1, 3, 2], 2))
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
@@ -363,7 +364,7 @@ def by_another_loss(tower, model):
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("loss", [by_its_rows, by_another_loss])
+@pytest.mark.parametrize("loss", mostly_long([by_its_rows, by_another_loss], 1))
 def test_a_sum_divided_by_what_rows_have_alike_is_not_told_of(loss):
     model = language_model()
     hand_in = lambda tower: tower.backward(loss(tower, model))  # noqa: E731
@@ -391,7 +392,7 @@ def test_a_recomputed_loss_is_not_run_again_for_the_look():
 
 
 @pytest.mark.parametrize("num_towers", TOWERS)
-@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("set_to_none", mostly_long([True, False], 1))
 def test_adversarial_inputs_by_a_backward_whose_gradients_are_zeroed(set_to_none, num_towers):
     def adversarial(model, batch):
         x = batch["x"].clone().requires_grad_()
@@ -412,7 +413,7 @@ def test_adversarial_inputs_by_a_backward_whose_gradients_are_zeroed(set_to_none
     )
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", mostly_long([1, 3, 2], 2))
 def test_adversarial_inputs_by_a_backward_that_leaves_gradients_are_refused(num_workers):
     def loss(model, batch):
         x = batch["x"].clone().requires_grad_()

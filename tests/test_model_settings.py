@@ -9,6 +9,7 @@ from torch import nn
 import samestep
 from samestep.errors import DataError
 
+from .cases import mostly_long
 from .simulation import values
 from .test_trainer import trainer_of
 
@@ -83,10 +84,11 @@ CHANGES = {
     "drop.p = 0.1, now 0.5": lambda model: setattr(model.drop, "p", 0.1),
     "temperature = 0.9, now 1.0": lambda model: setattr(model, "temperature", 0.9),
 }
+WAYS = [(3, False), (1, True), (3, True), (1, False)]
+"""How many workers train it, and whether it is compiled."""
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("num_workers", "compiled"), mostly_long(WAYS, 1))
 @pytest.mark.parametrize("what", CHANGES)
 def test_what_loading_does_not_restore_is_named_once(what, compiled, num_workers, tmp_path):
     change = CHANGES[what]

@@ -14,10 +14,12 @@ from samestep import Step, TowerLoader, Towers
 from samestep.errors import ConfigError, DisagreementError, UsageError
 from samestep.summation.placement import Placement
 
+from .cases import mostly_long
 from .simulation import simulate, values
 
 NUM_TOWERS = 7
 WORKERS = (1, 2, 3, 4)
+MOSTLY_WORKERS = mostly_long([((1, 3),), (WORKERS,)], 1)
 CUTS = {  # other ones at every step
     1: [(0, 7)] * 4,
     2: [(0, 1, 7), (0, 6, 7), (0, 4, 7), (0, 3, 7)],
@@ -132,14 +134,14 @@ def everything(model, job, towers, step):
 CHANGES = {
     change.__name__: change
     for change in (
+        everything,
+        put_others_in_the_same_places,
+        freeze_norms,
         other_cuts,
         thaw,
         add,
-        put_others_in_the_same_places,
         cast,
         replace,
-        freeze_norms,
-        everything,
     )
 }
 
@@ -153,8 +155,8 @@ def train(job, change):
     return samestep.digest(model)
 
 
-@pytest.mark.parametrize("all_num_workers", [(1, 3), pytest.param(WORKERS, marks=pytest.mark.long)], ids=str)
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("all_num_workers", MOSTLY_WORKERS, ids=str)
+@pytest.mark.parametrize("name", mostly_long(CHANGES, 3))
 def test_the_gradient_is_right_and_the_bits_are_the_same_for_any_workers(name, all_num_workers):
     digests = {
         value for num in all_num_workers for value in values(lambda job: train(job, CHANGES[name]), num, num)
@@ -172,7 +174,7 @@ def test_frozen_parameters_keep_no_gradient_and_no_hook():
     assert towers._replica.parameters == [p for p in model.parameters() if p.requires_grad]
 
 
-@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize("num_workers", mostly_long([3, 2], 1))
 def test_hooks_of_an_earlier_plan_are_removed(num_workers):
     def work(job):
         model = make()
@@ -224,40 +226,47 @@ def test_flags_are_asked_for_once_a_step_even_if_the_plan_changes():
 # ---- workers that come apart -------------------------------------------------------------------------
 
 
-def fails_on_one(change, num_steps=3):
+SEEDS = pytest.mark.parametrize("seeds", mostly_long([range(2), range(2, 5)], 1), ids=str)
+
+
+def fails_on_one(change, seeds):
     def work(job):
         model = make()
         towers = Towers(model, NUM_TOWERS, job=job, bucket_bytes=200)
-        for step in range(num_steps):
+        for step in range(3):
             if step == 1 and job.rank == 1:
                 change(model, towers)
             take_step(towers, step)
 
-    return [outcome.text for seed in range(5) for outcome in simulate(work, 3, seed)]
+    return [outcome.text for seed in seeds for outcome in simulate(work, 3, seed)]
 
 
-def test_a_layer_frozen_on_one_worker_stops_all_in_that_step():
-    for text in fails_on_one(lambda model, towers: model[3].requires_grad_(False)):
+@SEEDS
+def test_a_layer_frozen_on_one_worker_stops_all_in_that_step(seeds):
+    for text in fails_on_one(lambda model, towers: model[3].requires_grad_(False), seeds):
         assert text.startswith("DisagreementError: step 1: worker 1 has trained parameter 3.weight = nothing")
 
 
-def test_a_model_cast_on_one_worker_stops_all_in_that_step():
-    for text in fails_on_one(lambda model, towers: model.double()):
+@SEEDS
+def test_a_model_cast_on_one_worker_stops_all_in_that_step(seeds):
+    for text in fails_on_one(lambda model, towers: model.double(), seeds):
         assert text.startswith("DisagreementError: step 1: worker 1 has trained parameter 0.weight = (9, 5)")
         assert "float64, the others have (9, 5)" in text
 
 
-def test_other_cuts_on_one_worker_stop_all_in_that_step():
+@SEEDS
+def test_other_cuts_on_one_worker_stop_all_in_that_step(seeds):
     def change(model, towers):
         towers.placement = Placement((0, 1, 2, 7))
 
-    for text in fails_on_one(change):
+    for text in fails_on_one(change, seeds):
         named = "worker 1 has placement = (0, 1, 2, 7), the others have (0, 3, 5, 7)"
         assert text == f"DisagreementError: step 1: {named}"
 
 
-def test_a_layer_in_eval_mode_on_one_worker_stops_all_in_that_step():
-    for text in fails_on_one(lambda model, towers: model[1].eval()):
+@SEEDS
+def test_a_layer_in_eval_mode_on_one_worker_stops_all_in_that_step(seeds):
+    for text in fails_on_one(lambda model, towers: model[1].eval(), seeds):
         assert text.startswith("DisagreementError: step 1: worker 1 has buffer 1.running_mean = (9,)")
 
 
@@ -275,17 +284,20 @@ EDITS = {
 }
 
 
+@SEEDS
 @pytest.mark.parametrize("named", EDITS)
-def test_an_edit_on_one_worker_stops_all_in_that_step(named):
-    for text in fails_on_one(lambda model, towers: EDITS[named](model)):
+def test_an_edit_on_one_worker_stops_all_in_that_step(named, seeds):
+    for text in fails_on_one(lambda model, towers: EDITS[named](model), seeds):
         assert text == f"DisagreementError: step 1: worker 1 has {named}"
 
 
-def test_a_layer_of_no_parameters_in_place_of_one_alike_on_one_worker_changes_nothing():
-    assert fails_on_one(lambda model, towers: model.__setitem__(2, nn.Tanh())) == [""] * 15
+@SEEDS
+def test_a_layer_of_no_parameters_in_place_of_one_alike_on_one_worker_changes_nothing(seeds):
+    texts = fails_on_one(lambda model, towers: model.__setitem__(2, nn.Tanh()), seeds)
+    assert texts == [""] * 3 * len(seeds)
 
 
-@pytest.mark.parametrize("num_workers", WORKERS)
+@pytest.mark.parametrize("num_workers", mostly_long([3, 1, 2, 4], 1))
 def test_new_layers_are_shared_though_workers_have_agreed_again(num_workers):
     """As where one is lost, after the change, and before the others' first message."""
 
@@ -303,7 +315,8 @@ def test_new_layers_are_shared_though_workers_have_agreed_again(num_workers):
     assert len(set(values(work, num_workers))) == 1
 
 
-def test_a_model_that_cannot_be_trained_on_one_worker_stops_all_in_that_step():
+@SEEDS
+def test_a_model_that_cannot_be_trained_on_one_worker_stops_all_in_that_step(seeds):
     def work(job):
         model = make()
         towers = Towers(model, NUM_TOWERS, job=job)
@@ -313,14 +326,15 @@ def test_a_model_that_cannot_be_trained_on_one_worker_stops_all_in_that_step():
             tower.backward(loss_of(model, tower.batch))
         towers.average()
 
-    texts = [outcome.text for seed in range(5) for outcome in simulate(work, 3, seed)]
+    texts = [outcome.text for seed in seeds for outcome in simulate(work, 3, seed)]
     reason = "Sequential has no parameter that requires grad: there is nothing to train"
     expected = f"DisagreementError: step 1: worker 1 failed: {reason}"
     assert set(texts) == {f"ConfigError: {reason}", expected}
 
 
+@SEEDS
 @pytest.mark.parametrize("kind", ["counts", "whole batch"])
-def test_another_kind_of_step_on_one_worker_stops_all_in_that_step(kind):
+def test_another_kind_of_step_on_one_worker_stops_all_in_that_step(kind, seeds):
     def work(job):
         model = make()
         towers = Towers(model, NUM_TOWERS, job=job, bucket_bytes=200)
@@ -331,12 +345,13 @@ def test_another_kind_of_step_on_one_worker_stops_all_in_that_step(kind):
             return list(towers(batch_of(1), counts={"rows": lambda part: len(part["x"])}))
         return towers.whole_batch(batch_of(1), lambda part: model(part["x"]), lambda out, _: out.mean())
 
-    for seed in range(5):
+    for seed in seeds:
         for outcome in simulate(work, 3, seed):
             assert "step 1: worker 1 has loss = " in outcome.text
 
 
-def test_kinds_of_steps_may_alternate():
+@pytest.mark.parametrize("all_num_workers", MOSTLY_WORKERS, ids=str)
+def test_kinds_of_steps_may_alternate(all_num_workers):
     def work(job):
         model = make()
         towers = Towers(model, NUM_TOWERS, job=job, bucket_bytes=200)
@@ -353,7 +368,7 @@ def test_kinds_of_steps_may_alternate():
             optimizer.step()
         return samestep.digest(model)
 
-    assert len({value for num in WORKERS for value in values(work, num)}) == 1
+    assert len({value for num in all_num_workers for value in values(work, num)}) == 1
 
 
 # ---- the loader and checkpoints ----------------------------------------------------------------------
@@ -367,7 +382,7 @@ class Numbers:
         return {"x": torch.full((5,), index / 10) + torch.randn(5), "y": index % 3}
 
 
-@pytest.mark.parametrize("num_workers", WORKERS)
+@pytest.mark.parametrize("num_workers", mostly_long([3, 1, 2, 4], 1))
 def test_a_loader_reads_its_rows_under_the_placement_of_their_step(num_workers):
     def work(job):
         model = make()

@@ -79,17 +79,18 @@ def check(kind, settings, all_num_workers=(1, 2, 3, 4), **options):
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings"), mostly_long(OPTIMIZERS, 4), ids=lambda each: getattr(each, "__name__", "")
+    ("kind", "settings"), mostly_long(OPTIMIZERS, 2), ids=lambda each: getattr(each, "__name__", "")
 )
 def test_weights_state_and_norms_are_those_of_the_plain_optimizer(kind, settings):
     check(kind, settings, (2, 3))
 
 
+@pytest.mark.long
 def test_on_each_number_of_workers():
     check(AdamW, {"lr": 0.01})
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", mostly_long([torch.bfloat16, torch.float64], 1))
 def test_in_each_precision(dtype):
     check(AdamW, {"lr": 0.01}, (3,), dtype=dtype)
 
@@ -121,8 +122,9 @@ class Plain(SGD):
     """Of a class that nobody knows to be elementwise, so whole parameters are shared out."""
 
 
-def test_an_optimizer_of_whole_parameters():
-    check(Plain, {"lr": 0.01, "momentum": 0.9}, (2, 3, 4))
+@pytest.mark.parametrize("num_workers", mostly_long([3, 2, 4], 1))
+def test_an_optimizer_of_whole_parameters(num_workers):
+    check(Plain, {"lr": 0.01, "momentum": 0.9}, (num_workers,))
 
 
 def test_with_sums_that_have_names():
@@ -172,7 +174,7 @@ class Tagger(nn.Module):
         return self.head(self.embedding(words))
 
 
-@pytest.mark.parametrize("kind", [SGD, Adagrad])
+@pytest.mark.parametrize("kind", mostly_long([SGD, Adagrad], 1))
 def test_sparse_gradients(kind):
     def ends(job, *, sharded):
         model = Tagger()
@@ -195,7 +197,7 @@ def averages_of(step):
     return {name: p.grad for name, p in step.towers.model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("num_workers", mostly_long([3, 1], 1))
 def test_gradients_are_there_where_they_are_asked_for(num_workers):
     def ends(job, *, sharded):
         step = step_of(job, AdamW, {"lr": 0.01}, sharded=sharded)
@@ -322,7 +324,8 @@ def test_parameters_of_another_optimizer_are_averaged_for_it():
     assert values(lambda job: ends(job, sharded=True), 3) == [expected] * 3
 
 
-def test_layers_may_be_added_and_placements_change():
+@pytest.mark.parametrize("num_workers", mostly_long([3, 2], 1))
+def test_layers_may_be_added_and_placements_change(num_workers):
     def ends(job, *, sharded):
         step = step_of(job, AdamW, {"lr": 0.01}, sharded=sharded)
         model = step.towers.model
@@ -340,10 +343,9 @@ def test_layers_may_be_added_and_placements_change():
         return samestep.digest(model), step.optimizer.state_dict(), step.towers._opening.plan.is_shared_out
 
     expected = ends(ALONE, sharded=False)
-    for num_workers in (2, 3):
-        for found in values(lambda job: ends(job, sharded=True), num_workers):
-            assert same(found[:2], expected[:2])
-            assert found[2]
+    for found in values(lambda job: ends(job, sharded=True), num_workers):
+        assert same(found[:2], expected[:2])
+        assert found[2]
 
 
 def test_a_gradient_that_is_not_finite_is_explained():
@@ -363,7 +365,7 @@ def test_a_gradient_that_is_not_finite_is_explained():
 # ---- faults -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("every", [6, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("every", mostly_long([12, 6, 3], 1))
 @pytest.mark.parametrize("rank", mostly_long([1, 0, 2], 1))
 def test_a_worker_that_is_killed_is_named(rank, every):
     for event in range(14 + rank, 60, every):

@@ -66,7 +66,7 @@ def whole(tmp_path_factory):
 # ---- the same bits -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize("num_workers", mostly_long([3, 2], 1))
 def test_any_number_of_workers_gets_the_same_weights_and_metrics(tmp_path, whole, num_workers):
     assert run(tmp_path, num_workers, evaluate_every=4) == whole
 
@@ -149,7 +149,7 @@ class Patience(samestep.Callback):
         self.count = state["count"]
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("num_workers", mostly_long([1, 3], 1))
 def test_callbacks_have_a_state_and_may_stop_the_run(tmp_path, num_workers):
     def go(run_dir, steps):
         options = {"steps": steps, "evaluate_every": 2, "checkpoint_every": 2}
