@@ -114,7 +114,7 @@ def train(job, name, statistics):
             ("sum", "mean"),
             ("float16", "pooled"),
         ],
-        4,
+        2,
     ),
 )
 def test_steps_have_the_same_bits(name, statistics):

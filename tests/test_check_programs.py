@@ -459,6 +459,7 @@ def compiled(backend):
     return torch.compile(network(nn.BatchNorm1d(6)), backend=backend), planted.loss_of
 
 
+@pytest.mark.long
 def test_code_that_is_compiled_again_is_noted():
     again = "torch.compile compiled again in step 0, tower 3: which code runs may depend on the shapes"
     assert [note[: len(again)] for note in check(lambda: compiled("eager"), rows=39).notes[1:]] == [again]

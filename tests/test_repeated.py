@@ -18,7 +18,7 @@ from samestep.watching.repeated import Repeated
 from .cases import mostly_long
 from .simulation import simulate, values
 
-WORKERS = mostly_long([1, 3, 2], 2)
+WORKERS = mostly_long([3, 1, 2], 1)
 
 
 def spread(outputs, batch):

@@ -11,6 +11,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import samestep
 from samestep import LostWorkerError, ShardedOptimizer, Step, Towers
 
+from .cases import mostly_long
 from .simulation import Faults, Killed, values
 from .test_sharded_optimizer import ALONE, Net, batch_of, loss_of, make, same
 from .test_trainer import examples
@@ -49,7 +50,9 @@ def ending(step):
     return samestep.digest(step.towers.model), samestep.digest(averaged), step.optimizer.state_dict()
 
 
-@pytest.mark.parametrize("settings", [{"on_nonfinite": "skip"}, {"autocast": torch.float16}], ids=str)
+@pytest.mark.parametrize(
+    "settings", mostly_long([{"on_nonfinite": "skip"}, {"autocast": torch.float16}], 1), ids=str
+)
 def test_a_step_clips_skips_and_averages_weights_as_unsharded(settings):
     def work(job, *, sharded):
         step = parts(job, sharded=sharded, **settings)
@@ -102,13 +105,13 @@ def unsharded(tmp_path_factory):
     return path, gone_on(ALONE, path, sharded=False)
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("num_workers", mostly_long([3, 1], 1))
 def test_checkpoints_have_the_bytes_of_unsharded_ones(tmp_path, unsharded, num_workers):
     values(lambda job: saved(job, tmp_path / "sharded", sharded=True, count=5), num_workers)
     assert bytes_of(tmp_path / "sharded") == bytes_of(unsharded[0])
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 4])
+@pytest.mark.parametrize("num_workers", mostly_long([4, 1, 2], 1))
 def test_and_are_loaded_on_any_number_of_workers(unsharded, num_workers):
     path, expected = unsharded
     for found in values(lambda job: gone_on(job, path, sharded=True), num_workers):

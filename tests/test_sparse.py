@@ -14,6 +14,7 @@ from samestep.summation.buckets import lay_out_buckets
 from samestep.summation.layout import Layout
 from samestep.summation.sparse import add, empty, find_sparse, measure, stored, tensors_of
 
+from .cases import mostly_long
 from .integration.scenarios import Words, layout, loss_of, texts
 from .nets import sparse_tensor
 
@@ -179,7 +180,7 @@ def run(towers, batch):
     return towers.average()
 
 
-@pytest.mark.parametrize("num_towers", [1, 2, 5, 7, 32])
+@pytest.mark.parametrize("num_towers", mostly_long([1, 5, 7, 2, 32], 3))
 def test_a_step_has_the_values_of_the_dense_one(num_towers):
     for batch in texts(3, 30):
         model, dense = words(torch.float64), words(torch.float64, is_sparse=False)

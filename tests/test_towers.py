@@ -10,6 +10,7 @@ import samestep
 from samestep import Towers
 from samestep.errors import BatchError, BufferPolicyError, ConfigError, UsageError
 
+from .cases import mostly_long
 from .integration.scenarios import peak_bytes
 from .nets import loss_of, take_step
 
@@ -31,7 +32,7 @@ def gradients(model):
 
 
 @pytest.mark.parametrize("rows", [1, 3, 7, 24, 50, 64])
-@pytest.mark.parametrize("num_towers", [1, 2, 5, 7, 8, 13])
+@pytest.mark.parametrize("num_towers", mostly_long([1, 5, 7, 2, 8, 13], 3))
 def test_gradient_is_that_of_the_unsplit_batch(rows, num_towers):
     model, batch = perceptron(FLOAT64), batch_of(rows, FLOAT64)
     report = take_step(Towers(model, num_towers), batch)
@@ -142,7 +143,7 @@ def test_memory_formats_are_kept():
     assert model[0].weight.grad.is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("num_towers", [1, 2, 3, 4, 7, 8, 13, 16, 32])
+@pytest.mark.parametrize("num_towers", mostly_long([1, 7, 13, 16, 2, 3, 4, 8, 32], 4))
 def test_few_gradients_are_alive_at_a_time(num_towers):
     model = nn.ParameterList([torch.ones(250_000)])
     towers = Towers(model, num_towers)

@@ -268,6 +268,7 @@ def test_a_run_that_is_resumed_ends_in_the_same_weights(tmp_path):
         resumed.train(resume_from_checkpoint=str(state.parent))
 
 
+@pytest.mark.long
 def test_gradient_checkpointing_changes_no_bit(tmp_path):
     found = set()
     for more in ({}, {"activation_checkpointing": True}):

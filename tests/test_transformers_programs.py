@@ -30,6 +30,7 @@ class TestTheClassesBesideIt:
         def compute_loss(self, *arguments, **options):
             return 2 * super().compute_loss(*arguments, **options)
 
+    @pytest.mark.long
     def test_a_class_of_a_program_may_come_before_or_after_it(self, tmp_path):
         found = set()
         for bases in ((Trainer, self.Theirs), (self.Theirs, Trainer)):
@@ -220,6 +221,7 @@ class TestALossThatIsNotAMeanOverWhatIsCounted:
             trainer_of(make(), tmp_path, make_rows(56), kind=own, per_device_train_batch_size=8).train()
         trainer_of(make(), tmp_path, make_rows(56), kind=counted, per_device_train_batch_size=8).train()
 
+    @pytest.mark.long
     def test_gives_none_where_it_draws_or_takes_no_single_row(self, tmp_path):
         class Drawing(self.ClassWeights):
             def compute_loss(self, *arguments, **options):
