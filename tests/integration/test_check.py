@@ -108,6 +108,7 @@ class Faulty(DigitsSettings):
         return experiment
 
 
+@pytest.mark.long
 def test_a_recipe_that_does_not(monkeypatch, capsys):
     monkeypatch.setattr(recipes, "RECIPES", {"faulty": Faulty, "digits": DigitsSettings})
     assert cli.main(["check", "faulty", "--towers", "4", "--batch-size", "16", "--device", "cpu"]) == 1

@@ -29,6 +29,7 @@ def test_training_ends_in_the_same_weights(printed):
     assert alone[-1].startswith("weights sha256 ")
 
 
+@pytest.mark.long
 def test_a_loop_of_ones_own_goes_on_without_worker_0(nursery, printed, tmp_path):
     alone = printed(EXAMPLES / "elastic.py", 1)
     job = nursery.start_program([EXAMPLES / "elastic.py"], tmp_path / "two")

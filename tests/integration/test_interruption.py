@@ -77,6 +77,7 @@ def test_loader_processes_outlive_a_signal_to_the_group_and_end_with_their_worke
     assert_gone(loaders)
 
 
+@pytest.mark.long
 def test_loader_processes_end_with_a_worker_that_is_killed(start):
     workers = start(1, "--loader-processes", "2", "--hang", "loading", recipe="hanging")
     workers.wait_for_step(2)

@@ -10,6 +10,8 @@ import pytest
 from samestep.app.interruption import ECHO_S
 from samestep.app.launching.launch import GRACE_S
 
+from ..cases import mostly_long
+
 JOB = """
 import os, signal, sys, time
 from samestep.errors import ConfigError
@@ -204,12 +206,15 @@ while True:
 
 @pytest.mark.parametrize(
     "doing",
-    [
-        "time.sleep(60)",  # or importing
-        "samestep.init('cpu') if WORKER == 0 else time.sleep(60)",  # looking for each other
-        "samestep.init('cpu') if WORKER == 1 else time.sleep(60)",
-        "samestep.init('cpu') and time.sleep(60)",
-    ],
+    mostly_long(
+        [
+            "samestep.init('cpu') if WORKER == 0 else time.sleep(60)",  # looking for each other
+            "samestep.init('cpu') and time.sleep(60)",
+            "samestep.init('cpu') if WORKER == 1 else time.sleep(60)",
+            "time.sleep(60)",  # or importing
+        ],
+        2,
+    ),
 )
 def test_workers_of_a_launcher_that_is_killed_end_too(start, tmp_path, doing):
     process = start(f"import samestep\nsay(os.getpid())\n{doing}")

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from ..cases import mostly_long
 from .nursery import SHORT, STEPS, digests_of
 
 TIMEOUT_S = 4
@@ -57,7 +58,9 @@ def test_a_killed_worker_is_found(start, whole, tmp_path):
     assert digests_of(tmp_path / "run")[STEPS] == whole[STEPS]
 
 
-@pytest.mark.parametrize("tries", [3, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])])
+@pytest.mark.parametrize(
+    "tries", [*mostly_long([1, 3], 1), pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])]
+)
 def test_every_kill_ends_all_others_with_one_line_that_names_the_victim(nursery, tmp_path, tries):
     chance = random.Random(tries)
     for _ in range(tries):
@@ -77,7 +80,7 @@ def test_every_kill_ends_all_others_with_one_line_that_names_the_victim(nursery,
             assert re.fullmatch(line, workers.stderr(worker)), workers.stderr(worker)
 
 
-@pytest.mark.parametrize("where", ["forward", "loading"])
+@pytest.mark.parametrize("where", mostly_long(["forward", "loading"], 1))
 def test_a_worker_that_hangs_in_its_own_code_is_found_within_the_timeout(start, where):
     workers = start(2, "--timeout", TIMEOUT_S, "--hang", where, recipe="hanging")
     begin_s = time.monotonic()
@@ -99,6 +102,7 @@ def test_a_worker_that_never_comes_is_missed_at_the_start(start):
     assert workers.wait() == [1, -signal.SIGKILL]
 
 
+@pytest.mark.long
 def test_workers_that_were_all_stopped_for_longer_than_the_timeout_go_on(start, whole, tmp_path):
     workers = start(3, "--timeout", TIMEOUT_S)
     workers.wait_for_step(5)

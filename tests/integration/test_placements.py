@@ -14,9 +14,10 @@ import samestep
 from . import scenarios
 
 
-def run_program(nursery, program, out, num_workers):
+def run_program(nursery, program, out, num_workers, *arguments):
     """Run a module that writes OUT.N as worker N, and return what each of them found."""
-    finished = nursery.run([program.__file__, out], out.with_suffix(".output"), num_workers)
+    command = [program.__file__, out, *arguments]
+    finished = nursery.run(command, out.with_suffix(".output"), num_workers)
     assert finished.wait() == [0] * num_workers, finished.stderr()
     return found_by(num_workers, out)
 
@@ -56,11 +57,12 @@ def alone(name: str) -> str:
     return scenarios.SCENARIOS[name](samestep.init("cpu"))
 
 
-@pytest.mark.parametrize("num_workers", [pytest.param(2, marks=pytest.mark.long), 3])
+@pytest.mark.long
+@pytest.mark.parametrize("num_workers", [2, 3])
 @pytest.mark.parametrize("name", scenarios.SCENARIOS)
 def test_same_bits_as_one_worker(results, name, num_workers):
     for found in results(num_workers):
-        assert found["results"][name] == alone(name)
+        assert found[name] == alone(name)
 
 
 MESSAGES = {
@@ -98,9 +100,14 @@ MESSAGES = {
 }
 
 
+@pytest.fixture(scope="module")
+def faults(nursery, tmp_path_factory):
+    return run_program(nursery, scenarios, tmp_path_factory.mktemp("faults") / "3", 3, "faults")
+
+
 @pytest.mark.parametrize("name", scenarios.FAULTS)
-def test_all_workers_stop_and_say_who_differs(results, name):
-    messages = [found["messages"][name] for found in results(3)]
+def test_all_workers_stop_and_say_who_differs(faults, name):
+    messages = [found[name] for found in faults]
     for message in messages:
         assert MESSAGES[name] in message
     if name.endswith("_on_one"):
@@ -111,7 +118,7 @@ def test_all_workers_stop_and_say_who_differs(results, name):
 @pytest.mark.gpu
 def test_same_bits_on_a_gpu_for_one_and_several_workers(tmp_path):
     """More workers than GPUs share one, and talk through host memory; as many as GPUs use NCCL."""
-    (alone_there,) = run_torchrun(scenarios, tmp_path / "one", 1, "cuda")
+    (alone_there,) = run_torchrun(scenarios, tmp_path / "one", 1, "scenarios", "cuda")
     for num_workers in (2, 3):
-        for found in run_torchrun(scenarios, tmp_path / f"{num_workers}", num_workers, "cuda"):
-            assert found["results"] == alone_there["results"]
+        for found in run_torchrun(scenarios, tmp_path / f"{num_workers}", num_workers, "scenarios", "cuda"):
+            assert found == alone_there

@@ -9,6 +9,7 @@ import pytest
 
 import samestep
 
+from ..cases import mostly_long
 from . import promises
 from .test_placements import run_program
 
@@ -26,7 +27,7 @@ def results(nursery, tmp_path_factory):
     return cache(lambda num_workers: run_program(nursery, promises, folder / str(num_workers), num_workers))
 
 
-@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize("num_workers", mostly_long([3, 2], 1))
 @pytest.mark.parametrize("name", promises.PROMISES)
 def test_the_promise_is_kept(results, name, num_workers):
     for found in results(num_workers):

@@ -11,6 +11,7 @@ import torch
 
 import samestep
 
+from ..cases import mostly_long
 from ..test_trainer import trainer_of
 
 SCRIPT = """
@@ -257,7 +258,7 @@ mp.start_processes(work, (int(sys.argv[1]), *sys.argv[2:]), int(sys.argv[1]), st
 """
 
 
-@pytest.mark.parametrize("how", ["init", "launch", "close"])
+@pytest.mark.parametrize("how", mostly_long(["launch", "close", "init"], 2))
 def test_workers_that_have_made_a_process_group_are_those_of_the_job(nursery, tmp_path, how):
     script = tmp_path / "spawning.py"
     script.write_text(SPAWNING)
@@ -303,12 +304,15 @@ samestep.launch(main, int(sys.argv[1]))
 
 @pytest.mark.parametrize(
     ("how", "line"),
-    [
-        ("again", None),
-        ("other", None),
-        ("step", "step 1: the job was closed: expected job.close() as the last call"),
-        ("save", "this worker has left the job: expected job.close() as the last call"),
-    ],
+    mostly_long(
+        [
+            ("step", "step 1: the job was closed: expected job.close() as the last call"),
+            ("save", "this worker has left the job: expected job.close() as the last call"),
+            ("again", None),
+            ("other", None),
+        ],
+        2,
+    ),
 )
 def test_a_job_that_was_closed_takes_no_step(nursery, tmp_path, how, line):
     script = tmp_path / "closing.py"
