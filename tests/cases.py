@@ -1,6 +1,6 @@
 """Parametrized tests of which `make test` runs a few cases, and `make test-all` all of them."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import pytest
 
@@ -14,3 +14,10 @@ def mostly_long(cases: Iterable, num_short: int) -> list:
         )
         for number, case in enumerate(cases)
     ]
+
+
+def with_long(names: Iterable[str], long: Collection[str]) -> list:
+    """Return names for `parametrize`, with those in `long` marked `long`."""
+    names = list(names)
+    assert set(long) <= set(names), set(long) - set(names)
+    return [pytest.param(name, marks=[pytest.mark.long] if name in long else []) for name in names]

@@ -108,6 +108,7 @@ def expected():
     return digest
 
 
+@pytest.mark.long
 @settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_whoever_abandons_whatever_step_the_bits_stay(expected, data):
@@ -274,6 +275,7 @@ def uninterrupted(kind):
     return values(lambda job: train_interrupted(job, kind, 64, None, None), 1)[0]
 
 
+@pytest.mark.long
 @settings(max_examples=20, deadline=None)
 @given(
     st.tuples(st.integers(1, 18), st.booleans()),

@@ -11,6 +11,8 @@ import samestep
 from samestep import Towers
 from samestep.errors import BufferPolicyError, ConfigError
 
+from .cases import mostly_long
+
 FLOAT64 = torch.float64
 
 
@@ -86,7 +88,7 @@ def buffers_of_towers(model, batch, num_towers):
 
 @pytest.mark.parametrize("change", [add_sum, replace, replace_with_history])
 @pytest.mark.parametrize("persistent", [True, False])
-@pytest.mark.parametrize(("rows", "num_towers"), [(7, 3), (3, 5), (4, 1), (8, 8)])
+@pytest.mark.parametrize(("rows", "num_towers"), mostly_long([(7, 3), (3, 5), (4, 1), (8, 8)], 2))
 def test_mean_is_the_towers_mean_weighted_by_rows(rows, num_towers, change, persistent):
     model = Keeper(torch.ones(3, dtype=FLOAT64), change, persistent).double()
     towers = Towers(model, num_towers, buffers={"memory": "mean"})

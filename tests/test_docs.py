@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import samestep
 
-from .cases import mostly_long
+from .cases import with_long
 
 ROOT = Path(__file__).parents[1]
 PAGES = {page.stem: page for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
@@ -114,12 +114,10 @@ GIVEN: dict[str, Callable[[Path], Mapping[str, Any]]] = {
 
 
 WITH_CODE = [name for name, page in PAGES.items() if blocks_of(page)]
-TRAINS_LONG = ["trainer"]
+LONG = {"trainer", "transformers", "nanogpt"}
 
 
-@pytest.mark.parametrize(
-    "name", mostly_long(sorted(WITH_CODE, key=TRAINS_LONG.count), len(WITH_CODE) - len(TRAINS_LONG))
-)
+@pytest.mark.parametrize("name", with_long(WITH_CODE, LONG))
 def test_the_blocks_of_a_page_run(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["script.py"])

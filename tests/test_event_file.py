@@ -14,6 +14,7 @@ from samestep.app.loggers import event_file
 from samestep.app.loggers.event_file import EventFile
 from samestep.app.loggers.tensorboard import TensorBoard, _scalar, write_metrics
 
+from .cases import mostly_long
 from .runs import train
 from .test_summaries import JOB, Tiny, hooks_of, scalars, take_steps
 
@@ -74,16 +75,19 @@ def a_bad_output(folder, monkeypatch):
 
 @pytest.mark.parametrize(
     "fault",
-    [
-        a_file,
-        a_dangling_link,
-        a_link_to_itself,
-        full_disk,
-        read_only,
-        a_bad_layer,
-        a_bad_picture,
-        a_bad_output,
-    ],
+    mostly_long(
+        [
+            a_dangling_link,
+            full_disk,
+            a_bad_layer,
+            a_bad_output,
+            a_file,
+            a_link_to_itself,
+            read_only,
+            a_bad_picture,
+        ],
+        4,
+    ),
 )
 def test_a_run_goes_on_without_summaries(tmp_path, monkeypatch, capsys, fault, expected):
     run_dir = tmp_path / "run"

@@ -50,7 +50,7 @@ def main_of(monkeypatch):
     return read
 
 
-@pytest.mark.parametrize("name", mostly_long(SMALL, 2))
+@pytest.mark.parametrize("name", mostly_long(SMALL, 1))
 def test_any_number_of_workers_ends_in_the_same_weights(name, main_of, tmp_path, monkeypatch, capsys):
     main, ends = main_of(name), []
     for num_workers in (1, 2, 3):

@@ -15,7 +15,7 @@ import samestep
 from samestep import AbandonedError, Step, TowerLoader, Towers
 from samestep.errors import ConfigError, DisagreementError
 
-from .cases import mostly_long
+from .cases import mostly_long, with_long
 from .nets import batch_of, loss_of, net, run_passes, take_step
 from .simulation import simulate, values
 
@@ -871,8 +871,26 @@ def an_evaluation_on_the_first_worker_that_draws_nothing_of_the_loader(job):
     return samestep.digest(model)
 
 
+LONG = {
+    "clipped_gradients_of_each_example",
+    "a_discriminator_with_norms_in_the_generators_passes",
+    "a_step_left_after_all_its_towers",
+    "a_shared_block_that_is_recomputed",
+    "loops_that_follow_each_other_before_their_averages",
+    "quantisation_observers",
+    "an_evaluation_on_the_first_worker_that_draws_nothing_of_the_loader",
+    "old_gradients_are_zeroed_and_do_not_count",
+    "parametrized_layers",
+    "expanded_buffers",
+    "masks_in_tensor_hooks",
+    "a_penalty_of_its_own_after_the_average",
+    "an_optimizer_with_a_closure",
+    "surgery_on_two_losses",
+}
+
+
 @pytest.mark.filterwarnings("ignore:a hook on 0.weight sees each tower's sum")
 @pytest.mark.parametrize("num_workers", mostly_long([3, 2], 1))
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", with_long(PROGRAMS, LONG))
 def test_any_number_of_workers_takes_the_same_steps(name, num_workers):
     assert len({value for n in (1, num_workers) for value in map(str, values(PROGRAMS[name], n, n))}) == 1

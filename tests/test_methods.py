@@ -99,14 +99,14 @@ def a_random_net_drawn_in_each_pass(job, num_towers):
 
 
 OF_ONE_PASS = [
-    a_copy_that_learns_in_each_pass,
     a_copy_that_the_loop_still_holds_at_its_end,
     a_random_net_drawn_in_each_pass,
+    a_copy_that_learns_in_each_pass,
 ]
 
 
 @pytest.mark.parametrize("num_towers", TOWERS)
-@pytest.mark.parametrize("program", OF_ONE_PASS)
+@pytest.mark.parametrize("program", mostly_long(OF_ONE_PASS, 2))
 def test_nets_that_live_for_one_pass_may_change_their_buffers(program, num_towers):
     assert len(digests(program, num_towers)) == 1
 
@@ -199,7 +199,7 @@ class Codes(nn.Module):
 
 
 @pytest.mark.parametrize("num_towers", TOWERS)
-@pytest.mark.parametrize("statistics", ["mean", "pooled", "first"])
+@pytest.mark.parametrize("statistics", mostly_long(["pooled", "mean", "first"], 2))
 def test_a_forward_that_the_backward_runs_again_changes_buffers_once(statistics, num_towers):
     def program(job, num_towers):
         model = nn.Sequential(Codes(), nn.BatchNorm1d(3, momentum=None))
@@ -363,8 +363,9 @@ def by_another_loss(tower, model):
     return loss / loss.detach()
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("loss", mostly_long([by_its_rows, by_another_loss], 1))
+@pytest.mark.parametrize("loss", [by_its_rows, by_another_loss])
 def test_a_sum_divided_by_what_rows_have_alike_is_not_told_of(loss):
     model = language_model()
     hand_in = lambda tower: tower.backward(loss(tower, model))  # noqa: E731

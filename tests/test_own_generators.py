@@ -16,6 +16,7 @@ from samestep.identity import is_compiled
 from samestep.watching.own_generators import OwnGenerators, is_generator
 from samestep.watching.reach import in_reach
 
+from .cases import mostly_long
 from .simulation import values
 
 GLOBAL = np.random.default_rng(0)
@@ -88,7 +89,7 @@ def in_a_step(job):
     samestep.Step(towers, loss, torch.optim.SGD(model.parameters(), 0.1))(torch.ones(14, 4))
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", mostly_long([3, 1, 2], 1))
 @pytest.mark.parametrize(
     ("program", "named"),
     [

@@ -225,7 +225,8 @@ def test_towers_leave_a_slow_worker_and_the_bits_stay(clock, num_workers):
     assert (cuts[0][-1] != cuts[0][18]) == (num_workers == 2)
 
 
-@pytest.mark.parametrize("num_workers", mostly_long([2, 3], 1))
+@pytest.mark.long
+@pytest.mark.parametrize("num_workers", [2, 3])
 def test_whoever_is_slow_when_the_bits_stay(clock, monkeypatch, num_workers):
     monkeypatch.setattr(pace, "_NUM_STRETCHES", 1)
     monkeypatch.setattr(pace, "_NUM_FASTER", 1)

@@ -9,7 +9,7 @@ from torch.nn.utils import prune
 import samestep
 from samestep import Step, Towers
 
-from .cases import mostly_long
+from .cases import mostly_long, with_long
 from .nets import batch_of, loss_of, take_step
 from .simulation import values
 
@@ -191,8 +191,16 @@ def weights_cast_to_bfloat16_between_steps(job):
     return samestep.digest(model)
 
 
+LONG = {
+    "adapters_inserted_after_pretraining",
+    "memory_format_changed_between_steps",
+    "a_parameter_removed_and_added_again",
+    "pruning",
+}
+
+
 @pytest.mark.parametrize("num_workers", mostly_long([3, 2], 1))
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", with_long(PROGRAMS, LONG))
 def test_any_number_of_workers_takes_the_same_steps(name, num_workers):
     assert len({value for num in (1, num_workers) for value in values(PROGRAMS[name], num, num)}) == 1
 

@@ -72,6 +72,7 @@ def test_turns_are_in_the_order_of_execution(job):
     assert turns == [When(0, "build"), *(When(number, part) for number in range(2) for part in step)]
 
 
+@pytest.mark.long
 def test_watching_changes_no_bits(job):
     digests = {record(everything, job, Trial(0, 2, operators)).digest for operators in (False, True)}
     assert len(digests) == 1

@@ -272,6 +272,7 @@ def test_panels_show_picture_label_map_prediction_and_errors(settings):
     assert (errors[~right & ~is_ignored] == 255).all()
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_the_same_bits_with_and_without_summaries(settings, tmp_path):
     train(replace(settings, run_dir=tmp_path / "whole", summary_every=1), JOB)
     train(replace(settings, checkpoint_every=3), JOB)

@@ -166,6 +166,7 @@ def test_a_trainer_resumes_on_other_workers_sharded_or_not(tmp_path):
     assert bytes_of(first) == bytes_of(second)
 
 
+@pytest.mark.long
 def test_nobody_goes_on_without_a_lost_worker(tmp_path, capsys):
     outcomes = Town(3, 0, Faults(killed={1: 60})).run(
         lambda job: trainer_of(job, tmp_path, sharded=True, steps=30).run()

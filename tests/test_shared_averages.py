@@ -79,7 +79,7 @@ def check(kind, settings, all_num_workers=(1, 2, 3, 4), **options):
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings"), mostly_long(OPTIMIZERS, 2), ids=lambda each: getattr(each, "__name__", "")
+    ("kind", "settings"), mostly_long(OPTIMIZERS, 1), ids=lambda each: getattr(each, "__name__", "")
 )
 def test_weights_state_and_norms_are_those_of_the_plain_optimizer(kind, settings):
     check(kind, settings, (2, 3))
@@ -213,7 +213,7 @@ def test_gradients_are_there_where_they_are_asked_for(num_workers):
         assert all(same(found[number], expected[number]) for number in (1, 3))
 
 
-@pytest.mark.parametrize("is_global", [False, True])
+@pytest.mark.parametrize("is_global", mostly_long([False, True], 1))
 def test_hooks_see_all_gradients(is_global):
     """They may change them, too, on all workers alike."""
 
@@ -424,7 +424,7 @@ class EveryThird(Seen, samestep.Logger):
 
 @pytest.mark.parametrize(
     ("callback", "logger", "expected"),
-    [(Reader, None, [1, 2, 3, 4, 5, 6, 7]), (Blind, None, []), (Blind, EveryThird, [3, 6])],
+    mostly_long([(Reader, None, [1, 2, 3, 4, 5, 6, 7]), (Blind, EveryThird, [3, 6]), (Blind, None, [])], 2),
 )
 def test_gradients_are_there_where_a_callback_or_logger_reads_them(tmp_path, callback, logger, expected):
     def train(job):

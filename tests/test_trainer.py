@@ -230,12 +230,15 @@ class Editing(samestep.Callback):
 
 @pytest.mark.parametrize(
     ("editing", "place"),
-    [
-        (Editing(15), "step 15, checkpoint"),
-        (Editing(14, "momentum"), "step 15, checkpoint"),
-        (Editing(15, after="evaluation"), "step 15, the end"),
-        (Editing(6), "step 6, checkpoint"),
-    ],
+    mostly_long(
+        [
+            (Editing(14, "momentum"), "step 15, checkpoint"),
+            (Editing(15, after="evaluation"), "step 15, the end"),
+            (Editing(6), "step 6, checkpoint"),
+            (Editing(15), "step 15, checkpoint"),
+        ],
+        3,
+    ),
 )
 @pytest.mark.parametrize("num_workers", mostly_long([3, 2], 1))
 def test_weights_that_came_apart_are_neither_written_nor_the_end(tmp_path, editing, place, num_workers):

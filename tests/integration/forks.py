@@ -1,6 +1,5 @@
 """The process behind `nursery.py`: it imports everything, then forks what requests on stdin ask for."""
 
-import contextlib
 import functools
 import gc
 import importlib
@@ -48,15 +47,19 @@ def main() -> None:
     """Serve requests until there are no more."""
     gc.freeze()
     tell(started=[])
+    has_children = False
     while True:
-        if select.select([sys.stdin], [], [], POLL_S)[0]:
+        if select.select([sys.stdin], [], [], POLL_S if has_children else None)[0]:
             line = sys.stdin.readline()
             if not line:
                 return
             serve(json.loads(line))
-        with contextlib.suppress(ChildProcessError):
+        has_children = True
+        try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 tell(ended=ended[0], status=os.waitstatus_to_exitcode(ended[1]))
+        except ChildProcessError:
+            has_children = False
 
 
 def tell(**answer: Any) -> None:

@@ -44,6 +44,7 @@ def test_one_signalled_worker_stops_all_and_the_run_goes_on_with_the_same_bits(s
     assert digests_of(tmp_path / "run")[STEPS] == whole[STEPS]
 
 
+@pytest.mark.long
 def test_max_seconds_and_checkpoint_minutes(start, whole, tmp_path):
     workers = start(2, "--max-seconds", "0.1", "--checkpoint-minutes", "1e-9")
     assert workers.wait() == [0, 0]
