@@ -22,6 +22,12 @@ def pytest_collection_modifyitems(items):
     gc.set_threshold(50_000, 20, 100)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def frozen():
+    """Let garbage collection skip what earlier modules have left, too: some trainers collect in each run."""
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def forkserver():
     """A context that starts clean processes quickly, as forks of one that has imported everything."""

@@ -15,6 +15,7 @@ from samestep.checking.examination import Examination, Plan
 from samestep.checking.surroundings import Surroundings
 
 from . import planted
+from .cases import mostly_long
 
 CALLS = []
 SEEN = {}
@@ -111,34 +112,37 @@ class MadeInForward(nn.Module):
 
 @pytest.mark.parametrize(
     ("build", "module", "operator", "parameter"),
-    [
-        (
-            lambda: (Clipped(), lambda model, batch: F.cross_entropy(model(batch), batch["y"])),
-            "table (Embedding)",
-            "aten.embedding_renorm_.default, forward",
-            "table.weight",
-        ),
-        (
-            lambda: (MomentumEncoder(), planted.loss_of),
-            "the model (MomentumEncoder)",
-            "aten.lerp_.Scalar, forward",
-            "key.weight",
-        ),
-        (lambda: (network(ActNorm()), planted.loss_of), "1 (ActNorm)", None, "1.bias"),
-        (
-            lambda: (network(Clamped()), planted.loss_of),
-            "1 (Clamped)",
-            "aten.clamp_.default, forward",
-            "1.scale",
-        ),
-        (lambda: (network(MadeInForward()), planted.loss_of), "1 (MadeInForward)", None, "1.scale"),
-        (
-            lambda: (torch.compile(network(Clamped()), backend="eager"), planted.loss_of),
-            "1 (Clamped)",
-            "aten.clamp_.default, forward",
-            "1.scale",
-        ),
-    ],
+    mostly_long(
+        [
+            (
+                lambda: (Clipped(), lambda model, batch: F.cross_entropy(model(batch), batch["y"])),
+                "table (Embedding)",
+                "aten.embedding_renorm_.default, forward",
+                "table.weight",
+            ),
+            (
+                lambda: (MomentumEncoder(), planted.loss_of),
+                "the model (MomentumEncoder)",
+                "aten.lerp_.Scalar, forward",
+                "key.weight",
+            ),
+            (lambda: (network(ActNorm()), planted.loss_of), "1 (ActNorm)", None, "1.bias"),
+            (
+                lambda: (network(Clamped()), planted.loss_of),
+                "1 (Clamped)",
+                "aten.clamp_.default, forward",
+                "1.scale",
+            ),
+            (lambda: (network(MadeInForward()), planted.loss_of), "1 (MadeInForward)", None, "1.scale"),
+            (
+                lambda: (torch.compile(network(Clamped()), backend="eager"), planted.loss_of),
+                "1 (Clamped)",
+                "aten.clamp_.default, forward",
+                "1.scale",
+            ),
+        ],
+        4,
+    ),
 )
 def test_a_parameter_that_a_pass_writes_to(build, module, operator, parameter):
     finding = finding_of(build)
@@ -289,22 +293,32 @@ def with_norm():
 @pytest.mark.filterwarnings("ignore:a hook on 0.weight sees")
 @pytest.mark.parametrize(
     ("build", "cause"),
-    [
-        (
-            lambda: (nn.Linear(5, 4), Adversary().loss),
-            "weight of judge (Linear) of the loss function is a tensor that carries over from one tower",
-        ),
-        (
-            lambda: (Student(), planted.loss_of),
-            "weight of teacher (Linear) of the model (Student) is a tensor that carries over from one tower",
-        ),
-        (lambda: (network(Memory()), planted.loss_of), "last of 1 (Memory) is a tensor that carries over"),
-        (lambda: (network(Cached()), planted.loss_of), "mask of 1 (Cached) is a tensor that carries over"),
-        (
-            with_history,
-            "norms of the function around with_history.<locals>.scaled is kept from tower to tower",
-        ),
-    ],
+    mostly_long(
+        [
+            (
+                lambda: (nn.Linear(5, 4), Adversary().loss),
+                "weight of judge (Linear) of the loss function is a tensor that carries over from one tower",
+            ),
+            (
+                lambda: (Student(), planted.loss_of),
+                "weight of teacher (Linear) of the model (Student) is a tensor that carries over from one "
+                "tower",
+            ),
+            (
+                lambda: (network(Memory()), planted.loss_of),
+                "last of 1 (Memory) is a tensor that carries over",
+            ),
+            (
+                lambda: (network(Cached()), planted.loss_of),
+                "mask of 1 (Cached) is a tensor that carries over",
+            ),
+            (
+                with_history,
+                "norms of the function around with_history.<locals>.scaled is kept from tower to tower",
+            ),
+        ],
+        3,
+    ),
 )
 def test_state_that_towers_leave_to_each_other(build, cause):
     assert finding_of(build).cause.startswith(cause)

@@ -213,7 +213,7 @@ class TestALossThatIsNotAMeanOverWhatIsCounted:
         ("own", "counted", "make", "make_rows"),
         [
             (ClassWeights, CountedClassWeights, classifier, classes),
-            (MeanOfSentences, CountedSentences, masked, sentences),
+            pytest.param(MeanOfSentences, CountedSentences, masked, sentences, marks=pytest.mark.long),
         ],
     )
     def test_gives_a_warning_until_count_items_says_what_it_is(self, own, counted, make, make_rows, tmp_path):
