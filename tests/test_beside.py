@@ -427,7 +427,7 @@ class Teacher(Program):
                 p.lerp_(q, 0.1)
 
 
-@pytest.mark.parametrize("num_workers", mostly_long([3, 7, 2], 2))
+@pytest.mark.parametrize("num_workers", mostly_long([3, 7, 2], 1))
 @pytest.mark.parametrize(
     "program",
     [
