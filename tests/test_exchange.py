@@ -242,6 +242,20 @@ def test_a_plan_that_only_some_change_to_stops_all(changed, seed):
         assert "has loss = one sum" in outcome.text or "has loss = 'a'" in outcome.text
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_plans_that_differ_where_nobody_saw_a_change_stop_all(seed):
+    """Their messages have the same sizes, so only the fingerprint tells."""
+
+    def work(job):
+        layers = (("(model)", "Linear" if job.rank == 1 else "Conv1d"),)
+        return run(job, plan_of(job.world_size, layers=layers))
+
+    for outcome in simulate(work, 3, seed):
+        assert outcome.text == (
+            "DisagreementError: step 3: worker 1 has layer (model) = Linear, the others have Conv1d"
+        )
+
+
 def test_counts_are_gathered_before_the_passes():
     def work(job):
         plan = plan_of(job.world_size, sums=("a", "b"))
