@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -21,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from samestep.errors import warn
 from samestep.identity import checksum_of
+from samestep.watching.held_number import HeldNumber, is_number
 from samestep.watching.origins import is_plain, storage_of
 from samestep.watching.reach import Named, in_reach
 
@@ -90,23 +89,6 @@ class _Held(NamedTuple):
     numbers: dict[tuple[int, int], int]  # by offset and number of elements
 
 
-@dataclass
-class _Object:
-    """A number of the program."""
-
-    number: list[float]  # the object itself, in a list, so that counting its references adds none
-    num_references: int = 0  # when this pass began
-
-    def start_pass(self) -> None:
-        """Count the references."""
-        self.num_references = sys.getrefcount(self.number[0])
-
-    @property
-    def is_held(self) -> bool:
-        """Whether this pass has not replaced it, so that an equal number would be another object."""
-        return sys.getrefcount(self.number[0]) >= self.num_references
-
-
 _Value: TypeAlias = Tensor | NDArray[Any] | float
 
 
@@ -123,7 +105,7 @@ class Beside:
         self._held: dict[int, _Held] = {}  # tensors, by their storages
         self._arrays: dict[int, _Held] = {}  # by their addresses
         self._numbers: dict[float, int] = {}
-        self._objects: dict[int, _Object] = {}  # of numbers
+        self._objects: dict[int, HeldNumber] = {}  # of numbers
         self._names: list[str] = []
         self._entries: set[int] = set()  # those in a list or dict, which may have an entry for each tower
         self._of_pass: dict[int, _Read] = {}
@@ -142,8 +124,8 @@ class Beside:
                 continue
             self._used[name] = {}
             self._names.append(name)
-            if _is_number(value):
-                self._objects[len(self._names) - 1] = _Object([value])
+            if is_number(value):
+                self._objects[number] = HeldNumber(value)
 
     def _hold(self, value: _Value, number: int) -> int | None:
         """Return the value's number: `number` for a new one; None if it cannot be followed."""
@@ -179,7 +161,7 @@ class Beside:
         self._of_pass.clear()
         self._num_rows = num_rows
         for each in self._objects.values():
-            each.start_pass()
+            each.note()
         for tensor in rows:
             self.forget(storage_of(tensor))
 
@@ -281,13 +263,9 @@ def _bit(number: int) -> int:
     return LEFT_NUMBER << number + 1
 
 
-def _is_number(value: object) -> TypeGuard[float]:
-    return issubclass(type(value), (float, np.floating))
-
-
 def _is_compared(value: Any) -> bool:
     """Say whether a value is compared, by its type, so that proxies load nothing."""
-    if _is_number(value):
+    if is_number(value):
         return _is_no_fraction(float(value))
     if issubclass(type(value), np.ndarray):
         kind = value.dtype
@@ -296,8 +274,6 @@ def _is_compared(value: Any) -> bool:
 
 
 def _is_no_fraction(value: float) -> bool:
-    if not math.isfinite(value):
-        return False
     nearest = Fraction(value).limit_denominator(_SIMPLEST)
     return not math.isclose(nearest, value, rel_tol=1e-7)
 

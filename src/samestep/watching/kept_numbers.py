@@ -7,17 +7,15 @@ the program still has that very object. A number that a pass computes anew is an
 
 from __future__ import annotations
 
-import math
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from samestep.errors import warn
+from samestep.watching.held_number import HeldNumber, is_number
 from samestep.watching.reach import Named, in_reach
 
 __all__ = ["KeptNumbers"]
@@ -29,13 +27,7 @@ class _Left(NamedTuple):
     """A number that the pass before has left."""
 
     name: str
-    number: list[float]  # the object itself, in a list, so that counting its references adds none
-    num_references: int  # when this pass began
-
-    @property
-    def is_held(self) -> bool:
-        """Whether the program has not replaced it since."""
-        return sys.getrefcount(self.number[0]) >= self.num_references
+    number: HeldNumber
 
 
 class KeptNumbers:
@@ -62,12 +54,12 @@ class KeptNumbers:
         self._left, self._taken = {}, set()
         if self._has_warned or not (self._is_first or self.has_read):  # a search takes milliseconds
             return
-        now = dict(_numbered(self._search(_is_float, functions)))
+        now = dict(_numbered(self._search(is_number, functions)))
         keys = [key for key, value in now.items() if self._last.get(key, value) != value]
         for key in keys if self.has_read else ():
-            number = [now[key]]
-            if not number[0].is_integer():
-                self._left[abs(number[0])] = _Left(key[0], number, sys.getrefcount(number[0]))
+            if not now[key].is_integer():
+                self._left[abs(now[key])] = left = _Left(key[0], HeldNumber(now[key]))
+                left.number.note()
         self._last, self._is_first, self.has_read = now, False, False
 
     def take(self, func: Any, arguments: Iterable[Any]) -> bool:
@@ -78,7 +70,7 @@ class KeptNumbers:
         if func is torch.ops.aten.lift_fresh.default:  # `torch.tensor(number)`
             found += [number for each in arguments for number in self._rounded_in(each)]
         taken = [self._left[abs(each)] for each in found if abs(each) in self._left]
-        names = {each.name for each in taken if each.is_held}
+        names = {each.name for each in taken if each.number.is_held}
         self._taken |= names
         return bool(names)
 
@@ -106,7 +98,3 @@ def _numbered(found: Iterable[Named]) -> Iterator[tuple[tuple[str, int], float]]
     for name, value in found:
         yield (name, seen[name]), value
         seen[name] += 1
-
-
-def _is_float(value: object) -> bool:
-    return issubclass(type(value), (float, np.floating)) and math.isfinite(value)  # type: ignore[arg-type]
