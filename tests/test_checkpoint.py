@@ -790,3 +790,40 @@ def test_a_disk_that_fails_is_damage(path, monkeypatch):
     os_open = os.open
     monkeypatch.setattr(os, "open", fail)
     refused(path, "manifest.json: Input/output error")
+
+
+# ---- what Towers(also=...) adds ------------------------------------------------------------------------
+
+
+def head_and_towers(also, seed):
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 2)
+    head = also()
+    return model, head, Towers(model, 3, also=head)
+
+
+@pytest.mark.parametrize(
+    "also",
+    [
+        lambda: nn.BatchNorm1d(2),
+        lambda: nn.Parameter(torch.randn(2)),
+        lambda: {"scale": nn.Parameter(torch.randn(2)), "head": nn.Linear(2, 1)},
+    ],
+    ids=["module", "parameter", "several"],
+)
+def test_what_is_trained_beside_the_model_is_in_checkpoints(tmp_path, also):
+    model, _, towers = head_and_towers(also, 0)
+    samestep.save(tmp_path / "one", model=model, towers=towers)
+    other, _, into = head_and_towers(also, 1)
+    samestep.load(tmp_path / "one", model=other, towers=into)
+    saved, loaded = towers._root.state_dict(), into._root.state_dict()
+    assert saved.keys() == loaded.keys()
+    assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+
+
+def test_a_checkpoint_without_what_is_trained_beside_the_model_is_refused(tmp_path):
+    model = nn.Linear(3, 2)
+    samestep.save(tmp_path / "one", model=model, towers=Towers(model, 3))
+    other, _, into = head_and_towers(lambda: nn.Linear(2, 1), 1)
+    with pytest.raises(DataError, match=r"was saved without what Towers\(also=...\) adds"):
+        samestep.load(tmp_path / "one", model=other, towers=into)

@@ -894,3 +894,24 @@ LONG = {
 @pytest.mark.parametrize("name", with_long(PROGRAMS, LONG))
 def test_any_number_of_workers_takes_the_same_steps(name, num_workers):
     assert len({value for n in (1, num_workers) for value in map(str, values(PROGRAMS[name], n, n))}) == 1
+
+
+def test_a_parameter_beside_the_model_is_watched_in_passes():
+    def work(job):
+        model, scale = net(), nn.Parameter(torch.ones(1))
+        towers = Towers(model, 3, job=job, also=scale)
+        for tower in towers(torch.randn(6, 6)):
+            loss = (model(tower.batch) * scale).square().mean()
+            scale.data += 1.0
+            tower.backward(loss)
+        towers.average()
+
+    for outcome in simulate(work, 2):
+        assert "wrote to also" in outcome.text
+
+
+def test_a_model_that_has_a_part_called_also_is_refused():
+    model = nn.Module()
+    model.also = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="has an attribute also"):
+        Towers(model, 3, also=nn.Linear(2, 2))

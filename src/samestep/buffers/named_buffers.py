@@ -50,9 +50,13 @@ def reader(places: Sequence[NamedBuffer]) -> Callable[[], list[Tensor | None]]:
 
 def find_named_parameters(model: nn.Module) -> list[NamedParameter]:
     """Return the places of `model.named_parameters()`."""
-    modules = dict(model.named_modules())
-    places = [(name, *name.rpartition(".")) for name, _ in model.named_parameters()]
-    return [NamedParameter(name, modules[path], attribute) for name, path, _, attribute in places]
+    parameters, seen = [], set()
+    for path, module in model.named_modules():
+        for attribute, tensor in module._parameters.items():
+            if tensor is not None and id(tensor) not in seen:
+                parameters.append(NamedParameter(_joined(path, attribute), module, attribute))
+                seen.add(id(tensor))
+    return parameters
 
 
 def find_named_buffers(model: nn.Module) -> list[NamedBuffer]:
@@ -65,6 +69,10 @@ def find_named_buffers(model: nn.Module) -> list[NamedBuffer]:
     for path, module in model.named_modules():
         for attribute, tensor in module._buffers.items():
             if tensor is None or id(tensor) not in seen:
-                buffers.append(NamedBuffer(f"{path}.{attribute}" if path else attribute, module, attribute))
+                buffers.append(NamedBuffer(_joined(path, attribute), module, attribute))
                 seen.add(id(tensor))
     return buffers
+
+
+def _joined(path: str, attribute: str) -> str:
+    return f"{path}.{attribute}" if path else attribute

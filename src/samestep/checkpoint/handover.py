@@ -59,6 +59,7 @@ def set_trained(objects: TrainingObjects, flags: Trained) -> None:
 
 
 def _modules(objects: TrainingObjects) -> dict[str, nn.Module]:
-    """Return the modules with parameters: the model, under the name "", and the user's others."""
-    others = {name: each for name, each in objects.others.items() if isinstance(each, nn.Module)}
+    """Return the modules with parameters: the model, under the name "", what `also` adds, and others."""
+    named = {**objects.own, **objects.others}
+    others = {name: each for name, each in named.items() if isinstance(each, nn.Module)}
     return {name: uncompiled(module) for name, module in {"": objects.model, **others}.items()}

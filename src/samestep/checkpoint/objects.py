@@ -17,6 +17,7 @@ from samestep.streams import GlobalStreams
 from samestep.towers.towers import Towers
 
 __all__ = [
+    "ALSO",
     "AVERAGES",
     "WEIGHTS",
     "GlobalGenerators",
@@ -30,6 +31,9 @@ __all__ = [
 WEIGHTS, AVERAGES = "model", "averaged_model"
 """Names of the modules with a tensor file of their own, and of these files."""
 
+ALSO = "also, of towers"
+"""Name of the state of what `Towers(..., also=...)` adds to the model."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingObjects:
@@ -37,7 +41,7 @@ class TrainingObjects:
 
     Attributes:
         model: the model in training.
-        towers: hold T, the seed, the step and the noise scale.
+        towers: hold T, the seed, the step, the noise scale, and what `also` adds to the model.
         loader: holds the position and the settings it depends on; any object with a `state_dict` works.
         averaged_model: torch's `AveragedModel`, or another module with the averages.
         rng: whether to include the process's global generators.
@@ -72,6 +76,7 @@ class TrainingObjects:
         averaged = uncompiled(self.averaged_model)
         found = {
             "towers": self.towers,
+            ALSO: None if self.towers is None else self.towers._added(),
             "the model's settings": None if self.towers is None else ComparedSettings(self.towers),
             "loader": self.loader,
             AVERAGES: AverageCount(averaged) if isinstance(averaged, AveragedModel) else None,

@@ -13,6 +13,7 @@ from samestep.errors import ConfigError
 
 __all__ = [
     "Also",
+    "added_to",
     "check_can_step",
     "check_module",
     "check_optimizer",
@@ -40,6 +41,11 @@ def together(model: nn.Module, also: Also | None) -> nn.Module:
     check_module(model)
     if also is None:
         return model
+    if hasattr(model, "also"):
+        raise ConfigError(
+            "the model has an attribute also, the name of what also=... adds: rename it, or pass both in one "
+            "nn.ModuleDict as the model"
+        )
     root = nn.Module()
     root._modules[""] = model  # an empty name, so that parameter names stay the same
     if isinstance(also, nn.Module | nn.Parameter):
@@ -53,6 +59,15 @@ def together(model: nn.Module, also: Also | None) -> nn.Module:
             )
         setattr(root.also, name, each)
     return root
+
+
+def added_to(model: nn.Module, root: nn.Module) -> nn.Module | None:
+    """Return a module that holds, as its attribute `also`, what `together` has added; None for nothing."""
+    if root is model:
+        return None
+    added = nn.Module()
+    added.also = root.also
+    return added
 
 
 def _named(also: Any) -> list[tuple[str, Any]]:

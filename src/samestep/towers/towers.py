@@ -38,7 +38,7 @@ from samestep.towers.placing import Placed, Placing
 from samestep.towers.replica import Kind, Replica, Settings, job_alone
 from samestep.towers.report import Report
 from samestep.towers.result import StepResult
-from samestep.towers.root import Also, together
+from samestep.towers.root import Also, added_to, together
 from samestep.towers.run import StepRun
 from samestep.towers.slices import NumRows, in_steps
 from samestep.towers.tower import Tower
@@ -197,6 +197,10 @@ class Towers:
         """Let the next step compare the model's settings with those of a checkpoint."""
         at_load = settings_of(self._root, {})
         self._resumed = None if settings is None else Resumed(settings, at_load)
+
+    def _added(self) -> nn.Module | None:
+        """Return a module that holds what `also` adds to the model, as its attribute `also`."""
+        return added_to(self._model, self._root)
 
     # Read-only: changing the model, job or seed would have no effect on later steps.
 
