@@ -648,3 +648,12 @@ def test_a_batched_dataset_must_return_a_row_for_each_example():
 
 def test_a_method_called_batch_alone_makes_no_batched_dataset():
     assert_same_bits(read(make_loader(HuggingFaceLike())), read(make_loader()))
+
+
+def test_a_dataset_that_grows_is_told_of_instead_of_skipping_rows():
+    rows = [torch.ones(1)] * 6
+    loader = TowerLoader(rows, 3, Towers(torch.nn.Linear(1, 1), 3))
+    assert len(list(loader)) == 2
+    rows.append(torch.ones(1))
+    with pytest.raises(ConfigError, match=r"dataset has 7 examples, it had 6 .*: make a new TowerLoader"):
+        next(iter(loader))

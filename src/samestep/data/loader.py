@@ -136,6 +136,7 @@ class TowerLoader:
         self.seed = whole("seed", seed)
         self.shuffle = order is None if shuffle is None else shuffle
         self.drop_last = drop_last
+        self._num_examples = len(dataset)
         self._custom = None if order is None else CustomOrder.check(order, seed, len(dataset))
         _check_has_batch(self._num_rows, batch_size, drop_last)
         warn_of_single_rows(
@@ -224,7 +225,7 @@ class TowerLoader:
     @property
     def _num_rows(self) -> int:
         """Rows of epoch 0; every epoch has the same number of batches."""
-        return len(self.dataset) if self._custom is None else self._custom.num_rows
+        return self._num_examples if self._custom is None else self._custom.num_rows
 
     @property
     def epoch(self) -> int:
@@ -239,9 +240,11 @@ class TowerLoader:
         """Iterate over the rest of the current epoch.
 
         Raises:
-            ConfigError: `order` gives another number of batches than in epoch 0, or no indices.
+            ConfigError: `order` gives another number of batches than in epoch 0, or no indices; or, without
+                `order`, the dataset has another length than when the loader was made.
             UsageError: since the last batch, `position` was set or another iteration yielded a batch.
         """
+        self._check_length()
         expected, end = self._position, (self.epoch + 1) * len(self)
         order = self._order(self.epoch)
         while expected < end:
@@ -250,6 +253,7 @@ class TowerLoader:
             with closing(self._read(order, range(expected, end))) as batches:
                 while expected < end and (self._towers.placement, self._towers.job.rank) == placed:
                     self._check_unmoved(expected)
+                    self._check_length()
                     batch = next(batches)
                     expected = self._position = expected + 1
                     yield batch
@@ -303,9 +307,9 @@ class TowerLoader:
             self._check_num_batches(epoch, len(order))
             return numbered(order, len(self.dataset))
         if not self.shuffle:
-            return np.arange(len(self.dataset), dtype=np.int64)
+            return np.arange(self._num_examples, dtype=np.int64)
         shuffled = torch.randperm(
-            len(self.dataset), generator=generator(self.seed, "order", epoch), device="cpu"
+            self._num_examples, generator=generator(self.seed, "order", epoch), device="cpu"
         )
         return np.asarray(shuffled.numpy(), dtype=np.int64)
 
@@ -315,6 +319,13 @@ class TowerLoader:
                 f"order({self.seed}, {epoch}) gives {num_rows} indices, epoch 0 has {self._num_rows}: "
                 f"expected {len(self)} batches of {self.batch_size} rows in every epoch; repeat indices, or "
                 "leave some out"
+            )
+
+    def _check_length(self) -> None:
+        if self._custom is None and len(self.dataset) != self._num_examples:
+            raise ConfigError(
+                f"dataset has {len(self.dataset)} examples, it had {self._num_examples} when this "
+                "TowerLoader was made: make a new TowerLoader, or let order=... choose examples from what is there"
             )
 
     def _check_unmoved(self, expected: int) -> None:
