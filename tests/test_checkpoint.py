@@ -827,3 +827,23 @@ def test_a_checkpoint_without_what_is_trained_beside_the_model_is_refused(tmp_pa
     other, _, into = head_and_towers(lambda: nn.Linear(2, 1), 1)
     with pytest.raises(DataError, match=r"was saved without what Towers\(also=...\) adds"):
         samestep.load(tmp_path / "one", model=other, towers=into)
+
+
+class Wrapped(torch.optim.SGD):
+    """An optimizer whose state has a layout of its own, as published Lookahead wrappers have it."""
+
+    def state_dict(self):
+        return {"fast": super().state_dict(), "count": 3}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state["fast"])
+        self.count = state["count"]
+
+
+def test_an_optimizer_with_a_state_of_its_own_layout_comes_back(tmp_path):
+    model = nn.Linear(3, 2)
+    samestep.save(tmp_path / "one", model=model, optimizer=Wrapped(model.parameters(), lr=0.1))
+    other = nn.Linear(3, 2)
+    optimizer = Wrapped(other.parameters(), lr=0.2)
+    samestep.load(tmp_path / "one", model=other, optimizer=optimizer)
+    assert (optimizer.count, optimizer.param_groups[0]["lr"]) == (3, 0.1)

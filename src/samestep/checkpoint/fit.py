@@ -70,7 +70,7 @@ def check_state(
 
 
 def _problem(saved: Any, target: Any) -> str | None:
-    if isinstance(target, Optimizer):
+    if isinstance(target, Optimizer) and type(target).state_dict is Optimizer.state_dict:
         return _problem_of_optimizer(saved, target)
     if isinstance(target, (LRScheduler, GradScaler)):
         return _unlike(saved, target.state_dict())
