@@ -17,6 +17,8 @@ from samestep.errors import BatchError, BufferPolicyError, UsageError
 from samestep.streams import keep_globals, seed_globals, tower_seed
 from samestep.summation.placement import even_ranges
 
+from .simulation import values
+
 FLOAT64 = torch.float64
 
 
@@ -631,3 +633,32 @@ def test_a_batch_that_cannot_be_cut():
     with pytest.raises(BatchError, match=r"batch\['label'\] has 5 rows"):
         run(towers, batch, info_nce)
     run(towers, batch_of(6), info_nce)
+
+
+class Queue(nn.Module):
+    """A model whose loss counts its calls in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def loss(self, outputs, _):
+        self.calls += 1
+        return (outputs * self.calls).square().mean()
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_a_step_that_is_abandoned_leaves_no_trace_of_the_loss(num_workers):
+    def work(job):
+        model = Queue()
+        towers = Towers(model, 3, job=job)
+        towers.whole_batch(torch.ones(6, 3), model.layer, model.loss)
+        towers.abandon()
+        after = model.calls.item()
+        towers.whole_batch(torch.ones(6, 3), model.layer, model.loss)
+        towers.average()
+        return after, model.calls.item()
+
+    assert values(work, num_workers) == [(0.0, 1.0)] * num_workers

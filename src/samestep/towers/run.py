@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from samestep.batches.batch import LocalBatch
+from samestep.buffers.kept_buffers import KeptBuffers
 from samestep.errors import BatchError, DisagreementError, UsageError
 from samestep.streams import keep_globals, seed_globals, stream_seed, tower_seed
 from samestep.summation.buckets import Average
@@ -71,6 +72,7 @@ class StepRun:
         self._turn: Tower | None = None
         self._passes = ExitStack()
         self._has_begun = False
+        self._kept: KeptBuffers | None = None
         self.is_complete = False  # whether all of this worker's towers have run
 
     @property
@@ -152,6 +154,13 @@ class StepRun:
         self._passes.close()
         if self._has_begun:
             self._buffers.put_back()
+        if self._kept is not None:
+            self._kept.restore(only_changed=True)
+            self._kept = None
+
+    def keep_buffers(self, kept: KeptBuffers) -> None:
+        """Have `put_back` restore these, from before a loss of the whole batch, instead of those it left."""
+        self._kept = kept
 
     def replay(self) -> Generator[Tower]:
         """Yield the towers of a finished step once more, with the current weights.

@@ -57,6 +57,7 @@ def run_whole_batch(
     With `compares_loss`, the loss is compared between workers, and must have the same bits.
     """
     own = _run_first_passes(run, model, forward)
+    run.keep_buffers(KeptBuffers(model))  # the loss may write to them
     value = _differentiate(run, own, batch, loss)
     if compares_loss:
         run.watch.note_loss(value)
@@ -205,7 +206,9 @@ def _contiguous_copy(tensor: Tensor) -> Tensor:
 
 def _as_grad(parameter: Tensor, gradient: Tensor) -> Tensor:
     """Copy a dense gradient into new memory, laid out as autograd would, because autograd adds to it."""
-    return gradient if gradient.is_sparse else torch.empty_like(parameter).copy_(gradient)
+    if gradient.is_sparse:
+        return gradient
+    return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
 
 
 class _AbsentBatch:
