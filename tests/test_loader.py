@@ -655,5 +655,5 @@ def test_a_dataset_that_grows_is_told_of_instead_of_skipping_rows():
     loader = TowerLoader(rows, 3, Towers(torch.nn.Linear(1, 1), 3))
     assert len(list(loader)) == 2
     rows.append(torch.ones(1))
-    with pytest.raises(ConfigError, match=r"dataset has 7 examples, it had 6 .*: make a new TowerLoader"):
+    with pytest.raises(ConfigError, match=r"dataset has 7 examples, it had 6 .*: make a new one"):
         next(iter(loader))

@@ -325,7 +325,7 @@ class TowerLoader:
         if self._custom is None and len(self.dataset) != self._num_examples:
             raise ConfigError(
                 f"dataset has {len(self.dataset)} examples, it had {self._num_examples} when this "
-                "TowerLoader was made: make a new TowerLoader, or let order=... choose examples from what is there"
+                "TowerLoader was made: make a new one, or let order=... choose from the examples there are"
             )
 
     def _check_unmoved(self, expected: int) -> None:
