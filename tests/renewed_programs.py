@@ -75,12 +75,15 @@ def whole(pattern):
 
 
 class Decay(samestep.Callback):
-    """Halves the learning rate after every second evaluation, unfreezes a layer, and adds noise to weights.
+    """Changes the learning rate before steps and after evaluations, unfreezes a layer, adds noise to weights.
 
     It counts evaluations itself, and draws the noise from the global generator.
     """
 
     count = 0
+
+    def before_step(self, trainer, batch):
+        trainer.step.optimizer.param_groups[0]["lr"] *= 0.97
 
     def after_step(self, trainer, report):
         if report.step == 1:

@@ -8,7 +8,6 @@ repeat the call. A worker that is one call behind takes the state of a worker th
 
 from __future__ import annotations
 
-import copy
 import pickle
 import sys
 from collections.abc import Callable, Sequence
@@ -16,10 +15,10 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from samestep.app.regroup import meet_again, renewable_of, report_regroup
+from samestep.app.small_states import copied, set_small_state, small_state
 from samestep.app.unknown_optimizers import UnknownOptimizers
 from samestep.arguments import check_callable, check_kind
 from samestep.batches.batch import LocalBatch
@@ -41,7 +40,6 @@ T = TypeVar("T")
 
 _END = "the end of the Elastic block"
 _DUE = "a worker is gone"  # the reason if a worker knows only that there is a newer list of workers
-_PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
 @dataclass(frozen=True)
@@ -302,45 +300,13 @@ class Elastic:
         return replace(before, states=states)
 
     def _note(self) -> _Noted:
-        states = [_copied(_hyper_parameters(each)) for each in self._small]
+        states = [copied(small_state(each)) for each in self._small]
         return _Noted(states, GlobalStreams.capture(self._job.device))
 
     def _put_back(self, noted: _Noted) -> None:
         for each, state in zip(self._small, noted.states, strict=True):
-            if isinstance(each, Optimizer):
-                _set_hyper_parameters(each, state)
-            else:
-                each.load_state_dict(copy.deepcopy(state))
+            set_small_state(each, state)
         noted.generators.restore()
-
-
-def _hyper_parameters(each: Any) -> Any:
-    """Return an object's state; for an optimizer, only the options of its parameter groups."""
-    if not isinstance(each, Optimizer):
-        return each.state_dict()
-    groups = each.param_groups
-    return [{name: value for name, value in group.items() if name != "params"} for group in groups]
-
-
-def _copied(state: Any) -> Any:
-    """Return a deep copy; dicts, lists and plain values without `deepcopy`, which memoizes every one."""
-    kind = type(state)
-    if kind in _PLAIN:
-        return state
-    if kind is dict:
-        return {key: _copied(value) for key, value in state.items()}
-    if kind is list:
-        return [_copied(value) for value in state]
-    return copy.deepcopy(state)
-
-
-def _set_hyper_parameters(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> None:
-    for group, noted in zip(optimizer.param_groups, groups, strict=False):
-        for name, value in noted.items():
-            if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):
-                group[name].copy_(value)  # in place: a scheduler may hold this tensor
-            else:
-                group[name] = value
 
 
 def _check(state: dict[str, Any]) -> None:

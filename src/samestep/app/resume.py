@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
 import sys
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from samestep.app.loggers.tensorboard import FOLDER
 from samestep.app.loggers.wandb import ID_FILE
 from samestep.app.run_folder import Search, clear, newest_whole, set_aside, tidy
 from samestep.app.settings import Settings, is_plain
+from samestep.app.small_states import copied, set_small_state, small_state
 from samestep.app.writer import CheckpointWriter
 from samestep.checkpoint.objects import TrainingObjects, kind_of
 from samestep.checkpoint.snapshot import restore, take_snapshot
@@ -111,20 +111,23 @@ def _has_drawn(trainer: Trainer) -> bool:
 
 
 def small_states(trainer: Trainer) -> dict[str, Any]:
-    """Return copies of the states that change before a step is taken: loader, callbacks and generators."""
-    states = {name: copy.deepcopy(each.state_dict()) for name, each in _small(trainer).items()}
+    """Return copies of the states that change before a step is taken.
+
+    They are those of loader and callbacks, the options of the optimizer's groups, and the generators.
+    """
+    states = {name: copied(small_state(each)) for name, each in _small(trainer).items()}
     return {**states, _GENERATORS: GlobalStreams.capture(trainer.job.device)}
 
 
 def put_back(trainer: Trainer, states: Mapping[str, Any]) -> None:
     """Restore the states that `small_states` returned."""
     for name, each in _small(trainer).items():
-        each.load_state_dict(states[name])
+        set_small_state(each, states[name])
     states[_GENERATORS].restore()
 
 
 def _small(trainer: Trainer) -> dict[str, Any]:
-    return {"loader": trainer.loader, **_callbacks(trainer)}
+    return {"loader": trainer.loader, "optimizer": trainer.step.optimizer, **_callbacks(trainer)}
 
 
 def resume(trainer: Trainer, lock: RunLock) -> None:

@@ -1,0 +1,51 @@
+"""What a program may change before a step is taken, kept to be restored if the step has to be repeated."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = ["copied", "set_small_state", "small_state"]
+
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+
+
+def small_state(each: Any) -> Any:
+    """Return an object's state; for an optimizer, only the options of its parameter groups."""
+    if not isinstance(each, Optimizer):
+        return each.state_dict()
+    groups = each.param_groups
+    return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+
+
+def copied(state: Any) -> Any:
+    """Return a deep copy; dicts, lists and plain values without `deepcopy`, which memoizes every one."""
+    kind = type(state)
+    if kind in _PLAIN:
+        return state
+    if kind is dict:
+        return {key: copied(value) for key, value in state.items()}
+    if kind is list:
+        return [copied(value) for value in state]
+    return copy.deepcopy(state)
+
+
+def set_small_state(each: Any, state: Any) -> None:
+    """Restore what `small_state` returned; `state` may be used again."""
+    if isinstance(each, Optimizer):
+        _set_options(each, state)
+    else:
+        each.load_state_dict(copy.deepcopy(state))
+
+
+def _set_options(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> None:
+    for group, noted in zip(optimizer.param_groups, groups, strict=False):
+        for name, value in noted.items():
+            if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):
+                group[name].copy_(value)  # in place: a scheduler may hold this tensor
+            else:
+                group[name] = value
