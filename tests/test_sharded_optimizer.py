@@ -204,6 +204,35 @@ class Noisy(SGD):
                 parameter.add_(torch.rand_like(parameter))
 
 
+class LateNoise(SGD):
+    """Adds noise from the fourth step on, when it is no longer tried."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for parameter in group["params"] if group["count"] > 3 else ():
+                parameter.add_(torch.randn_like(parameter), alpha=0.01)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_random_numbers_in_an_update_are_refused_on_all_workers(num_workers):
+    def work(job):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        towers = Towers(model, 5, job=job)
+        optimizer = ShardedOptimizer(towers, LateNoise, lr=0.1)
+        for _ in range(4):
+            for tower in towers(torch.ones(10, 6)):
+                tower.backward(model(tower.batch).square().mean())
+            towers.average()
+            optimizer.step()
+
+    for outcome in simulate(work, num_workers):
+        assert "LateNoise draws random numbers in step()" in outcome.text
+
+
 class Counting(SGD):
     """Keeps something beside its parameters."""
 

@@ -34,6 +34,7 @@ from samestep.sharding.cuts import divide
 from samestep.sharding.separable import check_separable
 from samestep.sharding.shares import Share, gather
 from samestep.sharding.update import Update
+from samestep.streams import GlobalStreams
 from samestep.towers.division import Division, UpdatesShares
 from samestep.towers.result import StepResult
 from samestep.towers.root import settings_of
@@ -292,6 +293,8 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
             its.update(_settings(mine))
         for share in own:
             share.begin()
+        may_draw = self.optimizer_class not in _ELEMENTWISE
+        before = GlobalStreams.capture(self._towers.job.device) if may_draw else None
         try:
             step: Any = type(inner).step
             # Without torch's global hooks, which have already run for the ShardedOptimizer.
@@ -301,6 +304,11 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
                 share.end()
             for name in scaling:
                 delattr(inner, name)
+        if before is not None and before.has_changed():
+            raise UsageError(
+                f"{self.optimizer_class.__name__} draws random numbers in step(), which each worker would "
+                "draw for its own shares: use the optimizer itself, not sharded"
+            )
         self._take_settings()
 
     def _checked_state(self, own: Sequence[Share]) -> defaultdict[Tensor, Any]:
