@@ -491,3 +491,38 @@ def test_a_process_of_multiprocessing_launches_no_workers(monkeypatch, capsys):
         samestep.launch(print, workers=2)
     assert ended.value.code == 2
     assert "workers run the script again, but this is a multiprocessing process" in capsys.readouterr().err
+
+
+class Raises(samestep.Callback):
+    """Raises at the start or the end of a run, and counts the ends."""
+
+    def __init__(self, where=None):
+        self.where, self.num_ends = where, 0
+
+    def on_start(self, trainer):
+        if self.where == "start":
+            raise KeyError("start")
+
+    def on_end(self, trainer):
+        self.num_ends += 1
+        if self.where == "end":
+            raise KeyError("end")
+
+
+class Ends(samestep.Logger):
+    ended_with = None
+
+    def log(self, step, scalars):
+        pass
+
+    def on_end(self, trainer):
+        self.ended_with = trainer.ending
+
+
+@pytest.mark.parametrize(("where", "num_ends"), [("start", [1, 0, 0]), ("end", [1, 1, 1])])
+def test_what_has_started_is_ended_though_a_callback_raises(tmp_path, where, num_ends):
+    callbacks, logger = [Raises(), Raises(where), Raises()], Ends()
+    with pytest.raises(KeyError, match=where):
+        trainer_of(samestep.init(), tmp_path, callbacks=callbacks, loggers=[logger]).run()
+    assert [callback.num_ends for callback in callbacks] == num_ends
+    assert logger.ended_with == f"KeyError: '{where}'"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from samestep.app.callbacks import Logger
+from samestep.app.callbacks import Callback, Logger
 from samestep.app.display import Display
 from samestep.app.lock import RunLock
 from samestep.app.loggers.json_lines import JsonLines
@@ -43,6 +44,7 @@ class Hooks:
         self._before = Before({}, [])
         self._lock = lock
         self._loggers: list[Logger] = []
+        self._started: list[Callback] = []
         self._scalars: dict[int | None, Scalars] = {}
         self._logged: list[Callable[[Logger], None]] = []  # calls made after step `_logged_step`
         self._logged_step = -1
@@ -51,21 +53,32 @@ class Hooks:
     def __enter__(self) -> Hooks:
         if objects_of(self._trainer).are_sharded:  # otherwise every worker has all of `p.grad` in any case
             self._gradients_every = self._find_readers()
-        self._start_loggers()
-        for callback in self._trainer.callbacks:
-            callback.on_start(self._trainer)
+        try:
+            self._start_loggers()
+            for callback in self._trainer.callbacks:
+                callback.on_start(self._trainer)
+                self._started.append(callback)
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None and self._trainer.ending is None:
-            self._trainer.ending = one_line(f"{kind.__name__}: {error}".removesuffix(": "))
-        try:
-            for callback in self._trainer.callbacks:
-                callback.on_end(self._trainer)
-        finally:
-            self._log(lambda logger: logger.on_end(self._trainer))
+            self._trainer.ending = _in_words(kind, error)
+        with ExitStack() as ends:  # calls all of them, also if one raises
+            ends.push(self._end_loggers)
+            for callback in reversed(self._started):
+                ends.callback(callback.on_end, self._trainer)
+
+    def _end_loggers(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:  # a callback's `on_end` has raised
+            self._trainer.ending = _in_words(kind, error)
+        self._log(lambda logger: logger.on_end(self._trainer))
 
     def _start_loggers(self) -> None:
         loggers = [Display(), JsonLines(self._lock), *self._trainer.loggers]
@@ -174,6 +187,10 @@ class Hooks:
             except Exception as error:
                 self._loggers.remove(logger)
                 _say(type(logger).__name__, error)
+
+
+def _in_words(kind: type[BaseException], error: BaseException | None) -> str:
+    return one_line(f"{kind.__name__}: {error}".removesuffix(": "))
 
 
 def _say(what: str, error: Exception) -> None:
