@@ -847,3 +847,10 @@ def test_an_optimizer_with_a_state_of_its_own_layout_comes_back(tmp_path):
     optimizer = Wrapped(other.parameters(), lr=0.2)
     samestep.load(tmp_path / "one", model=other, optimizer=optimizer)
     assert (optimizer.count, optimizer.param_groups[0]["lr"]) == (3, 0.1)
+
+
+@pytest.mark.parametrize("step", [-1, 2.5, True, "7"])
+def test_a_step_that_is_no_whole_number_is_refused_before_it_is_saved(tmp_path, step):
+    with pytest.raises(ConfigError, match=r"step = .*: expected an int >= 0"):
+        samestep.save(tmp_path / "one", model=nn.Linear(1, 1), step=step)
+    assert not (tmp_path / "one").exists()

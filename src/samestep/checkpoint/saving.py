@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from samestep.arguments import check_kind
+from samestep.arguments import check_kind, whole
 from samestep.checkpoint.files import Found, read, write
 from samestep.checkpoint.manifest import Manifest
 from samestep.checkpoint.objects import GlobalGenerators, TrainingObjects
@@ -85,7 +85,8 @@ def save(  # noqa: PLR0913 - what a run's state consists of
     if towers is None:
         if has_group():
             raise ConfigError("towers is missing: there are several workers, so pass towers=")
-        return write(take_snapshot(objects.gathered(), step or 0), path)
+        number = whole("step", 0 if step is None else step, 0)
+        return write(take_snapshot(objects.gathered(), number), path)
     if step is not None:
         raise ConfigError(f"step = {step} was passed with towers, which know the step: leave step out")
     towers._check_no_step(f"save {path}")
