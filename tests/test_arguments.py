@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -169,3 +170,10 @@ def test_numbers_of_numpy_are_numbers():
     assert type(towers.num_towers) is int
     loader = samestep.TowerLoader(ROWS, 10, towers, seed=np.int64(3))
     assert next(iter(loader)).rows == 10
+
+
+def test_whole_numbers_of_numpy_are_saved_as_those_of_python(tmp_path):
+    model = torch.nn.Linear(1, 1)
+    towers = samestep.Towers(model, 2, seed=np.int64(3), noise_every=np.int64(20))
+    samestep.save(tmp_path / "one", model=model, towers=towers)
+    samestep.load(tmp_path / "one", model=model, towers=samestep.Towers(model, 2, seed=3))

@@ -56,14 +56,11 @@ class Settings:
     noise_every: int
 
     def __post_init__(self) -> None:
-        every = self.noise_every
-        whole("seed", self.seed)
-        whole("bucket_bytes", self.bucket_bytes, 1)
+        for name, low in (("seed", None), ("bucket_bytes", 1), ("noise_every", 0)):
+            object.__setattr__(self, name, whole(name, getattr(self, name), low))  # NumPy's ints as Python's
         check_kind("accumulate_dtype", self.accumulate_dtype, (torch.dtype, NoneType), "a torch.dtype")
         if self.on_zero_count not in ("raise", "skip"):
             raise ConfigError(f"on_zero_count = {self.on_zero_count!r}: expected 'raise' or 'skip'")
-        if isinstance(every, bool) or not isinstance(every, int) or every < 0:
-            raise ConfigError(f"noise_every = {every!r}: expected an int >= 0; 0 never measures")
 
     @property
     def must_match(self) -> dict[str, Any]:

@@ -72,6 +72,7 @@ class StepRun:
         self._turn: Tower | None = None
         self._passes = ExitStack()
         self._has_begun = False
+        self._ends = -1, -1  # the first and the last of this worker's towers that have rows
         self._kept: KeptBuffers | None = None
         self.is_complete = False  # whether all of this worker's towers have run
 
@@ -108,6 +109,7 @@ class StepRun:
             self._passes.callback(self._buffers.end_passes)
             self._buffers.start_step()
             self._has_begun = True
+            self._ends = min(self.local.slices, default=-1), max(self.local.slices, default=-1)
             for index in self.local.slices:
                 self.exchange.stopwatch.start()
                 with self._sharing_errors():
@@ -273,7 +275,7 @@ class StepRun:
             return
         self.losses.note(loss)
         who = f"step {self.step}, tower {tower.index}"
-        first, last = min(self.local.slices), max(self.local.slices)
+        first, last = self._ends
         is_last = tower.index == last
         with self._sharing_errors():
             self.watch.check_pass(who, loss.total, is_outer=is_last or tower.index == first)
