@@ -76,7 +76,7 @@ class Hooks:
     def _end_loggers(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None:  # a callback's `on_end` has raised
+        if kind is not None and self._trainer.ending in (None, "done"):  # a callback's `on_end` has raised
             self._trainer.ending = _in_words(kind, error)
         self._log(lambda logger: logger.on_end(self._trainer))
 
