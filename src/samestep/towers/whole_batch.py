@@ -56,8 +56,9 @@ def run_whole_batch(
 
     With `compares_loss`, the loss is compared between workers, and must have the same bits.
     """
-    own = _run_first_passes(run, model, forward)
-    run.keep_buffers(KeptBuffers(model))  # the loss may write to them
+    kept = KeptBuffers(model)
+    own = _run_first_passes(run, kept, forward)
+    run.keep_buffers(kept)  # the loss may write to them
     value = _differentiate(run, own, batch, loss)
     if compares_loss:
         run.watch.note_loss(value)
@@ -94,10 +95,9 @@ class _Pass:
                 torch.autograd.backward([t for t, _ in found], [g for _, g in found])
 
 
-def _run_first_passes(run: StepRun, model: nn.Module, forward: Forward) -> dict[int, _Pass]:
-    """Run the first passes, without grad, and keep only copies of their outputs."""
+def _run_first_passes(run: StepRun, kept: KeptBuffers, forward: Forward) -> dict[int, _Pass]:
+    """Run the first passes, without grad; keep only copies of their outputs, and restore `kept`."""
     own: dict[int, _Pass] = {}
-    kept = KeptBuffers(model)
     with keep_globals(run.job.device), torch.no_grad():
         for tower, batch in run.local.slices.items():
             seed_globals(tower_seed(run.seed, run.step, tower), run.job.device)
