@@ -17,7 +17,6 @@ from samestep.streams import GlobalStreams
 from samestep.towers.towers import Towers
 
 __all__ = [
-    "ALSO",
     "AVERAGES",
     "WEIGHTS",
     "GlobalGenerators",
@@ -30,9 +29,6 @@ __all__ = [
 
 WEIGHTS, AVERAGES = "model", "averaged_model"
 """Names of the modules with a tensor file of their own, and of these files."""
-
-ALSO = "also, of towers"
-"""Name of the state of what `Towers(..., also=...)` adds to the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +72,7 @@ class TrainingObjects:
         averaged = uncompiled(self.averaged_model)
         found = {
             "towers": self.towers,
-            ALSO: None if self.towers is None else self.towers._added(),
+            "what Towers(also=...) adds": None if self.towers is None else self.towers._added(),
             "the model's settings": None if self.towers is None else ComparedSettings(self.towers),
             "loader": self.loader,
             AVERAGES: AverageCount(averaged) if isinstance(averaged, AveragedModel) else None,

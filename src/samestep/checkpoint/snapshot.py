@@ -15,15 +15,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from samestep.checkpoint.fit import check_state, check_tensors
-from samestep.checkpoint.objects import (
-    ALSO,
-    AVERAGES,
-    WEIGHTS,
-    TrainingObjects,
-    kind_of,
-    load_state,
-    state_of,
-)
+from samestep.checkpoint.objects import AVERAGES, WEIGHTS, TrainingObjects, kind_of, load_state, state_of
 from samestep.checkpoint.state_tree import from_outline, to_outline
 from samestep.errors import ConfigError, DataError, Error, one_line, shown
 from samestep.identity import Fingerprint, fingerprint
@@ -165,7 +157,7 @@ def _weights_for(
         check_tensors(found[-1][1], state_of(module), f"{path / name}.safetensors", name.replace("_", " "))
     for name in objects.own:
         if name not in sections["own"]:
-            missing = "what Towers(also=...) adds to the model" if name == ALSO else name
+            missing = name
             if name == AVERAGES:  # the averages themselves are there
                 missing = (
                     "the number of updates, as averaged_model was a plain module; pass averaged_model.module"
