@@ -244,7 +244,6 @@ class TowerLoader:
                 `order`, the dataset has another length than when the loader was made.
             UsageError: since the last batch, `position` was set or another iteration yielded a batch.
         """
-        self._check_length()
         expected, end = self._position, (self.epoch + 1) * len(self)
         order = self._order(self.epoch)
         while expected < end:
