@@ -293,7 +293,7 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
             its.update(_settings(mine))
         for share in own:
             share.begin()
-        may_draw = self.optimizer_class not in _ELEMENTWISE
+        may_draw = not self.optimizer_class.__module__.startswith("torch.")
         before = GlobalStreams.capture(self._towers.job.device) if may_draw else None
         try:
             step: Any = type(inner).step
