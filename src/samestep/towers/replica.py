@@ -56,8 +56,13 @@ class Settings:
     noise_every: int
 
     def __post_init__(self) -> None:
-        for name, low in (("seed", None), ("bucket_bytes", 1), ("noise_every", 0)):
-            object.__setattr__(self, name, whole(name, getattr(self, name), low))  # NumPy's ints as Python's
+        ints = {
+            "seed": whole("seed", self.seed),
+            "bucket_bytes": whole("bucket_bytes", self.bucket_bytes, 1),
+            "noise_every": whole("noise_every", self.noise_every, 0, "0 never measures"),
+        }
+        for name, value in ints.items():
+            object.__setattr__(self, name, value)  # an int of Python, also if it was one of NumPy
         check_kind("accumulate_dtype", self.accumulate_dtype, (torch.dtype, NoneType), "a torch.dtype")
         if self.on_zero_count not in ("raise", "skip"):
             raise ConfigError(f"on_zero_count = {self.on_zero_count!r}: expected 'raise' or 'skip'")
