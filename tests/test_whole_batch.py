@@ -662,3 +662,17 @@ def test_a_step_that_is_abandoned_leaves_no_trace_of_the_loss(num_workers):
         return after, model.calls.item()
 
     assert values(work, num_workers) == [(0.0, 1.0)] * num_workers
+
+
+def test_a_parameter_in_the_loss_may_have_gradients_of_another_dtype():
+    model = nn.Linear(3, 2)
+    model.scale = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    model.scale.grad_dtype = torch.float32
+    towers = Towers(model, 3)
+    batch = torch.ones(6, 3)
+    towers.whole_batch(
+        batch, lambda x: nn.functional.linear(x, model.weight), lambda y, _: (y * model.scale).mean()
+    )
+    towers.average()
+    assert model.scale.grad.dtype == torch.float32
+    torch.testing.assert_close(model.scale.grad[0], nn.functional.linear(batch, model.weight).mean())
