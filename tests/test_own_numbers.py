@@ -156,6 +156,20 @@ def test_losses_that_are_made_in_each_pass_count_for_themselves():
     assert criterion.iteration == 1
 
 
+def test_a_count_that_the_loop_advances_after_backward_is_told():
+    model = Noting()
+
+    def take_step():
+        towers = Towers(model, NUM_TOWERS)
+        for tower in towers(torch.ones(12, 4)):
+            tower.backward(square(model(tower.batch)))
+            model.progress += 1
+        towers.average()
+
+    with pytest.warns(UserWarning, match="^passes changed progress of Noting"):
+        take_step()
+
+
 def progress(job, model, step):
     model.progress = step / 100
 

@@ -187,6 +187,8 @@ class StepRun:
     def _check_done(self, tower: Tower) -> None:
         if tower.index not in self._done:
             raise self._check.not_handed_in(tower)
+        if self._gradients is not None:
+            self.watch.end_turn(f"step {self.step}, tower {tower.index}")
 
     def take_mean(self, tower: Tower, loss: Tensor | Mapping[str, Tensor]) -> None:
         """Run backward from a tower's mean loss, or from its named sums; see `Tower.backward`."""

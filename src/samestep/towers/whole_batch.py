@@ -110,7 +110,7 @@ def _run_first_passes(run: StepRun, kept: KeptBuffers, forward: Forward) -> dict
                 own[tower] = _Pass(outline, outputs, Repeated(outputs) if run.watch.looks else None)
                 run.watch.modes.check(f"step {run.step}, tower {tower}")
                 run.watch.check(f"step {run.step}, tower {tower}")
-                run.watch.numbers.check()
+                run.watch.end_turn(f"step {run.step}, tower {tower}")
             finally:
                 run.watch.stop_looking()
                 kept.restore()

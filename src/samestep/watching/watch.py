@@ -15,6 +15,7 @@ from samestep.errors import BufferPolicyError, Error, UsageError
 from samestep.identity import is_compiled
 from samestep.watching.flow import FlowWatch
 from samestep.watching.modes import Modes
+from samestep.watching.optimizer_settings import OptimizerSettings, has_settings
 from samestep.watching.outside import OutsideNets
 from samestep.watching.own_generators import OwnGenerators, is_generator
 from samestep.watching.own_numbers import OwnNumbers
@@ -64,6 +65,7 @@ class Watch:
         self.outside = OutsideNets(model, self.modes, self.numbers)
         self.flow = FlowWatch()
         self._generators = OwnGenerators(model)
+        self._optimizers = OptimizerSettings()
         self._forwards = [(type(module).__name__, type(module).forward) for module in model.modules()]
         self._model = model
         self._num_workers = 0
@@ -90,6 +92,7 @@ class Watch:
             found = in_reach(_is_looked_for, self._forwards) if self._follows else []
             self.numbers.start_step()
             self._generators.start_step(found)
+            self._optimizers.start_step(found)
             self.outside.note_compiled(found)
         self.flow.beside.clear()
         if self._follows:
@@ -130,6 +133,7 @@ class Watch:
             self.outside.start_looking()
             self._generators.note()
             self.numbers.start_pass(tower)
+            self._optimizers.start_pass()
 
     def follow(self, tower: int, num_rows: int, rows: Iterable[Tensor]) -> None:
         """Follow the values of a tower's rows, in some of the steps that look."""
@@ -167,7 +171,6 @@ class Watch:
         if self.looks:
             self.check(who)
             self._generators.check()
-            self.numbers.check()
         else:
             self.outside.check(who)
         if self._follows:
@@ -193,9 +196,16 @@ class Watch:
             return set()
         return {id(t) for t, new, old in zip(self._present, now, before, strict=True) if new != old}
 
+    def end_turn(self, who: str) -> None:
+        """Check what a tower's whole turn in the loop has changed, in a step that looks."""
+        if self.looks:
+            self.numbers.check()
+            self._optimizers.check(who)
+
     def end_step(self, who: str) -> None:
         """Check again after the last backward, also the numbers of entries and the hashes."""
         self.check(who)
+        self.end_turn(who)  # the loop may have ended with a `break`
         if self._follows:
             self.flow.end_step(who)
         if sum(map(len, self._registries)) != self.num_entries:
@@ -232,8 +242,8 @@ class Watch:
 
 
 def _is_looked_for(value: Any) -> bool:
-    """Say whether this is a generator or compiled code, which the watch treats specially."""
-    return is_generator(value) or is_compiled(value)
+    """Say whether this is a generator, compiled code, or has settings: the watch treats these specially."""
+    return is_generator(value) or is_compiled(value) or has_settings(value)
 
 
 def _explain(changed: Sequence[NamedBuffer], empty: Sequence[NamedBuffer] = ()) -> str:

@@ -1,0 +1,133 @@
+"""Schedules and learning rates that passes change: an error on all workers where two passes share one."""
+
+import pytest
+import torch
+
+import samestep
+from samestep import Towers
+from samestep.errors import UsageError
+
+from .cases import mostly_long
+from .nets import batch_of, loss_of, net
+from .simulation import simulate, values
+
+NUM_TOWERS = 7
+
+
+class Loop:
+    """A training loop, which calls `in_pass` within each pass, and `after_pass` after its backward."""
+
+    def __init__(self, job):
+        torch.manual_seed(0)
+        self.model, self.num_passes = net(), 0
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9)
+        self.schedule = self.make_schedule()
+        towers = Towers(self.model, NUM_TOWERS, job=job)
+        for self.step in range(2):
+            for tower in towers(batch_of(self.step, 21)):
+                self.in_pass()
+                tower.backward(loss_of(self.model, tower.batch))
+                self.after_pass()
+                del tower
+            towers.average()
+            self.optimizer.step()
+        self.digest = samestep.digest(self.model)
+
+    def make_schedule(self):
+        return torch.optim.lr_scheduler.LinearLR(self.optimizer)
+
+    def in_pass(self):
+        pass
+
+    def after_pass(self):
+        pass
+
+
+class InPass(Loop):
+    def in_pass(self):
+        self.schedule.step()
+
+
+class AfterPass(Loop):
+    def after_pass(self):
+        self.schedule.step()
+
+
+class NotYet(AfterPass):
+    """Advances a schedule that changes the learning rate much later."""
+
+    def make_schedule(self):
+        return torch.optim.lr_scheduler.StepLR(self.optimizer, 1000)
+
+
+class Nested(AfterPass):
+    def make_schedule(self):
+        parts = [torch.optim.lr_scheduler.LinearLR(self.optimizer) for _ in range(2)]
+        return torch.optim.lr_scheduler.ChainedScheduler(parts)
+
+
+class Momentum(AfterPass):
+    def make_schedule(self):
+        return torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.1, total_steps=100)
+
+
+class ByHand(Loop):
+    def after_pass(self):
+        self.num_passes += 1
+        self.optimizer.param_groups[0]["lr"] = 0.1 / self.num_passes
+
+
+class InTensor(ByHand):
+    def make_schedule(self):
+        self.optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+
+    def after_pass(self):
+        self.optimizer.param_groups[0]["lr"].mul_(0.9)
+
+
+class FromStep(Loop):
+    """Sets what follows the step's number."""
+
+    def in_pass(self):
+        self.optimizer.param_groups[0]["lr"] = 0.1 / (self.step + 1)
+
+
+class ForPass(Loop):
+    """Sets a learning rate for an inner loop, and restores it."""
+
+    def in_pass(self):
+        self.num_passes += 1
+        self.optimizer.param_groups[0]["lr"] = 0.1 / self.num_passes
+
+    def after_pass(self):
+        self.optimizer.param_groups[0]["lr"] = 0.1
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("num_workers", mostly_long([3, 1, 2], 1))
+@pytest.mark.parametrize(
+    ("program", "named"),
+    mostly_long(
+        [
+            (AfterPass, "lr of SGD"),
+            (InPass, "lr of SGD"),
+            (ByHand, "lr of SGD"),
+            (NotYet, "last_epoch of StepLR"),
+            (Nested, "lr of SGD"),
+            (Momentum, "lr of SGD"),
+            (InTensor, "lr of SGD"),
+        ],
+        4,
+    ),
+)
+def test_a_setting_that_two_passes_change_ends_the_step_on_all_workers(program, named, num_workers):
+    outcomes = simulate(program, num_workers, num_workers)
+    for outcome in outcomes:
+        assert isinstance(outcome.error, UsageError), outcome
+        assert f"changed {named}, which an earlier pass of the step also changed" in outcome.text
+
+
+@pytest.mark.parametrize("program", [Loop, FromStep, ForPass])
+def test_what_follows_the_step_is_no_error(program):
+    found = {digest for number in (1, 3) for digest in values(lambda job: program(job).digest, number)}
+    assert len(found) == 1
