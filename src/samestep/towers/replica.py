@@ -27,7 +27,7 @@ from samestep.summation.sparse import find_sparse, sparse_weights
 from samestep.towers.division import Division
 from samestep.towers.root import check_module, check_wrappers
 from samestep.watching.hooks import HookCheck
-from samestep.watching.label_means import LabelMeans
+from samestep.watching.means import Means
 from samestep.watching.outside import averaged_parameters
 from samestep.watching.watch import Watch
 from samestep.workers.collectives import broadcast
@@ -114,7 +114,7 @@ class Replica:
         self.version = 0
         self._plans: dict[Kind, Plan] = {}
         self.has_reentrant = False  # whether a backward may add to a parameter's gradient twice
-        self.label_means = LabelMeans()
+        self.means = Means()
         check_wrappers(model)
         check_norms(model, settings.statistics)
         check_policies(find_named_buffers(model), settings.buffers)

@@ -55,7 +55,7 @@ class StepRun:
         self.watch = replica.watch
         self._replica = replica
         self._check = PassCheck(replica.parameters, replica.buffers)
-        replica.label_means.start_step()
+        replica.means.start_step()
         self._is_dropped = False
         self.is_interrupted = False  # whether another step's passes began in this thread meanwhile
         self.parameters = replica.parameters
@@ -195,14 +195,10 @@ class StepRun:
         with self._sharing_errors():
             self._check_turn(tower)
             found = self.losses.from_mean(tower, loss)
-            if self.watch.looks and self.losses.named is None:
-                self.watch.flow.pause()  # what this reads, the pass has not read
-                self._replica.label_means.look(tower, found.total)
-                self.watch.go_on()
         self._take(tower, found)
-        if self.watch.looks and self.losses.named is None:
+        if self.losses.named is None:
             with self._sharing_errors():
-                self._replica.label_means.compare(tower, self.watch.flow.divisors)
+                self._replica.means.compare(repr(tower), tower.rows, self.watch.flow.means)
 
     def take_sum(self, tower: Tower, total: Tensor, count: float | Tensor) -> None:
         """Run backward from a tower's summed loss; see `Tower.backward_sum`."""

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from samestep.errors import UsageError, warn
 from samestep.watching.beside import LEFT_NUMBER, Beside
-from samestep.watching.divisors import Divisor, divisor_of
 from samestep.watching.kept_numbers import KeptNumbers
+from samestep.watching.means import Mean, mean_of
 from samestep.watching.origins import NOWHERE, Origin, Origins, storage_of
 from samestep.watching.reach import Named, in_reach
 
@@ -99,7 +99,7 @@ class FlowWatch(TorchDispatchMode):
 
     Attributes:
         beside: what passes read beside the model.
-        divisors: what this pass has divided sums by, in order.
+        means: those that this pass has computed, in order.
     """
 
     supports_higher_order_operators = True
@@ -118,7 +118,7 @@ class FlowWatch(TorchDispatchMode):
         self._kept_numbers = KeptNumbers()
         self._has_warned = False
         self.beside = Beside()
-        self.divisors: list[Divisor] = []
+        self.means: list[Mean] = []
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -185,7 +185,7 @@ class FlowWatch(TorchDispatchMode):
         """End a pass."""
         self.pause()
         self._follows = False
-        self.divisors = []
+        self.means = []
 
     def check(self, who: str, loss: Tensor) -> None:
         """Raise if this pass's loss depends on state from another tower's pass.
@@ -266,9 +266,9 @@ class FlowWatch(TorchDispatchMode):
     def _follow(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, drawn: Origin
     ) -> None:
-        divisor = divisor_of(func, args, result)
-        if divisor is not None:
-            self.divisors.append(divisor)
+        mean = mean_of(func, args, kwargs, result)
+        if mean is not None:
+            self.means.append(mean)
         kind, own = _kind_of(func) if isinstance(func, OpOverload) else _HIGHER_ORDER, 1 << self._tower
         values = [args[at] if at < len(args) else kwargs.get(name) for at, name in kind.writes]
         written = list(_tensors(values))
