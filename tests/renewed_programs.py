@@ -77,7 +77,7 @@ def whole(pattern):
 class Decay(samestep.Callback):
     """Changes the learning rate before steps and after evaluations, unfreezes a layer, adds noise to weights.
 
-    It counts evaluations itself, and draws the noise from the global generator.
+    From some step on, it keeps the running statistics. It counts evaluations itself, and draws the noise from the global generator.
     """
 
     count = 0
@@ -88,6 +88,8 @@ class Decay(samestep.Callback):
     def after_step(self, trainer, report):
         if report.step == 1:
             trainer.model[0].requires_grad_(True)
+        if report.step == 3:
+            trainer.model[1].eval()
         with torch.no_grad():
             trainer.model[-1].weight.add_(torch.randn(1, 4), alpha=0.01)
 

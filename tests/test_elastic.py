@@ -431,3 +431,68 @@ def test_a_loss_is_reported_although_a_newcomer_has_replaced_the_worker(capsys, 
     together = [text for text in texts if text.count("going on with") == 1 and "with 2 workers" in text]
     assert together
     assert all("worker 0 is gone" in text for text in together)
+
+
+def normalised(job):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    towers = samestep.Towers(model, 3, job=job)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return model, towers, optimizer
+
+
+def evaluate(model):
+    with torch.no_grad():
+        return float(model(torch.ones(2, 2)).sum())
+
+
+def with_evaluations(job):
+    """Switches modes between calls, so that a worker that is a call ahead has another mode."""
+    model, towers, optimizer = normalised(job)
+    with samestep.Elastic(model=model, towers=towers, optimizer=optimizer) as elastic:
+        while towers.step < 4:
+            elastic(take_step, model, towers, optimizer)
+            was_training = model.training
+            model.eval()
+            elastic(evaluate, model)
+            model.train(was_training)
+    return samestep.digest(model)
+
+
+def with_a_frozen_layer(job):
+    """Switches a layer's mode for good in a call, which some workers do not make themselves."""
+    model, towers, optimizer = normalised(job)
+
+    def freeze_and_take_step():
+        if towers.step == 2:
+            model[1].eval()
+        take_step(model, towers, optimizer)
+
+    with samestep.Elastic(model=model, towers=towers, optimizer=optimizer) as elastic:
+        while towers.step < 5:
+            elastic(freeze_and_take_step)
+    return samestep.digest(model)
+
+
+def with_a_mode_that_a_call_leaves(job):
+    model, towers, optimizer = normalised(job)
+
+    def toggle_and_take_step():
+        model[1].train(not model[1].training)
+        take_step(model, towers, optimizer)
+
+    with samestep.Elastic(model=model, towers=towers, optimizer=optimizer) as elastic:
+        while towers.step < 5:
+            elastic(toggle_and_take_step)
+    return samestep.digest(model)
+
+
+@pytest.mark.parametrize("seed", mostly_long(range(40), 5))
+@pytest.mark.parametrize("work", [with_evaluations, with_a_frozen_layer, with_a_mode_that_a_call_leaves])
+def test_modes_of_layers_follow_the_calls(work, seed):
+    alone = work(samestep.Job(torch.device("cpu")))
+    town = Town(3, seed, Faults(killed={seed % 3: 10 + seed % 29}), arrivals=[seed * 10])
+    for number, outcome in enumerate(town.run(work)):
+        came_late = number >= 3 and isinstance(outcome.error, LostWorkerError)
+        may_fail = isinstance(outcome.error, Killed | SystemExit) or came_late or town.was_early
+        assert outcome.value == alone or may_fail, outcome.text

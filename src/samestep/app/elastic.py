@@ -22,7 +22,16 @@ from samestep.app.small_states import copied, set_small_state, small_state
 from samestep.app.unknown_optimizers import UnknownOptimizers
 from samestep.arguments import check_callable, check_kind
 from samestep.batches.batch import LocalBatch
-from samestep.checkpoint.handover import Trained, send_state, set_trained, take_state, trained
+from samestep.checkpoint.handover import (
+    Modes,
+    Trained,
+    modes,
+    send_state,
+    set_modes,
+    set_trained,
+    take_state,
+    trained,
+)
 from samestep.checkpoint.objects import TrainingObjects
 from samestep.data.stream_loader import StreamLoader
 from samestep.errors import ConfigError, LostWorkerError, UsageError, one_line
@@ -44,9 +53,10 @@ _DUE = "a worker is gone"  # the reason if a worker knows only that there is a n
 
 @dataclass(frozen=True)
 class _Noted:
-    """A copy of the small part of the state: everything but modules and per-parameter optimizer state."""
+    """A copy of the small part of the state: everything but weights and per-parameter optimizer state."""
 
     states: Sequence[Any]
+    modes: Modes
     generators: GlobalStreams
 
 
@@ -88,7 +98,8 @@ class Elastic:
 
     - A call contains at most one step, with its update of the weights, or one other action that needs all
       workers. It may run several times, but only the last run has an effect: before a call is repeated, the
-      global generators, the loader's position, learning rates and the rest of the small state are restored.
+      global generators, the layers' modes, the loader's position, learning rates and the rest of the small
+      state are restored.
     - A worker that is one call behind gets the state and the call's result from a worker that has finished
       it. So results must be picklable.
     - Change weights only inside calls. Between two calls, do only what is the same on all workers, such as a
@@ -301,11 +312,12 @@ class Elastic:
 
     def _note(self) -> _Noted:
         states = [copied(small_state(each)) for each in self._small]
-        return _Noted(states, GlobalStreams.capture(self._job.device))
+        return _Noted(states, modes(self._objects), GlobalStreams.capture(self._job.device))
 
     def _put_back(self, noted: _Noted) -> None:
         for each, state in zip(self._small, noted.states, strict=True):
             set_small_state(each, state)
+        set_modes(self._objects, noted.modes)
         noted.generators.restore()
 
 

@@ -21,7 +21,16 @@ from samestep.app.regroup import meet_again, renewable_of, report_regroup
 from samestep.app.resume import objects_of, put_back, small_states, write_checkpoint
 from samestep.app.run_folder import tidy
 from samestep.app.writer import CheckpointWriter
-from samestep.checkpoint.handover import Trained, send_state, set_trained, take_state, trained
+from samestep.checkpoint.handover import (
+    Modes,
+    Trained,
+    modes,
+    send_state,
+    set_modes,
+    set_trained,
+    take_state,
+    trained,
+)
 from samestep.errors import DataError, LostWorkerError
 from samestep.towers.report import Report
 from samestep.workers.collectives import gather_objects
@@ -45,6 +54,7 @@ class _Progress:
         elapsed_s: how long the run has lasted.
         run_dir: the run's folder.
         trained: which parameters are trained.
+        modes: the layers' modes.
     """
 
     step: int
@@ -55,6 +65,7 @@ class _Progress:
     elapsed_s: float
     run_dir: Path
     trained: Trained
+    modes: Modes
 
     @property
     def order(self) -> tuple[int, int]:
@@ -237,9 +248,9 @@ class Loop:
     def _progress(self) -> _Progress:
         step = self._step if self._has_state else -1
         elapsed_s = self._interruption.elapsed_s
-        flags = trained(objects_of(self._trainer))
+        objects = objects_of(self._trainer)
         done = (step, self._num_done, self._report, self.metrics, self._leads, elapsed_s)
-        return _Progress(*done, self._lock.run_dir, flags)
+        return _Progress(*done, self._lock.run_dir, trained(objects), modes(objects))
 
     def _catch_up(self) -> None:
         """Exchange progress with the others; take the state of a worker that is ahead of this one."""
@@ -259,6 +270,8 @@ class Loop:
             self._show(own, ahead)
             take_state(handed[0], objects)
         set_trained(objects, ahead.trained)
+        if own.step < 0:  # callbacks have switched them in steps that it has not taken
+            set_modes(objects, ahead.modes)
         self._report, self.metrics, self._num_done = ahead.report, ahead.metrics, ahead.num_done
         self._has_state = True
         trainer.step.towers._agree_again()

@@ -60,6 +60,7 @@ class ModelBuffers:
             tuple((buffer.name, _describe(buffer, assigned.get(buffer.name))) for buffer in buffers),
             len(self._counters.shared),
             sum(collector.num_values for collector in self._collectors),
+            tuple((b.name, "training" if b.module.training else "eval") for b in buffers if is_statistic(b)),
         )
 
     @property
@@ -146,8 +147,7 @@ def _describe(buffer: NamedBuffer, policy: Policy | None) -> str:
         return policy
     tensor = buffer.get()
     kind = "empty" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
-    mode = ", in training" if _is_in_training(buffer) else ""
-    return f"{kind}{mode}{'' if policy is None else f', {policy}'}"
+    return kind if policy is None else f"{kind}, {policy}"
 
 
 def _is_in_training(buffer: NamedBuffer) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,10 +14,13 @@ from samestep.identity import uncompiled
 from samestep.workers.agreement import hand_over
 from samestep.workers.job import Job
 
-__all__ = ["Trained", "send_state", "set_trained", "take_state", "trained"]
+__all__ = ["Modes", "Trained", "modes", "send_state", "set_modes", "set_trained", "take_state", "trained"]
 
 Trained: TypeAlias = Mapping[str, Mapping[str, bool]]
 """Which parameters require grad: by the module's name, then by the parameter's."""
+
+Modes: TypeAlias = Sequence[bool]
+"""Whether each layer is in training mode."""
 
 
 def send_state(
@@ -56,6 +59,21 @@ def set_trained(objects: TrainingObjects, flags: Trained) -> None:
         for key, parameter in module.named_parameters():
             if key in flags.get(name, {}):
                 parameter.requires_grad_(flags[name][key])
+
+
+def modes(objects: TrainingObjects) -> Modes:
+    """Return the layers' modes; a checkpoint does not restore these, because the program sets them."""
+    return [layer.training for layer in _layers(objects)]
+
+
+def set_modes(objects: TrainingObjects, modes: Modes) -> None:
+    """Set the layers' modes to what `modes` returned, here or on another worker."""
+    for layer, is_training in zip(_layers(objects), modes, strict=False):
+        layer.training = is_training
+
+
+def _layers(objects: TrainingObjects) -> Iterator[nn.Module]:
+    return (layer for module in _modules(objects).values() for layer in module.modules())
 
 
 def _modules(objects: TrainingObjects) -> dict[str, nn.Module]:

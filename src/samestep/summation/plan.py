@@ -56,6 +56,7 @@ class BufferLayout:
     kinds: Named = ()  # each buffer's shape, dtype and policy, in words
     num_counters: int = 0  # C, integer buffers that count
     num_moments: int = 0  # S, numbers that are added over the towers
+    modes: Named = ()  # of the layers with statistics: training or eval, by the statistics' names
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,10 @@ class Plan:
     def with_all_shared(self) -> Plan:
         """Return the plan without new tensors, for use after their values have been shared."""
         return replace(self, new_tensors=()) if self.new_tensors else self
+
+    def without_modes(self) -> Plan:
+        """Return the plan without the layers' modes, to be compared where workers may yet switch them."""
+        return replace(self, buffers=replace(self.buffers, num_moments=0, modes=()))
 
     @property
     def is_whole(self) -> bool:
@@ -151,6 +156,7 @@ class Plan:
             "layer": dict(self.layers),
             "trained parameter": {each.name: str(each) for each in self.parameters},
             "buffer": dict(self.buffers.kinds),
+            "mode of": dict(self.buffers.modes),
             "new tensor": dict(self.new_tensors),
             "changes of tensors": str(self.version),
             "sizes": f"{sizes}, {self.buffers.num_counters} counters, {self.buffers.num_moments} moments",

@@ -147,15 +147,26 @@ class Towers:
         self._agree(num_towers, prepare)
         self._opening.plan = self._opening.share(self._opening.plan)
 
-    def _agree(self, num_towers: int, prepare: Callable[[], Mapping[str, Any] | None]) -> None:
-        """Place the towers evenly, make the plan, and compare it and the settings with the other workers'."""
+    def _agree(
+        self,
+        num_towers: int,
+        prepare: Callable[[], Mapping[str, Any] | None],
+        *,
+        compares_modes: bool = True,
+    ) -> None:
+        """Place the towers evenly, make the plan, and compare it and the settings with the other workers'.
+
+        Without `compares_modes`, the first step agrees on the plan again: at a regroup, some workers may have
+        switched to eval mode for their next call, others not yet.
+        """
         # Every worker checks its arguments before the first message, so that none waits for one that raised.
         must_match: dict[str, Any] = {"towers": num_towers, **self._settings.must_match}
         error: Exception | None = None
         try:
             self._placing.begin(num_towers)
             of_model = prepare() or {}
-            self._opening = Opening(self._replica, self._replica.plan(Kind(self.placement)))
+            plan = self._replica.plan(Kind(self.placement))
+            self._opening = Opening(self._replica, plan if compares_modes else plan.without_modes())
             must_match |= {**self._opening.plan.description, "placement": self._asked, **of_model}
         except Exception as found:
             error = found
@@ -180,7 +191,9 @@ class Towers:
     def _agree_again(self) -> None:
         """Agree on settings and plan with the job's current workers, all of which are at the same step."""
         versions = gather_objects(self.job.transport, self._replica.version, "towers")
-        self._agree(self.placement.num_towers, lambda: self._replica.forget_plans(max(versions)))
+        self._agree(
+            self.placement.num_towers, lambda: self._replica.forget_plans(max(versions)), compares_modes=False
+        )
 
     def _check_weights(self, where: str) -> None:
         """Check that all workers have the same weights, for the end, where no step follows to check them."""
