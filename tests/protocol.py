@@ -67,6 +67,9 @@ class Rate:
     def hash_beside(self) -> int:
         return 0
 
+    def late_hash(self) -> int:
+        return 0
+
     def hash_of_passes(self) -> int:
         return 0
 

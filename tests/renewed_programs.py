@@ -77,7 +77,8 @@ def whole(pattern):
 class Decay(samestep.Callback):
     """Changes the learning rate before steps and after evaluations, unfreezes a layer, adds noise to weights.
 
-    From some step on, it keeps the running statistics. It counts evaluations itself, and draws the noise from the global generator.
+    From some step on, it keeps the running statistics. It counts evaluations itself, and draws the noise from
+    the global generator.
     """
 
     count = 0

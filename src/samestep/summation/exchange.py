@@ -48,7 +48,8 @@ class MustMatch(Protocol):
     """Hashes that must be the same on all workers, and a description to explain a difference.
 
     `hash` is called when the exchange is created, the others for each header. `hash_of_passes` returns 0 on
-    workers that have run no pass. `hash_beside` may differ: see `differs_beside`.
+    workers that have run no pass, and `late_hash` on those that do not know it. `hash_beside` may differ: see
+    `differs_beside`.
     """
 
     def hash(self) -> int: ...
@@ -56,6 +57,8 @@ class MustMatch(Protocol):
     def hash_beside(self) -> int: ...
 
     def hash_of_passes(self) -> int: ...
+
+    def late_hash(self) -> int: ...
 
     def in_words(self) -> dict[str, object]: ...
 
@@ -271,11 +274,11 @@ class Exchange:
 
     @property
     def _header(self) -> list[int]:
-        beside, of_passes = 0, 0
+        last = [0, 0, 0]
         if self._rest is not None:
-            beside, of_passes = self._rest.hash_beside(), self._rest.hash_of_passes()
+            last = [self._rest.hash_beside(), self._rest.late_hash(), self._rest.hash_of_passes()]
         own = [v if isinstance(v, int) else zlib.crc32(v.encode()) for v in self._must_match.values()]
-        return [self._status, self.plan.fingerprint, *own, self._hash_of_rest, beside, of_passes]
+        return [self._status, self.plan.fingerprint, *own, self._hash_of_rest, *last]
 
     def _for_all(self, own: Sequence[int]) -> list[Tensor]:
         """Return a tensor for each worker, int64 [n]: this worker's numbers, and memory for the others'."""
@@ -286,10 +289,11 @@ class Exchange:
 
     def _check(self, headers: Sequence[Tensor]) -> None:
         rows = [header[2:].tolist() for header in headers]
-        of_passes = {row.pop() for row in rows} - {0}  # 0: that worker has run no pass yet
+        # 0 is unknown: for passes, because that worker has run none yet.
+        of_passes, late = ({row.pop() for row in rows} - {0} for _ in range(2))
         self.differs_beside = len({row.pop() for row in rows}) > 1
         expected = [_FINE, *rows[self._job.rank][1:]]
-        if any(row != expected for row in rows) or len(of_passes) > 1:
+        if any(row != expected for row in rows) or max(len(of_passes), len(late)) > 1:
             self._settle()
 
     def _settle(self) -> None:

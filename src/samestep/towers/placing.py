@@ -8,6 +8,7 @@ from samestep.errors import ConfigError, shown
 from samestep.summation.placement import Placement
 from samestep.towers.pace import Pace
 from samestep.workers.job import Job
+from samestep.workers.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from samestep.towers.run import StepRun
@@ -25,20 +26,24 @@ class Placing:
 
     Attributes:
         current: the placement of the next step.
-        pass_ns: how long this worker's passes of the last step took; 0 if unknown.
     """
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._pace: Pace | None = None  # with placement="auto"
-        self.pass_ns = 0
+        self._stopwatch: Stopwatch | None = None  # of the last step
 
     def begin(self, num_towers: int) -> None:
         """Place the towers evenly on the job's current workers."""
         self.current = Placement.even(num_towers, self._job.world_size)
-        self.pass_ns = 0
+        self._stopwatch = None
         if self._pace is not None:
             self._pace.clear()
+
+    @property
+    def pass_ns(self) -> int:
+        """How long this worker's passes of the last step took; 0 if unknown. Read it as late as possible."""
+        return 0 if self._stopwatch is None else self._stopwatch.read_ns()
 
     def set(self, placement: Placed) -> None:
         """Set a placement, or how to choose it."""
@@ -62,7 +67,7 @@ class Placing:
 
     def follow(self, run: StepRun) -> None:
         """Update the placement from the workers' speed, at the end of a step."""
-        self.pass_ns = run.exchange.stopwatch.read_ns()
+        self._stopwatch = run.exchange.stopwatch
         if self._pace is not None and self._job.world_size > 1:
             rows_of = run.ranges  # by tower
             rows = [sum(len(rows_of[tower]) for tower in own) for own in run.plan.placement.ranges]

@@ -49,13 +49,17 @@ class MustMatch:
         """Return a 32-bit number of what the losses so far depend on beside the model, 0 for nothing."""
         return self.watch.flow.beside.hash()
 
+    def late_hash(self) -> int:
+        """Return a 32-bit hash of the weights in the previous step, on a GPU; 0 if unknown."""
+        return self.watch.late_hash
+
     def in_words(self) -> dict[str, object]:
         """Return all of this by name, and after a "?" the hints that an error adds if they differ."""
         modes = self.watch.modes.in_words()
         generator = zlib.crc32(bytes(torch.get_rng_state().tolist()))
         return {
             **{name: repr(value) for name, value in self.settings.items()},
-            "hash of the weights in": self.watch.hashes,
+            "hash of the weights in": self.watch.hashes_to_explain(),
             "the layer": self.watch.settings,
             f"?{FIRST_EXAMPLE}: {_DATA}": self.first_example,
             "modes": modes,

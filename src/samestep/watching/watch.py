@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -32,6 +33,14 @@ _MOST_NAMES = 4
 _version = operator.attrgetter("_version")
 
 
+class _Ended(NamedTuple):
+    """The hashes of a step, from before its passes and after them."""
+
+    step: int
+    before: Hashes
+    after: Hashes
+
+
 class Watch:
     """Compares the model before and after passes: tensors, version counters, data pointers, and hashes.
 
@@ -44,12 +53,15 @@ class Watch:
         num_entries: how many parameters, buffers and modules there were then.
         settings: of torch's own layers, by layer, in every 32nd step.
         loss: of the whole batch, which all workers compute; None until it is known in this step.
+        late_hash: on a GPU, a 32-bit hash of the previous step's hashes. It is 0 if unknown: on a worker that
+            has joined, or that has ended the step before and takes it again.
     """
 
     pointers: list[int]
     num_entries: int
     settings: Mapping[str, str]
     loss: float | None
+    late_hash: int
 
     def __init__(self, model: nn.Module, fixed: Sequence[NamedBuffer], shared: Sequence[NamedBuffer]) -> None:
         self._places = [*find_named_parameters(model), *fixed]
@@ -58,8 +70,8 @@ class Watch:
         self._entries = list(map(set, self._registries))
         self._tensors: list[Tensor | None] = []
         self._hash = WeightHash(self._places, shared, fixed)
-        self._before = self._late = Hashes()
-        self._late_after: Hashes | None = None
+        self._before = Hashes()
+        self._ended: _Ended | None = None  # on a GPU: the last step that has ended, to be compared later
         self.modes = Modes(model)
         self.numbers = OwnNumbers(model)
         self.outside = OutsideNets(model, self.modes, self.numbers)
@@ -75,7 +87,9 @@ class Watch:
     def start_step(self, step: int, num_workers: int) -> None:
         """Start to watch a step, after `note` and before its first pass."""
         self._step, self.loss = step, None
-        self._late, self._before = self._before, self._hash.of(step)
+        self._before, self.late_hash = self._hash.of(step), 0
+        if self._ended is not None and self._ended.step == step - 1:
+            self.late_hash = zlib.crc32(repr(self._ended.before.by_name()).encode())
         has_others, self._num_workers = self._num_workers != num_workers, num_workers
         # By the step's number, the same on all workers: a newcomer has taken fewer steps itself.
         do_all_look = step % _LOOK_EVERY == 0
@@ -119,8 +133,14 @@ class Watch:
 
     @property
     def hashes(self) -> Mapping[str, int]:
-        """Hashes that must be the same on all workers: on a GPU those of the previous step."""
-        return (self._before if self._before.is_ready else self._late).by_name()
+        """Hashes from before the passes, which must be the same on all workers; none yet on a GPU."""
+        return self._before.by_name() if self._before.is_ready else {}
+
+    def hashes_to_explain(self) -> Mapping[str, int]:
+        """Return what shows which tensor differs; on a GPU, whole tensors, as the difference may be older."""
+        if self._before.is_ready:
+            return self._before.by_name()
+        return {**self._before.by_name(), **self._hash.by_name(fixed_only=True)}
 
     def hashes_of_all(self) -> dict[str, int]:
         """Return a hash of the current value of each parameter and buffer."""
@@ -210,13 +230,19 @@ class Watch:
             self.flow.end_step(who)
         if sum(map(len, self._registries)) != self.num_entries:
             raise self._explain_entries(who)
-        before, after = self._before, self._hash.of(self._step, fixed_only=True)
-        if not after.is_ready:  # on a GPU, compare the previous step's, without waiting
-            before, after, self._late_after = self._late, self._late_after or Hashes(), after
-        old = before.by_name()
-        changed = {name for name, value in after.by_name().items() if old.get(name, value) != value}
+        ended = _Ended(self._step, self._before, self._hash.of(self._step, fixed_only=True))
+        if ended.after.is_ready:
+            self._compare(ended)
+        else:  # on a GPU, compare the last step that has ended, without waiting
+            last, self._ended = self._ended, ended
+            if last is not None:
+                self._compare(last)
+
+    def _compare(self, ended: _Ended) -> None:
+        old = ended.before.by_name()
+        changed = {name for name, value in ended.after.by_name().items() if old.get(name, value) != value}
         if changed:
-            self._fail(who, [place.name in changed for place in self._places])
+            self._fail(f"step {ended.step}: a pass", [place.name in changed for place in self._places])
 
     def _fail(self, who: str, has_changed: Sequence[bool]) -> None:
         changed = [place for place, has in zip(self._places, has_changed, strict=True) if has]

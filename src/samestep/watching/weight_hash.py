@@ -73,13 +73,13 @@ class WeightHash:
         """Return the hashes of this step's slice, and of what is hashed in every step."""
         pieces = [*self._always, *self._slices[step % len(self._slices)]]
         pairs = [(piece, piece.place.get()) for piece in pieces if piece.is_fixed or not fixed_only]
-        return Hashes([(piece, tensor) for piece, tensor in pairs if tensor is not None])
+        return Hashes([(piece, t) for piece, t in pairs if t is not None and t.numel()])
 
-    def by_name(self) -> dict[str, int]:
+    def by_name(self, *, fixed_only: bool = False) -> dict[str, int]:
         """Return a hash of each whole tensor, by name."""
         found: dict[str, int] = {}
         for index in range(len(self._slices)):
-            for name, value in self.of(index).by_name().items():
+            for name, value in self.of(index, fixed_only=fixed_only).by_name().items():
                 found[name] = zlib.crc32(f"{found.get(name)} {value}".encode())
         return found
 

@@ -1,0 +1,127 @@
+"""Hashes that are ready one step later, as on a GPU: paired by step, and unknown to workers that join."""
+
+import pytest
+import torch
+from torch import nn
+
+import samestep
+from samestep import Towers
+from samestep.errors import AbandonedError, DisagreementError, LostWorkerError, UsageError
+from samestep.watching import watch, weight_hash
+
+from .cases import mostly_long
+from .simulation import Faults, Killed, simulate, values
+from .town import Town
+
+
+class LateHashes(weight_hash.Hashes):
+    """Computed at once, but not ready until they are asked for."""
+
+    def __init__(self, pieces=()):
+        super().__init__(pieces)
+        self.is_ready = not pieces
+
+    def by_name(self):
+        self.is_ready = True
+        return super().by_name()
+
+
+@pytest.fixture(autouse=True)
+def late_hashes(monkeypatch):
+    monkeypatch.setattr(weight_hash, "Hashes", LateHashes)
+    monkeypatch.setattr(watch, "Hashes", LateHashes)
+
+
+def parts(job):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    model.register_buffer("nothing", torch.zeros(0))
+    return model, Towers(model, 7, job=job), torch.optim.SGD(model.parameters(), 0.1)
+
+
+def batch_of(step):
+    return torch.randn(14, 4, generator=torch.Generator().manual_seed(step))
+
+
+def take_step(model, towers, optimizer):
+    for tower in towers(batch_of(towers.step)):
+        tower.backward(model(tower.batch).square().mean())
+    towers.average()
+    optimizer.step()
+
+
+def leaving(job, leavers):
+    """Take steps; at its first attempt, step s is left by the worker `leavers[s]`."""
+    model, towers, optimizer = parts(job)
+    leavers = dict(leavers)
+    while towers.step < 6:
+        leaver = leavers.pop(towers.step, None)
+        try:
+            for tower in towers(batch_of(towers.step)):
+                tower.backward(model(tower.batch).square().mean())
+            if leaver is not None and leaver % job.world_size == job.rank:
+                towers.abandon()
+                continue
+            towers.average()
+        except AbandonedError:
+            towers.abandon()
+            continue
+        optimizer.step()
+    return samestep.digest(model)
+
+
+@pytest.mark.parametrize("num_workers", mostly_long([3, 1, 2], 2))
+@pytest.mark.parametrize("leavers", [{1: 0}, {1: 1, 2: 0}, {0: 2, 3: 1, 4: 1, 5: 0}])
+def test_steps_that_are_taken_again_give_no_error(leavers, num_workers):
+    expected = values(lambda job: leaving(job, {}), 1)
+    assert values(lambda job: leaving(job, leavers), num_workers, num_workers) == expected * num_workers
+
+
+@pytest.mark.parametrize("num_workers", mostly_long([3, 1, 2], 2))
+def test_a_write_through_data_is_found_a_step_later(num_workers):
+    def work(job):
+        model, towers, optimizer = parts(job)
+        for step in range(4):
+            for tower in towers(batch_of(step)):
+                if step == 1 and tower.index == 0:
+                    model[2].bias.data += 1
+                tower.backward(model(tower.batch).square().mean())
+            towers.average()
+            optimizer.step()
+
+    for rank, outcome in enumerate(simulate(work, num_workers, num_workers)):
+        assert isinstance(outcome.error, DisagreementError if rank else UsageError)
+        assert "step 1: a pass wrote to 2.bias" in outcome.text
+
+
+@pytest.mark.parametrize("num_workers", mostly_long([3, 2], 1))
+def test_weights_that_differ_are_found_a_step_later(num_workers):
+    def work(job):
+        model, towers, optimizer = parts(job)
+        while towers.step < 4:
+            take_step(model, towers, optimizer)
+            if towers.step == 2 and job.rank == 1:
+                model[0].weight.data[0, 0] += 1
+
+    for outcome in simulate(work, num_workers, num_workers):
+        assert isinstance(outcome.error, DisagreementError)
+        assert "step 3: worker " in outcome.text
+        assert "hash of the weights in 0.weight" in outcome.text
+
+
+def elastic(job):
+    model, towers, optimizer = parts(job)
+    with samestep.Elastic(model=model, towers=towers, optimizer=optimizer) as elastic:
+        while towers.step < 6:
+            elastic(take_step, model, towers, optimizer)
+    return samestep.digest(model)
+
+
+@pytest.mark.parametrize("seed", mostly_long(range(20), 4))
+def test_workers_that_join_do_not_know_the_step_before(seed):
+    alone = elastic(samestep.Job(torch.device("cpu")))
+    town = Town(3, seed, Faults(killed={seed % 3: 12 + seed}), arrivals=[seed * 20])
+    for number, outcome in enumerate(town.run(elastic)):
+        came_late = number >= 3 and isinstance(outcome.error, LostWorkerError)
+        may_fail = isinstance(outcome.error, Killed | SystemExit) or came_late or town.was_early
+        assert outcome.value == alone or may_fail, outcome.text
