@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import random
 
 import pytest
 import torch
@@ -172,6 +173,33 @@ def test_frozen_parameters_keep_no_gradient_and_no_hook():
     take_step(towers, 1)
     assert [p.grad is None for p in model[0].parameters()] == [True, True]
     assert towers._replica.parameters == [p for p in model.parameters() if p.requires_grad]
+
+
+def test_a_change_that_was_there_before_is_not_looked_at_again():
+    """Layers that are frozen and thawed at each step, as in a GAN: a step that looks takes much longer."""
+    generator = random.Random(0)
+    model = make()
+    towers = Towers(model, NUM_TOWERS)
+
+    def train_part(first, *, trains_rest):
+        model[0].requires_grad_(not first)
+        model[-1].requires_grad_(trains_rest)
+        model[1].train(first)
+
+    def take_steps():
+        looks = []
+        for step in range(9):
+            train_part(step % 2 == 0, trains_rest=step > 5)
+            for tower in towers(batch_of(step)):
+                tower.backward(loss_of(model, tower.batch) * generator.random())
+            towers.average()
+            looks.append(towers._replica.watch.looks)
+        return looks
+
+    with pytest.warns(UserWarning, match="drew from generator") as told:
+        looks = take_steps()
+    assert len(told) == 1
+    assert looks == [True, True, False, False, False, False, True, False, False]
 
 
 @pytest.mark.parametrize("num_workers", mostly_long([3, 2], 1))

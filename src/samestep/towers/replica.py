@@ -115,6 +115,7 @@ class Replica:
         self._plans: dict[Kind, Plan] = {}
         self.has_reentrant = False  # whether a backward may add to a parameter's gradient twice
         self.means = Means()
+        self.watch = Watch(model)
         check_wrappers(model)
         check_norms(model, settings.statistics)
         check_policies(find_named_buffers(model), settings.buffers)
@@ -188,7 +189,7 @@ class Replica:
         self._layouts = tuple(self._lay_out(name, p, name in sparse) for name, p in named.items())
         self._check_hooks = HookCheck(list(named), self.parameters)
         self.buffers = ModelBuffers(self.model, self.settings.statistics, self.settings.buffers, self.job)
-        self.watch = Watch(self.model, self.buffers.fixed, self.buffers.shared)
+        self.watch.look_at_model(self.buffers.fixed, self.buffers.shared)
         self._plans = {}
         self._seen, self._seen_quickly = self._kinds(), self._quick_kinds()
         self._num_entries = self.watch.num_entries

@@ -63,25 +63,43 @@ class Watch:
     loss: float | None
     late_hash: int
 
-    def __init__(self, model: nn.Module, fixed: Sequence[NamedBuffer], shared: Sequence[NamedBuffer]) -> None:
-        self._places = [*find_named_parameters(model), *fixed]
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._modules: list[nn.Module] = []
+        self._known: set[object] = set()  # trained parameters and shared buffers of the steps so far
+        self._new: set[object] = set()  # those of the next step that are not known
+        self._num_workers = 0
+        self._ended: _Ended | None = None  # on a GPU: the last step that has ended, to be compared later
+        self._optimizers = OptimizerSettings()
+        self.flow = FlowWatch()
+        self.looks = self._follows = False
+
+    def look_at_model(self, fixed: Sequence[NamedBuffer], shared: Sequence[NamedBuffer]) -> None:
+        """Watch the model as it is from now on: when it is new, and after a change between two steps.
+
+        Args:
+            fixed: the buffers that no pass may change.
+            shared: those that passes may change; all workers have the same values between steps.
+        """
+        modules = list(self._model.modules())
+        if len(modules) != len(self._modules) or any(map(operator.is_not, modules, self._modules)):
+            self._modules = modules
+            self._known.clear()
+            self._forwards = [(type(module).__name__, type(module).forward) for module in modules]
+            self._generators = OwnGenerators(self._model)
+            self.modes = Modes(self._model)
+            self.numbers = OwnNumbers(self._model)
+            self.outside = OutsideNets(self._model, self.modes, self.numbers)
+        parameters = find_named_parameters(self._model)
+        self._places = [*parameters, *fixed]
         self._current = reader(self._places)
-        self._registries = [r for m in model.modules() for r in (m._parameters, m._buffers, m._modules)]
+        self._registries = [r for m in modules for r in (m._parameters, m._buffers, m._modules)]
         self._entries = list(map(set, self._registries))
         self._tensors: list[Tensor | None] = []
         self._hash = WeightHash(self._places, shared, fixed)
         self._before = Hashes()
-        self._ended: _Ended | None = None  # on a GPU: the last step that has ended, to be compared later
-        self.modes = Modes(model)
-        self.numbers = OwnNumbers(model)
-        self.outside = OutsideNets(model, self.modes, self.numbers)
-        self.flow = FlowWatch()
-        self._generators = OwnGenerators(model)
-        self._optimizers = OptimizerSettings()
-        self._forwards = [(type(module).__name__, type(module).forward) for module in model.modules()]
-        self._model = model
-        self._num_workers = 0
-        self.looks = self._follows = False
+        trained = {id(p) for each in parameters if (p := each.get()) is not None and p.requires_grad}
+        self._new = (trained | {buffer.name for buffer in shared}) - self._known
         self.note()
 
     def start_step(self, step: int, num_workers: int) -> None:
@@ -90,15 +108,18 @@ class Watch:
         self._before, self.late_hash = self._hash.of(step), 0
         if self._ended is not None and self._ended.step == step - 1:
             self.late_hash = zlib.crc32(repr(self._ended.before.by_name()).encode())
-        has_others, self._num_workers = self._num_workers != num_workers, num_workers
+        is_first = self._num_workers != num_workers or bool(self._new)
+        self._num_workers = num_workers
+        self._known |= self._new
+        self._new = set()
         # By the step's number, the same on all workers: a newcomer has taken fewer steps itself.
         do_all_look = step % _LOOK_EVERY == 0
         # Ever more rarely, because following operators makes them slower.
         do_all_follow = do_all_look and step & (step - 1) == 0
         # With several workers, step 1 as well: it uses what the program has made of step 0.
         compares = num_workers > 1 and (do_all_follow or step == 1)
-        self.looks = has_others or do_all_look
-        self._follows = has_others or do_all_follow or compares
+        self.looks = is_first or do_all_look
+        self._follows = is_first or do_all_follow or compares
         self.settings = self.numbers.settings() if do_all_look else {}
         self.modes.start_step(notes_autocast=do_all_follow)
         self.outside.start_step()
@@ -241,8 +262,9 @@ class Watch:
     def _compare(self, ended: _Ended) -> None:
         old = ended.before.by_name()
         changed = {name for name, value in ended.after.by_name().items() if old.get(name, value) != value}
-        if changed:
-            self._fail(f"step {ended.step}: a pass", [place.name in changed for place in self._places])
+        has_changed = [place.name in changed for place in self._places]
+        if any(has_changed):
+            self._fail(f"step {ended.step}: a pass", has_changed)
 
     def _fail(self, who: str, has_changed: Sequence[bool]) -> None:
         changed = [place for place, has in zip(self._places, has_changed, strict=True) if has]
