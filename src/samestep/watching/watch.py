@@ -66,8 +66,8 @@ class Watch:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._modules: list[nn.Module] = []
-        self._known: set[object] = set()  # trained parameters and shared buffers of the steps so far
-        self._new: set[object] = set()  # those of the next step that are not known
+        self._known: set[int | str] = set()  # trained parameters and shared buffers of the steps so far
+        self._new: set[int | str] = set()  # those of the next step that are not known
         self._num_workers = 0
         self._ended: _Ended | None = None  # on a GPU: the last step that has ended, to be compared later
         self._optimizers = OptimizerSettings()
