@@ -185,6 +185,37 @@ def test_none_whole_starts_nothing_over(whole, run_dir, capsys):
     assert (status, lines, digest) == (0, [], digest_of(whole))
 
 
+@pytest.mark.parametrize("is_emptied", [False, True])
+def test_a_run_whose_checkpoints_are_gone_does_not_start_over(whole, run_dir, capsys, is_emptied):
+    shutil.rmtree(run_dir / "checkpoints")
+    if is_emptied:  # as the mount point of a disk that is not mounted
+        (run_dir / "checkpoints").mkdir()
+    before = kept(run_dir)
+    for _ in range(2):
+        status, lines, _ = run(run_dir, capsys)
+        assert (status, len(lines)) == (2, 1)
+        assert lines[0].startswith(
+            f"samestep: error: {run_dir}: its checkpoints are gone: metrics.jsonl names step-00000008 as the "
+            "last one, and checkpoints/ has none: restore"
+        )
+    assert kept(run_dir) == before
+    assert cli.main(["digest", str(run_dir)]) == 2
+    assert "its checkpoints are gone" in capsys.readouterr().err
+    shutil.copytree(whole / "checkpoints", run_dir / "checkpoints", dirs_exist_ok=True)
+    assert run(run_dir, capsys) == (0, [], digest_of(whole))
+    shutil.rmtree(run_dir / "checkpoints")
+    assert run(run_dir, capsys, "--fresh") == (0, [], digest_of(whole))
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_starts_again(whole, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Tiny, "stop_before", 4)
+    with pytest.raises(KeyboardInterrupt):
+        train(Tiny(run_dir=tmp_path, checkpoint_every=100, log_every=1), JOB)
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 4
+    monkeypatch.setattr(Tiny, "stop_before", None)
+    assert run(tmp_path, capsys) == (0, [], digest_of(whole))
+
+
 def test_a_first_checkpoint_that_was_not_finished_is_no_start(whole, tmp_path, capsys):
     unfinished = tmp_path / "checkpoints" / ".step-00000002.unfinished"
     shutil.copytree(checkpoint_path(whole, 2), unfinished)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 
 import pytest
 import torch
@@ -343,6 +344,17 @@ def test_lines_of_metrics_go_on_where_the_run_does(tmp_path):
     assert [line["step"] for line in lines if "loss/total" in line] == [5, 10, 15]
     assert [line["workers"] for line in lines if line.get("event") == "start"] == [1, 2]
     assert not any("lost" in line for line in lines)
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_start_over(tmp_path, whole):
+    run(tmp_path, 2)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    shutil.rmtree(tmp_path / "checkpoints")
+    for num_workers in (1, 2):
+        with pytest.raises(DataError, match=r"its checkpoints are gone: .*, or fresh=True in a script"):
+            run(tmp_path, num_workers)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    assert run(tmp_path, 2, fresh=True) == whole
 
 
 def test_metrics_are_never_written_through_a_link(tmp_path, whole, capsys):

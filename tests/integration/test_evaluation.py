@@ -25,6 +25,7 @@ def test_follow_goes_on_until_training_ends(run, nursery, tmp_path):
 def test_no_checkpoint_is_said(run, tmp_path):
     train(run, tmp_path, "--workers", "1")
     shutil.rmtree(tmp_path / "checkpoints")
+    (tmp_path / "metrics.jsonl").unlink()
     finished = run("eval", tmp_path, "--workers", "1", expect=2)
     assert "has no checkpoint" in finished.stderr()
     assert len(finished.stderr().splitlines()) == 1

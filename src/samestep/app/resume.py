@@ -138,7 +138,8 @@ def resume(trainer: Trainer, lock: RunLock) -> None:
 
     Raises:
         ConfigError: the checkpoint belongs to another experiment.
-        DataError: the checkpoint does not fit the objects, or there are checkpoints but none is whole.
+        DataError: the checkpoint does not fit the objects, there are checkpoints but none is whole, or the
+            run's checkpoints are gone.
         StorageError: the checkpoint cannot be read.
     """
     job, run_dir = trainer.job, lock.run_dir

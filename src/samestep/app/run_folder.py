@@ -21,6 +21,7 @@ from pathlib import Path
 
 from torch.utils import _pytree as pytree
 
+from samestep.app.loggers.json_lines import FILE as METRICS, last_checkpoint
 from samestep.checkpoint.durable import storage
 from samestep.checkpoint.files import Found, read
 from samestep.checkpoint.folder import Folder
@@ -43,6 +44,7 @@ __all__ = [
     "tidy",
 ]
 
+_OR_ELSE = "choose another --run-dir, or start over with --fresh, or fresh=True in a script"
 _NAME = re.compile(r"step-[0-9]{8,}")
 _SET_ASIDE = re.compile(r"step-[0-9]{8,}\.damaged(-[0-9]+)?")
 _LEFT_BEHIND = re.compile(r"\.step-[0-9]{8,}\.(unfinished|deleted)")
@@ -116,15 +118,24 @@ def newest_whole(run_dir: Path) -> Search:
     """Find the newest whole checkpoint of a run; `found` is None if the run never had a checkpoint.
 
     Raises:
-        DataError: there are checkpoints, set aside or not, but none is whole.
+        DataError: there are checkpoints, set aside or not, but none is whole; or the run had checkpoints, but
+            they are gone.
     """
     result = search(run_dir)
+    if result.found is not None:
+        return result
     aside = [path for path in _entries(run_dir) if _SET_ASIDE.fullmatch(path.name)]
-    if result.found is None and (result.damaged or aside):
+    if result.damaged or aside:
         print_damaged(result)
         raise DataError(
             f"{run_dir}: none of its {len(result.damaged) + len(aside)} checkpoints is whole: restore one, "
-            "choose another --run-dir, or start over with --fresh"
+            f"{_OR_ELSE}"
+        )
+    last = last_checkpoint(run_dir)
+    if last is not None:
+        raise DataError(
+            f"{run_dir}: its checkpoints are gone: {METRICS} names {last} as the last one, and checkpoints/ "
+            f"has none: restore them, mount their disk, {_OR_ELSE}"
         )
     return result
 

@@ -200,7 +200,8 @@ class Trainer:
         Raises:
             ConfigError: the run folder holds another experiment, or `fresh` would delete at every restart.
             DisagreementError: workers have different options, or different weights.
-            DataError: the run folder has checkpoints, but none is whole; or the loader has no batches.
+            DataError: the run folder has checkpoints, but none is whole; its checkpoints are gone; or the
+                loader has no batches.
             LockedError: another process trains in the run folder.
             LostWorkerError: another worker is gone or silent, and the job cannot continue without it.
             StorageError: a checkpoint cannot be written.

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -14,13 +15,14 @@ from samestep.app.lock import RunLock
 from samestep.app.memory import total_bytes
 from samestep.checkpoint.durable import open_regular, parse_json, read_file
 from samestep.checkpoint.folder import Folder
+from samestep.errors import DataError, one_line
 from samestep.summation.placement import Placement
 from samestep.towers.report import Report
 
 if TYPE_CHECKING:
     from samestep.app.trainer import Trainer
 
-__all__ = ["FILE", "JsonLines", "read_last_line", "read_lines"]
+__all__ = ["FILE", "JsonLines", "last_checkpoint", "read_last_line", "read_lines"]
 
 FILE = "metrics.jsonl"
 """Name of the file in the run folder."""
@@ -124,6 +126,15 @@ def read_last_line(run_dir: Path) -> dict[str, Any] | None:
         stream.seek(max(0, size - _MOST_TAIL_BYTES))
         lines = stream.read().splitlines()
     return _parse(lines[-1]) if lines else None
+
+
+def last_checkpoint(run_dir: Path) -> str | None:
+    """Return the name of the last checkpoint that the file names; None if there is none, or no such file."""
+    lines: list[dict[str, Any]] = []
+    with suppress(OSError, DataError):  # then `JsonLines` meets the same error, which is printed
+        lines = read_lines(run_dir)
+    named = [line.get("name") for line in lines if line.get("event") == "checkpoint"]
+    return one_line(str(named[-1]), 80) if named else None
 
 
 def _parse(text: bytes) -> dict[str, Any] | None:
