@@ -66,6 +66,20 @@ def test_a_run_folder_does_not_say_which_code_is_run(recipe, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("other", "remedy"),
+    [("digits", "leave out --recipe"), ("b.py", "give the path of that file with --recipe")],
+)
+def test_a_run_of_another_recipe_than_the_file_s_is_no_reason_to_start_over(
+    recipe, tmp_path, capsys, other, remedy
+):
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps({"recipe": other}))
+    status, out, err = run(capsys, "eval", tmp_path, "--recipe", recipe, "--workers", 1)
+    assert (status, out) == (2, "")
+    assert err == f"samestep: error: {path}: recipe = '{other}', not 'my_recipe_file.py': {remedy}\n"
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("x = (", ", line 1: SyntaxError: '(' was never closed"),

@@ -170,8 +170,10 @@ def _eval(command: Eval, words: list[str]) -> int:
     from samestep.app.settings import read_settings
 
     with _refusing():
+        # The run folder may name a Python file, which is run only if --recipe names it, too.
+        own = None if command.recipe is None else read_recipe(command.recipe)
         settings = replace(
-            read_settings(command.run_dir, _recipes_of(command)),
+            read_settings(command.run_dir, recipes.RECIPES, own=own),
             workers=command.workers,
             nnodes=None,
             rdzv_endpoint=None,
@@ -185,14 +187,6 @@ def _eval(command: Eval, words: list[str]) -> int:
         evaluate_run(settings, job, weights=command.weights, follow=command.follow)
 
     return _on_workers(settings, words, work, weights=command.weights, follow=command.follow)
-
-
-def _recipes_of(command: Eval) -> Mapping[str, type[Settings]]:
-    """Return the recipes that the run folder may name: a Python file is run only if --recipe names it."""
-    if command.recipe is None:
-        return recipes.RECIPES
-    kind = read_recipe(command.recipe)
-    return {kind.recipe: kind}
 
 
 def _check(settings: Settings) -> int:

@@ -293,27 +293,47 @@ def is_plain(value: object) -> bool:
     return isinstance(value, int | float | str | None)
 
 
-def read_settings(run_dir: Path, recipes: Mapping[str, type[Settings]]) -> Settings:
+def read_settings(
+    run_dir: Path, recipes: Mapping[str, type[Settings]], *, own: type[Settings] | None = None
+) -> Settings:
     """Return the settings of the run in a folder.
 
+    Args:
+        run_dir: the run folder.
+        recipes: the installed recipes by name.
+        own: the recipe in the file that the user has passed, which must be that of the run.
+
     Raises:
-        ConfigError: the run's recipe is in a file that is not among `recipes`.
+        ConfigError: the run has another recipe than `own`, or its recipe is in a file that was not passed.
         MissingFileError: there is no settings.json.
         DataError: settings.json cannot be read, or has a wrong value.
     """
     path = run_dir / _FILE
     values = read_values(run_dir)
-    recipe = values.get("recipe")
-    kind = recipes.get(recipe) if isinstance(recipe, str) else None
-    if kind is None and isinstance(recipe, str) and recipe.endswith(".py"):
-        raise ConfigError(f"{path}: recipe = {shown(recipe)} is a file: give its path with --recipe")
-    if kind is None:
-        raise DataError(f"{path}: recipe = {shown(recipe)}, expected one of {', '.join(recipes)}; {_REMEDY}")
+    kind = _kind_of(path, values.get("recipe"), recipes, own)
     known = {name: _parse(path, name, of_kind, values) for name, of_kind in kinds_of(kind).items()}
     try:
         return kind(**{name: value for name, value in known.items() if name in values} | {"run_dir": run_dir})
     except ConfigError as error:  # settings that are not allowed together
         raise DataError(f"{path}: {error}; {_REMEDY}") from error
+
+
+def _kind_of(
+    path: Path, recipe: object, recipes: Mapping[str, type[Settings]], own: type[Settings] | None
+) -> type[Settings]:
+    """Return the class of the recipe that settings.json names."""
+    kind = recipes.get(recipe) if isinstance(recipe, str) else None
+    is_file = kind is None and isinstance(recipe, str) and recipe.endswith(".py")
+    if own is not None and own.recipe == recipe:
+        return own
+    if own is not None and (kind is not None or is_file):
+        remedy = "give the path of that file with --recipe" if is_file else "leave out --recipe"
+        raise ConfigError(f"{path}: recipe = {shown(recipe)}, not {shown(own.recipe)}: {remedy}")
+    if is_file:
+        raise ConfigError(f"{path}: recipe = {shown(recipe)} is a file: give its path with --recipe")
+    if kind is None:
+        raise DataError(f"{path}: recipe = {shown(recipe)}, expected one of {', '.join(recipes)}; {_REMEDY}")
+    return kind
 
 
 def _parse(path: Path, name: str, kind: Any, values: Mapping[str, Any]) -> Any:
