@@ -120,6 +120,12 @@ def test_another_experiment_is_not_continued(tmp_path, changed, said):
     assert str(raised.value).isprintable()
 
 
+def test_another_recipe_is_said_before_the_options_in_which_it_differs(tmp_path):
+    RECIPES["cifar10"](run_dir=tmp_path).write()
+    with pytest.raises(ConfigError, match="was trained with recipe = cifar10, not digits"):
+        DigitsSettings(run_dir=tmp_path, batch_size=7).check_same_experiment()
+
+
 def test_an_option_that_the_file_lacks_had_its_default(tmp_path):
     path = write(tmp_path)
     values = json.loads(path.read_text())

@@ -248,7 +248,7 @@ class Settings(abc.ABC):
             return
         current = {"recipe": self.recipe, **self._plain_values()}
         defaults = {field.name: _plain(field.default) for field in dataclasses.fields(self)}
-        for name in sorted(current):
+        for name in current:  # the recipe first
             # An earlier version may not have had this option: then compare with its default.
             values = earlier.get(name, defaults.get(name)), current[name]
             is_free = name in self.free and not (name.endswith("_dir") and None in values)
