@@ -329,8 +329,16 @@ def test_the_page_goes_where_it_is_asked_to(tmp_path, capsys):
     assert capsys.readouterr().out == f"{tmp_path / 'new' / 'a.html'}\n"
     assert (tmp_path / "new" / "a.html").read_text().startswith("<!DOCTYPE html>")
     assert not (run_dir / "report.html").exists()
-    assert cli.main(["report", str(run_dir), "--output", str(run_dir)]) == 1
-    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_page_that_would_replace_a_folder_is_refused(tmp_path, capsys):
+    written(tmp_path, start(), trained(1))
+    (tmp_path / "pages").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    assert cli.main(["report", str(tmp_path), "--output", str(tmp_path / "pages")]) == 2
+    line = f"samestep: error: {tmp_path}/pages: is a folder; expected a file to write, such as "
+    assert capsys.readouterr().err == f"{line}{tmp_path}/pages/report.html\n"
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_without_matplotlib_the_extra_is_named(tmp_path, capsys, monkeypatch):

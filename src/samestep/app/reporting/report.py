@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from samestep.app.run_folder import search
 from samestep.app.settings import read_values
 from samestep.checkpoint.durable import storage, write_whole
 from samestep.checkpoint.manifest import Manifest
-from samestep.errors import MissingFileError, shown
+from samestep.errors import ConfigError, MissingFileError, shown
 
 __all__ = ["write_report"]
 
@@ -46,15 +47,17 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
         output: the path of the page; by default report.html in the run folder.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: matplotlib is not installed, or `output` is a folder.
         DataError: the settings cannot be read, or the newest checkpoint has a newer format.
         MissingFileError: there is no run in the folder.
         StorageError: a file cannot be read, or the page cannot be written.
     """
     with extra("report"):
         import matplotlib  # noqa: F401
-    run = _Run.read(run_dir)
     file = run_dir / "report.html" if output is None else output
+    if os.path.isdir(file):
+        raise ConfigError(f"{file}: is a folder; expected a file to write, such as {file / 'report.html'}")
+    run = _Run.read(run_dir)
     write_whole(file, _page(run))
     return file
 
