@@ -253,9 +253,16 @@ def test_checkpoints_may_lie_on_another_disk(run_dir, tmp_path):
 
 def test_no_checkpoint(tmp_path):
     assert newest_whole(tmp_path).found is None
-    for run_dir in (tmp_path, tmp_path / "none"):
-        with pytest.raises(MissingFileError, match="has no checkpoint; train first"):
-            find_newest(run_dir)
+    with pytest.raises(MissingFileError, match="has no checkpoint; train first"):
+        find_newest(tmp_path)
+
+
+def test_what_is_not_there_or_is_a_file_has_no_digest(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for name, what in (("none", "not found"), ("file", "not a folder"), ("file/below", "not found")):
+        assert cli.main(["digest", str(tmp_path / name)]) == 2
+        line = f"samestep: error: {tmp_path / name}: {what}; expected a checkpoint, or a run folder"
+        assert capsys.readouterr() == ("", f"{line}\n")
 
 
 def test_the_digest_is_that_of_the_newest_whole_one(run_dir, capsys):

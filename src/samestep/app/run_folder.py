@@ -153,9 +153,12 @@ def find_newest(run_dir: Path) -> Found:
 
     Raises:
         DataError: there are checkpoints, but none is whole.
-        MissingFileError: there is no checkpoint.
+        MissingFileError: there is no checkpoint, or no folder.
     """
     result = newest_whole(run_dir)
+    if result.found is None and not os.path.isdir(run_dir):
+        what = "not a folder" if os.path.lexists(run_dir) else "not found"
+        raise MissingFileError(f"{run_dir}: {what}; expected a checkpoint, or a run folder")
     if result.found is None:
         raise MissingFileError(f"{run_dir}: has no checkpoint; train first, or name another run folder")
     print_damaged(result)
