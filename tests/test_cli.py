@@ -63,6 +63,7 @@ def trained(monkeypatch):
     return settings
 
 
+RECIPE = "expected one of tiny, other, or the path of a Python file that ends in .py"
 TRAIN_HELP = "see samestep train tiny --help"
 
 
@@ -79,8 +80,9 @@ TRAIN_HELP = "see samestep train tiny --help"
             "unknown command 'learn', expected one of train, eval, digest, report, check, doctor; "
             "see samestep --help",
         ),
-        ("train", "a recipe is missing, expected one of tiny, other; see samestep train --help"),
-        ("train tin", "unknown recipe 'tin', expected one of tiny, other; see samestep train --help"),
+        ("train", f"a recipe is missing, {RECIPE}; see samestep train --help"),
+        ("train tin", f"unknown recipe 'tin', {RECIPE}; see samestep train --help"),
+        ("check ./mine", f"unknown recipe './mine', {RECIPE}; see samestep check --help"),
         ("train tiny --towers x", f"argument --towers: invalid value 'x', expected an integer; {TRAIN_HELP}"),
         (
             "train tiny --towers=1.5",
@@ -174,7 +176,7 @@ def test_one_recipe_still_has_to_be_named(monkeypatch, capsys, trained):
     monkeypatch.setattr(recipes, "RECIPES", {"tiny": Tiny})
     assert cli.main(["train", "tiny"]) == 0
     assert cli.main(["train"]) == 2
-    assert "a recipe is missing, expected one of tiny;" in capsys.readouterr().err
+    assert "a recipe is missing, expected one of tiny, or the path" in capsys.readouterr().err
     assert cli.main(["--help"]) == 0
 
 

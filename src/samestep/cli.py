@@ -109,11 +109,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _commands() -> Command:
     known = Recipes(recipes.RECIPES)
+    file = "the path of a Python file that ends in .py"
     choices: dict[str, type | Command] = {
         "train": Command(
             "Train a recipe, by name or from a Python file; continue an earlier run in the same folder.",
             known,
             noun="recipe",
+            others=file,
         ),
         "eval": Eval,
         "digest": Digest,
@@ -123,6 +125,7 @@ def _commands() -> Command:
             "Takes the options of train.",
             known,
             noun="recipe",
+            others=file,
         ),
         "doctor": Doctor,
     }

@@ -27,11 +27,13 @@ class Command:
         help: one line that says what the command does.
         choices: the subcommands by name: dataclasses with the options as fields, or further commands.
         noun: what a subcommand is called in messages.
+        others: what else than the listed names is a subcommand; for messages.
     """
 
     help: str
     choices: Mapping[str, type | Command]
     noun: str = "command"
+    others: str = ""
 
 
 def parse(program: str, command: Command, words: Sequence[str]) -> Any:
@@ -86,7 +88,8 @@ def _explain(parser: _Parser, command: Command, words: Sequence[str]) -> NoRetur
         parser.print_help()
         parser.exit()
     found = f"unknown {command.noun} {shown(words[0])}" if words else f"a {command.noun} is missing"
-    parser.error(f"{found}, expected one of {', '.join(command.choices)}")
+    others = f", or {command.others}" if command.others else ""
+    parser.error(f"{found}, expected one of {', '.join(command.choices)}{others}")
 
 
 def _summary(choice: type | Command) -> str:
