@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 
-from samestep import cli, recipes
+from samestep import __main__, cli, recipes
 from samestep.app.launching import launch
 from samestep.errors import ConfigError
 from samestep.recipes.digits.recipe import DigitsSettings
@@ -240,6 +240,18 @@ def test_python_m_samestep_is_the_same_command(monkeypatch, capsys):
         runpy.run_path(str(Path(cli.__file__).with_name("__main__.py")), run_name="__main__")
     assert leaving.value.code == 2
     assert capsys.readouterr().err.startswith("samestep: error: unknown command 'learn'")
+
+
+def test_a_folder_that_was_deleted_is_left_in_one_line(tmp_path, monkeypatch, capsys):
+    for name in ("samestep.workers.interrupts.end_at_once_when_interrupted", "samestep.cli.main"):
+        monkeypatch.setattr(name, lambda: 0)
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path / "folder")
+    assert __main__.main() == 0
+    (tmp_path / "folder").rmdir()
+    assert __main__.main() == 2
+    line = "samestep: error: the current folder was deleted; change to another one (cd)\n"
+    assert capsys.readouterr() == ("", line)
 
 
 # ---- what is imported, in a process of its own -----------------------------------------------------------

@@ -1,5 +1,6 @@
 """The entry point of `samestep` and `python -m samestep`, in the user's process and in every worker."""
 
+import os
 import sys
 
 __all__ = ["main"]
@@ -21,6 +22,11 @@ def _main() -> int:
     from samestep.workers.process import end_with_launcher
 
     end_with_launcher()
+    try:
+        os.getcwd()  # torch's libraries end the process without a folder
+    except FileNotFoundError:
+        print("samestep: error: the current folder was deleted; change to another one (cd)", file=sys.stderr)
+        return 2
     from samestep import cli
 
     return cli.main()
