@@ -216,6 +216,36 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(whole, tmp_pa
     assert run(tmp_path, capsys) == (0, [], digest_of(whole))
 
 
+@pytest.mark.parametrize("name", ["settings.json", "metrics.jsonl", "wandb_id.txt"])
+def test_starting_over_deletes_no_folder_of_a_file_s_name(run_dir, capsys, name):
+    (run_dir / name).unlink(missing_ok=True)
+    (run_dir / name).mkdir()
+    (run_dir / name / "mine").touch()
+    before = kept(run_dir)
+    status, lines, _ = run(run_dir, capsys, "--fresh")
+    assert (status, lines) == (
+        2,
+        [f"samestep: error: {run_dir / name}: is a folder, expected a file; move it away"],
+    )
+    assert kept(run_dir) == before
+
+
+def test_starting_over_deletes_the_summaries_on_another_disk_and_nothing_else(run_dir, tmp_path, capsys):
+    disk = tmp_path / "disk"
+    (run_dir / "summaries").symlink_to(disk)
+    for folder in ("evaluation", "another run"):
+        (disk / folder).mkdir(parents=True)
+    ours = {"events.out.tfevents.1.host.2.0", "evaluation/events.out.tfevents.1.host.2.0"}
+    others = {"notes", "evaluation/notes", "another run/events.out.tfevents.1.host.2.0"}
+    for name in ours | others:
+        (disk / name).touch()
+    assert run(run_dir, capsys, "--fresh")[0] == 0
+    assert (run_dir / "summaries").is_symlink()
+    left = contents(disk).keys()
+    assert others < left
+    assert not ours & left
+
+
 def test_a_first_checkpoint_that_was_not_finished_is_no_start(whole, tmp_path, capsys):
     unfinished = tmp_path / "checkpoints" / ".step-00000002.unfinished"
     shutil.copytree(checkpoint_path(whole, 2), unfinished)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import stat
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from samestep.app.lock import RunLock
 from samestep.app.loggers.json_lines import FILE as METRICS
-from samestep.app.loggers.tensorboard import FOLDER
+from samestep.app.loggers.tensorboard import delete_summaries
 from samestep.app.loggers.wandb import ID_FILE
 from samestep.app.run_folder import Search, clear, newest_whole, set_aside, tidy
 from samestep.app.settings import Settings, is_plain
 from samestep.app.small_states import copied, set_small_state, small_state
 from samestep.app.writer import CheckpointWriter
+from samestep.checkpoint.durable import storage
 from samestep.checkpoint.objects import TrainingObjects, kind_of
 from samestep.checkpoint.snapshot import restore, take_snapshot
-from samestep.errors import ConfigError, shown
+from samestep.errors import ConfigError, DataError, shown
 from samestep.identity import Fingerprint, changes, fingerprint
 from samestep.streams import GlobalStreams
 from samestep.workers.agreement import agree, from_first_worker
@@ -78,10 +79,16 @@ def _compare_options(trainer: Trainer) -> None:
 
 
 def _start_over(lock: RunLock) -> None:
+    folder, names = lock.folder, ("settings.json", METRICS, ID_FILE)
+    for name in names:
+        found = folder.look(name)
+        if found is not None and stat.S_ISDIR(found.st_mode):
+            raise DataError(f"{folder.path / name}: is a folder, expected a file; move it away")
     clear(lock.checkpoints)
-    shutil.rmtree(lock.run_dir / FOLDER, ignore_errors=True)
-    for name in ("settings.json", METRICS, ID_FILE):
-        (lock.run_dir / name).unlink(missing_ok=True)
+    delete_summaries(lock.run_dir)
+    with storage(lock.run_dir, "deleted"):
+        for name in names:
+            folder.unlink(name)
 
 
 def _note(settings: Settings, lock: RunLock) -> None:

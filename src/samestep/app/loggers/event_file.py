@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-__all__ = ["EventFile"]
+__all__ = ["EventFile", "delete_event_files"]
+
+_PREFIX = "events.out.tfevents."
 
 
 class EventFile:
@@ -101,9 +103,16 @@ class EventFile:
             raise FileNotFoundError("the file was deleted")
 
 
+def delete_event_files(folder: Path) -> None:
+    """Delete the event files in a folder, which may be a link, and nothing else there."""
+    for file in folder.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # a reader may keep a file of NFS
+            file.unlink()
+
+
 def _create(folder: Path) -> BinaryIO:
     """Create a file with a unique name that TensorBoard recognizes."""
-    stem = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}"
+    stem = f"{_PREFIX}{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}"
     for number in count():
         with suppress(FileExistsError):
             return (folder / f"{stem}.{number}").open("xb")

@@ -20,7 +20,7 @@ from samestep.app.callbacks import Logger
 from samestep.app.evaluation import evaluation_mode
 from samestep.app.extras import extra
 from samestep.app.loggers.activations import Output, layers_of, outputs_of
-from samestep.app.loggers.event_file import EventFile
+from samestep.app.loggers.event_file import EventFile, delete_event_files
 from samestep.app.loggers.histogram import Histogram
 from samestep.batches.batch import GlobalBatch, LocalBatch
 from samestep.batches.copier import Copier
@@ -31,14 +31,13 @@ if TYPE_CHECKING:
 
     from samestep.app.trainer import Trainer
 
-__all__ = ["FOLDER", "Panels", "TensorBoard", "write_metrics"]
+__all__ = ["Panels", "TensorBoard", "delete_summaries", "write_metrics"]
 
 Panels = Callable[[nn.Module, Any], Tensor]
 """panels(model, batch) -> uint8 [n, 3, height, width]."""
 
-FOLDER = "summaries"
-"""Name of the folder of summaries in the run folder."""
-
+_FOLDER = "summaries"
+_OF_EVALUATION = "evaluation"
 _NUM_PICTURES = 4
 
 
@@ -87,7 +86,7 @@ class TensorBoard(Logger):
     def on_start(self, trainer: Trainer) -> None:
         """Create the event file."""
         self._trainer = trainer
-        self._file = EventFile(Path(trainer.run_dir) / FOLDER, purge_step=trainer.step.towers.step + 1)
+        self._file = EventFile(Path(trainer.run_dir) / _FOLDER, purge_step=trainer.step.towers.step + 1)
 
     def before_step(self, trainer: Trainer, batch: Any) -> None:
         """Start to record the outputs of layers, if summaries are due after this step."""
@@ -163,12 +162,18 @@ def write_metrics(run_dir: Path, step: int, metrics: Mapping[str, float]) -> Non
         step: the step of the evaluated checkpoint.
         metrics: the metrics by name, which becomes the tag.
     """
-    folder = run_dir / FOLDER
+    folder = run_dir / _FOLDER
     with suppress(OSError):  # `EventFile` meets the same error and reports it
         folder.mkdir(exist_ok=True)
-    file = EventFile(folder / "evaluation")
+    file = EventFile(folder / _OF_EVALUATION)
     file.write(step, (_scalar(name, value) for name, value in metrics.items()))
     file.close()
+
+
+def delete_summaries(run_dir: Path) -> None:
+    """Delete the summaries of a run."""
+    for folder in (run_dir / _FOLDER, run_dir / _FOLDER / _OF_EVALUATION):
+        delete_event_files(folder)
 
 
 def _scalar(tag: str, value: float) -> Summary:
