@@ -450,6 +450,18 @@ def test_numbers_out_of_range_are_refused(tmp_path, option, value):
         trainer_of(samestep.Job(torch.device("cpu")), tmp_path, **{option: value})
 
 
+@pytest.mark.parametrize("every", [0, -1, 2.0, True, "10"])
+def test_a_logger_s_period_is_a_number_of_steps(tmp_path, every):
+    message = f"every = {every!r}: expected an int >= 1, the steps between"
+    for make in (samestep.TensorBoard, lambda every: samestep.WandB("mine", every=every)):
+        with pytest.raises(ConfigError, match=f"^{message}"):
+            make(every=every)
+    logger = samestep.Logger()
+    logger.every = every
+    with pytest.raises(ConfigError, match=f"^Logger.{message}"):
+        trainer_of(samestep.Job(torch.device("cpu")), tmp_path, loggers=[logger])
+
+
 def test_a_loader_without_a_position_is_refused(tmp_path):
     trainer = trainer_of(samestep.Job(torch.device("cpu")), tmp_path)
     with pytest.raises(ConfigError, match="loader is a list: expected a TowerLoader"):

@@ -11,7 +11,10 @@ from samestep.towers.report import Report
 if TYPE_CHECKING:
     from samestep.app.trainer import Trainer
 
-__all__ = ["Callback", "Logger"]
+__all__ = ["PERIOD", "Callback", "Logger"]
+
+PERIOD = "the steps between two calls of log"
+"""What `Logger.every` is, in messages."""
 
 
 class Callback:

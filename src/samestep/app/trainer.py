@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from samestep.app.bounds import describe as describe_kind, fits, kinds_of
-from samestep.app.callbacks import Callback, Logger
+from samestep.app.callbacks import PERIOD, Callback, Logger
 from samestep.app.display import print_placement
 from samestep.app.evaluation import Evaluation, describe
 from samestep.app.hooks import Hooks
@@ -24,7 +24,7 @@ from samestep.app.resume import check_fresh, open_run
 from samestep.app.scalars import Terms
 from samestep.app.settings import TRAINER_OPTIONS, Settings, is_plain
 from samestep.app.writer import CheckpointWriter
-from samestep.arguments import check_callable, check_kind
+from samestep.arguments import check_callable, check_kind, whole
 from samestep.errors import ConfigError, shown
 from samestep.identity import digest
 from samestep.streams import GlobalStreams
@@ -176,6 +176,9 @@ class Trainer:
             )
             for each in getattr(self, name):
                 check_kind(f"one of {name}", each, kind, f"a samestep.{kind.__name__}")
+        for logger in self.loggers:
+            if logger.every is not None:
+                whole(f"{type(logger).__name__}.every", logger.every, 1, PERIOD)
 
     @property
     def job(self) -> Job:

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from samestep.app.callbacks import Logger
+from samestep.app.callbacks import PERIOD, Logger
 from samestep.app.evaluation import evaluation_mode
 from samestep.app.extras import extra
 from samestep.app.loggers.activations import Output, layers_of, outputs_of
 from samestep.app.loggers.event_file import EventFile, delete_event_files
 from samestep.app.loggers.histogram import Histogram
+from samestep.arguments import whole
 from samestep.batches.batch import GlobalBatch, LocalBatch
 from samestep.batches.copier import Copier
 from samestep.towers.report import Report
@@ -67,7 +68,7 @@ class TensorBoard(Logger):
             called without gradients and with the model in evaluation mode.
 
     Raises:
-        ConfigError: tensorboard is not installed.
+        ConfigError: tensorboard is not installed, or `every` is not a number of steps.
     """
 
     every: int
@@ -75,7 +76,7 @@ class TensorBoard(Logger):
     def __init__(self, every: int = 100, *, panels: Panels | None = None) -> None:
         with extra("tensorboard"):
             import tensorboard  # noqa: F401
-        self.every = every
+        self.every = whole("every", every, 1, PERIOD)
         self._panels = panels
         self._file: EventFile | None = None
         self._watching = ExitStack()

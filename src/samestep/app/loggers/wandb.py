@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from samestep.app.callbacks import Logger
+from samestep.app.callbacks import PERIOD, Logger
 from samestep.app.extras import extra
+from samestep.arguments import whole
 from samestep.checkpoint.durable import read_file, write_whole
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ class WandB(Logger):
         every: steps between two logs of training scalars; None for the `log_every` of the trainer.
         options: further arguments of `wandb.init`, such as `name`, `tags` or `entity`.
 
+    Raises:
+        ConfigError: `every` is not a number of steps.
+
     Example:
         >>> logger = WandB("digits", every=100, tags=["8 towers"])
         >>> logger.every
@@ -45,7 +49,7 @@ class WandB(Logger):
     reads_gradients = False
 
     def __init__(self, project: str, *, every: int | None = None, **options: Any) -> None:
-        self.every = every
+        self.every = None if every is None else whole("every", every, 1, PERIOD)
         self._options = {"project": project, **options}
         self._run: Any = None
 
