@@ -197,6 +197,29 @@ def test_help_is_printed(line, words, capsys):
     assert printed.err == ""
 
 
+@dataclass(frozen=True)
+class Half(Tiny):
+    """A recipe for 50% of %(prog)s."""
+
+    rate: float = 0.1
+    """At most 100%."""
+
+
+def test_percent_signs_are_printed_as_they_are(monkeypatch, capsys):
+    monkeypatch.setattr(recipes, "RECIPES", {"50%": Half})
+    for line, words in (
+        (
+            "train 50% --help",
+            ["usage: samestep train 50% ", "\nA recipe for 50% of %(prog)s.", "At most 100%. "],
+        ),
+        ("train --help", [" 50% ", "A recipe for 50% of %(prog)s."]),
+    ):
+        assert cli.main(line.split()) == 0
+        printed = capsys.readouterr().out
+        assert [word for word in words if word not in printed] == []
+        assert "%%" not in printed
+
+
 def test_the_version_is_that_of_the_package(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"samestep {metadata.version('samestep')}\n"

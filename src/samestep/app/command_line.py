@@ -59,11 +59,12 @@ def parse(program: str, command: Command, words: Sequence[str]) -> Any:
 class _Parser(argparse.ArgumentParser):
     """An `ArgumentParser` that raises a `ConfigError` instead of printing the error and exiting."""
 
-    def __init__(self, prog: str, arguments: str, description: str | None) -> None:
+    def __init__(self, prog: str, arguments: str, description: str) -> None:
         super().__init__(
             prog,
-            usage=f"{prog} {arguments}",
-            description=description,
+            usage=_escape(f"{prog} {arguments}"),
+            # argparse formats a description with % only if it has this in it
+            description=_escape(description) if "%(prog)" in description else description,
             argument_default=argparse.SUPPRESS,  # the dataclass has the defaults
             allow_abbrev=False,
         )
@@ -100,7 +101,7 @@ def _summary(choice: type | Command) -> str:
 def _options(program: str, settings: type) -> _Parser:
     """Return the parser of a dataclass's fields."""
     positionals = [field.name.upper() for field in fields(settings) if _default(field) is MISSING]
-    parser = _Parser(program, " ".join([*positionals, "[OPTIONS]"]), _escape(_summary(settings)))
+    parser = _Parser(program, " ".join([*positionals, "[OPTIONS]"]), _summary(settings))
     kinds, helps = kinds_of(settings), dict(_field_docs(settings))
     for field in fields(settings):
         _add(parser, field, kinds[field.name], helps.get(field.name, ""))
@@ -130,7 +131,7 @@ def _flag(field: Field[Any]) -> str:
 
 
 def _escape(text: str) -> str:
-    return text.replace("%", "%%")  # argparse formats help texts with %
+    return text.replace("%", "%%")  # argparse formats usage and help texts with %
 
 
 def _describe_unknown(word: str, settings: type) -> str:
