@@ -1,6 +1,7 @@
 """metrics.jsonl: what is said of a run's starts, checkpoints and ends."""
 
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -44,6 +45,30 @@ def test_starts_and_ends_stay_when_their_steps_are_taken_again(tmp_path):
     run(tmp_path, log_every=5)
     found = [(line["event"], line["step"]) for line in events(tmp_path, "start", "end")]
     assert found == [("start", 0), ("end", 8), ("start", 6), ("end", 15)]
+
+
+def test_the_lines_of_an_earlier_run_are_on_the_disk_before_they_replace_its_file(tmp_path, monkeypatch):
+    run(tmp_path, steps=2)
+    calls = []
+    fsync, rename = os.fsync, os.rename
+
+    def noting_fsync(descriptor):
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        calls.append((path, os.fstat(descriptor).st_size))
+        fsync(descriptor)
+
+    def noting_rename(name, to, **folders):
+        calls.append((name, to))
+        rename(name, to, **folders)
+
+    monkeypatch.setattr(os, "fsync", noting_fsync)
+    monkeypatch.setattr(os, "rename", noting_rename)
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    run(tmp_path, steps=2)
+    unfinished = ".metrics.jsonl.unfinished"
+    at = calls.index((unfinished, "metrics.jsonl"))
+    assert calls[at - 1] == (str(tmp_path / unfinished), size)
+    assert calls[at + 1][0] == str(tmp_path)
 
 
 def test_a_checkpoint_is_noted_at_its_own_step(tmp_path):

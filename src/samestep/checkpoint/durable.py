@@ -8,15 +8,15 @@ import math
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from samestep.checkpoint.folder import Folder
 from samestep.errors import DataError, Error, StorageError, shown
 
-__all__ = ["open_regular", "parse_json", "read_file", "storage", "write_whole"]
+__all__ = ["open_regular", "parse_json", "read_file", "replaced", "storage", "write_whole"]
 
 _REMEDIES = {
     errno.ENOSPC: "free space on the disk",
@@ -110,15 +110,27 @@ def write_whole(file: Path, text: str) -> None:
     Raises:
         StorageError: the file cannot be written.
     """
-    unfinished = f".{file.name}.unfinished"
     with storage(file), Folder.open(file.parent, make=True) as folder:
-        folder.unlink(unfinished)  # left by a killed write
-        with folder.create(unfinished) as stream:
-            stream.write(text.encode())
-            stream.flush()
-            os.fsync(stream.fileno())
-        folder.rename(unfinished, file.name)
+        replaced(file.name, text.encode(), folder).close()
+
+
+def replaced(name: str, content: bytes, folder: Folder) -> BinaryIO:
+    """Write a file in an open folder atomically, and leave it open to write more.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    unfinished = f".{name}.unfinished"
+    folder.unlink(unfinished)  # left by a killed write
+    with ExitStack() as stack:
+        stream = stack.enter_context(folder.create(unfinished))
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+        folder.rename(unfinished, name)
         folder.flush()
+        stack.pop_all()
+    return stream
 
 
 def parse_json(content: bytes) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from samestep.app.callbacks import Logger
 from samestep.app.lock import RunLock
 from samestep.app.memory import total_bytes
-from samestep.checkpoint.durable import open_regular, parse_json, read_file
+from samestep.checkpoint.durable import open_regular, parse_json, read_file, replaced
 from samestep.checkpoint.folder import Folder
 from samestep.errors import DataError, one_line
 from samestep.summation.placement import Placement
@@ -53,7 +53,8 @@ class JsonLines(Logger):
     def on_start(self, trainer: Trainer) -> None:
         """Create the file, or continue an earlier one."""
         kept = _lines_until(self._lock.folder, trainer.step.towers.step)
-        self._file = _written(kept, self._lock.folder)
+        content = b"".join(json.dumps(line).encode() + b"\n" for line in kept)
+        self._file = replaced(FILE, content, self._lock.folder)
         self._kept = {(line["step"], _IN_TRAINING in line) for line in kept if "event" not in line}
         self._start(trainer)
 
@@ -153,15 +154,3 @@ def _lines_until(folder: Folder, step: int) -> list[dict[str, Any]]:
     """Return the lines up to a step, and all starts and ends."""
     lines = [] if folder.look(FILE) is None else read_lines(folder.path, inside=folder)
     return [line for line in lines if line["step"] <= step or line.get("event") in ("start", "end")]
-
-
-def _written(lines: Sequence[Mapping[str, Any]], folder: Folder) -> BinaryIO:
-    """Replace the file by one with these lines, and leave it open for writing."""
-    unfinished = f".{FILE}.unfinished"
-    folder.unlink(unfinished)  # left behind by a killed run
-    file = folder.create(unfinished)
-    for line in lines:
-        file.write(json.dumps(line).encode() + b"\n")
-    file.flush()
-    folder.rename(unfinished, FILE)
-    return file
