@@ -2,8 +2,10 @@
 
 import ast
 import copy
+import errno
 import inspect
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -18,12 +20,14 @@ from samestep import (  # noqa: E402
     DisagreementError,
     MissingFileError,
     NonFiniteError,
+    TowerLoader,
     UsageError,
     digest,
 )
 from samestep.integrations import transformers as integration  # noqa: E402
 from samestep.integrations.transformers import NOT_PUBLIC, Trainer  # noqa: E402
 from samestep.integrations.transformers.alike import SameWeights, compare_runs  # noqa: E402
+from samestep.integrations.transformers.checkpoint import read_state, write_state  # noqa: E402
 from samestep.integrations.transformers.evaluation import Prediction, Rounds  # noqa: E402
 from samestep.towers.towers import Towers  # noqa: E402
 
@@ -266,6 +270,55 @@ def test_a_run_that_is_resumed_ends_in_the_same_weights(tmp_path):
     state.unlink()
     with pytest.raises(MissingFileError, match=r"samestep.json does not exist"):
         resumed.train(resume_from_checkpoint=str(state.parent))
+
+
+def state_of_towers():
+    towers = Towers(torch.nn.Linear(1, 1), 2)
+    return towers, TowerLoader([1.0, 2.0], 2, towers)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}",
+        "[]",
+        "3",
+        "{",
+        '{"towers": 1}',
+        '{"towers": {"towers": 2, "seed": 0, "step": "x"}}',
+        "[" * 100_000,
+    ],
+)
+def test_a_state_that_is_not_one_is_named(tmp_path, text):
+    (tmp_path / "samestep.json").write_text(text)
+    with pytest.raises(
+        DamagedError, match=rf"^{tmp_path}/samestep.json is damaged \(.*\): go on from an older"
+    ):
+        read_state(str(tmp_path), *state_of_towers())
+
+
+def test_a_state_of_other_towers_is_named(tmp_path):
+    write_state(str(tmp_path), *state_of_towers())
+    towers = Towers(torch.nn.Linear(1, 1), 3)
+    with pytest.raises(
+        ConfigError, match=rf"^{tmp_path}/samestep.json: the state of towers .* towers = 2, not 3"
+    ):
+        read_state(str(tmp_path), towers, TowerLoader([1.0, 2.0], 2, towers))
+
+
+def test_a_full_disk_leaves_the_state_that_was_there(tmp_path, monkeypatch):
+    towers, loader = state_of_towers()
+    write_state(str(tmp_path), towers, loader)
+    before = (tmp_path / "samestep.json").read_text()
+
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    loader.position = 1
+    with pytest.raises(OSError, match=r"samestep.json: cannot be written \(No space left on device\)"):
+        write_state(str(tmp_path), towers, loader)
+    assert (tmp_path / "samestep.json").read_text() == before
 
 
 @pytest.mark.long

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
+from samestep.checkpoint.durable import write_whole
 from samestep.data.loader import TowerLoader
-from samestep.errors import DamagedError, MissingFileError
+from samestep.errors import ConfigError, DamagedError, MissingFileError, one_line
 from samestep.towers.towers import Towers
 
 __all__ = ["read_state", "write_state"]
@@ -16,9 +16,9 @@ _STATE_FILE = "samestep.json"
 
 
 def write_state(folder: str, towers: Towers, loader: TowerLoader) -> None:
-    """Write the state into a checkpoint's folder."""
+    """Write the state into a checkpoint's folder, atomically."""
     state = {"towers": towers.state_dict(), "loader": loader.state_dict()}
-    Path(folder, _STATE_FILE).write_text(json.dumps(state))
+    write_whole(Path(folder, _STATE_FILE), json.dumps(state))
 
 
 def read_state(folder: str, towers: Towers, loader: TowerLoader) -> None:
@@ -31,13 +31,16 @@ def read_state(folder: str, towers: Towers, loader: TowerLoader) -> None:
     """
     file = Path(folder, _STATE_FILE)
     try:
-        state: dict[str, Any] = json.loads(file.read_text())
+        state = json.loads(file.read_text())
+        towers.load_state_dict(state["towers"])
+        loader.load_state_dict(state["loader"])
     except FileNotFoundError:
         raise MissingFileError(
             f"{file} does not exist: expected a checkpoint of this Trainer, saved without save_only_model; "
             "load weights alone with from_pretrained"
         ) from None
-    except ValueError as error:
-        raise DamagedError(f"{file} is damaged ({error}): go on from an older checkpoint") from None
-    towers.load_state_dict(state["towers"])
-    loader.load_state_dict(state["loader"])
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        why = one_line(f"{type(error).__name__}: {error}")
+        raise DamagedError(f"{file} is damaged ({why}): go on from an older checkpoint") from None
