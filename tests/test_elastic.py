@@ -214,6 +214,63 @@ def test_state_without_a_state_dict_is_an_error():
     state, _ = made(samestep.Job(torch.device("cpu")), "one")
     with pytest.raises(ConfigError, match="best is a float: expected an object with a state_dict"):
         samestep.Elastic(**state, best=0.5)
+    with pytest.raises(ConfigError, match="loader is a list: expected an object with a state_dict"):
+        samestep.Elastic(**state, loader=[1, 2])
+    with pytest.raises(ConfigError, match="averaged_model is a dict: expected a module with the averages"):
+        samestep.Elastic(**state, averaged_model={})
+
+
+class Unsendable:
+    def state_dict(self):
+        return {"when": object()}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_state_that_cannot_be_sent_is_an_error_before_a_worker_joins():
+    def work(job):
+        state, [part] = made(job, "one")
+        with samestep.Elastic(**state, clock=Unsendable()) as elastic:
+            elastic(take_step, *part)
+
+    for outcome in Town(2, 0).run(work):
+        assert isinstance(outcome.error, ConfigError), outcome.text
+        assert "clock" in outcome.text
+        assert "object" in outcome.text
+
+
+class Centred(nn.Linear):
+    """Keeps a mean in a buffer that checkpoints leave out."""
+
+    def __init__(self):
+        super().__init__(2, 1)
+        self.register_buffer("mean", torch.zeros(2), persistent=False)
+
+    def forward(self, x):
+        found = super().forward(x - self.mean)
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return found
+
+
+@pytest.mark.parametrize("seed", mostly_long(range(12), 3))
+def test_buffers_that_checkpoints_leave_out_are_sent_to_workers_that_join(seed):
+    def work(job):
+        torch.manual_seed(0)
+        model = Centred()
+        towers = samestep.Towers(model, 3, job=job, buffers={"mean": "mean"})
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        with samestep.Elastic(model=model, towers=towers, optimizer=optimizer) as elastic:
+            while towers.step < 6:
+                elastic(take_step, model, towers, optimizer)
+        return samestep.digest(model), model.mean.tolist()
+
+    alone = work(samestep.Job(torch.device("cpu")))
+    town = Town(3, seed, Faults(killed={seed % 3: 10 + seed}), arrivals=[seed * 20])
+    for number, outcome in enumerate(town.run(work)):
+        came_late = number >= 3 and isinstance(outcome.error, LostWorkerError)
+        may_fail = isinstance(outcome.error, Killed | SystemExit) or came_late or town.was_early
+        assert outcome.value == alone or may_fail, outcome.text
 
 
 def rows_of(tower, num_towers, epoch, seed):

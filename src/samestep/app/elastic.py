@@ -12,7 +12,7 @@ import pickle
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
+from types import NoneType, TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from torch import nn
@@ -25,6 +25,7 @@ from samestep.batches.batch import LocalBatch
 from samestep.checkpoint.handover import (
     Modes,
     Trained,
+    check_state,
     modes,
     send_state,
     set_modes,
@@ -118,7 +119,8 @@ class Elastic:
             are neither modules nor optimizers are copied at each call.
 
     Raises:
-        ConfigError: on construction, an object in `state` has no `state_dict`.
+        ConfigError: on construction, an object in `state` has no `state_dict`; where the `with` block
+            begins, some of the state cannot be sent to another worker.
         DisagreementError: workers make different calls, or have different weights at the end.
         LostWorkerError: workers are lost, and the others cannot continue.
         UsageError: a worker was lost between an average and the end of its call; a result cannot be
@@ -142,9 +144,10 @@ class Elastic:
         averaged_model: nn.Module | None = None,
         **state: Any,
     ) -> None:
-        _check(state)
         check_kind("model", model, nn.Module, "an nn.Module")
         check_kind("towers", towers, Towers, "the samestep.Towers of the model")
+        check_kind("averaged_model", averaged_model, (nn.Module, NoneType), "a module with the averages")
+        _check({"loader": loader, **state})
         self._job, self._towers = towers.job, towers
         self._objects = TrainingObjects(
             model=model, towers=towers, loader=loader, averaged_model=averaged_model, state=state
@@ -170,6 +173,8 @@ class Elastic:
             self._before = self._after = self._note()
             if self._job.is_newcomer:
                 meet_again(self._job, self._catch_up)
+            else:
+                check_state(self._objects)
             for towers in self._all_towers:
                 towers._may_change_workers = True
             renewable.can_go_on()
@@ -291,8 +296,8 @@ class Elastic:
         """Send the state of worker `source` to the workers `targets`."""
         sent = send_state(self._objects, self._job, source, targets, (self._before, self._after))
         if sent is not None:
-            snapshot, (before, after) = sent
-            take_state(snapshot, self._objects)
+            state, (before, after) = sent
+            take_state(state, self._objects)
             self._put_back(after if self._num_done >= 0 else self._at_entry(before, after))
             self._before, self._after = before, after
 
