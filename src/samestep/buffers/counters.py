@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from samestep.buffers.named_buffers import NamedBuffer
+from samestep.buffers.named_tensors import NamedBuffer
 from samestep.buffers.shared import SharedBuffers
 from samestep.buffers.statistics import Mode, is_statistic
 from samestep.errors import BufferPolicyError

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from samestep.buffers.counters import Counters, is_counter
-from samestep.buffers.named_buffers import NamedBuffer, find_named_buffers, reader
+from samestep.buffers.named_tensors import NamedBuffer, find_named_buffers, reader
 from samestep.buffers.policies import Policy, assign_policies
 from samestep.buffers.shared import AveragedBuffers, FirstBuffers, SharedBuffers
 from samestep.buffers.statistics import Mode, PooledNorm, find_statistics, is_statistic

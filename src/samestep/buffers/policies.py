@@ -23,7 +23,7 @@ from typing import Literal, get_args
 from torch.nn.utils import parametrizations
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from samestep.buffers.named_buffers import NamedBuffer
+from samestep.buffers.named_tensors import NamedBuffer
 from samestep.buffers.statistics import is_statistic
 from samestep.errors import ConfigError
 

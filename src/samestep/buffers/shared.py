@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from samestep.buffers.named_buffers import NamedBuffer, reader
+from samestep.buffers.named_tensors import NamedBuffer, reader
 from samestep.errors import BufferPolicyError
 from samestep.workers.collectives import broadcast
 from samestep.workers.job import Job

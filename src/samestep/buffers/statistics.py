@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils.hooks import RemovableHandle
 
-from samestep.buffers.named_buffers import NamedBuffer
+from samestep.buffers.named_tensors import NamedBuffer
 from samestep.buffers.shared import AveragedBuffers, SharedBuffers
 from samestep.errors import ConfigError, UsageError
 

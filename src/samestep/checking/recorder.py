@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from samestep.batches.nest import tensors
-from samestep.buffers.named_buffers import find_named_buffers
+from samestep.buffers.named_tensors import find_named_buffers
 from samestep.buffers.policies import assign_policies
 from samestep.checking.attributes import fingerprint, held_by
 from samestep.checking.operators import OperatorWatch, Phase, num_compiled, process_settings

@@ -39,7 +39,7 @@ from samestep.towers.division import Division, UpdatesShares
 from samestep.towers.result import StepResult
 from samestep.towers.root import settings_of
 from samestep.towers.towers import Towers
-from samestep.watching.outside import step_hooks
+from samestep.watching.optimizer_steps import step_hooks
 from samestep.workers.agreement import agree
 from samestep.workers.collectives import post_to_all, unbroken
 

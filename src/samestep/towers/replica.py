@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from samestep.arguments import check_kind, whole
 from samestep.buffers.kept_buffers import unexpanded
 from samestep.buffers.model_buffers import ModelBuffers
-from samestep.buffers.named_buffers import find_named_buffers
+from samestep.buffers.named_tensors import find_named_buffers
 from samestep.buffers.policies import Policy, check_policies
 from samestep.buffers.statistics import Mode, check_norms
 from samestep.errors import ConfigError
@@ -28,7 +28,7 @@ from samestep.towers.division import Division
 from samestep.towers.root import check_module, check_wrappers
 from samestep.watching.hooks import HookCheck
 from samestep.watching.means import Means
-from samestep.watching.outside import averaged_parameters
+from samestep.watching.optimizer_steps import averaged_parameters
 from samestep.watching.watch import Watch
 from samestep.workers.collectives import broadcast
 from samestep.workers.environment import under_launcher, warn_if_unranked, world_size

@@ -24,7 +24,7 @@ from samestep.towers.losses import Contribution, Losses, NamedCounts
 from samestep.towers.replica import Replica
 from samestep.towers.tower import Tower
 from samestep.watching.beside import find_difference
-from samestep.watching.outside import note_outside_gradients, open_steps
+from samestep.watching.optimizer_steps import note_outside_gradients, open_steps
 from samestep.watching.pass_check import PassCheck, leaves_of
 from samestep.workers.collectives import gather_objects, gather_rows
 
@@ -56,14 +56,14 @@ class StepRun:
         self._replica = replica
         self._check = PassCheck(replica.parameters, replica.buffers)
         replica.means.start_step()
-        self._is_dropped = False
+        self._is_dropped = self._is_replay = False
         self.is_interrupted = False  # whether another step's passes began in this thread meanwhile
         self.parameters = replica.parameters
         self.plan = self.exchange.plan
         self.own_towers = self.plan.placement.towers(self.job.rank)
         self.losses = Losses(self.local.rows, is_whole_batch=self.plan.is_whole_batch)
         self._buffers = replica.buffers
-        self._gradients: GradientSum | None = replica.gradient_sum(self.plan)
+        self._gradients: GradientSum = replica.gradient_sum(self.plan)
         every, num_towers = replica.settings.noise_every, self.plan.placement.num_towers
         is_noise_due = every > 0 and self.step % every == 0 and num_towers > 1
         self._gradients.start(self.exchange, measures=is_noise_due and not self.plan.is_whole_batch)
@@ -119,7 +119,7 @@ class StepRun:
                 self.watch.start_pass(index)
                 self._turn = tower = Tower(index, batch, len(rows[index]), self)
                 self._check.start()
-                if self._gradients is not None:
+                if not self._is_replay:
                     self.watch.follow(index, tower.rows, self.local.row_tensors(batch, tower.rows))
                 del batch
                 yield tower
@@ -140,7 +140,7 @@ class StepRun:
             other.put_back()
         opened.append(self)
         self._passes.callback(opened.remove, self)
-        if self._gradients is not None:
+        if not self._is_replay:
             open_steps[self] = self.parameters
 
     def drop(self) -> None:
@@ -148,7 +148,7 @@ class StepRun:
         self._is_dropped = True
         open_steps.pop(self, None)
         self.put_back()
-        if self._gradients is not None:
+        if not self._is_replay:
             self._gradients.clear()
 
     def put_back(self) -> None:
@@ -171,7 +171,7 @@ class StepRun:
         restored, and the buffers get their values from before the step.
         """
         averaged = [parameter.grad for parameter in self.parameters]
-        self._gradients = self.scaler = None
+        self._is_replay, self.scaler = True, None
         self._done.clear()
         self.put_back()
         try:
@@ -187,7 +187,7 @@ class StepRun:
     def _check_done(self, tower: Tower) -> None:
         if tower.index not in self._done:
             raise self._check.not_handed_in(tower)
-        if self._gradients is not None:
+        if not self._is_replay:
             self.watch.end_turn(f"step {self.step}, tower {tower.index}")
 
     def take_mean(self, tower: Tower, loss: Tensor | Mapping[str, Tensor]) -> None:
@@ -213,7 +213,7 @@ class StepRun:
         try:
             yield
         except Exception as error:
-            if self._gradients is None:  # a replay, on this worker only
+            if self._is_replay:  # on this worker only
                 raise
             # Stand-ins of `samestep.check` share a process: another one runs while this one waits.
             self.watch.stop_looking()
@@ -225,7 +225,7 @@ class StepRun:
                 f"{tower!r}: step {self.step} was abandoned during this tower's turn, by abandon() or "
                 "another towers(batch): finish each loop, and call its average(), before the next one"
             )
-        if self._gradients is not None and self.exchange.is_over:
+        if not self._is_replay and self.exchange.is_over:
             raise UsageError(f"{tower!r}: step {self.step} has ended, because a worker raised an error in it")
         if self.is_interrupted:
             raise UsageError(
@@ -267,7 +267,7 @@ class StepRun:
         """
         self._done.add(tower.index)
         self.watch.stop_looking()
-        if self._gradients is None:
+        if self._is_replay:
             if backward is not None:
                 backward()
             return
@@ -298,7 +298,7 @@ class StepRun:
 
     def leaves(self, losses: Iterable[Tensor]) -> list[Tensor]:
         """Return the leaf tensors of the losses' graph, if the watch checks this step."""
-        if self._gradients is None or not self.watch.looks:
+        if self._is_replay or not self.watch.looks:
             return []
         leaves, is_reentrant = leaves_of(losses)
         self._replica.has_reentrant |= is_reentrant
@@ -325,7 +325,6 @@ class StepRun:
 
     def finish(self) -> list[Average]:
         """Finish the exchange and return this worker's averages."""
-        assert self._gradients is not None
         self.exchange.stopwatch.stop()
         try:
             self._passes.close()
@@ -370,7 +369,7 @@ class StepRun:
 
     def squares(self) -> Tensor | None:
         """Return the squared gradient norm of each of this worker's towers, if this step measures them."""
-        return None if self._gradients is None else self._gradients.squares()
+        return None if self._is_replay else self._gradients.squares()
 
     def gather(self, values: Tensor, what: str) -> Tensor:
         """Gather tensors with one row per tower: [own towers, ...] on each worker -> [T, ...] on all."""

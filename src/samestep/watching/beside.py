@@ -86,7 +86,7 @@ class _Held(NamedTuple):
     """The tensors in one storage, or the NumPy arrays that begin at one address."""
 
     reference: StorageWeakRef | NDArray[Any]  # so that the address is not reused
-    numbers: dict[tuple[int, int], int]  # by offset and number of elements
+    indices: dict[tuple[int, int], int]  # of values in `Beside`, by offset and number of elements
 
 
 _Value: TypeAlias = Tensor | NDArray[Any] | float
@@ -104,8 +104,8 @@ class Beside:
     def __init__(self) -> None:
         self._held: dict[int, _Held] = {}  # tensors, by their storages
         self._arrays: dict[int, _Held] = {}  # by their addresses
-        self._numbers: dict[float, int] = {}
-        self._objects: dict[int, HeldNumber] = {}  # of numbers
+        self._numbers: dict[float, int] = {}  # the indices of numbers
+        self._objects: dict[int, HeldNumber] = {}  # of numbers, by their indices
         self._names: list[str] = []
         self._entries: set[int] = set()  # those in a list or dict, which may have an entry for each tower
         self._of_pass: dict[int, _Read] = {}
@@ -117,29 +117,29 @@ class Beside:
         """Find what the program and `functions` have names for."""
         self.clear()
         for name, value in _named_values(functions):
-            number = None if name in self._used else self._hold(value, len(self._names))
-            if number is not None and "[" in name:
-                self._entries.add(number)
-            if number != len(self._names):
+            index = None if name in self._used else self._hold(value, len(self._names))
+            if index is not None and "[" in name:
+                self._entries.add(index)
+            if index != len(self._names):
                 continue
             self._used[name] = {}
             self._names.append(name)
             if is_number(value):
-                self._objects[number] = HeldNumber(value)
+                self._objects[index] = HeldNumber(value)
 
-    def _hold(self, value: _Value, number: int) -> int | None:
-        """Return the value's number: `number` for a new one; None if it cannot be followed."""
+    def _hold(self, value: _Value, index: int) -> int | None:
+        """Return the value's index: `index` for a new one; None if it cannot be followed."""
         if isinstance(value, Tensor):
             storage = 0 if is_lazy(value) or not _is_readable(value) else storage_of(value)
             if not storage:
                 return None
             if storage not in self._held:
                 self._held[storage] = _Held(StorageWeakRef(value.untyped_storage()), {})
-            return self._held[storage].numbers.setdefault(_place(value), number)
+            return self._held[storage].indices.setdefault(_place(value), index)
         if isinstance(value, np.ndarray):
             held = self._arrays.setdefault(value.ctypes.data, _Held(value, {}))
-            return held.numbers.setdefault((0, value.size), number)
-        return self._numbers.setdefault(float(value), number)
+            return held.indices.setdefault((0, value.size), index)
+        return self._numbers.setdefault(float(value), index)
 
     def clear(self) -> None:
         """Forget all."""
@@ -176,22 +176,22 @@ class Beside:
         held, place = self._held.get(storage_of(tensor)), _place(tensor)
         if held is None and self._arrays:
             held, place = self._arrays.get(tensor.data_ptr()), (0, tensor.numel())
-        number = None if held is None else held.numbers.get(place)
-        return 0 if number is None else self._note_read(number, tensor)
+        index = None if held is None else held.indices.get(place)
+        return 0 if index is None else self._note_read(index, tensor)
 
-    def _note_read(self, number: int, tensor: Tensor) -> int:
-        if number not in self._of_pass:
-            self._of_pass[number] = _Read(_checksum(tensor), tuple(tensor.shape))
-        return _bit(number)
+    def _note_read(self, index: int, tensor: Tensor) -> int:
+        if index not in self._of_pass:
+            self._of_pass[index] = _Read(_checksum(tensor), tuple(tensor.shape))
+        return _bit(index)
 
     def read_copy(self, tensor: Tensor) -> int:
         """Note a tensor that `torch.tensor` has made; return the bits of the array or numbers in it."""
         if tensor.numel() > _MOST_ELEMENTS or not tensor.is_cpu:
             return 0
         for held in self._arrays.values():
-            number = held.numbers.get((0, tensor.numel()))
-            if number is not None and _has_values(tensor, held.reference):
-                return self._note_read(number, tensor)
+            index = held.indices.get((0, tensor.numel()))
+            if index is not None and _has_values(tensor, held.reference):
+                return self._note_read(index, tensor)
         if tensor.numel() > _MOST_NUMBERS or not tensor.is_floating_point():
             return 0
         bits, elements = 0, set(tensor.flatten().tolist())
@@ -202,27 +202,27 @@ class Beside:
 
     def read_number(self, value: Any) -> int:
         """Note a number among an operator's arguments; return its bit, or 0 for an unknown number."""
-        number = self._numbers.get(value) if type(value) is float else None
-        if number is None or not self._objects[number].is_held:
+        index = self._numbers.get(value) if type(value) is float else None
+        if index is None or not self._objects[index].is_held:
             return 0
-        self._of_pass[number] = _Read(zlib.crc32(repr(value).encode()), ())
-        return _bit(number)
+        self._of_pass[index] = _Read(zlib.crc32(repr(value).encode()), ())
+        return _bit(index)
 
     def note_used(self, tower: int, bits: int) -> None:
         """Note what the loss of a tower depends on."""
-        for number in self._of_pass if bits else ():
-            if bits & _bit(number):
-                self._used[self._names[number]][tower, self._num_rows] = self._of_pass[number]
+        for index in self._of_pass if bits else ():
+            if bits & _bit(index):
+                self._used[self._names[index]][tower, self._num_rows] = self._of_pass[index]
 
     def found(self) -> Found:
         """Return what losses depend on, except what differs between passes of this worker."""
         found = {}
-        for number, name in enumerate(self._names):
+        for index, name in enumerate(self._names):
             seen = self._used[name]
             if len({read.checksum for read in seen.values()}) == 1:
                 kinds = frozenset((num_rows, *read.shape) for (_, num_rows), read in seen.items())
                 is_of_several, checksum = len(seen) > 1, next(iter(seen.values())).checksum
-                is_entry = number in self._entries
+                is_entry = index in self._entries
                 found[name] = _Used(checksum, kinds, is_of_several, is_entry and not is_of_several)
         return found
 
@@ -259,8 +259,8 @@ def _differences(all_found: Sequence[Found]) -> Iterator[Difference]:
                 yield Difference(name, (first, second), is_certain)
 
 
-def _bit(number: int) -> int:
-    return LEFT_NUMBER << number + 1
+def _bit(index: int) -> int:
+    return LEFT_NUMBER << index + 1
 
 
 def _is_compared(value: Any) -> bool:

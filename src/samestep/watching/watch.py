@@ -9,7 +9,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from samestep.buffers.named_buffers import NamedBuffer, NamedParameter, find_named_parameters, reader
+from samestep.buffers.named_tensors import (
+    NamedBuffer,
+    NamedParameter,
+    NamedTensor,
+    find_named_parameters,
+    reader,
+)
 from samestep.buffers.policies import Policy
 from samestep.buffers.statistics import is_statistic
 from samestep.errors import BufferPolicyError, Error, UsageError
@@ -17,7 +23,7 @@ from samestep.identity import is_compiled
 from samestep.watching.flow import FlowWatch
 from samestep.watching.modes import Modes
 from samestep.watching.optimizer_settings import OptimizerSettings, has_settings
-from samestep.watching.outside import OutsideNets
+from samestep.watching.outside_nets import OutsideNets
 from samestep.watching.own_generators import OwnGenerators, is_generator
 from samestep.watching.own_numbers import OwnNumbers
 from samestep.watching.reach import in_reach
@@ -267,18 +273,18 @@ class Watch:
             self._fail(f"step {ended.step}: a pass", has_changed)
 
     def _fail(self, who: str, has_changed: Sequence[bool]) -> None:
-        changed = [place for place, has in zip(self._places, has_changed, strict=True) if has]
-        parameters = [place for place in changed if isinstance(place, NamedParameter)]
+        triples = zip(self._places, self._tensors, has_changed, strict=True)
+        changed = [(place, old) for place, old, has in triples if has]
+        parameters = [place for place, _ in changed if isinstance(place, NamedParameter)]
         if parameters:
             raise UsageError(
                 f"{who} wrote to {_names(parameters)}: all towers of a step must see the same parameters, "
                 "and with another number of workers, different towers would see the change; write to "
                 "parameters after average(), as optimizer.step() does"
             )
-        empty = [
-            p for p, old in zip(self._places, self._tensors, strict=True) if p in changed and old is None
-        ]
-        raise BufferPolicyError(f"{who} {_explain(changed, empty)}")
+        buffers = [(place, old) for place, old in changed if isinstance(place, NamedBuffer)]
+        empty = [place for place, old in buffers if old is None]
+        raise BufferPolicyError(f"{who} {_explain([place for place, _ in buffers], empty)}")
 
     def _explain_entries(self, who: str) -> Error:
         pairs = zip(self._registries, self._entries, strict=True)
@@ -310,7 +316,7 @@ def _explain(changed: Sequence[NamedBuffer], empty: Sequence[NamedBuffer] = ()) 
     )
 
 
-def _names(places: Sequence[NamedBuffer]) -> str:
+def _names(places: Sequence[NamedTensor]) -> str:
     return ", ".join(place.name for place in places)
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from samestep.buffers.named_buffers import find_named_parameters
+from samestep.buffers.named_tensors import find_named_parameters
 from samestep.identity import checksum_of
 
 __all__ = ["Hashes", "Place", "WeightHash"]

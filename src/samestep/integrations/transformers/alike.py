@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from samestep.buffers.named_buffers import find_named_buffers, find_named_parameters
+from samestep.buffers.named_tensors import find_named_buffers, find_named_parameters
 from samestep.buffers.policies import Policy, assign_policies
 from samestep.errors import Error, one_line
 from samestep.watching.weight_hash import WeightHash

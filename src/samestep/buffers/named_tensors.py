@@ -7,16 +7,36 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-__all__ = ["NamedBuffer", "NamedParameter", "find_named_buffers", "find_named_parameters", "reader"]
+__all__ = [
+    "NamedBuffer",
+    "NamedParameter",
+    "NamedTensor",
+    "find_named_buffers",
+    "find_named_parameters",
+    "reader",
+]
 
 
 @dataclass(frozen=True)
-class NamedBuffer:
-    """A buffer of a module, by attribute, because a forward may replace the tensor."""
+class NamedTensor:
+    """A buffer or parameter of a module, by attribute, because a forward may replace the tensor."""
 
-    name: str  # as in `model.named_buffers()`
+    name: str  # as in `model.named_buffers()` or `model.named_parameters()`
     module: nn.Module
     attribute: str
+
+    @property
+    def registry(self) -> dict[str, Tensor | None]:
+        """The module's dictionary that holds it, by attribute."""
+        raise NotImplementedError
+
+    def get(self) -> Tensor | None:
+        """Return the current tensor."""
+        return self.registry.get(self.attribute)
+
+
+class NamedBuffer(NamedTensor):
+    """A buffer."""
 
     @property
     def registry(self) -> dict[str, Tensor | None]:
@@ -28,13 +48,9 @@ class NamedBuffer:
         """Whether it is part of `state_dict`."""
         return self.attribute not in self.module._non_persistent_buffers_set
 
-    def get(self) -> Tensor | None:
-        """Return the current tensor."""
-        return self.registry.get(self.attribute)
 
-
-class NamedParameter(NamedBuffer):
-    """A parameter of a module, by attribute."""
+class NamedParameter(NamedTensor):
+    """A parameter."""
 
     @property
     def registry(self) -> dict[str, Tensor | None]:
@@ -42,7 +58,7 @@ class NamedParameter(NamedBuffer):
         return self.module._parameters  # type: ignore[return-value]
 
 
-def reader(places: Sequence[NamedBuffer]) -> Callable[[], list[Tensor | None]]:
+def reader(places: Sequence[NamedTensor]) -> Callable[[], list[Tensor | None]]:
     """Return a function that returns all current tensors; faster than calling `get` of each place."""
     registries, attributes = [place.registry for place in places], [place.attribute for place in places]
     return lambda: list(map(dict.get, registries, attributes))
