@@ -44,6 +44,8 @@ class LocalBatch:
             changed since; None if it cannot be made again.
         compared: reads a part of the batch that all workers can read, and returns a 32-bit number of it for
             them to compare; None to compare nothing more.
+        used: called after each step with the batch, so that a loader knows which of its batches were used;
+            None to call nothing.
 
     Example:
         >>> from samestep import TowerLoader, Towers
@@ -59,6 +61,7 @@ class LocalBatch:
     tower_rows: Sequence[int] | None = None
     again: Callable[[], LocalBatch] | None = field(default=None, repr=False, compare=False)
     compared: Callable[[], int] | None = field(default=None, repr=False, compare=False)
+    used: Callable[[], None] | None = field(default=None, repr=False, compare=False)
 
     def __getitem__(self, key: Any) -> NoReturn:
         """Raise an error that explains where the rows are, for loops that unpack a DataLoader's batch."""

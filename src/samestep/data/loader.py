@@ -25,6 +25,7 @@ from samestep.batches.batch import LocalBatch, Slices
 from samestep.data.dataloader import check_options, check_towers, reading
 from samestep.data.from_dataloader import options_of
 from samestep.data.order import CustomOrder, Order, numbered
+from samestep.data.progress import Progress
 from samestep.data.readers import COMPARED, BatchedReader, Reader, Request, compared_at, is_batched
 from samestep.data.single_rows import warn_of_single_rows
 from samestep.data.stream import RequestSampler, Stream
@@ -147,7 +148,7 @@ class TowerLoader:
             drop_last=drop_last,
         )
         self._towers = towers
-        self._position = 0
+        self._progress = Progress()
         self._sampler = RequestSampler()
         self._reader = BatchedReader(dataset, seed) if batched else Reader(dataset, seed, collate_fn)
         self._stream: Stream | None = None
@@ -162,17 +163,19 @@ class TowerLoader:
         Raises:
             ConfigError: it is set to anything but an int of at least 0.
         """
-        return self._position
+        return self._progress.position
 
     @position.setter
     def position(self, position: int) -> None:
         if not _is_int(position) or position < 0:
             raise ConfigError(f"position = {position!r}: expected an int >= 0, the batches handed out so far")
-        self._position = position
+        self._progress.move_to(position)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and the settings it depends on."""
-        return {"position": self._position, **self._settings}
+        """Return the position and the settings it depends on; warn if batches before it were not used."""
+        if self._towers.job.is_first:
+            self._progress.check_used()
+        return {"position": self.position, **self._settings}
 
     @classmethod
     def from_dataloader(
@@ -230,7 +233,7 @@ class TowerLoader:
     @property
     def epoch(self) -> int:
         """The epoch of the next batch."""
-        return self._position // len(self)
+        return self.position // len(self)
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch."""
@@ -244,7 +247,7 @@ class TowerLoader:
                 `order`, the dataset has another length than when the loader was made.
             UsageError: since the last batch, `position` was set or another iteration yielded a batch.
         """
-        expected, end = self._position, (self.epoch + 1) * len(self)
+        expected, end = self.position, (self.epoch + 1) * len(self)
         order = self._order(self.epoch)
         while expected < end:
             # Slices read ahead are for this placement. If it changes between steps, read again from there.
@@ -254,8 +257,9 @@ class TowerLoader:
                     self._check_unmoved(expected)
                     self._check_length()
                     batch = next(batches)
-                    expected = self._position = expected + 1
-                    yield batch
+                    expected += 1
+                    with self._progress.handing_out(is_whole=batch.rows == self.batch_size):
+                        yield batch
 
     def _read(self, order: NDArray[np.int64], positions: range) -> Generator[LocalBatch]:
         """Yield batches with slices that are read ahead one by one, and returned on access."""
@@ -286,6 +290,7 @@ class TowerLoader:
             zlib.crc32(rows.tobytes(), checksum),
             again=partial(self._batch, self._stream.read, rows, position, checksum),
             compared=compared,
+            used=partial(self._progress.use, position),
         )
 
     def _rows(self, order: NDArray[np.int64], position: int) -> NDArray[np.int64]:
@@ -328,9 +333,9 @@ class TowerLoader:
             )
 
     def _check_unmoved(self, expected: int) -> None:
-        if self._position != expected:
+        if self.position != expected:
             raise UsageError(
-                f"position is {self._position}, this iteration is at {expected}: after setting position or "
+                f"position is {self.position}, this iteration is at {expected}: after setting position or "
                 "starting another iteration, do not continue an old one"
             )
 

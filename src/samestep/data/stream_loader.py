@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from samestep.arguments import check_callable, whole
 from samestep.batches.batch import GlobalBatch, LocalBatch
 from samestep.data.dataloader import check_options, check_towers, reading
+from samestep.data.progress import Progress
 from samestep.data.shard_reader import Ended, ShardReader
 from samestep.data.shards import Source, check_source
 from samestep.errors import BatchError, ConfigError, UsageError, warn
@@ -118,7 +120,8 @@ class StreamLoader:
         self._towers = towers
         self._collate_fn = collate_fn
         self._options = dataloader_options
-        self._position = self._epoch = self._num_before = 0
+        self._progress = Progress()
+        self._epoch = self._num_before = 0
         self._checksum: int | None = None
         self._is_checked = False
         self._batches: Generator[LocalBatch] | None = None
@@ -127,7 +130,7 @@ class StreamLoader:
     @property
     def position(self) -> int:
         """Batches handed out over the whole run, all epochs together."""
-        return self._position
+        return self._progress.position
 
     @property
     def epoch(self) -> int:
@@ -135,8 +138,10 @@ class StreamLoader:
         return self._epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, its epoch, and the settings they depend on."""
-        place = {"position": self._position, "epoch": self._epoch, "batches_of_epoch": self._num_before}
+        """Return position, epoch and the settings they depend on; warn if earlier batches were not used."""
+        if self._towers.job.is_first:
+            self._progress.check_used()
+        place = {"position": self.position, "epoch": self._epoch, "batches_of_epoch": self._num_before}
         return {**place, "first_examples": self._checksum, **self._settings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -146,10 +151,10 @@ class StreamLoader:
             ConfigError: the state is from a run with another batch size, seed or T.
         """
         check_same(state, self._settings, "loader")
-        self._position, self._epoch = int(state["position"]), int(state["epoch"])
-        self._num_before = int(state["batches_of_epoch"])
+        self._epoch, self._num_before = int(state["epoch"]), int(state["batches_of_epoch"])
         self._checksum, self._is_checked = state["first_examples"], False
         self._drop_iteration()
+        self._progress.move_to(int(state["position"]))
 
     def next_batch(self) -> LocalBatch | None:
         """Return the next batch, or None at the end of an epoch; the call after that begins the next epoch.
@@ -189,7 +194,7 @@ class StreamLoader:
             UsageError: tower 0's shard differs when it is read again, a step is open, or another iteration
                 yielded a batch since the last one.
         """
-        expected = self._position
+        expected = self.position
         if not self._is_checked:
             self._check_source()
         while True:
@@ -202,9 +207,10 @@ class StreamLoader:
                     if batch is None:
                         self._epoch, self._num_before = self._epoch + 1, 0
                         return
-                    expected = self._position = expected + 1
+                    expected += 1
                     self._num_before += 1
-                    yield batch
+                    with self._progress.handing_out():
+                        yield batch
 
     def _next(self, batches: Iterator[dict[int, Any]]) -> LocalBatch | None:
         """Return the next batch, or None on all workers if some tower cannot fill its rows."""
@@ -218,7 +224,9 @@ class StreamLoader:
         ended = next((each for each in slices.values() if isinstance(each, Ended)), None)
         if (ended := self._first_ended(ended, error)) is None:
             place = repr((self.seed, self._epoch, self._num_before, self.batch_size))
-            return LocalBatch(self.batch_size, slices, self._position, zlib.crc32(place.encode()))
+            used = partial(self._progress.use, self.position)
+            number = zlib.crc32(place.encode())
+            return LocalBatch(self.batch_size, slices, self.position, number, used=used)
         if self._num_before == 0:
             num_towers = self._towers.placement.num_towers
             rows = even_ranges(self.batch_size, num_towers)[ended.tower]
@@ -232,7 +240,7 @@ class StreamLoader:
 
     def _first_ended(self, ended: Ended | None, error: Exception | None) -> Ended | None:
         """Return the first shard of all workers' that has ended; raise on all workers if one met an error."""
-        job, where = self._towers.job, f"batch {self._position} of the stream"
+        job, where = self._towers.job, f"batch {self.position} of the stream"
         kind = _FAILED if error is not None else _FULL if ended is None else _ENDED
         own = (kind, 0, 0) if ended is None else (kind, ended.tower, ended.num_examples)
         everyone = gather_rows(
@@ -255,7 +263,7 @@ class StreamLoader:
         """Return a function that reads on from the position, and its number of items for each batch."""
         own = placement.rows(self._towers.job.rank, self.batch_size)
         num_processes = min(self._options.get("num_workers", 0), len(own))
-        read = self._reading_of(own, num_processes, self._epoch, self._position, self._num_before)
+        read = self._reading_of(own, num_processes, self._epoch, self.position, self._num_before)
         return read, len(own) + -len(own) % max(num_processes, 1)
 
     def _reading_of(
@@ -307,8 +315,8 @@ class StreamLoader:
             return 0
 
     def _check_unmoved(self, expected: int) -> None:
-        if self._position != expected:
+        if self.position != expected:
             raise UsageError(
-                f"position is {self._position}, this iteration is at {expected}: after load_state_dict, or "
+                f"position is {self.position}, this iteration is at {expected}: after load_state_dict, or "
                 "starting another iteration, do not continue an old one"
             )

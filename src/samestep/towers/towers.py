@@ -547,6 +547,8 @@ class Towers:
 
     def _report(self, result: StepResult, **more: Any) -> Report:
         self._step += 1
+        if result.run.local.used is not None:
+            result.run.local.used()
         self._placing.follow(result.run)
         return result.report(noise_scale=self.noise.value, **more)
 
