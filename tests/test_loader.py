@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from torch.utils.data import IterableDataset
+from torch.utils.data import ChainDataset, IterableDataset
 
 from samestep import Step, Towers, digest
 from samestep.batches.batch import LocalBatch
@@ -624,6 +624,11 @@ class Endless(IterableDataset):
         ({"batch_size": 2.0}, "batch_size = 2.0: "),
         ({"dataset": Noisy(0)}, r"dataset \(Noisy\) is empty"),
         ({"dataset": Endless()}, "Endless without a length"),
+        (
+            {"dataset": ChainDataset([Endless()])},
+            "ChainDataset without indices.*a StreamLoader reads streams",
+        ),
+        ({"dataset": {1, 2}}, "set without indices"),
         (
             {"batch_size": 24, "drop_last": True},
             "batch_size = 24 with drop_last leaves no batch of 23 examples",

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import ChainDataset, DataLoader, IterableDataset, get_worker_info
 
 from samestep import Job, Placement, Step, StreamLoader, Towers, digest
 from samestep.errors import BatchError, ConfigError, DisagreementError, UsageError
@@ -382,6 +382,18 @@ def test_a_dataset_that_asks_for_its_part_too_late_is_refused():
 
     with pytest.raises(UsageError, match=r"Late called get_worker_info\(\) after its first"):
         next(iter(StreamLoader(Late(), BATCH_SIZE, make_towers(None))))
+
+
+class Sized(NotAsking):
+    def __len__(self):
+        return self.length
+
+
+def test_a_stream_may_have_a_length():
+    chain = ChainDataset([Sized(40), Sized(60)])
+    assert len(chain) == 100
+    first = next(iter(StreamLoader(chain, BATCH_SIZE, make_towers(None))))
+    assert [part["id"].tolist() for part in first.slices.values()][:3] == [[0, 7, 14], [1, 8, 15], [2, 9]]
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from samestep.data.from_dataloader import options_of
 from samestep.data.order import CustomOrder, Order, numbered
 from samestep.data.progress import Progress
 from samestep.data.readers import COMPARED, BatchedReader, Reader, Request, compared_at, is_batched
+from samestep.data.shards import has_indices
 from samestep.data.single_rows import warn_of_single_rows
 from samestep.data.stream import RequestSampler, Stream
 from samestep.errors import ConfigError, UsageError
@@ -351,9 +352,10 @@ def _is_int(value: object) -> bool:
 def _check(dataset: Any, batch_size: int) -> None:
     if isinstance(dataset, DataLoader):
         raise ConfigError("dataset is a DataLoader: expected its dataset, or use TowerLoader.from_dataloader")
-    if not hasattr(dataset, "__len__"):
+    if not hasattr(dataset, "__len__") or not (is_batched(dataset) or has_indices(dataset)):
+        lacks = "indices" if hasattr(dataset, "__len__") else "a length"
         raise ConfigError(
-            f"dataset is a {type(dataset).__name__} without a length: expected a map-style dataset, with "
+            f"dataset is a {type(dataset).__name__} without {lacks}: expected a map-style dataset, with "
             "__len__ and __getitem__; a StreamLoader reads streams"
         )
     if not _is_int(batch_size) or batch_size < 1:

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from torch.utils.data import DataLoader, IterableDataset, _utils
+from torch.utils.data import DataLoader, Dataset, IterableDataset, _utils
 
 from samestep.errors import ConfigError, UsageError
 from samestep.streams import stream_seed
 
-__all__ = ["Shard", "Source", "check_source", "open_shard", "seen_as"]
+__all__ = ["Shard", "Source", "check_source", "has_indices", "open_shard", "seen_as"]
 
 Source: TypeAlias = Callable[..., Iterable[Any]] | Iterable[Any]
 """make_shard(tower, num_towers, epoch, seed) -> a shard's examples, or an iterable of all examples."""
@@ -110,6 +110,11 @@ def _own_examples(examples: Iterable[Any], worker: VirtualWorker) -> Iterator[An
             yield example
 
 
+def has_indices(dataset: object) -> bool:
+    """Whether a dataset has `__getitem__`: torch's base class defines one that raises, for streams too."""
+    return getattr(type(dataset), "__getitem__", None) not in (None, Dataset.__getitem__)
+
+
 def check_source(source: Any) -> None:
     """Refuse a source that cannot be read as T shards.
 
@@ -119,10 +124,10 @@ def check_source(source: Any) -> None:
     name = type(source).__name__
     if isinstance(source, DataLoader):
         raise ConfigError(
-            "source is a DataLoader: pass its dataset to StreamLoader, or, if that has a length, use "
+            "source is a DataLoader: pass its dataset to StreamLoader, or, if that has indices, use "
             "TowerLoader.from_dataloader"
         )
-    if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
+    if hasattr(source, "__len__") and has_indices(source):
         raise ConfigError(f"source is a {name}, which has a length and indices: use a TowerLoader")
     if isinstance(source, Iterator) and not isinstance(source, IterableDataset):
         raise ConfigError(
