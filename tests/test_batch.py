@@ -76,6 +76,13 @@ def test_the_same_values_have_the_same_fingerprint():
     assert fingerprint(values.clone().requires_grad_()) == fingerprint(values)
 
 
+def test_keys_that_are_spelled_alike_are_two_columns():
+    x, y = torch.ones(4, 2), torch.zeros(4)
+    assert fingerprint({1: x, "a": y}) == fingerprint({"a": y, 1: x})
+    assert fingerprint({1: x, "1": y}) == fingerprint({"1": y, 1: x}) != fingerprint({1: y, "1": x})
+    assert fingerprint({1: x, "1": "of all", None: 3}) == fingerprint({"1": "of all", None: 3, 1: x})
+
+
 @pytest.mark.parametrize(
     "other",
     [

@@ -31,7 +31,8 @@ def fingerprint(node: Node) -> int:
 
 def _outline(node: Node) -> Any:
     if isinstance(node, Branch):
-        return sorted((str(key), _outline(child)) for key, child in node.children.items())
+        keys = sorted(node.children, key=lambda key: (str(key), type(key).__name__))  # 1 and "1" are two
+        return [(str(key), _outline(node.children[key])) for key in keys]
     assert isinstance(node, Column | Whole)
     return node.value
 
