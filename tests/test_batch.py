@@ -10,6 +10,7 @@ from hypothesis import given, settings, strategies as st
 import samestep
 from samestep import LocalBatch, Towers
 from samestep.batches.batch import GlobalBatch, Slices
+from samestep.batches.columns import Whole
 from samestep.batches.copier import Copier
 from samestep.errors import BatchError
 from samestep.summation.placement import even_ranges
@@ -74,6 +75,18 @@ def test_the_same_values_have_the_same_fingerprint():
     values = torch.arange(20.0).reshape(4, 5)
     assert fingerprint(values.t().contiguous().t()) == fingerprint(values)
     assert fingerprint(values.clone().requires_grad_()) == fingerprint(values)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_of_nested_tensors_only_the_number_and_the_dtype_count(layout):
+    x, one = torch.ones(4, 2), torch.ones(3, 2)
+    marks = [
+        fingerprint({"x": x, "n": Whole(torch.nested.nested_tensor(rows, layout=layout, dtype=dtype))})
+        for rows, dtype in [([x, one], None), ([one, x], None), ([one], None), ([x, one], torch.half)]
+    ]
+    assert marks[0] == marks[1]
+    assert len(set(marks)) == 3
 
 
 def test_keys_that_are_spelled_alike_are_two_columns():

@@ -662,3 +662,26 @@ def test_a_dataset_that_grows_is_told_of_instead_of_skipping_rows():
     rows.append(torch.ones(1))
     with pytest.raises(ConfigError, match=r"dataset has 7 examples, it had 6 .*: make a new one"):
         next(iter(loader))
+
+
+# ---- what a slice may hold -------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_collate_fn_may_return_nested_tensors(layout, num_workers):
+    def together(rows):
+        return {"x": torch.nested.nested_tensor(rows, layout=layout), "rows": len(rows)}
+
+    dataset = [torch.full((length, 1), length / 8) for length in (2, 4, 3, 1, 5, 2)]
+    towers = Towers(torch.nn.Linear(1, 1, bias=False), 2)
+    loader = TowerLoader(
+        dataset, 6, towers, shuffle=False, collate_fn=together, num_workers=num_workers, timeout=60
+    )
+    for batch in loader:
+        for tower in towers(batch):
+            padded = torch.nested.to_padded_tensor(tower.batch["x"], 0.0)
+            tower.backward(towers.model(padded).sum() / tower.batch["rows"])
+        assert towers.average().rows == 6
+    assert towers.model.weight.grad.item() * 6 == pytest.approx(sum(row.sum().item() for row in dataset))

@@ -80,7 +80,7 @@ class LocalBatch:
         """Yield the tensors in a tower's batch that hold its rows, without values that are not cut."""
         root = self.slices.root if isinstance(self.slices, Slices) else None
         for each in tensors(batch) if root is None else _in_columns(root, batch):
-            if isinstance(each, Tensor) and (root is not None or each.shape[:1] == (rows,)):
+            if isinstance(each, Tensor) and (root is not None or (each.dim() and each.size(0) == rows)):
                 yield each
 
     def to(self, device: torch.device) -> LocalBatch:

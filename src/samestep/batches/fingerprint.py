@@ -40,7 +40,9 @@ def _outline(node: Node) -> Any:
 def _described(value: Any) -> Any:
     """Describe a value of a type that JSON does not support."""
     if isinstance(value, Tensor):
-        return [str(value.dtype), list(value.shape), _crc_of_tensor(value)]
+        # A nested tensor's other sizes differ by row, and a strided one has no shape.
+        shape = ["nested", value.size(0)] if value.is_nested else list(value.shape)
+        return [str(value.dtype), shape, _crc_of_tensor(value)]
     if isinstance(value, np.ndarray):
         return [str(value.dtype), value.shape, _crc_of_array(value)]
     if isinstance(value, bytes):
