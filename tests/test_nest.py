@@ -360,6 +360,21 @@ def test_slices_of_a_loader_may_hold_anything():
     assert tower.batch["size"] == [2, 3]
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
+def test_whole_in_a_loaders_batch_is_its_value(num_workers):
+    held = {"x": X[:2], "all": Whole({"weights": torch.ones(3), "names": ["a"]}), "list": [[Whole(1)], 2]}
+    towers = Towers(torch.nn.Linear(1, 1), 2)
+    from_collate = TowerLoader(X, 4, towers, collate_fn=lambda rows: held, num_workers=num_workers)
+    for batch in (LocalBatch(4, dict.fromkeys(range(2), held)), *towers.slices([held] * 2), *from_collate):
+        for tower in towers(batch):
+            assert tower.batch["all"]["weights"].tolist() == [1, 1, 1]
+            assert (tower.batch["all"]["names"], tower.batch["list"]) == (["a"], [[1], 2])
+            tower.backward(towers.model(tower.batch["all"]["weights"][:1]).sum())
+        towers.average()
+    assert isinstance(held["all"], Whole)
+
+
 def test_the_page_on_batches_is_true():
     page = Path(__file__).parents[1] / "docs" / "batches.md"
     found = doctest.testfile(str(page), module_relative=False, optionflags=doctest.ELLIPSIS)

@@ -14,7 +14,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from samestep.batches.columns import Branch, Column, Node, Whole, columns, parse, resolved, version_of, wholes
+from samestep.batches.columns import (
+    Branch,
+    Column,
+    Node,
+    Whole,
+    columns,
+    parse,
+    resolved,
+    unmarked,
+    version_of,
+    wholes,
+)
 from samestep.batches.copier import Copier, copied
 from samestep.batches.fingerprint import fingerprint
 from samestep.batches.nest import entries, mapped, rebuilt, tensors
@@ -86,7 +97,7 @@ class LocalBatch:
     def to(self, device: torch.device) -> LocalBatch:
         """Return the same batch with its tensors on a device; each tower's are moved on access."""
         copier = Copier(device)
-        read = partial(_at_turn, copier, lambda tower: copier.moved(self.slices[tower]))
+        read = partial(_at_turn, copier, lambda tower: copier.moved(unmarked(self.slices[tower])))
         return replace(self, slices=Slices(tuple(self.slices), read))
 
 

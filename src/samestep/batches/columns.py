@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from samestep.batches.nest import NUMBERS, PLAIN, entries, is_sequence, tensors
+from samestep.batches.nest import NUMBERS, PLAIN, entries, is_sequence, rebuilt, tensors
 from samestep.errors import BatchError
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "columns",
     "parse",
     "resolved",
+    "unmarked",
     "version_of",
     "wholes",
 ]
@@ -197,6 +198,17 @@ def wholes(node: Node) -> Iterator[Any]:
     elif isinstance(node, Branch):
         for child in node.children.values():
             yield from wholes(child)
+
+
+def unmarked(value: Any) -> Any:
+    """Return a nest with the values of its `Whole`s in their place."""
+    if isinstance(value, Whole):
+        return value.value
+    held = None if isinstance(value, PLAIN) else entries(value)
+    if not held:
+        return value
+    new = {key: unmarked(entry) for key, entry in held.items()}
+    return rebuilt(value, new) if any(new[key] is not held[key] for key in held) else value
 
 
 def version_of(value: Any) -> int:
