@@ -384,6 +384,29 @@ def test_a_dataset_that_asks_for_its_part_too_late_is_refused():
         next(iter(StreamLoader(Late(), BATCH_SIZE, make_towers(None))))
 
 
+class Lines(IterableDataset):
+    def __init__(self, path):
+        self.file = open(path)  # noqa: SIM115 - the test is of a dataset that does this
+
+    def __iter__(self):
+        yield from map(float, self.file)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+def test_a_source_that_holds_an_open_file_is_refused(tmp_path, num_workers):
+    path = tmp_path / "lines"
+    path.write_text("\n".join(map(str, range(40))))
+    loader = StreamLoader(Lines(path), BATCH_SIZE, make_towers(None), num_workers=num_workers)
+    with pytest.raises(ConfigError) as caught:
+        next(iter(loader))
+    assert str(caught.value) == (
+        "source is a Lines that cannot be copied for each tower (TypeError: cannot pickle "
+        "'_io.TextIOWrapper' object): expected one that opens files and connections in its __iter__, or "
+        "make_shard(tower, num_towers, epoch, seed) -> iterable"
+    )
+
+
 class Sized(NotAsking):
     def __len__(self):
         return self.length

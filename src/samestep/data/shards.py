@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, _utils
 
-from samestep.errors import ConfigError, UsageError
+from samestep.errors import ConfigError, UsageError, one_line
 from samestep.streams import stream_seed
 
 __all__ = ["Shard", "Source", "check_source", "has_indices", "open_shard", "seen_as"]
@@ -84,14 +84,26 @@ def open_shard(source: Source, tower: int, num_towers: int, *, epoch: int, seed:
         part = split_dataset_by_node(source, tower, num_towers)
         part.set_epoch(epoch)
         return Shard(iter(part))
-    # A copy for each tower and epoch, as in DataLoader's processes, because a dataset may have mutable state.
-    own = copy.deepcopy(source)
+    own = _copied(source)
     if hasattr(own, "set_epoch"):
         own.set_epoch(epoch)
     worker = VirtualWorker(tower, num_towers, stream_seed(seed, "shard", epoch, tower), own)
     with seen_as(worker):
         examples = iter(own)
     return Shard(_own_examples(examples, worker), worker)
+
+
+def _copied(source: Iterable[Any]) -> Any:
+    """Return a copy for one tower and epoch, as in DataLoader's processes: a source may have state."""
+    try:
+        return copy.deepcopy(source)
+    except Exception as error:
+        why = one_line(f"{type(error).__name__}: {error}")
+        raise ConfigError(
+            f"source is a {type(source).__name__} that cannot be copied for each tower ({why}): expected one "
+            "that opens files and connections in its __iter__, or make_shard(tower, num_towers, epoch, seed) "
+            "-> iterable"
+        ) from error
 
 
 def _own_examples(examples: Iterable[Any], worker: VirtualWorker) -> Iterator[Any]:
