@@ -289,7 +289,7 @@ def test_the_position_counts_a_batch_when_it_is_handed_out():
         assert (batch.position, loader.position) == (count - 1, count)
 
 
-@pytest.mark.parametrize("position", [-1, 1.0, "1", None, True, np.int64(1)])
+@pytest.mark.parametrize("position", [-1, 1.0, "1", None, True, np.float64(1)])
 def test_positions_that_are_no_counts_are_refused(position):
     loader = make_loader()
     with pytest.raises(ConfigError, match="position = "):
@@ -662,6 +662,16 @@ def test_a_dataset_that_grows_is_told_of_instead_of_skipping_rows():
     rows.append(torch.ones(1))
     with pytest.raises(ConfigError, match=r"dataset has 7 examples, it had 6 .*: make a new one"):
         next(iter(loader))
+
+
+def test_numpys_integers_are_integers():
+    loader = make_loader(batch_size=np.int64(BATCH_SIZE), seed=np.int64(3))
+    loader.position = np.int64(1)
+    expected = {"position": 1, "batch_size": BATCH_SIZE, "seed": 3}
+    state = {name: loader.state_dict()[name] for name in expected}
+    assert state == expected
+    assert {type(value) for value in state.values()} == {int}
+    assert_same_bits(read(loader), read(make_loader())[1:])
 
 
 # ---- what a slice may hold -------------------------------------------------------------------------

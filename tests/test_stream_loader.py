@@ -407,6 +407,12 @@ def test_a_source_that_holds_an_open_file_is_refused(tmp_path, num_workers):
     )
 
 
+def test_numpys_integers_are_integers():
+    loader = StreamLoader(Asking(), np.int64(BATCH_SIZE), make_towers(None), seed=np.int64(0))
+    assert type(loader.batch_size) is int
+    assert next(iter(loader)).rows == BATCH_SIZE
+
+
 class Sized(NotAsking):
     def __len__(self):
         return self.length

@@ -123,7 +123,9 @@ class TowerLoader:
         **dataloader_options: Any,
     ) -> None:
         batched = is_batched(dataset)
-        _check(dataset, batch_size)
+        _check(dataset)
+        batch_size = whole("batch_size", batch_size, 1, "the rows of the global batch")
+        seed = whole("seed", seed)
         check_towers(towers)
         _check_options(shuffle, drop_last, collate_fn)
         check_options(dataloader_options, "TowerLoader")
@@ -135,7 +137,7 @@ class TowerLoader:
             raise ConfigError("shuffle has no effect beside order: leave it out, or let order shuffle")
         self.dataset = dataset
         self.batch_size = batch_size
-        self.seed = whole("seed", seed)
+        self.seed = seed
         self.shuffle = order is None if shuffle is None else shuffle
         self.drop_last = drop_last
         self._num_examples = len(dataset)
@@ -168,9 +170,7 @@ class TowerLoader:
 
     @position.setter
     def position(self, position: int) -> None:
-        if not _is_int(position) or position < 0:
-            raise ConfigError(f"position = {position!r}: expected an int >= 0, the batches handed out so far")
-        self._progress.move_to(position)
+        self._progress.move_to(whole("position", position, 0, "the batches handed out so far"))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the settings it depends on; warn if batches before it were not used."""
@@ -345,11 +345,7 @@ def _num_batches(examples: int, batch_size: int, drop_last: bool) -> int:
     return examples // batch_size if drop_last else -(-examples // batch_size)
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _check(dataset: Any, batch_size: int) -> None:
+def _check(dataset: Any) -> None:
     if isinstance(dataset, DataLoader):
         raise ConfigError("dataset is a DataLoader: expected its dataset, or use TowerLoader.from_dataloader")
     if not hasattr(dataset, "__len__") or not (is_batched(dataset) or has_indices(dataset)):
@@ -358,8 +354,6 @@ def _check(dataset: Any, batch_size: int) -> None:
             f"dataset is a {type(dataset).__name__} without {lacks}: expected a map-style dataset, with "
             "__len__ and __getitem__; a StreamLoader reads streams"
         )
-    if not _is_int(batch_size) or batch_size < 1:
-        raise ConfigError(f"batch_size = {batch_size!r}: expected an int >= 1, the rows of the global batch")
     if len(dataset) == 0:
         raise ConfigError(f"dataset ({type(dataset).__name__}) is empty: expected at least one example")
 

@@ -16,7 +16,7 @@ from samestep.data.dataloader import check_options, check_towers, reading
 from samestep.data.progress import Progress
 from samestep.data.shard_reader import Ended, ShardReader
 from samestep.data.shards import Source, check_source
-from samestep.errors import BatchError, ConfigError, UsageError, warn
+from samestep.errors import BatchError, UsageError, warn
 from samestep.identity import check_same
 from samestep.summation.placement import Placement, even_ranges
 from samestep.towers.towers import Towers
@@ -109,13 +109,9 @@ class StreamLoader:
         if collate_fn is not None:
             check_callable("collate_fn", collate_fn, "a function of a list of examples")
         num_towers = towers.placement.num_towers
-        if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < num_towers:
-            raise ConfigError(
-                f"batch_size = {batch_size!r}: expected an int >= {num_towers}, the number of towers, "
-                "because each reads a shard"
-            )
         self.source = source
-        self.batch_size = batch_size
+        meaning = "the number of towers, because each reads a shard"
+        self.batch_size = whole("batch_size", batch_size, num_towers, meaning)
         self.seed = whole("seed", seed)
         self._towers = towers
         self._collate_fn = collate_fn
