@@ -413,6 +413,49 @@ def test_numpys_integers_are_integers():
     assert next(iter(loader)).rows == BATCH_SIZE
 
 
+class Shuffled(IterableDataset):
+    """Gives a shuffled list to everybody."""
+
+    def __iter__(self):
+        ids = list(range(98))
+        random.shuffle(ids)
+        for number in ids:
+            yield {"id": number, "noise": noise()}
+
+
+class ShuffledByBuffer(NotAsking):
+    def __iter__(self):
+        buffer = []
+        for number in range(98):
+            buffer.append(number)
+            if len(buffer) > 10:
+                yield {"id": buffer.pop(torch.randint(len(buffer), ()))}
+        yield from ({"id": number} for number in buffer)
+
+
+class ShuffledThenSplit(IterableDataset):
+    def __iter__(self):
+        ids = np.random.permutation(98).tolist()
+        worker = get_worker_info()
+        for number in ids[worker.id :: worker.num_workers]:
+            yield {"id": number, "noise": noise()}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("source", [Shuffled, ShuffledByBuffer, ShuffledThenSplit])
+def test_a_source_may_shuffle_with_the_global_generators(source, num_workers):
+    loader = StreamLoader(source(), 2 * NUM_TOWERS, make_towers(None), num_workers=num_workers)
+    orders = []
+    for _ in range(2):
+        parts = [part for batch in loader for part in batch.slices.values()]
+        orders.append([number for part in parts for number in part["id"].tolist()])
+        assert sorted(orders[-1]) == list(range(98))
+        if "noise" in parts[0]:
+            drawn = [tuple(row) for part in parts for row in part["noise"].tolist()]
+            assert len(set(drawn)) == 98
+    assert orders[0] != orders[1]
+
+
 class Sized(NotAsking):
     def __len__(self):
         return self.length

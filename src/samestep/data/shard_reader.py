@@ -105,7 +105,8 @@ class _TowerReader:
         assert self._shard is not None
         reader, tower = self._reader, self._tower
         while not self._has_ended:
-            seed_globals(stream_seed(reader.seed, "stream", reader.epoch, tower, self._num_read), _CPU)
+            place = (self._num_read,) if self._shard.is_shared else (tower, self._num_read)
+            seed_globals(stream_seed(reader.seed, "stream", reader.epoch, *place), _CPU)
             try:
                 with seen_as(self._shard.worker):
                     example = next(self._shard.examples)

@@ -9,12 +9,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, _utils
 
 from samestep.errors import ConfigError, UsageError, one_line
-from samestep.streams import stream_seed
+from samestep.streams import seed_globals, stream_seed
 
 __all__ = ["Shard", "Source", "check_source", "has_indices", "open_shard", "seen_as"]
+
+_CPU = torch.device("cpu")
 
 Source: TypeAlias = Callable[..., Iterable[Any]] | Iterable[Any]
 """make_shard(tower, num_towers, epoch, seed) -> a shard's examples, or an iterable of all examples."""
@@ -23,7 +26,8 @@ Source: TypeAlias = Callable[..., Iterable[Any]] | Iterable[Any]
 class VirtualWorker:
     """The result of `torch.utils.data.get_worker_info` while a tower's shard is read: worker t of T.
 
-    It records whether the dataset has read `id` or `num_workers`, as one that yields only its part does.
+    It records whether the dataset has read `id` or `num_workers`, as one that yields only its part does. Up
+    to then, the global generators draw the same numbers for all towers, so that a dataset may shuffle first.
     """
 
     def __init__(self, tower: int, num_towers: int, seed: int, dataset: Any) -> None:
@@ -35,14 +39,19 @@ class VirtualWorker:
     @property
     def id(self) -> int:
         """The tower's index t."""
-        self.was_asked = True
+        self._note()
         return self._part[0]
 
     @property
     def num_workers(self) -> int:
         """The number of towers T."""
-        self.was_asked = True
+        self._note()
         return self._part[1]
+
+    def _note(self) -> None:
+        if not self.was_asked:
+            self.was_asked = True
+            seed_globals(self.seed, _CPU)
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,11 @@ class Shard:
     examples: Iterator[Any]
     worker: VirtualWorker | None = None
     start: int = 0
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all towers read the same examples, and each takes every T-th."""
+        return self.worker is not None and not self.worker.was_asked
 
 
 @contextmanager
@@ -85,6 +99,7 @@ def open_shard(source: Source, tower: int, num_towers: int, *, epoch: int, seed:
         part.set_epoch(epoch)
         return Shard(iter(part))
     own = _copied(source)
+    seed_globals(stream_seed(seed, "shard", epoch), _CPU)
     if hasattr(own, "set_epoch"):
         own.set_epoch(epoch)
     worker = VirtualWorker(tower, num_towers, stream_seed(seed, "shard", epoch, tower), own)
@@ -108,7 +123,7 @@ def _copied(source: Iterable[Any]) -> Any:
 
 def _own_examples(examples: Iterable[Any], worker: VirtualWorker) -> Iterator[Any]:
     """Yield all examples if the dataset selects this tower's part itself, or else every T-th."""
-    gives_part = True
+    gives_part, own = True, []
     tower, num_towers = worker._part
     for number, example in enumerate(examples):
         if number == 0:
@@ -119,7 +134,11 @@ def _own_examples(examples: Iterable[Any], worker: VirtualWorker) -> Iterator[An
                 "the call before it, or none at all, so that each tower takes every T-th example"
             )
         if gives_part or number % num_towers == tower:
-            yield example
+            own.append(example)
+        # All T are read before one is yielded, so that all towers read each under the same random numbers.
+        if gives_part or number % num_towers == num_towers - 1:
+            yield own.pop()
+    yield from own
 
 
 def has_indices(dataset: object) -> bool:

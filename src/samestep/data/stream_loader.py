@@ -45,7 +45,8 @@ class StreamLoader:
 
     The examples of a tower depend on (seed, T, epoch) alone, not on the workers. While an example is read,
     torch's CPU generator, Python's `random` and NumPy's legacy generator are seeded from (seed, epoch, tower,
-    number in the shard); while `collate_fn` runs, from (seed, position, tower).
+    number in the shard); without the tower for an iterable that gives all examples to every tower, so that it
+    may shuffle them. While `collate_fn` runs, they are seeded from (seed, position, tower).
 
     An iteration yields the rest of the current epoch. The epoch ends on all workers as soon as some tower
     cannot fill its rows; what the other shards still hold is not read. To find that out, workers exchange a
