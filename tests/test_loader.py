@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from torch.utils.data import ChainDataset, IterableDataset
+from torch.utils.data import ChainDataset, IterableDataset, get_worker_info
 
 from samestep import Step, Towers, digest
 from samestep.batches.batch import LocalBatch
@@ -672,6 +672,36 @@ def test_numpys_integers_are_integers():
     assert state == expected
     assert {type(value) for value in state.values()} == {int}
     assert_same_bits(read(loader), read(make_loader())[1:])
+
+
+class AskingWorker(Noisy):
+    def __getitem__(self, example):
+        worker = get_worker_info()
+        assert worker is None or worker.dataset is self
+        seed = torch.initial_seed() if worker is None else worker.seed
+        return {"example": example, "seed": seed, "initial": torch.initial_seed()}
+
+
+def collate_with_seed(rows):
+    worker = get_worker_info()
+    seed = torch.initial_seed() if worker is None else worker.seed
+    seeds = {name: torch.tensor([row[name] for row in rows]) for name in ("example", "seed", "initial")}
+    return {**seeds, "collate": torch.tensor([seed, torch.initial_seed()])}
+
+
+@pytest.mark.parametrize("collate_fn", [None, collate_with_seed])
+def test_the_seed_of_a_loader_process_is_the_examples(collate_fn):
+    expected = read(make_loader(AskingWorker(), collate_fn=collate_fn))
+    for num_workers in (1, 2):
+        found = read(make_loader(AskingWorker(), collate_fn=collate_fn, num_workers=num_workers, timeout=60))
+        assert_same_bits(found, expected)
+    seeds = [seed for batch in expected for part in batch.slices.values() for seed in part["seed"].tolist()]
+    assert len(set(seeds)) == 2 * NUM_EXAMPLES
+
+
+def test_slices_that_are_read_in_this_process_are_not_in_shared_memory():
+    batch = next(iter(make_loader()))
+    assert not any(part["noise"].is_shared() for part in batch.slices.values())
 
 
 # ---- what a slice may hold -------------------------------------------------------------------------

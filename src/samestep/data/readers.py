@@ -12,13 +12,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, default_collate, get_worker_info
+from torch.utils.data._utils.worker import WorkerInfo
 
 from samestep.batches.batch import GlobalBatch
 from samestep.batches.columns import Whole
 from samestep.batches.copier import Copier, copied
 from samestep.batches.fingerprint import fingerprint
 from samestep.batches.nest import PLAIN, entries, mapped
+from samestep.data.shards import seen_as
 from samestep.errors import BatchError, UsageError
 from samestep.streams import GlobalStreams, seed_globals, stream_seed
 
@@ -124,13 +126,13 @@ class Reader(Dataset[dict[int, Any]]):
         """Collate a tower's rows; if `twice`, check that a second call gives the same batch."""
         seed = stream_seed(self.seed, "collate", position, tower)
         if self.collate_fn is None or not twice or not all(map(_is_copied_whole, rows)):
-            seed_globals(seed, _CPU)
-            return (self.collate_fn or default_collate)(rows)
+            with self._seeded(seed):
+                return (self.collate_fn or default_collate)(rows)
         same = [mapped(copied, row) for row in rows]  # a collate_fn may write to them
         found = []
         for each in (same, rows):
-            seed_globals(seed, _CPU)
-            found.append(self.collate_fn(each))
+            with self._seeded(seed):
+                found.append(self.collate_fn(each))
         if fingerprint(Whole(found[0])) != fingerprint(Whole(found[1])):
             raise UsageError(
                 "collate_fn makes a different batch of the same examples when it is called again: expected "
@@ -155,12 +157,23 @@ class Reader(Dataset[dict[int, Any]]):
 
     def _example(self, epoch: int, number: int) -> Any:
         example = number % len(self.dataset)
-        seed_globals(stream_seed(self.seed, "example", epoch, number), _CPU)
         try:
-            return self.dataset[example]
+            with self._seeded(stream_seed(self.seed, "example", epoch, number)):
+                return self.dataset[example]
         except Exception as error:
             error.add_note(f"samestep: in example {example} of the dataset")
             raise
+
+    @contextmanager
+    def _seeded(self, seed: int) -> Iterator[None]:
+        """Seed the global generators, and in a loader process what `get_worker_info` returns."""
+        seed_globals(seed, _CPU)
+        worker = get_worker_info()
+        # Elsewhere it stays None: torch's default_collate uses shared memory if it is anything else.
+        if worker is not None:
+            worker = WorkerInfo(id=worker.id, num_workers=worker.num_workers, seed=seed, dataset=self.dataset)
+        with seen_as(worker):
+            yield
 
 
 @dataclass(frozen=True)

@@ -75,11 +75,11 @@ class Shard:
 
 
 @contextmanager
-def seen_as(worker: VirtualWorker | None) -> Iterator[None]:
-    """Make `get_worker_info` return this virtual worker, not the real process, which reads several towers."""
+def seen_as(worker: Any) -> Iterator[None]:
+    """Make `get_worker_info` return this, and not the real process, which reads several towers."""
     # torch sets it only in DataLoader's processes; T of those on each worker would read all shards:
     # https://github.com/pytorch/pytorch/blob/main/torch/utils/data/_utils/worker.py
-    before, _utils.worker._worker_info = _utils.worker._worker_info, worker  # type: ignore[assignment]
+    before, _utils.worker._worker_info = _utils.worker._worker_info, worker
     try:
         yield
     finally:
