@@ -195,6 +195,18 @@ def test_workers_with_one_other_value_are_told_so(dtype):
         assert "batch fingerprint" in outcome.text
 
 
+class Unsearched(tuple):
+    def __contains__(self, value):
+        raise AssertionError("a search for each of T towers takes T² steps")
+
+
+def test_slices_are_found_without_a_search():
+    slices = Slices(Unsearched((1, 2, 5)), lambda tower: 10 * tower)
+    assert dict(slices) == {1: 10, 2: 20, 5: 50}
+    with pytest.raises(KeyError):
+        slices[3]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.int64, torch.complex64])
 @pytest.mark.parametrize("shape", [(1,), (5, 0), (3, 1000), (5000, 2)])
 def test_fingerprints_are_taken_of_any_shape_and_dtype(shape, dtype):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any, NoReturn
 
@@ -116,9 +116,13 @@ class Slices(Mapping[int, Any]):
     root: Node | None = None
 
     def __getitem__(self, tower: int) -> Any:
-        if tower not in self.towers:
+        if tower not in self._known:
             raise KeyError(tower)
         return self.make(tower)
+
+    @cached_property
+    def _known(self) -> frozenset[int]:
+        return frozenset(self.towers)  # a search in a tuple for each of T towers would take T² steps
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.towers)
