@@ -597,7 +597,7 @@ def test_the_state_is_the_position_and_what_it_depends_on():
     next(iter(loader))
     state = loader.state_dict()
     settings = {"batch_size": 7, "seed": 3, "examples": 23, "shuffle": True, "drop_last": False}
-    assert state == {"position": 1, "order": None, **settings}
+    assert state == {"position": 1, "compared": None, "order": None, **settings}
     other = make_loader(placement=Placement.even(NUM_TOWERS, 2))
     other.load_state_dict(state)
     assert other.position == 1
@@ -702,6 +702,78 @@ def test_the_seed_of_a_loader_process_is_the_examples(collate_fn):
 def test_slices_that_are_read_in_this_process_are_not_in_shared_memory():
     batch = next(iter(make_loader()))
     assert not any(part["noise"].is_shared() for part in batch.slices.values())
+
+
+# ---- other data of the same length ------------------------------------------------------------------
+
+
+class Files:
+    """Examples with random augmentation; `change` makes them those of another folder."""
+
+    def __init__(self, change=0.0):
+        self.change = change
+
+    def __len__(self):
+        return NUM_EXAMPLES
+
+    def __getitem__(self, example):
+        return torch.tensor([example / 32 + self.change + torch.rand(()).item() + random.random()])
+
+
+class FilesInBatches(Files):
+    def batch(self, examples, seeds):
+        return torch.from_numpy(examples[:, None] / 32 + self.change + uniforms(seeds, 1))
+
+
+ORDERS = {"shuffled": {}, "order": {"order": lambda seed, epoch: torch.randint(NUM_EXAMPLES, (30,))}}
+
+
+def trained_on(dataset, num_steps, state=None, num_towers=NUM_TOWERS, **options):
+    """Take steps from a state, and return the next one."""
+    towers = Towers(torch.nn.Linear(1, 1), num_towers)
+    loader = TowerLoader(dataset, BATCH_SIZE, towers, **options)
+    if state is not None:
+        loader.load_state_dict(state)
+    while towers.step < num_steps:
+        for batch in loader:
+            for tower in towers(batch):
+                tower.backward(towers.model(tower.batch.float()).mean())
+            towers.average()
+            if towers.step == num_steps:
+                break
+    return loader.state_dict()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", [Files, FilesInBatches])
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_steps", [2, 8, 37])
+def test_a_run_that_continues_with_other_data_gets_a_warning(num_steps, num_workers, kind, order):
+    state = trained_on(kind(), num_steps, **ORDERS[order])
+    assert state["compared"] is not None
+    options = {"num_workers": num_workers, "timeout": 60, **ORDERS[order]}
+    assert trained_on(kind(), 1, state, 3, **options)["position"] == num_steps + 1  # warnings are errors
+    with pytest.warns(UserWarning, match=r"example \d+ of the dataset is another one than in the run"):
+        trained_on(kind(0.5), 1, state, 3, **options)
+
+
+def test_the_warning_comes_once_and_says_what_is_no_fault():
+    state = trained_on(Files(), 3)
+    with pytest.warns(
+        UserWarning, match=r"another one than in the run that is continued: .*CPU model$"
+    ) as found:
+        state = trained_on(Files(0.5), 3, state)
+    assert len(found) == 1
+    assert state["position"] == 6
+    with pytest.warns(UserWarning, match=r"is continued, in epoch 0: .*; no fault if the program changes"):
+        trained_on(Files(0.25), 1, state)
+
+
+def test_only_worker_0_reads_the_example_of_the_last_run():
+    state = trained_on(Files(), 3)
+    loader = make_loader(Files(0.5), Placement.even(NUM_TOWERS, 2), 1, seed=0)
+    loader.load_state_dict(state)
+    assert next(iter(loader)).position == 3
 
 
 # ---- what a slice may hold -------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from functools import cache, partial
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from samestep.arguments import check_callable, check_switch, whole
 from samestep.batches.batch import LocalBatch, Slices
+from samestep.data.compared_example import ComparedExample
 from samestep.data.dataloader import check_options, check_towers, reading
 from samestep.data.from_dataloader import options_of
 from samestep.data.order import CustomOrder, Order, numbered
@@ -152,6 +154,7 @@ class TowerLoader:
         )
         self._towers = towers
         self._progress = Progress()
+        self._compared = ComparedExample(self._num_examples)
         self._sampler = RequestSampler()
         self._reader = BatchedReader(dataset, seed) if batched else Reader(dataset, seed, collate_fn)
         self._stream: Stream | None = None
@@ -176,7 +179,7 @@ class TowerLoader:
         """Return the position and the settings it depends on; warn if batches before it were not used."""
         if self._towers.job.is_first:
             self._progress.check_used()
-        return {"position": self.position, **self._settings}
+        return {"position": self.position, "compared": self._compared.state, **self._settings}
 
     @classmethod
     def from_dataloader(
@@ -213,12 +216,15 @@ class TowerLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the position in a `state_dict`, with any number of workers.
 
+        If the example that was compared last is another one now, there is a warning at the next batch.
+
         Raises:
             ConfigError: the state is from a run with another batch size, seed, number of examples,
                 `shuffle`, `drop_last` or `order`; of an order only epoch 0 is compared.
         """
         check_same(state, self._settings, "loader")
         self.position = state["position"]
+        self._compared.load(state.get("compared"))
 
     @property
     def _settings(self) -> dict[str, int | None]:
@@ -271,9 +277,15 @@ class TowerLoader:
         # Evaluated now, because the generator below runs later.
         placed = self._towers.placement, self._towers.job.rank
         requests = (self._request(self._rows(order, each), each, *placed) for each in positions)
+        again = self._compared.request(positions.start) if self._towers.job.is_first else None
         row_bytes = math.inf if self._stream is None else self._stream.row_bytes
-        self._stream = Stream(requests, self._reader, self._read_ahead, self._sampler, row_bytes)
+        first = () if again is None else (again,)
+        self._stream = Stream(
+            chain(first, requests), self._reader, self._read_ahead, self._sampler, row_bytes
+        )
         with closing(self._stream) as stream:
+            if again is not None:
+                self._compared.check(stream.take(again, COMPARED), self.epoch)
             for position in positions:
                 yield self._batch(stream.take, self._rows(order, position), position, checksum)
 
@@ -283,7 +295,7 @@ class TowerLoader:
         """Return a batch with slices that are read on access."""
         request = self._request(rows, position, self._towers.placement, self._towers.job.rank)
         assert self._stream is not None
-        compared = None if request.compared is None else cache(partial(read, request, COMPARED))
+        compared = None if request.compared is None else cache(partial(self._compared.read, read, request))
         return LocalBatch(
             len(rows),
             Slices(tuple(request.examples), partial(read, request)),

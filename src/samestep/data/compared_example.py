@@ -1,0 +1,63 @@
+"""The example of a dataset that all workers compared last, and that a run which continues reads again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from samestep.data.readers import COMPARED, Request
+from samestep.errors import warn
+
+__all__ = ["ComparedExample"]
+
+
+class ComparedExample:
+    """Notices that a run continues with other data: keeps an example's number and checksum in the state.
+
+    Args:
+        num_examples: of the dataset.
+    """
+
+    def __init__(self, num_examples: int) -> None:
+        self._num_examples = num_examples
+        self._last: tuple[int, int, int] | None = None  # epoch, number in a `Request`, checksum
+        self._is_due = False
+
+    @property
+    def state(self) -> tuple[int, int, int] | None:
+        """What a loader's state holds of it; None before the first comparison."""
+        return self._last
+
+    def load(self, state: Any) -> None:
+        """Restore a state, so that the example is due to be read again."""
+        self._last = None if state is None else tuple(state)
+        self._is_due = self._last is not None
+
+    def read(self, read: Callable[[Request, int], int], request: Request) -> int:
+        """Return the checksum of the example that a batch's request compares, and keep it."""
+        checksum = read(request, COMPARED)
+        assert request.compared is not None
+        self._last = request.epoch, request.compared, checksum
+        return checksum
+
+    def request(self, position: int) -> Request | None:
+        """Return a request, once, to read a loaded state's example before the batch at `position`."""
+        is_due, self._is_due = self._is_due, False
+        if not is_due or self._last is None or position == 0:
+            return None
+        epoch, number, _ = self._last
+        return Request(epoch, position - 1, {}, number)
+
+    def check(self, checksum: int, epoch: int) -> None:
+        """Warn if the example is another one now, in the epoch in which the run continues."""
+        assert self._last is not None
+        epoch_before, number, expected = self._last
+        if checksum == expected:
+            return
+        other_epoch = f", in epoch {epoch_before}" if epoch_before != epoch else ""
+        hint = "; no fault if the program changes the dataset from epoch to epoch" if other_epoch else ""
+        warn(
+            f"example {number % self._num_examples} of the dataset is another one than in the run that is "
+            f"continued{other_epoch}: expected the same data in the same order, and the same versions of "
+            f"libraries and CPU model{hint}"
+        )
