@@ -124,7 +124,7 @@ class ModelTowers:
         try:
             self.script.meet(tower)
         except UsageError:
-            with self.towers._run._sharing_errors():
+            with self.towers._run._failing_together():
                 raise
 
     def count(self, part: Mapping[str, Tensor]) -> int:

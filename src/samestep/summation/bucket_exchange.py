@@ -36,7 +36,7 @@ class LocalBucket:
             if gradient is not None:
                 divide(gradient, divisor, out=gradient)
 
-    def share(self, what: str) -> None:
+    def send_averages(self, what: str) -> None:
         """Do nothing."""
 
     def wait(self) -> None:
@@ -106,7 +106,7 @@ class SharedBucket:
         self._sums.clear()
         del self._rows[1:]
 
-    def share(self, what: str) -> None:
+    def send_averages(self, what: str) -> None:
         """Start to send this worker's averages to all workers, unless that is done or not needed."""
         if self._bucket.is_gathered and not self._is_shared:
             averages = [[self._averages[shard.start : shard.stop]] for shard in self._bucket.shards]

@@ -261,7 +261,7 @@ class Exchange:
     def _average(self, bucket: LocalBucket | SharedBucket) -> None:
         bucket.average(self.scalars.divisor)
         with self.unbroken():
-            bucket.share(f"{self.where}, averages")
+            bucket.send_averages(f"{self.where}, averages")
 
     def _wait_for_first(self) -> None:
         self._buckets[0].wait()

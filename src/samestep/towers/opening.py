@@ -66,7 +66,7 @@ class Opening:
             self.exchange = Exchange(self._job, self.plan, numbers)
             plan = self._agree_on(plan, self.exchange, error)
         elif plan.new_tensors:  # a worker was lost before these were shared, and the rest have agreed
-            plan = self.share(plan)
+            plan = self.send_new_tensors(plan)
         self.plan = plan
         watch = self._replica.watch
         watch.start_step(step, self._job.world_size)
@@ -87,9 +87,9 @@ class Opening:
             if error is not None:
                 exchange.fail(error)
             exchange.change_to(plan)
-            return self.share(plan)
+            return self.send_new_tensors(plan)
 
-    def share(self, plan: Plan) -> Plan:
+    def send_new_tensors(self, plan: Plan) -> Plan:
         """Copy worker 0's values of new tensors to all workers; return the plan without new tensors."""
         self._replica.start_from_first_worker()
         return plan.with_all_shared()

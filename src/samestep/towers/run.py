@@ -112,7 +112,7 @@ class StepRun:
             self._ends = min(self.local.slices, default=-1), max(self.local.slices, default=-1)
             for index in self.local.slices:
                 self.exchange.stopwatch.start()
-                with self._sharing_errors():
+                with self._failing_together():
                     batch = self.local.slices[index]
                 self._buffers.start_tower()
                 seed_globals(tower_seed(self.seed, self.step, index), self.job.device)
@@ -128,7 +128,7 @@ class StepRun:
                 self._turn = None
                 if self._is_dropped:
                     return
-                with self._sharing_errors():
+                with self._failing_together():
                     self._check_done(tower)
                 del tower  # frees its rows before the next tower's are read
 
@@ -192,23 +192,23 @@ class StepRun:
 
     def take_mean(self, tower: Tower, loss: Tensor | Mapping[str, Tensor]) -> None:
         """Run backward from a tower's mean loss, or from its named sums; see `Tower.backward`."""
-        with self._sharing_errors():
+        with self._failing_together():
             self._check_turn(tower)
             found = self.losses.from_mean(tower, loss)
         self._take(tower, found)
         if self.losses.named is None:
-            with self._sharing_errors():
+            with self._failing_together():
                 self._replica.means.compare(repr(tower), tower.rows, self.watch.flow.means)
 
     def take_sum(self, tower: Tower, total: Tensor, count: float | Tensor) -> None:
         """Run backward from a tower's summed loss; see `Tower.backward_sum`."""
-        with self._sharing_errors():
+        with self._failing_together():
             self._check_turn(tower)
             found = self.losses.from_sum(tower, total, count)
         self._take(tower, found)
 
     @contextmanager
-    def _sharing_errors(self) -> Iterator[None]:
+    def _failing_together(self) -> Iterator[None]:
         """Send an error that the block raises to all workers, so that the step ends on each of them."""
         try:
             yield
@@ -255,7 +255,7 @@ class StepRun:
             found = self._check.explain(tower, error)
             if found is None:
                 raise
-            with self._sharing_errors():
+            with self._failing_together():
                 raise found from error
 
     def add(
@@ -275,7 +275,7 @@ class StepRun:
         who = f"step {self.step}, tower {tower.index}"
         first, last = self._ends
         is_last = tower.index == last
-        with self._sharing_errors():
+        with self._failing_together():
             self.watch.check_pass(who, loss.total, is_outer=is_last or tower.index == first)
             counters, moments = self._buffers.counters(), self._buffers.moments(tower.index, tower.rows)
         self._scalars[tower.index] = TowerScalars(loss.count, loss.sums, counters, moments)
@@ -289,7 +289,7 @@ class StepRun:
             self._check.start_backward()
         self._gradients.backward(tower.index, backward, is_last=is_last, at_once=at_once)
         if is_checked:
-            with self._sharing_errors():
+            with self._failing_together():
                 self._check.check_backward(who)
         self._replica.has_reentrant |= self._gradients.comes_twice
         note_outside_gradients(leaves)
@@ -332,7 +332,7 @@ class StepRun:
                 next(self.turns(), None)  # a worker without rows may have skipped the loop
                 self._start_exchange()
             open_steps.pop(self, None)
-            with self._sharing_errors():
+            with self._failing_together():
                 self.watch.end_step(f"step {self.step}: a pass")
             return self._gradients.finish()
         except Exception:

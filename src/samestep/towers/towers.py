@@ -145,7 +145,7 @@ class Towers:
             return {"the layer": self._replica.watch.numbers.settings()}
 
         self._agree(num_towers, prepare)
-        self._opening.plan = self._opening.share(self._opening.plan)
+        self._opening.plan = self._opening.send_new_tensors(self._opening.plan)
 
     def _agree(
         self,
