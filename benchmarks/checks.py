@@ -48,6 +48,7 @@ CHECKS: dict[tuple[type, str], Callable[..., Any]] = {
     (Replica, "plan"): lambda replica, kind: replica._plans[kind],
     (Watch, "start_step"): start_no_look,
     (Watch, "check_pass"): nothing,
+    (Watch, "end_turn"): nothing,
     (Watch, "end_step"): nothing,
     (PassCheck, "start"): nothing,
     (PassCheck, "check_forward"): nothing,
