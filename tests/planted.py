@@ -176,6 +176,27 @@ class FailsOnWorker1(nn.Module):
         return x
 
 
+class TwoWords(Exception):
+    """An error that pickle writes and cannot read."""
+
+    def __init__(self, first, second):
+        super().__init__(f"{first} {second}")
+
+
+class FailsInOwnWords(nn.Module):
+    def forward(self, x):
+        if os.environ.get("RANK") == "1":
+            raise TwoWords("planted", "here")
+        return x
+
+
+class DiesOnWorker1(nn.Module):
+    def forward(self, x):
+        if os.environ.get("RANK") == "1":
+            os._exit(3)
+        return x
+
+
 class Langevin(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure=None):

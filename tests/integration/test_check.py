@@ -15,6 +15,7 @@ from samestep.checking.recorder import Trial, record
 from samestep.checking.recording import first_difference
 from samestep.checking.result import _Built
 from samestep.checking.workers import Workers, recordings
+from samestep.errors import LostWorkerError
 from samestep.recipes.digits.recipe import DigitsSettings
 
 from .. import planted
@@ -76,6 +77,20 @@ def test_an_exception_in_one_worker_is_raised_and_the_others_go_on(workers):
     with pytest.raises(ZeroDivisionError, match="planted"):
         recordings(workers.record(built(planted.FailsOnWorker1), Trial(0, 1), 2))
     assert len(recordings(workers.record(built(planted.Clean), Trial(0, 1), 3))) == 3
+
+
+def test_an_exception_that_cannot_be_sent_is_raised_in_words(workers):
+    with pytest.raises(RuntimeError, match=r"^worker 1 raised TwoWords: planted here$"):
+        recordings(workers.record(built(planted.FailsInOwnWords), Trial(0, 1), 2))
+
+
+def test_a_worker_that_dies_is_no_script_that_runs_itself(forkserver, monkeypatch):
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: forkserver)
+    with (
+        Workers(2, device="cpu", threads=1) as workers,
+        pytest.raises(LostWorkerError, match="in the middle of the check"),
+    ):
+        workers.record(built(planted.DiesOnWorker1), Trial(0, 1), 2)
 
 
 # ---- the command -------------------------------------------------------------------------------------

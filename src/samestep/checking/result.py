@@ -124,6 +124,7 @@ def check(  # noqa: PLR0913 - what is run, and how, each with a default
         ConfigError: an argument is out of range, `build` returns anything else or the same model again,
             or this process is itself a worker.
         BatchError: the batch cannot be cut into towers.
+        LostWorkerError: a worker process ended in the middle of the check.
         UsageError: a script calls this without `if __name__ == "__main__":`.
 
     Example:
@@ -149,6 +150,7 @@ def examine(subject: Subject, towers: int, plan: Plan) -> CheckResult:
 
     Raises:
         ConfigError: this process is itself a worker.
+        LostWorkerError: a worker process ended in the middle of the check.
         UsageError: a script calls this without `if __name__ == "__main__":`.
     """
     if under_launcher():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import pickle
@@ -16,7 +17,7 @@ from typing import Any
 
 from samestep.checking.recorder import Subject, Trial, record
 from samestep.checking.recording import Recording
-from samestep.errors import LostWorkerError, UsageError
+from samestep.errors import Error, LostWorkerError, UsageError
 from samestep.streams import seed_globals, stream_seed
 from samestep.workers.environment import seat_environment, worker_environment
 from samestep.workers.interrupts import end_at_once_when_interrupted, interrupts_held
@@ -41,12 +42,20 @@ class Workers:
         self._device = device
         self._threads = threads
         context = multiprocessing.get_context("spawn")
+        self._have_started = context.RawValue("b", 0)  # shared memory; set by the first worker
         # The resource tracker warns about what it cleans up after a program was interrupted or killed.
         with _environment(_without_warnings_of("multiprocessing.resource_tracker")):
-            self._pool = ProcessPoolExecutor(most, mp_context=context, initializer=_start)
+            self._pool = ProcessPoolExecutor(
+                most, mp_context=context, initializer=_start, initargs=(self._have_started,)
+            )
 
     def record(self, subject: Subject, trial: Trial, num_workers: int) -> list[Any]:
-        """Run one job, and return what each worker recorded or raised; `subject` must be picklable."""
+        """Run one job, and return what each worker recorded or raised; `subject` must be picklable.
+
+        Raises:
+            LostWorkerError: a worker process ended in the middle of its work.
+            UsageError: the calling script runs itself again in every worker.
+        """
         work = partial(_work, pickle.dumps(subject), trial, self._device, self._threads)
         with loopback_listener() as listener, _environment(worker_environment(self._threads)):
             host, port = listener.getsockname()[:2]
@@ -56,7 +65,23 @@ class Workers:
                 futures = [self._pool.submit(work, one) for one in seats]
             wait(futures)
             del store
-        return [future.exception() or future.result() for future in futures]
+        outcomes = [future.exception() or future.result() for future in futures]
+        if any(isinstance(outcome, BrokenProcessPool) for outcome in outcomes):
+            raise self._ended()
+        return outcomes
+
+    def _ended(self) -> Error:
+        """Return the error for a worker process that ended by itself."""
+        if self._have_started.value:
+            return LostWorkerError(
+                "a worker process ended in the middle of the check, as by os._exit, a crash in C code or a "
+                "signal: look at what it printed last, and at the system's log if memory was short; or check "
+                "with processes=False"
+            )
+        return UsageError(
+            "a worker process ended before it had done anything: in a script, call samestep.check under "
+            "`if __name__ == '__main__':`, because every worker imports the script"
+        )
 
     def __enter__(self) -> Workers:
         return self
@@ -70,7 +95,8 @@ def _without_warnings_of(module: str) -> dict[str, str]:
     return {"PYTHONWARNINGS": ",".join(filter(None, filters))}
 
 
-def _start() -> None:
+def _start(have_started: ctypes.c_byte) -> None:
+    have_started.value = 1
     end_with_parent(signal.SIGKILL)
     end_at_once_when_interrupted()
 
@@ -88,19 +114,10 @@ def why_not_elsewhere(subject: Subject) -> str | None:
 
 
 def recordings(outcomes: Sequence[Any]) -> list[Recording]:
-    """Return what the workers recorded, or raise the error that explains why one did not.
-
-    Raises:
-        UsageError: the calling script runs itself again in every worker.
-    """
+    """Return what the workers recorded, or raise the error that explains why one did not."""
     errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     found = [outcome for outcome in outcomes if isinstance(outcome, Recording)]
     first = min(errors, key=_is_of_another_worker, default=None)
-    if isinstance(first, BrokenProcessPool):
-        raise UsageError(
-            "a worker process ended before it had done anything: in a script, call samestep.check under "
-            "`if __name__ == '__main__':`, because every worker imports the script"
-        ) from first
     is_explained = any(recording.error is not None for recording in found)
     if first is not None and not (is_explained and _is_of_another_worker(first)):
         raise first
@@ -128,8 +145,21 @@ def _work(pickled: bytes, trial: Trial, device: str, threads: int, own: dict[str
             if recording.error is None:  # otherwise others may be in the middle of a step
                 job.barrier()
             return recording
+        except Exception as error:
+            if not _can_be_sent(error):
+                raise RuntimeError(f"worker {job.rank} raised {type(error).__qualname__}: {error}") from error
+            raise
         finally:
             job.transport.close()  # after an error, too, so that others stop waiting
+
+
+def _can_be_sent(error: Exception) -> bool:
+    """Whether the other process can read this error: an `__init__` with other arguments may prevent it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return False
+    return True
 
 
 @contextmanager
