@@ -3,6 +3,7 @@
 import os
 import random
 import threading
+import time
 from functools import partial
 
 import numpy as np
@@ -73,6 +74,42 @@ class HarmlessCounter(Counter):
     def forward(self, x):
         self.calls += 1
         return x
+
+
+class Factor(Counter):
+    """Beside the counter, a factor that no operator has as it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = 1.0
+
+    def forward(self, x):
+        self.calls += 1
+        self.factor *= 1.1
+        return x * (self.factor + 1)
+
+
+class PlainFactor(Factor):
+    def forward(self, x):
+        self.calls += 1
+        self.factor *= 1.1
+        return x * self.factor
+
+
+class Reseeded(Counter):
+    def forward(self, x):
+        self.calls += 1
+        torch.manual_seed(time.time_ns())
+        return x + torch.rand_like(x)
+
+
+class Momentum(nn.BatchNorm1d):
+    def __init__(self):
+        super().__init__(WIDTH)
+
+    def forward(self, x):
+        self.momentum *= 0.9
+        return super().forward(x)
 
 
 class MovingAverage(nn.Module):
@@ -204,6 +241,20 @@ class Langevin(torch.optim.SGD):
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.add_(torch.randn_like(parameter), alpha=1e-3)
+
+
+class PythonLangevin(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        self.param_groups[0]["params"][0].mul_(1 + 1e-3 * random.random())
+
+
+class NumpyLangevin(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        self.param_groups[0]["params"][0].add_(torch.tensor(np.random.normal()))
 
 
 def loss_of(model, batch):

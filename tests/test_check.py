@@ -185,6 +185,33 @@ def test_a_counter_is_shown_with_its_values():
     assert "it is 2 on one worker and 0 on 2 workers" in finding_of(with_fault(planted.Counter)).cause
 
 
+def test_all_values_that_may_be_the_cause_are_named():
+    cause = finding_of(with_fault(planted.Factor)).cause
+    assert cause == (
+        "calls of 1 (Factor) is kept from tower to tower: it is 2 on one worker and 0 on 2 workers (or the "
+        "cause is factor of 1 (Factor))"
+    )
+
+
+def test_only_the_value_that_the_operator_reads_is_named():
+    cause = finding_of(with_fault(planted.PlainFactor)).cause
+    assert cause.startswith("factor of 1 (PlainFactor) is kept from tower to tower")
+    assert "calls" not in cause
+
+
+def test_a_pass_that_seeds():
+    finding = finding_of(with_fault(planted.Reseeded))
+    assert finding.module == "1 (Reseeded)"
+    assert finding.cause.startswith("the pass itself seeds torch's global generator")
+    assert finding.remedy.startswith("leave out torch.manual_seed")
+
+
+def test_a_momentum_that_passes_change():
+    finding = finding_of(with_fault(planted.Momentum))
+    assert (finding.module, finding.parameter) == ("1 (Momentum)", "1.running_mean")
+    assert finding.cause.startswith("momentum of 1 (Momentum) is kept from tower to tower: it is 0.0")
+
+
 def test_a_fault_in_the_loss_function():
     def build():
         torch.manual_seed(0)
@@ -219,15 +246,24 @@ def test_other_weights_each_time():
     assert (finding.parameter, finding.remedy[:20]) == ("5.weight", "seed inside build(),")
 
 
-def test_an_update_that_draws():
+@pytest.mark.parametrize(
+    ("kind", "operator", "generator"),
+    [
+        (planted.Langevin, "aten.randn_like.default", "generator,"),
+        (planted.PythonLangevin, "aten.mul_.Tensor", "generator of random,"),
+        (planted.NumpyLangevin, "aten.lift_fresh.default", "generator of np.random,"),
+    ],
+)
+def test_an_update_that_draws(kind, operator, generator):
     def build():
         model, loss_of = planted.build(planted.Clean)
-        return model, loss_of, planted.Langevin(model.parameters(), lr=0.1)
+        return model, loss_of, kind(model.parameters(), lr=0.1)
 
     finding = finding_of(build)
     assert finding.what.endswith("differ first in step 0, update")
-    assert (finding.module, finding.operator) == ("the optimizer", "aten.randn_like.default, update")
+    assert (finding.module, finding.operator) == ("the optimizer", f"{operator}, update")
     assert finding.parameter == "0.weight"
+    assert f"the update draws from this process's global {generator} which" in finding.cause
     assert (
         finding.remedy == "draw in the loss function, or from samestep.streams.generator(seed, purpose, step)"
     )

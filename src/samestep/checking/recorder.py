@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import sys
 import warnings
 import weakref
@@ -12,6 +13,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
@@ -96,6 +98,8 @@ class _Recorder:
         self._recording = Recording(process_settings())
         self._turn: Turn | None = None
         self._last: Turn | None = None
+        self._generators: dict[str, object] = {}  # states before the turn
+        self._seed = 0  # of torch's global generator, before the turn
         self._watch = OperatorWatch(self._towers.job.device, self._write) if trial.operators else None
         policies = assign_policies(find_named_buffers(self._model), self._towers._settings.buffers)
         self._ignored = {name for name, policy in policies.items() if policy == "ignore"}
@@ -164,6 +168,9 @@ class _Recorder:
     def close(self) -> None:
         """End the turn."""
         assert self._turn is not None
+        after = _other_generators()
+        self._turn.drew = tuple(name for name in after if after[name] != self._generators[name])
+        self._turn.is_reseeded = torch.default_generator.initial_seed() != self._seed
         self._turn.settings = process_settings()
         self._turn.num_compiled = num_compiled() - self._turn.num_compiled
         self._turn = None
@@ -190,6 +197,7 @@ class _Recorder:
             self._recording.turns[when] = self._turn
             if self._watch is not None:
                 self._watch.start_turn([*surroundings.tensors(), *_named_rows(batch)])
+        self._generators, self._seed = _other_generators(), torch.default_generator.initial_seed()
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return plain_names(dict(self._model.named_parameters()))
@@ -209,9 +217,11 @@ class _Recorder:
         if self._watch is not None:
             self._watch.phase = "none"
         kept = {name: v for name, v in self._model.state_dict().items() if name not in self._ignored}
+        names = plain_names(dict(self._model.named_buffers()))
+        buffers = self._surroundings().owners(names)
         for name, value in plain_names(kept).items():
             if isinstance(value, Tensor):
-                self._write_tensor("weight", name, value)
+                self._write_tensor("weight", name, value, buffers.get(name, ""))
         self.close()
 
     def _loss(self, model: nn.Module, *batch: Any) -> Any:
@@ -229,9 +239,9 @@ class _Recorder:
     def _write_gradient(self, name: str, gradients: tuple[Tensor, ...]) -> None:
         self._write_tensor("gradient", name, gradients[0])
 
-    def _write_tensor(self, kind: Any, name: str, tensor: Tensor) -> None:
+    def _write_tensor(self, kind: Any, name: str, tensor: Tensor, module: str = "") -> None:
         with self._during("paused"):
-            self._write(Event(kind, name, fingerprint(tensor)))
+            self._write(Event(kind, name, fingerprint(tensor), module))
 
     def _write(self, event: Event) -> None:
         if self._turn is not None:
@@ -273,3 +283,9 @@ def _named_rows(batch: Any) -> Iterator[tuple[str, Tensor]]:
     for number, leaf in enumerate(tensors(batch)):
         if isinstance(leaf, Tensor):
             yield f"tensor {number} of the batch", leaf
+
+
+def _other_generators() -> dict[str, object]:
+    """Return the states of the global generators besides torch's."""
+    numpy: Any = np.random.get_state()
+    return {"random": random.getstate(), "np.random": (numpy[1].tobytes(), *numpy[2:])}

@@ -65,6 +65,8 @@ class Turn:
     events: list[Event] = field(default_factory=list)  # in order
     settings: Mapping[str, str] = field(default_factory=dict)  # of the process at its end; {} if it failed
     num_compiled: int = 0  # how many graphs torch.compile made in this turn
+    drew: tuple[str, ...] = ()  # which global generators besides torch's it has drawn from or seeded
+    is_reseeded: bool = False  # whether it has seeded torch's global generator
 
     @property
     def results(self) -> list[Event]:
@@ -92,11 +94,19 @@ class Recording:
         """The places whose values any turn has changed."""
         return {place for turn in self.turns.values() for place in turn.changed}
 
+    def after(self, when: When) -> Turn:
+        """Return the turn after this one, or this one if it is the last."""
+        turns = list(self.turns)
+        return self.turns[turns[min(turns.index(when) + 1, len(turns) - 1)]]
+
     @property
     def has_moved(self) -> bool:
         """Whether any weight has changed."""
         ends = [{e.name: e.values for e in turn.events if e.kind == "weight"} for turn in self.turns.values()]
         return not self.turns or ends[0] != ends[-1]
+
+
+_Differences = Mapping[Place, tuple[Held | None, Held | None]]  # both values, where they differ
 
 
 @dataclass(frozen=True)
@@ -106,9 +116,12 @@ class Difference:
     when: When
     expected: Event | None  # in the reference; None if its turn has ended there
     found: Event | None  # in the other placement; None if its turn has ended there
-    held: Mapping[Place, tuple[Held | None, Held | None]]  # both values before the turn, where they differ
+    held: _Differences  # before the turn
+    held_after: _Differences
     as_built: frozenset[Place]  # those of `held` that differed from the start: no turn has changed them
     parameter: str | None  # the first with a different gradient, average or value in the same turn
+    drew: tuple[str, ...] = ()  # which global generators besides torch's the turn has drawn from
+    is_reseeded: bool = False  # whether the turn has seeded torch's global generator
 
     @property
     def event(self) -> Event:
@@ -126,10 +139,12 @@ def first_difference(
     read. A turn that an error ended is not compared. `changed` are places that other recordings have changed.
     """
     for when, turn in reference.turns.items():
-        for other in [worker.turns[when] for worker in workers if when in worker.turns]:
+        for worker in [worker for worker in workers if when in worker.turns]:
+            other = worker.turns[when]
             if turn.settings and other.settings and other.results != turn.results:
                 passing = {place for each in (reference, *workers) for place in each.changed}
-                return _difference(when, turn, other, passing.union(changed))
+                after = _held_differences(reference.after(when), worker.after(when))
+                return _difference(turn, other, after, passing.union(changed))
     return None
 
 
@@ -147,16 +162,18 @@ def held_differences(reference: Recording, workers: Sequence[Recording]) -> Iter
                 yield from _held_differences(turn, worker.turns[when])
 
 
-def _difference(when: When, turn: Turn, other: Turn, passing: set[Place]) -> Difference:
+def _difference(turn: Turn, other: Turn, after: _Differences, passing: set[Place]) -> Difference:
     pairs = zip_longest(turn.events, other.events)
     expected, found = next((one, two) for one, two in pairs if one != two)
     held = _held_differences(turn, other)
+    as_built = frozenset(held.keys() - passing)
+    parameter = _first_parameter(turn, other)
     return Difference(
-        when, expected, found, held, frozenset(held.keys() - passing), _first_parameter(turn, other)
+        turn.when, expected, found, held, after, as_built, parameter, turn.drew, turn.is_reseeded
     )
 
 
-def _held_differences(turn: Turn, other: Turn) -> dict[Place, tuple[Held | None, Held | None]]:
+def _held_differences(turn: Turn, other: Turn) -> _Differences:
     one, two = turn.held, other.held
     return {
         place: (one.get(place), two.get(place))
