@@ -6,19 +6,21 @@ import itertools
 import multiprocessing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from samestep.arguments import check_switch, whole
 from samestep.batches.batch import LocalBatch
 from samestep.batches.copier import Copier
 from samestep.batches.nest import entries
 from samestep.checking.examination import Examination, Plan
 from samestep.checking.findings import Finding
 from samestep.checking.recorder import Subject
-from samestep.errors import ConfigError, UsageError
+from samestep.errors import ConfigError, UsageError, shown
 from samestep.summation.placement import Placement
 from samestep.towers.root import Also, together
 from samestep.towers.step import LossFunction, Step
@@ -140,6 +142,7 @@ def check(  # noqa: PLR0913 - what is run, and how, each with a default
             "(model, loss_fn), (model, loss_fn, optimizer) or (model, loss_fn, optimizer, also)"
         )
     _check_numbers(steps, workers)
+    check_switch("processes", processes)
     Placement.even(towers, 1)
     subject = _Built(build, _batches(batch, steps), towers, autocast, options)
     return examine(subject, towers, Plan(steps, tuple(workers), processes, device, threads))
@@ -213,10 +216,10 @@ def _batches(batch: Any, steps: int) -> list[Any]:
 
 
 def _check_numbers(steps: int, workers: Sequence[int]) -> None:
-    if steps < 1:
-        raise ConfigError(f"steps = {steps}: expected at least 1")
-    if not isinstance(workers, Sequence) or any(num < 1 for num in workers):
-        raise ConfigError(f"workers = {workers!r}: expected numbers of workers, such as (2, 3)")
+    whole("steps", steps, 1)
+    is_sequence = isinstance(workers, Sequence) and not isinstance(workers, str)
+    if not is_sequence or not all(isinstance(num, Integral) and num >= 1 for num in workers):
+        raise ConfigError(f"workers = {shown(workers)}: expected numbers of workers, such as (2, 3)")
 
 
 def _count(number: int, noun: str) -> str:
