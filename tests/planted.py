@@ -4,6 +4,7 @@ import os
 import random
 import threading
 import time
+import warnings
 from functools import partial
 
 import numpy as np
@@ -101,6 +102,12 @@ class Reseeded(Counter):
         self.calls += 1
         torch.manual_seed(time.time_ns())
         return x + torch.rand_like(x)
+
+
+class Warns(nn.Module):
+    def forward(self, x):
+        warnings.warn("in a pass", stacklevel=2)
+        return x
 
 
 class Momentum(nn.BatchNorm1d):

@@ -1,4 +1,5 @@
 import doctest
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import samestep
 from samestep.batches.batch import LocalBatch
 from samestep.checking.examination import Examination, Plan
 from samestep.checking.result import CheckResult
-from samestep.errors import BatchError, ConfigError
+from samestep.errors import BatchError, ConfigError, NonFiniteError
 
 from . import planted
 from .cases import mostly_long
@@ -107,6 +108,25 @@ def test_checking_changes_no_bits_and_no_global_state():
         step(planted.batch())
     assert result.digest == samestep.digest(model)
     torch.set_num_threads(threads)
+
+
+def warning_build():
+    warnings.warn("in build", stacklevel=2)
+    return planted.build(planted.Warns)
+
+
+def test_each_warning_of_the_program_is_shown_once(recwarn):
+    assert check(warning_build).same
+    assert sorted(str(warning.message) for warning in recwarn) == ["in a pass", "in build"]
+
+
+def test_a_loss_that_is_not_finite_is_raised():
+    def build():
+        model, loss_of = planted.build(planted.Clean)
+        return model, lambda model, batch: loss_of(model, batch) * float("nan")
+
+    with pytest.raises(NonFiniteError, match="step 0: the averaged gradient is not finite"):
+        check(build)
 
 
 def test_the_result_in_words():

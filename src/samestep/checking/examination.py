@@ -13,6 +13,7 @@ import torch
 
 from samestep.checking import findings
 from samestep.checking.findings import Finding
+from samestep.checking.program_warnings import each_warning_once
 from samestep.checking.recorder import Subject, Trial, record
 from samestep.checking.recording import Recording, compiled_again, first_difference, held_differences
 from samestep.checking.stand_ins import run_stand_ins
@@ -61,6 +62,7 @@ class Examination:
         self._plan = plan
         self._why_not: str | None = None
         self._held: dict[Place, None] = {}
+        self._shown: set[tuple[str, str]] = set()  # warnings
         self._changed: set[Place] = set()
         self._numbers = itertools.count()
         self._cleanup = contextlib.ExitStack()
@@ -72,7 +74,7 @@ class Examination:
         self._job = init(self._plan.device, threads=self._plan.threads)
         if self._plan.processes:
             self._why_not = why_not_elsewhere(self._subject)
-        with self._cleanup:
+        with self._cleanup, each_warning_once(self._shown):
             try:
                 return self._find()
             except DisagreementError as error:  # before the first step
@@ -150,7 +152,7 @@ class Examination:
         return f"{place} is not the same in all placements, but had no effect on these steps"
 
     def _record(self, placement: _Placement, *, operators: bool = False) -> list[Recording]:
-        trial = Trial(next(self._numbers), self._plan.steps, operators)
+        trial = Trial(next(self._numbers), self._plan.steps, operators, frozenset(self._shown))
         if placement.in_processes:
             outcomes = self._processes().record(self._subject, trial, placement.num_workers)
         else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -52,6 +51,7 @@ class Trial:
     number: int  # of this recording; random numbers outside the towers' turns depend on it
     steps: int  # how many to take
     operators: bool = False  # whether to record every operator
+    shown: frozenset[tuple[str, str]] = frozenset()  # warnings that have been shown
 
 
 def record(subject: Subject, job: Job, trial: Trial) -> Recording:
@@ -132,10 +132,7 @@ class _Recorder:
         """Take a step; return False if samestep raised an error."""
         number = self._towers.step
         try:
-            with warnings.catch_warnings():
-                # The check itself reports these with more detail.
-                warnings.filterwarnings("ignore", "(a pass drew from|a pass wrote to|passes changed) ")
-                self._step(batch)
+            self._step(batch)
         except Error as error:
             self._recording.error = error
             self._open(When(number, "error"))  # notes what the last pass has changed

@@ -100,7 +100,8 @@ def check(  # noqa: PLR0913 - what is run, and how, each with a default
 
     One worker takes the steps, twice, and then each number of `workers` does. The check compares, in every
     step, each tower's rows, its loss and every parameter's gradient; then the averages and every worker's
-    weights. If something differs, it repeats both runs and watches every operator.
+    weights. If something differs, it repeats both runs and watches every operator. An exception of the
+    program is raised, and each of its warnings is shown once.
 
     Args:
         build: makes a new model and returns `(model, loss_fn)`, `(model, loss_fn, optimizer)` or `(model,
@@ -127,6 +128,7 @@ def check(  # noqa: PLR0913 - what is run, and how, each with a default
             or this process is itself a worker.
         BatchError: the batch cannot be cut into towers.
         LostWorkerError: a worker process ended in the middle of the check.
+        NonFiniteError: a loss or a gradient is NaN or infinite.
         UsageError: a script calls this without `if __name__ == "__main__":`.
 
     Example:
@@ -154,6 +156,7 @@ def examine(subject: Subject, towers: int, plan: Plan) -> CheckResult:
     Raises:
         ConfigError: this process is itself a worker.
         LostWorkerError: a worker process ended in the middle of the check.
+        NonFiniteError: a loss or a gradient is NaN or infinite.
         UsageError: a script calls this without `if __name__ == "__main__":`.
     """
     if under_launcher():

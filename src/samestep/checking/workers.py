@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from samestep.checking.program_warnings import each_warning_once
 from samestep.checking.recorder import Subject, Trial, record
 from samestep.checking.recording import Recording
 from samestep.errors import Error, LostWorkerError, UsageError
@@ -135,7 +136,7 @@ def _work(pickled: bytes, trial: Trial, device: str, threads: int, own: dict[str
     # argument, and so keep it open. Otherwise the first optimizer imports it, through torch.compile.
     import torch.distributed.nn  # noqa: F401
 
-    with _environment(own):
+    with _environment(own), each_warning_once(set(trial.shown)):
         job = init(device, threads=threads)
         try:
             # Random numbers drawn while the user's code is imported may differ between workers.
