@@ -99,7 +99,12 @@ def test_a_run_of_another_recipe_than_the_file_s_is_no_reason_to_start_over(
                 f"class A(samestep.Settings):\n    width: '{kind}' = None\n    build = 1",
                 ": class A: the type of width cannot be used (",
             )
-            for kind in ("Width", "list[int]", "int | dict")
+            for kind in ("list[int]", "int | dict")
+        ),
+        (
+            "import dataclasses, samestep\n@dataclasses.dataclass(frozen=True)\n"
+            "class A(samestep.Settings):\n    depth: int = 3\n    width: 'Width' = 3\n    build = 1",
+            ": class A: the type of a field cannot be used (NameError: name 'Width' is not defined)",
         ),
         (
             "import samestep\nclass A(samestep.Settings):\n    build = 1\nclass B(A): pass",

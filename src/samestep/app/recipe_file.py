@@ -76,14 +76,16 @@ def check_class(kind: type[Settings], where: str) -> None:
             f"{where}: class {kind.__name__}: put @dataclasses.dataclass(frozen=True) above it, which makes "
             "options of its fields"
         )
-    for name in kind.__annotations__:
-        try:
-            describe(kinds_of(kind).get(name, str))
-        except Exception as error:
-            raise ConfigError(
-                f"{where}: class {kind.__name__}: the type of {name} cannot be used ({_described(error)}): "
-                "expected bool, int, float, str, Path, a Literal of texts, or one of these | None"
-            ) from error
+    what = "the type of a field"  # of which one, a name that is not defined does not tell
+    try:
+        for name, kind_of_field in kinds_of(kind).items():
+            what = f"the type of {name}"
+            describe(kind_of_field)
+    except Exception as error:
+        raise ConfigError(
+            f"{where}: class {kind.__name__}: {what} cannot be used ({_described(error)}): expected bool, "
+            "int, float, str, Path, a Literal of texts, or one of these | None"
+        ) from error
 
 
 def _imported(path: Path) -> ModuleType:
