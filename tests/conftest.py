@@ -48,11 +48,13 @@ def elsewhere(forkserver):
 
 
 @pytest.fixture
-def default_sighup():
-    """Restore the default action of SIGHUP, which nohup sets to "ignore" and child processes inherit."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def default_signals():
+    """Restore the default actions of signals that nohup and shells set to "ignore", for children, too."""
+    defaults = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, action) for number, action in defaults.items()}
     yield
-    signal.signal(signal.SIGHUP, before)
+    for number, action in before.items():
+        signal.signal(number, action)
 
 
 @pytest.fixture(autouse=True)

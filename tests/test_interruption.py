@@ -7,7 +7,7 @@ import pytest
 
 import samestep
 from samestep.app import interruption as module
-from samestep.app.interruption import ECHO_S, Interruption, StopFlags
+from samestep.app.interruption import ECHO_S, Interruption, StopFlags, handling
 
 from .jobs import job_of
 
@@ -17,7 +17,7 @@ HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @pytest.fixture(autouse=True)
-def handlers(default_sighup):
+def handlers(default_signals):
     before = {number: signal.getsignal(number) for number in HANDLED}
     yield before
     for number, handler in before.items():
@@ -58,10 +58,14 @@ def test_without_a_signal_the_handlers_are_put_back(handlers):
     assert {number: signal.getsignal(number) for number in HANDLED} == handlers
 
 
-def test_sighup_stays_ignored_under_nohup():
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_signal_that_the_parent_ignores_stays_ignored(number):
+    signal.signal(number, signal.SIG_IGN)
     with Interruption(ALONE):
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(number) is signal.SIG_IGN
+    with handling([number], lambda *_: None):
+        assert signal.getsignal(number) is signal.SIG_IGN
+    assert signal.getsignal(number) is signal.SIG_IGN
 
 
 def test_an_echo_of_the_first_signal_changes_nothing(clock):

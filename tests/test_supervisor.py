@@ -65,7 +65,7 @@ def test_a_stopped_worker_is_woken_to_end(run):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_is_passed_on(default_sighup, run, tmp_path, number):
+def test_a_signal_is_passed_on(default_signals, run, tmp_path, number):
     before = signal.getsignal(number)
 
     def send():

@@ -66,8 +66,9 @@ class Interruption:
     """Turns signals and time limits into stop flags.
 
     Inside the `with` block, the first SIGTERM, SIGINT or SIGHUP sets a stop flag, and a second one, more than
-    `ECHO_S` later, kills the process. In a thread other than the main one, signals are left alone, because
-    Python handles them in the main thread only. Times are measured on worker 0, from construction on.
+    `ECHO_S` later, kills the process. SIGINT and SIGHUP stay ignored if this process ignores them. In a
+    thread other than the main one, signals are left alone, because Python handles them in the main thread
+    only. Times are measured on worker 0, from construction on.
 
     Args:
         job: this process's view of the job.
@@ -148,8 +149,8 @@ class Interruption:
 
 
 def is_ignored(number: signal.Signals) -> bool:
-    """Return whether a signal must stay ignored: SIGHUP under nohup."""
-    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
+    """Return whether a signal must stay ignored: SIGHUP under nohup, SIGINT after a shell's `&`."""
+    return number != signal.SIGTERM and signal.getsignal(number) is signal.SIG_IGN
 
 
 @contextmanager
