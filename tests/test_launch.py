@@ -1,8 +1,10 @@
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from samestep.app.launching.failures import Failure
-from samestep.app.launching.launch import run_worker
-from samestep.errors import ConfigError, LostWorkerError
+from samestep.app.launching.launch import run_command, run_worker
+from samestep.errors import ConfigError, LostWorkerError, UsageError
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "SAMESTEP_LAUNCHED", "TORCHELASTIC_ERROR_FILE")
 
@@ -34,6 +36,11 @@ def raising(error):
         raise error
 
     return main
+
+
+def test_workers_are_started_from_the_main_thread_only():
+    with ThreadPoolExecutor(1) as pool, pytest.raises(UsageError, match="expected the main thread, which"):
+        pool.submit(run_command, ["false"], 2, threads=1).result()
 
 
 def test_run_worker_returns_what_main_returns(capsys):

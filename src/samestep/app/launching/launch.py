@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from samestep.app.launching.failures import Failure, root_cause
 from samestep.app.launching.nodes import Nodes
 from samestep.app.launching.supervisor import Supervisor
 from samestep.app.launching.worker_process import WorkerProcess
-from samestep.errors import StorageError
+from samestep.errors import StorageError, UsageError
 from samestep.workers.environment import error_file, is_first, launched_by_samestep
 from samestep.workers.interrupts import release_interrupts
 from samestep.workers.process import GRACE_S, end_with_launcher
@@ -50,7 +51,13 @@ def run_command(command: Sequence[str], num_workers: int, *, threads: int, nodes
         LostWorkerError: a worker cannot be started; the other hosts did not come, or this host cannot
             continue without them.
         StorageError: there is no folder for temporary files.
+        UsageError: this is not the main thread, which alone receives signals.
     """
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError(
+            f"workers are to be started by the thread {threading.current_thread().name!r}: expected the main "
+            "thread, which receives the signals that stop them; call samestep.launch there, or use workers=1"
+        )
     with temporary_folder("samestep-") as folder:
         supervisor = Supervisor(command, num_workers, threads=threads, folder=folder, nodes=nodes)
         supervisor.run()

@@ -74,7 +74,7 @@ def launch(  # noqa: PLR0913 - what `init` takes
     first continues, with its variables unchanged: let `main` write results to files. With one worker, under
     torchrun, or in processes that have created torch's process group, `main` is called directly, and the
     script continues in each process. A `samestep.Error` ends the script with one line on stderr and the
-    error's exit status.
+    error's exit status. Workers are started from the main thread only.
 
     Args:
         main: called in each worker.
