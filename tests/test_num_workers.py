@@ -32,6 +32,27 @@ def test_cores_are_those_of_this_process():
     assert 1 <= num_cores() <= (os.cpu_count() or 1)
 
 
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 8),
+        ({"cpu.max": "max 100000\n"}, 8),
+        ({"cpu.max": "250000 100000\n"}, 3),
+        ({"cpu.max": "5000 100000\n"}, 1),
+        ({"cpu.max": "6400000 100000\n"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2),
+    ],
+)
+def test_the_quota_of_a_container_limits_the_cores(tmp_path, monkeypatch, files, cores):
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr("samestep.app.launching.num_workers._CGROUP", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    assert num_cores() == cores
+
+
 def test_a_number_of_workers_is_taken_as_given():
     assert resolve_workers(5, 8, "cpu") == 5
 

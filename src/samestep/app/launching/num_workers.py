@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
+from contextlib import suppress
+from pathlib import Path
 from typing import Literal
 
 from samestep.arguments import whole
@@ -14,6 +17,7 @@ from samestep.workers.process import check_threads
 __all__ = ["num_cores", "resolve_workers"]
 
 _WORKERS_PER_CORE = 32
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 def resolve_workers(
@@ -56,10 +60,19 @@ def resolve_workers(
 
 
 def num_cores() -> int:
-    """Return how many CPU cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1  # macOS has no affinity
+    """Return how many CPU cores this process may use, by its affinity and its container's CPU quota."""
+    has_affinity = hasattr(os, "sched_getaffinity")  # macOS has none
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return max(1, math.ceil(min(cores, _quota())))
+
+
+def _quota() -> float:
+    """Return how many cores a container may use, as set by `docker run --cpus`; infinite without a limit."""
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # cgroups v2, v1
+        with suppress(OSError, ValueError):  # without a limit, the quota is "max" or -1
+            quota, period = map(int, " ".join((_CGROUP / name).read_text() for name in names).split())
+            return quota / period if quota > 0 < period else math.inf
+    return math.inf
 
 
 def _placed(towers: int | None, workers: int) -> int:
@@ -70,7 +83,7 @@ def _check_fits(workers: int) -> None:
     most = _WORKERS_PER_CORE * num_cores()
     if workers > most:
         raise ConfigError(
-            f"workers = {workers}: expected at most {most}, {_WORKERS_PER_CORE} for each core of this machine"
+            f"workers = {workers}: expected at most {most}, {_WORKERS_PER_CORE} for each core it may use"
         )
 
 
