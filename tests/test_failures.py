@@ -26,6 +26,12 @@ def test_an_error_is_one_line_and_its_own_exit_status(error, status):
     assert (described.text, described.exit_status) == ("samestep: error: a b\n", status)
 
 
+def test_the_notes_of_an_error_are_on_its_line():
+    error = DataError("no JPEG")
+    error.add_note("samestep: in example 3 of the dataset")
+    assert Failure.of(error).text == "samestep: error: no JPEG; in example 3 of the dataset\n"
+
+
 def test_any_other_exception_is_its_traceback():
     try:
         raise KeyError("x")

@@ -527,10 +527,14 @@ class Raises(samestep.Callback):
         if self.where == "start":
             raise KeyError("start")
 
+    def after_step(self, trainer, report):
+        if self.where == "step":
+            raise KeyError("step")
+
     def on_end(self, trainer):
         self.num_ends += 1
-        if self.where == "end":
-            raise KeyError("end")
+        if self.where not in (None, "start", "step"):
+            raise KeyError(self.where)
 
 
 class Ends(samestep.Logger):
@@ -550,3 +554,20 @@ def test_what_has_started_is_ended_though_a_callback_raises(tmp_path, where, num
         trainer_of(samestep.init(), tmp_path, callbacks=callbacks, loggers=[logger]).run()
     assert [callback.num_ends for callback in callbacks] == num_ends
     assert logger.ended_with == f"KeyError: '{where}'"
+
+
+@pytest.mark.parametrize(
+    ("where", "first", "notes"),
+    [
+        ([None, "second", "first"], "first", ["second"]),
+        (["third", "step", "second"], "step", ["second", "third"]),
+    ],
+)
+def test_the_first_error_is_raised_and_the_later_ones_are_noted(tmp_path, where, first, notes):
+    callbacks, logger = [Raises(each) for each in where], Ends()
+    with pytest.raises(KeyError) as raised:
+        trainer_of(samestep.init(), tmp_path, callbacks=callbacks, loggers=[logger]).run()
+    assert raised.value.args == (first,)
+    assert raised.value.__notes__ == [f"samestep: Raises.on_end raised KeyError: '{note}'" for note in notes]
+    assert [callback.num_ends for callback in callbacks] == [1, 1, 1]
+    assert logger.ended_with == f"KeyError: '{first}'"

@@ -59,7 +59,7 @@ class Callback:
         """Run after a checkpoint has been written, on worker 0 only, between two steps."""
 
     def on_end(self, trainer: Trainer) -> None:
-        """Run at the end, also if the run ends with an exception."""
+        """Run at the end, also after an exception; what this raises is added to that as a note."""
 
 
 class Logger(Callback):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -68,17 +67,21 @@ class Hooks:
     ) -> None:
         if kind is not None and self._trainer.ending is None:
             self._trainer.ending = _in_words(kind, error)
-        with ExitStack() as ends:  # calls all of them, also if one raises
-            ends.push(self._end_loggers)
-            for callback in reversed(self._started):
-                ends.callback(callback.on_end, self._trainer)
-
-    def _end_loggers(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None and self._trainer.ending in (None, "done"):  # a callback's `on_end` has raised
-            self._trainer.ending = _in_words(kind, error)
+        first = error
+        for callback in reversed(self._started):  # all of them, also if one raises
+            try:
+                callback.on_end(self._trainer)
+            except BaseException as later:
+                what = f"{type(callback).__name__}.on_end raised {_in_words(type(later), later)}"
+                if first is None:
+                    first = later
+                else:
+                    first.add_note(f"samestep: {what}")
+        if first is not None and self._trainer.ending in (None, "done"):
+            self._trainer.ending = _in_words(type(first), first)
         self._log(lambda logger: logger.on_end(self._trainer))
+        if first is not error and first is not None:
+            raise first
 
     def _start_loggers(self) -> None:
         loggers = [Display(), JsonLines(self._lock), *self._trainer.loggers]

@@ -45,7 +45,8 @@ class Failure:
     def of(cls, error: BaseException) -> Failure:
         """Describe an exception that ended a worker."""
         if isinstance(error, Error):
-            line = one_line(str(error), max_chars=2000)
+            notes = [note.removeprefix("samestep: ") for note in getattr(error, "__notes__", ())]
+            line = one_line("; ".join([str(error), *notes]), max_chars=2000)
             is_echo = isinstance(error, LostWorkerError)
             return cls(f"samestep: error: {line}\n", error.exit_status, is_error=True, is_echo=is_echo)
         if _is_out_of_memory(error):
