@@ -2,9 +2,11 @@ import json
 import math
 from collections import Counter, OrderedDict
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch import nn
 
 from samestep.checkpoint.durable import parse_json
 from samestep.checkpoint.state_tree import from_outline, to_outline
@@ -81,8 +83,18 @@ def test_what_is_no_state_is_refused(value):
 
 
 def test_numbers_of_other_libraries_become_plain():
-    import numpy as np
-
     assert type(to_outline(np.float64(0.1), "lr", {})) is float
-    with pytest.raises(ConfigError, match="lr is a float32"):
-        to_outline(np.float32(0.1), "lr", {})
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (np.float32(0.1), r"state\.0 is a number of NumPy, float32: expected Python's, as its item\(\)"),
+        (np.int64(3), r"state\.0 is a number of NumPy, int64: expected"),
+        (np.arange(3), r"state\.0 is an array of NumPy: expected a tensor, as torch\.from_numpy returns"),
+        (nn.Linear(1, 1), r"state\.0 is a Linear inside another value: pass it .*, as state_0=\.\.\."),
+    ],
+)
+def test_what_can_be_a_state_is_said(value, message):
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        to_outline([value], "state", {})

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,9 +58,23 @@ def to_outline(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, dict):
         return _outline_dict(value, name, tensors)
-    raise ConfigError(
-        f"{name} is a {type(value).__name__}: a checkpoint holds objects with a state_dict, numbers, "
-        "strings, tensors, and lists and dicts of them"
+    raise ConfigError(f"{name} is {_kind_and_remedy(value, name)}")
+
+
+def _kind_and_remedy(value: Any, name: str) -> str:
+    kind = type(value).__name__
+    if hasattr(value, "state_dict"):
+        own = name.replace(".", "_")
+        return f"a {kind} inside another value: pass it to save and load by itself, as {own}=..."
+    if isinstance(value, np.generic):
+        return (
+            f"a number of NumPy, {kind}: expected Python's, as its item() returns, or a tensor of its dtype"
+        )
+    if isinstance(value, np.ndarray):
+        return "an array of NumPy: expected a tensor, as torch.from_numpy returns"
+    return (
+        f"a {kind}: a checkpoint holds objects with a state_dict, and numbers, strings, tensors, and lists, "
+        "tuples and dicts of these"
     )
 
 
