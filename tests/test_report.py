@@ -284,6 +284,14 @@ def test_any_values_can_be_drawn(values):
         assert not re.search(r"\bnan\b|\binf\b", drawn)
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e7, 1e-7])
+def test_negative_numbers_have_a_minus_sign(scale):
+    curve = Curve("x", [0, 1], [-2 * scale, -scale])
+    labels = re.findall(r">([^<>]*\d[^<>]*)</text>", draw_curves("x", "y", [Line(curve, "#000000")]))
+    assert sum(label.startswith("\N{MINUS SIGN}") for label in labels) > 2
+    assert not any("-" in label for label in labels)
+
+
 @pytest.mark.parametrize("times", [[0, 0], [5, 1], [1e-3, 6e10]])
 def test_any_times_can_be_drawn(times):
     lines = [start(0, times[0]), {"step": 2**52, "time": times[1], "event": "end", "reason": "done"}]

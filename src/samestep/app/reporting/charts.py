@@ -177,7 +177,7 @@ def _scale(axes: Axes, values: Sequence[float]) -> None:
 def _plain(value: float, position: float | None = None) -> str:
     """Format a number beside an axis, without mathematical typesetting."""
     is_long = value and not 1e-3 <= abs(value) < 1e6
-    return f"{value:.3g}" if is_long else f"{value:,.6g}".replace("-", "\N{MINUS SIGN}")
+    return (f"{value:.3g}" if is_long else f"{value:,.6g}").replace("-", "\N{MINUS SIGN}")
 
 
 def _svg(title: str, draw: Callable[[Axes], None]) -> str:
