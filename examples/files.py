@@ -36,11 +36,13 @@ class Pictures(torch.utils.data.Dataset):
 
 
 def write_files():
-    """Write the built-in digits as files, to stand in for your dataset."""
+    """Write the built-in digits as files, to stand in for your dataset; FOLDER is there when all are."""
+    unfinished = FOLDER.with_suffix(".tmp")
     for index, (pixels, label) in enumerate(zip(*load_digits(), strict=True)):
-        file = FOLDER / ("train" if index % 5 else "test") / str(label) / f"{index:04}.png"
+        file = unfinished / ("train" if index % 5 else "test") / str(label) / f"{index:04}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels * np.uint8(15)).save(file)
+    unfinished.rename(FOLDER)
 
 
 def loss_of(model, batch):

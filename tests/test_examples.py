@@ -86,6 +86,21 @@ def test_layers_are_frozen_and_then_thawed(main_of, tmp_path, monkeypatch):
     assert all(tuned[3])
 
 
+def test_pictures_that_were_not_all_written_are_written_again(main_of, tmp_path, monkeypatch):
+    main = main_of("files")
+    monkeypatch.chdir(tmp_path)
+    write, digits = main.__globals__["write_files"], main.__globals__["load_digits"]
+
+    # Of three pictures, only one has a label.
+    monkeypatch.setitem(main.__globals__, "load_digits", lambda: (digits()[0][:3], digits()[1][:1]))
+    with pytest.raises(ValueError, match="shorter"):
+        write()
+    assert not main.__globals__["FOLDER"].exists()
+    monkeypatch.setitem(main.__globals__, "load_digits", lambda: [part[:9] for part in digits()])
+    write()
+    assert len(list(main.__globals__["FOLDER"].glob("*/*/*.png"))) == 9
+
+
 def test_each_example_is_short_and_listed():
     listed = (ROOT / "docs" / "examples.md").read_text()
     for path in EXAMPLES.glob("*.*"):
