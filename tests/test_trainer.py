@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+import time
 
 import pytest
 import torch
@@ -571,3 +572,25 @@ def test_the_first_error_is_raised_and_the_later_ones_are_noted(tmp_path, where,
     assert raised.value.__notes__ == [f"samestep: Raises.on_end raised KeyError: '{note}'" for note in notes]
     assert [callback.num_ends for callback in callbacks] == [1, 1, 1]
     assert logger.ended_with == f"KeyError: '{first}'"
+
+
+class Speed(samestep.Logger):
+    every = 1
+
+    def __init__(self):
+        self.seconds = []
+
+    def log(self, step, scalars):
+        self.seconds += [scalars["step/seconds"]] if "step/seconds" in scalars else []
+
+
+def test_evaluations_and_checkpoints_are_no_part_of_the_speed(tmp_path):
+    def slowly(model, batch):
+        time.sleep(1)
+        return accuracy(model, batch)
+
+    speed, evaluation = Speed(), samestep.Evaluation(examples(), slowly, rows=53)
+    options = {"evaluate": evaluation, "evaluate_every": 1, "checkpoint_every": 1}
+    trainer_of(samestep.init(), tmp_path, steps=3, loggers=[speed], **options).run()
+    assert len(speed.seconds) == 3
+    assert max(speed.seconds) < 1

@@ -137,6 +137,11 @@ class Hooks:
         for callback in self._trainer.callbacks:
             callback.after_step(self._trainer, report)
 
+    def leave_out(self, seconds: float) -> None:
+        """Leave out time in which no step ran from the speed that is logged."""
+        for scalars in self._scalars.values():
+            scalars.leave_out(seconds)
+
     def _is_due(self, step: int, every: int | None) -> bool:
         is_last = every is None and step >= self._trainer.steps
         return step % (every or self._trainer.log_every) == 0 or is_last

@@ -8,6 +8,7 @@ that is ahead, and all continue from there. No step is lost, and the bits are th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,8 +147,10 @@ class Loop:
 
     def _go_on(self) -> None:
         if self._num_done < len(self._rest):
+            start_s = time.perf_counter()
             self._rest[self._num_done]()
             self._num_done += 1
+            self._hooks.leave_out(time.perf_counter() - start_s)
         elif StopFlags.REGROUP in self.flags:
             self._regroup("new workers have joined")
         else:

@@ -55,6 +55,10 @@ class Scalars:
         self._throughput.add(report.rows)
         self._recent.append((report, before))
 
+    def leave_out(self, seconds: float) -> None:
+        """Leave out time in which no step ran from the speed."""
+        self._throughput.leave_out(seconds)
+
     def read(self) -> dict[str, float]:
         """Return the finite scalars by name, and start a new period."""
         report, before = self._recent[-1]

@@ -10,12 +10,14 @@ __all__ = ["Throughput"]
 
 @dataclass
 class Throughput:
-    """Rows per second and seconds per batch in wall time, including the wait for input, since `read`.
+    """Rows per second and seconds per batch since `read`, in wall time of training.
+
+    The wait for input counts, and evaluations and checkpoints between steps do not.
 
     Attributes:
         rows: rows since the last `read`.
         batches: batches since the last `read`.
-        since_s: time of the last `read`, by `time.perf_counter`.
+        since_s: time of the last `read`, by `time.perf_counter`, later by what was left out.
     """
 
     rows: int = 0
@@ -26,6 +28,10 @@ class Throughput:
         """Count one more batch."""
         self.rows += rows
         self.batches += 1
+
+    def leave_out(self, seconds: float) -> None:
+        """Leave out time in which no step ran."""
+        self.since_s += seconds
 
     def read(self) -> tuple[float, float]:
         """Return rows per second and seconds per batch, and reset the counts."""
