@@ -245,6 +245,17 @@ def test_patterns_that_cannot_be_right(policies, message):
         Towers(two_keepers(), 2, buffers=policies)
 
 
+@pytest.mark.parametrize("policy", ["mean", "first"])
+def test_an_expanded_buffer_cannot_have_a_policy(policy):
+    model = nn.Linear(3, 2)
+    model.register_buffer("scale", torch.ones(1).expand(3))
+    with pytest.raises(ConfigError, match=f"= '{policy}': scale is expanded.* register a clone"):
+        Towers(model, 2, buffers={"scale": policy})
+    run(Towers(model, 2, buffers={"scale": "ignore"}), batch_of(8))
+    model.register_buffer("scale", model.scale.clone())
+    run(Towers(model, 2, buffers={"scale": policy}), batch_of(8))
+
+
 def test_a_pattern_over_everything_leaves_statistics_alone():
     model = two_keepers()
     run(Towers(model, 2, buffers={"*": "first"}), batch_of(8))

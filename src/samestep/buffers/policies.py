@@ -20,6 +20,8 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
+import torch
+from torch import Tensor
 from torch.nn.utils import parametrizations
 from torch.nn.utils.spectral_norm import SpectralNorm
 
@@ -86,11 +88,22 @@ def _check(buffer: NamedBuffer, pattern: str, policy: Policy) -> None:
             f"buffers[{pattern!r}] = {policy!r}: {buffer.name} has no value before the first forward; "
             "run the model once before making Towers, or use 'ignore'"
         )
+    if policy != "ignore" and tensor is not None and _is_expanded(tensor):
+        raise ConfigError(
+            f"buffers[{pattern!r}] = {policy!r}: {buffer.name} is expanded, so elements share memory and it "
+            "cannot be written to: register a clone() of it"
+        )
     if policy == "mean" and tensor is not None and not tensor.is_floating_point():
         raise ConfigError(
             f"buffers[{pattern!r}] = 'mean': {buffer.name} is {tensor.dtype}, and only floating-point "
             f"buffers can be averaged; put {buffer.name!r}: 'first' before it"
         )
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    if tensor.layout != torch.strided:
+        return False
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _no_effect(pattern: str, buffers: Sequence[NamedBuffer]) -> ConfigError:
