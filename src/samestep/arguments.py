@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import sys
+from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
 from samestep.errors import ConfigError, shown
 
-__all__ = ["check_callable", "check_kind", "check_switch", "positive", "whole"]
+__all__ = ["check_callable", "check_kind", "check_switch", "parameters_of", "positive", "whole"]
 
 
 def check_kind(name: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:
@@ -27,6 +30,19 @@ def check_callable(name: str, value: object, expected: str) -> None:
     """Raise a `ConfigError` unless the argument can be called."""
     if not callable(value):
         raise ConfigError(f"{name} is a {type(value).__name__}: expected {expected}")
+
+
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Return a function's parameters by name; annotations may name what only type checkers import.
+
+    Raises:
+        ValueError: Python knows no signature of it.
+    """
+    if sys.version_info >= (3, 14):  # which would evaluate them
+        from annotationlib import Format
+
+        return inspect.signature(function, annotation_format=Format.STRING).parameters
+    return inspect.signature(function).parameters
 
 
 def check_switch(name: str, value: object) -> None:

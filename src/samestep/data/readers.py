@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 from torch.utils.data._utils.worker import WorkerInfo
 
+from samestep.arguments import parameters_of
 from samestep.batches.batch import GlobalBatch
 from samestep.batches.columns import Whole
 from samestep.batches.copier import Copier, copied
@@ -249,4 +249,4 @@ def aligned(value: Tensor | NDArray[Any]) -> Tensor | NDArray[Any]:
 def is_batched(dataset: object) -> bool:
     """Return whether a dataset is a `BatchedDataset`."""
     # Hugging Face's datasets have an unrelated method `batch`.
-    return isinstance(dataset, BatchedDataset) and "seeds" in inspect.signature(dataset.batch).parameters
+    return isinstance(dataset, BatchedDataset) and "seeds" in parameters_of(dataset.batch)

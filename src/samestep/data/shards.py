@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, _utils
 
+from samestep.arguments import parameters_of
 from samestep.errors import ConfigError, UsageError, one_line
 from samestep.streams import seed_globals, stream_seed
 
@@ -177,4 +177,4 @@ def _is_hugging_face(source: Any) -> bool:
 
 
 def _has_start(make_shard: Callable[..., Any]) -> bool:
-    return "start" in inspect.signature(make_shard).parameters
+    return "start" in parameters_of(make_shard)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samestep.arguments import parameters_of
 from samestep.errors import ConfigError
 
 __all__ = [
@@ -121,7 +122,7 @@ def check_can_step(name: str, value: object) -> None:
         raise ConfigError(f"{name} is a {type(value).__name__}: expected one with step()")
     of_class = getattr(type(value), "step", None)  # schedulers wrap an instance's step
     try:
-        parameters = [*inspect.signature(of_class or step).parameters.values()][of_class is not None :]
+        parameters = [*parameters_of(of_class or step).values()][of_class is not None :]
     except ValueError:  # Python knows no signature of it
         return
     needed = [p.name for p in parameters if p.default is p.empty and p.kind in _POSITIONAL]

@@ -71,7 +71,7 @@ def _quota() -> float:
     for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # cgroups v2, v1
         with suppress(OSError, ValueError):  # without a limit, the quota is "max" or -1
             quota, period = map(int, " ".join((_CGROUP / name).read_text() for name in names).split())
-            return quota / period if quota > 0 < period else math.inf
+            return quota / period if quota > 0 and period > 0 else math.inf
     return math.inf
 
 
