@@ -355,6 +355,25 @@ def of_labels_that_a_mask_selects(tower, model):
     return F.cross_entropy(logits[labels > 0], labels[labels > 0])
 
 
+def of_masked_tokens_by_a_mean(tower, model):
+    logits, labels = logits_and_labels(model, tower.batch)
+    mask = (labels > 0).float()
+    return (F.cross_entropy(logits, labels, reduction="none") * mask).mean() / mask.mean()
+
+
+def of_masked_tokens_by_a_reciprocal(tower, model):
+    logits, labels = logits_and_labels(model, tower.batch)
+    each = F.cross_entropy(logits, labels, reduction="none") * (labels > 0)
+    return each.sum() * (1 / (int((labels > 0).sum()) + 1e-5))
+
+
+def of_several_tasks(tower, model):
+    """As many means as rows."""
+    logits, labels = logits_and_labels(model, tower.batch)
+    tasks = [(labels > 0) & (labels < 3), labels > 2, labels > 4]
+    return sum(logits[task].square().mean() for task in tasks[: len(tower.batch)])
+
+
 @pytest.mark.parametrize("num_workers", mostly_long([1, 3, 2], 2))
 @pytest.mark.parametrize(
     ("loss", "words"),
@@ -365,6 +384,9 @@ def of_labels_that_a_mask_selects(tower, model):
         (of_tokens_that_a_mask_selects, r"a mean over entries: \d+ in Tower\("),
         (of_squares_that_a_mask_selects, r"a mean over entries: \d+ in Tower\("),
         (of_labels_that_a_mask_selects, r"a mean over labels: \d+ in Tower\("),
+        (of_masked_tokens_by_a_mean, r"entries, by division: \d+ in Tower\("),
+        (of_masked_tokens_by_a_reciprocal, r"entries, by division: \d+ in Tower\("),
+        (of_several_tasks, r"a mean over entries: \d+ in Tower\("),
     ],
 )
 def test_a_sum_that_each_tower_divides_by_its_own_count_is_told_of(loss, words, num_workers):
@@ -398,15 +420,55 @@ def of_trimmed_rows(tower, model):
     return F.mse_loss(model(tower.batch[:, :length]), torch.zeros(len(tower.batch), length, 9))
 
 
+def of_trimmed_labels(tower, model):
+    """All labels, of fewer columns in some towers: each row weighs the same."""
+    length = int((tower.batch > 0).sum(1).max())
+    logits = model(tower.batch[:, :length]).transpose(1, 2)
+    return F.cross_entropy(logits, tower.batch[:, :length])
+
+
 def of_each_row(tower, model):
     losses = [model(row[row > 0]).square().mean() for row in tower.batch]
     return torch.stack(losses).mean()
 
 
+def of_some_rows(tower, model):
+    """A mean for each row with more than three tokens, and 0 for the others."""
+    rows = [row[row > 0] for row in tower.batch]
+    nothing = model(tower.batch).sum() * 0
+    return sum((model(row).square().mean() for row in rows if len(row) > 3), nothing) / len(rows)
+
+
+def with_a_metric(tower, model):
+    """Means that no gradient of the loss flows through."""
+    logits, labels = logits_and_labels(model, tower.batch)
+    F.cross_entropy(logits[labels > 0], labels[labels > 0])
+    return by_its_rows(tower, model)
+
+
+def times_its_count(tower, model):
+    """A mean of labels, as a model may return it, made a sum again, and one of chunks."""
+    logits, labels = logits_and_labels(model, tower.batch)
+    total = F.cross_entropy(logits, labels, ignore_index=0) * (labels > 0).sum()
+    chunks = sum(part.square().mean() * (len(part) / len(tower.batch)) for part in logits[::5].split(2))
+    return total / len(tower.batch) + chunks
+
+
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("num_rows", [15, 18, 13])
+@pytest.mark.parametrize("num_rows", [15, 18, 9])
 @pytest.mark.parametrize(
-    "loss", [by_its_rows, by_another_loss, with_a_penalty_on_weights, of_trimmed_rows, of_each_row]
+    "loss",
+    [
+        by_its_rows,
+        by_another_loss,
+        with_a_penalty_on_weights,
+        of_trimmed_rows,
+        of_trimmed_labels,
+        of_each_row,
+        of_some_rows,
+        with_a_metric,
+        times_its_count,
+    ],
 )
 def test_means_over_what_rows_have_alike_are_not_told_of(loss, num_rows):
     model = language_model()

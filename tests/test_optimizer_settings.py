@@ -1,5 +1,8 @@
 """Schedules and learning rates that passes change: an error on all workers where two passes share one."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 
@@ -85,6 +88,31 @@ class InTensor(ByHand):
         self.optimizer.param_groups[0]["lr"].mul_(0.9)
 
 
+class InNumPy(ByHand):
+    def after_pass(self):
+        self.num_passes += 1
+        self.optimizer.param_groups[0]["lr"] = np.float32(0.1 / self.num_passes)
+
+
+class Waiting(AfterPass):
+    """Parts that change the learning rate much later."""
+
+    def make_schedule(self):
+        parts = [torch.optim.lr_scheduler.StepLR(self.optimizer, size) for size in (700, 1000)]
+        return torch.optim.lr_scheduler.ChainedScheduler(parts)
+
+
+class Betas(ByHand):
+    """Options in a list, and in tensors that are written in place."""
+
+    def make_schedule(self):
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.optimizer.param_groups[0]["betas"] = [torch.tensor(0.9), torch.tensor(0.99)]
+
+    def after_pass(self):
+        self.optimizer.param_groups[0]["betas"][0].mul_(0.999)
+
+
 class FromStep(Loop):
     """Sets what follows the step's number."""
 
@@ -103,6 +131,32 @@ class ForPass(Loop):
         self.optimizer.param_groups[0]["lr"] = 0.1
 
 
+class Unlike(Loop):
+    """Notes in odd places, some NaN; and a schedule whose optimizer is made later."""
+
+    def make_schedule(self):
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer)
+        schedule.best = math.nan
+        self.later = torch.optim.lr_scheduler.LRScheduler.__new__(torch.optim.lr_scheduler.LRScheduler)
+        self.later.optimizer = None
+        self.optimizer.param_groups[0] |= {7: 1.0, "": 2.0, "last loss": 0.0}
+        return schedule
+
+    def after_pass(self):
+        self.optimizer.param_groups[0]["last loss"] += 1
+
+
+class InnerLoop(Loop):
+    """An optimizer of other parameters, which each pass resets, and leaves at a value of its tower."""
+
+    def make_schedule(self):
+        self.other = torch.optim.SGD([torch.zeros(3, requires_grad=True)], 0.1)
+
+    def in_pass(self):
+        self.num_passes += 1
+        self.other.param_groups[0]["lr"] = 0.1 / self.num_passes
+
+
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("num_workers", mostly_long([3, 1, 2], 1))
 @pytest.mark.parametrize(
@@ -116,6 +170,9 @@ class ForPass(Loop):
             (Nested, "lr of SGD"),
             (Momentum, "lr of SGD"),
             (InTensor, "lr of SGD"),
+            (InNumPy, "lr of SGD"),
+            (Waiting, "last_epoch of StepLR"),
+            (Betas, "betas of AdamW"),
         ],
         4,
     ),
@@ -127,7 +184,7 @@ def test_a_setting_that_two_passes_change_ends_the_step_on_all_workers(program, 
         assert f"changed {named}, which an earlier pass of the step also changed" in outcome.text
 
 
-@pytest.mark.parametrize("program", [Loop, FromStep, ForPass])
+@pytest.mark.parametrize("program", [Loop, FromStep, ForPass, Unlike, InnerLoop])
 def test_what_follows_the_step_is_no_error(program):
     found = {digest for number in (1, 3) for digest in values(lambda job: program(job).digest, number)}
     assert len(found) == 1

@@ -194,11 +194,11 @@ class StepRun:
         """Run backward from a tower's mean loss, or from its named sums; see `Tower.backward`."""
         with self._failing_together():
             self._check_turn(tower)
+            means = self.watch.flow.means.of_loss(loss)
             found = self.losses.from_mean(tower, loss)
         self._take(tower, found)
-        if self.losses.named is None:
-            with self._failing_together():
-                self._replica.means.compare(repr(tower), tower.rows, self.watch.flow.means)
+        with self._failing_together():
+            self._replica.means.compare(repr(tower), tower.rows, means)
 
     def take_sum(self, tower: Tower, total: Tensor, count: float | Tensor) -> None:
         """Run backward from a tower's summed loss; see `Tower.backward_sum`."""

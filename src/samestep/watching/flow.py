@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from samestep.errors import UsageError, warn
 from samestep.watching.beside import LEFT_NUMBER, Beside
 from samestep.watching.kept_numbers import KeptNumbers
-from samestep.watching.means import Mean, mean_of
+from samestep.watching.means import PassMeans
 from samestep.watching.origins import NOWHERE, Origin, Origins, storage_of
 from samestep.watching.reach import Named, in_reach
 
@@ -99,7 +99,7 @@ class FlowWatch(TorchDispatchMode):
 
     Attributes:
         beside: what passes read beside the model.
-        means: those that this pass has computed, in order.
+        means: those that this pass has computed.
     """
 
     supports_higher_order_operators = True
@@ -118,7 +118,7 @@ class FlowWatch(TorchDispatchMode):
         self._kept_numbers = KeptNumbers()
         self._has_warned = False
         self.beside = Beside()
-        self.means: list[Mean] = []
+        self.means = PassMeans()
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -157,6 +157,7 @@ class FlowWatch(TorchDispatchMode):
         """
         self._tower, self._continued = tower, 0
         self._kept_numbers.start_pass(functions)
+        self.means.start_pass(num_rows)
         self._parameters.clear()
         self._shared = set(map(storage_of, shared))
         for storage in self._shared:
@@ -185,7 +186,7 @@ class FlowWatch(TorchDispatchMode):
         """End a pass."""
         self.pause()
         self._follows = False
-        self.means = []
+        self.means.start_pass(0)
 
     def check(self, who: str, loss: Tensor) -> None:
         """Raise if this pass's loss depends on state from another tower's pass.
@@ -266,9 +267,7 @@ class FlowWatch(TorchDispatchMode):
     def _follow(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, drawn: Origin
     ) -> None:
-        mean = mean_of(func, args, kwargs, result)
-        if mean is not None:
-            self.means.append(mean)
+        self.means.note(func, args, kwargs, result)
         kind, own = _kind_of(func) if isinstance(func, OpOverload) else _HIGHER_ORDER, 1 << self._tower
         values = [args[at] if at < len(args) else kwargs.get(name) for at, name in kind.writes]
         written = list(_tensors(values))

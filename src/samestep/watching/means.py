@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 
 from samestep.errors import warn
 
-__all__ = ["Mean", "Means", "mean_of"]
+__all__ = ["Mean", "Means", "PassMeans"]
 
 aten = torch.ops.aten
 
@@ -21,6 +21,8 @@ _MEAN = 1  # torch's number for reduction="mean"
 _OF_LABELS = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
 _MEANS = {aten.mean.default, aten.mean.dim}
 _DIVISIONS = {aten.div.Tensor, aten.div.Scalar, aten.div_.Tensor, aten.div_.Scalar}
+_PRODUCTS = {aten.mul.Tensor, aten.mul.Scalar, aten.mul_.Tensor, aten.mul_.Scalar}
+_TOLERANCE = 1e-3  # programs add 1e-6 or the like to a count, and float32 rounds its reciprocal
 
 
 class Mean(NamedTuple):
@@ -29,33 +31,119 @@ class Mean(NamedTuple):
     Attributes:
         over: what it is over, for messages.
         divisor: what the sum was divided by.
-        length: of the first dimension, if the mean is over all elements of a tensor.
+        length: of the first dimension, if the mean is over all elements of a tensor, or all labels.
     """
 
     over: str
     divisor: float
     length: int | None = None
 
+    @property
+    def is_of_labels(self) -> bool:
+        """Whether torch has counted labels for it."""
+        return self.over.startswith("labels")
 
-def mean_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Mean | None:
-    """Return the mean that an operator computes, if a gradient flows through it.
 
-    A quotient of two scalars counts as a mean if the divisor is a positive whole number, not another loss.
-    """
-    values = args[0] if args else None
-    if not isinstance(values, Tensor) or not values.requires_grad or not isinstance(func, OpOverload):
+class PassMeans:
+    """The means that a pass has computed, and which of them its loss is made of."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[Mean, Tensor]] = {}  # by the ids of the results, which are kept alive
+        self._rows = 0
+
+    def start_pass(self, rows: int) -> None:
+        """Forget the previous pass; this one has so many rows."""
+        self._found.clear()
+        self._rows = rows
+
+    def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Note an operator that computes a mean, if a gradient flows through it.
+
+        A quotient of two scalars is a mean if the divisor is a whole number, and so is a product with its
+        reciprocal. A mean that is multiplied by its own divisor, or its part of the rows, is a sum again.
+        """
+        if not isinstance(func, OpOverload):
+            return
+        value = args[0] if args else None
+        if not isinstance(value, Tensor):
+            return
+        if func in _PRODUCTS:
+            mean = self._of_product(value, args[1])
+        elif not value.requires_grad:
+            return
+        elif func in _DIVISIONS:
+            mean = self._of_division(value, args[1])
+        else:
+            mean = _of_reduction(func, value, args, kwargs, result)
+        if mean is not None:
+            held = result if isinstance(result, Tensor) else result[0]
+            self._found.setdefault(id(held), (mean, held))
+
+    def _of_division(self, value: Tensor, divisor: Any) -> Mean | None:
+        number = _number(divisor)
+        if value.numel() != 1 or number is None:
+            return None
+        if id(value) in self._found and number < 1:  # as in `(loss * mask).mean() / mask.mean()`
+            number *= self._found[id(value)][0].divisor
+        return _by_division(number)
+
+    def _of_product(self, value: Tensor, other: Any) -> Mean | None:
+        for each, factor in ((value, other), (other, value)):
+            number = _number(factor)
+            if number is None or not isinstance(each, Tensor) or each.numel() != 1 or not each.requires_grad:
+                continue
+            if id(each) in self._found:
+                mean, _ = self._found[id(each)]
+                counts = mean.divisor, mean.length or 0
+                factors = *counts, *(count / self._rows for count in counts)
+                if any(math.isclose(number, factor, rel_tol=_TOLERANCE) for factor in factors):
+                    del self._found[id(each)]
+                    return None
+            return _by_division(1 / number) if 0 < number < 1 else None
         return None
-    if func in _DIVISIONS:
-        divisor = _whole(args[1]) if values.numel() == 1 else None
-        return None if divisor is None else Mean("entries, by division", divisor)
+
+    def of_loss(self, loss: Any) -> list[Mean]:
+        """Return the means that a loss is made of, in order, and forget all.
+
+        Means that are inside of one over the rows are left out: those of each single row, for example.
+        """
+        by_node = {held.grad_fn: mean for mean, held in self._found.values() if held.grad_fn is not None}
+        self._found.clear()
+        if not by_node or not isinstance(loss, Tensor):
+            return []
+        used = set(_outer(loss, by_node, self._rows))
+        return [mean for node, mean in by_node.items() if node in used]
+
+
+def _outer(loss: Tensor, by_node: Mapping[Any, Mean], rows: int) -> Iterator[Any]:
+    """Yield the nodes of means in a loss's graph, but not those inside of a mean over rows."""
+    nodes: list[Any] = [loss.grad_fn]
+    seen: set[Any] = {None}
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        mean = by_node.get(node)
+        if mean is not None:
+            yield node
+        if mean is None or rows not in (mean.divisor, mean.length):
+            nodes.extend(each for each, _ in node.next_functions)
+
+
+def _of_reduction(
+    func: OpOverload, values: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+) -> Mean | None:
     if func in _MEANS:
-        is_full = isinstance(result, Tensor) and result.numel() == 1
-        return _of_all(values) if is_full else None
+        return _of_all(values) if isinstance(result, Tensor) and result.numel() == 1 else None
     at = _reduction_at(func)
     if at is None or (args[at] if at < len(args) else kwargs.get("reduction", _MEAN)) != _MEAN:
         return None
     if func in _OF_LABELS:
-        return Mean("labels" if args[2] is None else "labels, by their weights", float(result[1]))
+        count, (_, labels, weights, *_) = float(result[1]), args
+        is_of_all = weights is None and count == labels.numel()
+        over = "labels" if weights is None else "labels, by their weights"
+        return Mean(over, count, values.shape[0] if is_of_all else None)
     return _of_all(values)
 
 
@@ -63,19 +151,24 @@ def _of_all(values: Tensor) -> Mean:
     return Mean("entries", values.numel(), values.shape[0] if values.dim() else None)
 
 
-def _whole(divisor: object) -> float | None:
-    if isinstance(divisor, Tensor):
-        is_count = divisor.numel() == 1 and not (divisor.requires_grad or divisor.is_complex())
-        divisor = divisor.item() if is_count else None
-    if isinstance(divisor, (int, float)) and divisor >= 1 and divisor % 1 == 0:
-        return divisor
-    return None
-
-
 @functools.cache
 def _reduction_at(func: OpOverload) -> int | None:
     names = [argument.name for argument in func._schema.arguments]
     return names.index("reduction") if "reduction" in names else None
+
+
+def _number(value: object) -> float | None:
+    """Return a positive number, of Python or in a tensor without a gradient; None for anything else."""
+    if isinstance(value, Tensor):
+        is_number = value.numel() == 1 and not (value.requires_grad or value.is_complex())
+        value = value.item() if is_number else None
+    return float(value) if isinstance(value, (int, float)) and 0 < value < math.inf else None
+
+
+def _by_division(divisor: float) -> Mean | None:
+    """Return the mean of a sum that was divided by a count; None if it is no whole number."""
+    count = round(divisor)
+    return Mean("entries, by division", count) if count and abs(divisor - count) <= _TOLERANCE else None
 
 
 class Means:
@@ -93,7 +186,8 @@ class Means:
         """Warn, once, if a mean covers another number of entries per row than in the pass before.
 
         There is no warning for means over as many entries for any number of rows, such as over weights; for
-        those over [rows, ...], where each row weighs the same; nor for means of each single row.
+        those over [rows, ...], where each row weighs the same; nor, in towers of one row, for those that are
+        not over labels.
         """
         last, self._last = self._last, (tower, rows, means)
         if last is None or self._has_warned:
@@ -101,12 +195,11 @@ class Means:
         before, rows_before, means_before = last
         if [each.over for each in means] != [each.over for each in means_before]:
             return
-        counts = Counter(each.over for each in means)
         for old, new in zip(means_before, means, strict=True):
             is_alike = new.divisor == old.divisor or new.divisor * rows_before == old.divisor * rows
             is_over_rows = (old.length, new.length) == (rows_before, rows)
-            is_of_each_row = counts[new.over] >= rows > 1
-            if not (is_alike or is_over_rows or is_of_each_row):
+            is_of_one_row = 1 in (rows, rows_before) and not new.is_of_labels
+            if not (is_alike or is_over_rows or is_of_one_row):
                 self._has_warned = True
                 _warn(new.over, [(before, old.divisor), (tower, new.divisor)])
                 return
@@ -118,5 +211,6 @@ def _warn(over: str, found: Sequence[tuple[str, float]]) -> None:
     warn(
         f"a loss is a mean over {over}: {numbers}. Towers are weighted by their rows, so {what} do not all "
         "weigh the same; if they should, pass their sum and their number, or the sum of their weights: "
-        "tower.backward_sum(total, count), or return a samestep.LossSum from a Step's loss_fn"
+        "tower.backward_sum(total, count), or return a samestep.LossSum from a Step's loss_fn; for a loss of "
+        "pairs of rows, use whole_batch"
     )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.errors import UsageError
+from samestep.watching.optimizer_steps import averaged_parameters
 from samestep.watching.reach import Named
 
 __all__ = ["OptimizerSettings", "has_settings"]
@@ -19,17 +22,15 @@ _Place = tuple[int, int, str]
 
 
 class OptimizerSettings:
-    """The numbers in optimizers' parameter groups, and those of schedules, that a step's passes can reach."""
+    """The settings of optimizers of averaged parameters, and of their schedules, that passes can reach."""
 
     def __init__(self) -> None:
         self.start_step(())
 
     def start_step(self, in_reach: Iterable[Named]) -> None:
         """Watch the optimizers and schedules among the objects that this step's passes can reach."""
-        schedules = [value for _, value in in_reach if has_settings(value)]
-        optimizers = [getattr(each, "optimizer", each) for each in schedules]
-        self._held = list({id(each): each for each in (*optimizers, *schedules)}.values())
-        self._before: dict[_Place, Any] = {}
+        self._held = sorted(_with_averaged(in_reach), key=_is_schedule)
+        self._before: dict[_Place, str] = {}
         self._changed: set[_Place] = set()  # by an earlier pass of the step
 
     def start_pass(self) -> None:
@@ -44,9 +45,8 @@ class OptimizerSettings:
         Raises:
             UsageError: names the optimizer or schedule, and the setting.
         """
-        now, before = self._current(), self._before
-        changed = {place for place, value in now.items() if before.get(place, value) != value}
-        self._before = now
+        now = self._current()
+        changed = {place for place, value in now.items() if self._before.get(place, value) != value}
         twice = sorted(changed & self._changed)
         self._changed |= changed
         if twice:
@@ -57,7 +57,7 @@ class OptimizerSettings:
                 "and set learning rates after average(), beside optimizer.step()"
             )
 
-    def _current(self) -> dict[_Place, Any]:
+    def _current(self) -> dict[_Place, str]:
         return {
             (number, group, name): value
             for number, each in enumerate(self._held)
@@ -70,13 +70,46 @@ def has_settings(value: object) -> bool:
     return issubclass(type(value), (Optimizer, LRScheduler))
 
 
-def _settings(each: Any) -> Iterator[tuple[int, str, Any]]:
-    """Yield the plain numbers of an optimizer's parameter groups, by group and name, or of a schedule."""
-    for group, values in enumerate(each.param_groups if isinstance(each, Optimizer) else [vars(each)]):
-        for name, value in values.items():
-            if name[0] == "_":
-                continue
-            if isinstance(value, Tensor) and value.numel() == 1:  # a capturable optimizer's learning rate
-                yield group, name, value.item()
-            elif isinstance(value, (int, float, tuple)):  # a tuple of betas
-                yield group, name, value
+def _is_schedule(value: object) -> bool:
+    return not isinstance(value, Optimizer)
+
+
+def _with_averaged(in_reach: Iterable[Named]) -> list[Any]:
+    """Return the optimizers of averaged parameters, none of inner loops, and these optimizers' schedules."""
+    averaged = frozenset[int]().union(*averaged_parameters.values())
+    found: dict[int, Any] = {}
+    values = deque(value for _, value in in_reach)
+    while values:
+        value = values.popleft()
+        if not has_settings(value) or id(value) in found:
+            continue
+        optimizer = getattr(value, "optimizer", value)  # an optimizer may wrap another one, too
+        if isinstance(optimizer, Optimizer):
+            held = [id(each) for group in optimizer.param_groups for each in group["params"]]
+            if not averaged.isdisjoint(held):
+                found[id(value)] = value
+                values.append(optimizer)
+        values.extend(getattr(value, "_schedulers", ()))  # of a schedule that is made of others
+    return list(found.values())
+
+
+def _settings(each: Any) -> Iterator[tuple[int, str, str]]:
+    """Yield the options of an optimizer's parameter groups, by group and name, or a schedule's numbers."""
+    if not isinstance(each, Optimizer):
+        for name, value in vars(each).items():
+            if name[0] != "_" and isinstance(value, (int, float, np.generic)):
+                yield 0, name, repr(value)
+        return
+    for group, options in enumerate(each.param_groups):
+        for name in each.defaults:
+            if name in options:
+                yield group, str(name), _written(options[name])
+
+
+def _written(option: Any) -> str:
+    """Write an option, such as a learning rate in a tensor, or a tuple of betas; NaN is equal to NaN so."""
+    if isinstance(option, Tensor):
+        return repr(option.tolist()) if option.numel() == 1 else ""
+    if isinstance(option, (list, tuple)):
+        return ", ".join(map(_written, option))
+    return repr(option) if isinstance(option, (int, float, np.generic)) else ""

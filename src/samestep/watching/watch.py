@@ -102,6 +102,7 @@ class Watch:
         self._registries = [r for m in modules for r in (m._parameters, m._buffers, m._modules)]
         self._entries = list(map(set, self._registries))
         self._tensors: list[Tensor | None] = []
+        self._all = [*parameters, *sorted((*fixed, *shared), key=lambda buffer: buffer.name)]
         self._hash = WeightHash(self._places, shared, fixed)
         self._before = Hashes()
         trained = {id(p) for each in parameters if (p := each.get()) is not None and p.requires_grad}
@@ -170,8 +171,8 @@ class Watch:
         return {**self._before.by_name(), **self._hash.by_name(fixed_only=True)}
 
     def hashes_of_all(self) -> dict[str, int]:
-        """Return a hash of the current value of each parameter and buffer."""
-        return self._hash.by_name()
+        """Return a hash of the current value of each parameter and buffer, the same in any mode of layers."""
+        return WeightHash(self._all, (), ()).by_name()
 
     def start_pass(self, tower: int) -> None:
         """Note what a tower's pass might change, in a step that looks."""
@@ -252,7 +253,8 @@ class Watch:
     def end_step(self, who: str) -> None:
         """Check again after the last backward, also the numbers of entries and the hashes."""
         self.check(who)
-        self.end_turn(who)  # the loop may have ended with a `break`
+        if self.looks:
+            self.numbers.check()  # the loop may have ended with a `break`
         if self._follows:
             self.flow.end_step(who)
         if sum(map(len, self._registries)) != self.num_entries:
