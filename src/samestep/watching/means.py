@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,19 +29,21 @@ class Mean(NamedTuple):
     """A mean that a pass has computed.
 
     Attributes:
-        over: what it is over, for messages.
+        over: what it is over.
+        by: how its divisor was found, for messages.
         divisor: what the sum was divided by.
         length: of the first dimension, if the mean is over all elements of a tensor, or all labels.
     """
 
-    over: str
+    over: Literal["entries", "labels"]
+    by: str
     divisor: float
     length: int | None = None
 
     @property
-    def is_of_labels(self) -> bool:
-        """Whether torch has counted labels for it."""
-        return self.over.startswith("labels")
+    def kind(self) -> str:
+        """What it is over, in words."""
+        return self.over + self.by
 
 
 class PassMeans:
@@ -142,13 +144,13 @@ def _of_reduction(
     if func in _OF_LABELS:
         count, (_, labels, weights, *_) = float(result[1]), args
         is_of_all = weights is None and count == labels.numel()
-        over = "labels" if weights is None else "labels, by their weights"
-        return Mean(over, count, values.shape[0] if is_of_all else None)
+        by = "" if weights is None else ", by their weights"
+        return Mean("labels", by, count, values.shape[0] if is_of_all else None)
     return _of_all(values)
 
 
 def _of_all(values: Tensor) -> Mean:
-    return Mean("entries", values.numel(), values.shape[0] if values.dim() else None)
+    return Mean("entries", "", values.numel(), values.shape[0] if values.dim() else None)
 
 
 @functools.cache
@@ -168,7 +170,8 @@ def _number(value: object) -> float | None:
 def _by_division(divisor: float) -> Mean | None:
     """Return the mean of a sum that was divided by a count; None if it is no whole number."""
     count = round(divisor)
-    return Mean("entries, by division", count) if count and abs(divisor - count) <= _TOLERANCE else None
+    is_count = count > 0 and abs(divisor - count) <= _TOLERANCE
+    return Mean("entries", ", by division", count) if is_count else None
 
 
 class Means:
@@ -193,24 +196,23 @@ class Means:
         if last is None or self._has_warned:
             return
         before, rows_before, means_before = last
-        if [each.over for each in means] != [each.over for each in means_before]:
+        if [each.kind for each in means] != [each.kind for each in means_before]:
             return
         for old, new in zip(means_before, means, strict=True):
             is_alike = new.divisor == old.divisor or new.divisor * rows_before == old.divisor * rows
             is_over_rows = (old.length, new.length) == (rows_before, rows)
-            is_of_one_row = 1 in (rows, rows_before) and not new.is_of_labels
+            is_of_one_row = 1 in (rows, rows_before) and new.over != "labels"
             if not (is_alike or is_over_rows or is_of_one_row):
                 self._has_warned = True
-                _warn(new.over, [(before, old.divisor), (tower, new.divisor)])
+                _warn(new, [(before, old.divisor), (tower, new.divisor)])
                 return
 
 
-def _warn(over: str, found: Sequence[tuple[str, float]]) -> None:
+def _warn(mean: Mean, found: Sequence[tuple[str, float]]) -> None:
     numbers = ", ".join(f"{divisor:g} in {tower}" for tower, divisor in found)
-    what, _, _ = over.partition(",")
     warn(
-        f"a loss is a mean over {over}: {numbers}. Towers are weighted by their rows, so {what} do not all "
-        "weigh the same; if they should, pass their sum and their number, or the sum of their weights: "
-        "tower.backward_sum(total, count), or return a samestep.LossSum from a Step's loss_fn; for a loss of "
-        "pairs of rows, use whole_batch"
+        f"a loss is a mean over {mean.kind}: {numbers}. Towers are weighted by their rows, so {mean.over} do "
+        "not all weigh the same; if they should, pass their sum and their number, or the sum of their "
+        "weights: tower.backward_sum(total, count), or return a samestep.LossSum from a Step's loss_fn; for "
+        "a loss of pairs of rows, use whole_batch"
     )
