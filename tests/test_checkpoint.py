@@ -829,6 +829,29 @@ def test_a_checkpoint_without_what_is_trained_beside_the_model_is_refused(tmp_pa
         samestep.load(tmp_path / "one", model=other, towers=into)
 
 
+def test_what_is_trained_beside_the_model_is_not_lost(tmp_path):
+    model, _, towers = head_and_towers(lambda: nn.Linear(2, 1), 1)
+    samestep.save(tmp_path / "one", model=model, towers=towers)
+    other = nn.Linear(3, 2)
+    with pytest.raises(
+        DataError, match=r"holds what Towers\(also=...\) adds; make these Towers with the same"
+    ):
+        samestep.load(tmp_path / "one", model=other, towers=Towers(other, 3))
+    samestep.load(tmp_path / "one", model=other)  # the weights alone
+
+
+def test_what_other_towers_train_beside_their_model_is_in_checkpoints(tmp_path):
+    """As the discriminator's head of a GAN."""
+    pairs = [[head_and_towers(lambda: nn.Linear(2, 1), seed + part) for part in (0, 10)] for seed in (0, 1)]
+    saved, loaded = ({"model": a[0], "towers": a[2], "b": b[0], "of_b": b[2]} for a, b in pairs)
+    samestep.save(tmp_path / "one", **saved)
+    samestep.load(tmp_path / "one", **loaded)
+    for before, after in zip(*pairs, strict=True):
+        assert torch.equal(before[1].weight, after[1].weight)
+    with pytest.raises(DataError, match=r"was saved without what Towers\(also=...\) adds for towers of b"):
+        samestep.load(tmp_path / "one", **loaded, **{"towers of b": loaded["of_b"]})
+
+
 class Wrapped(torch.optim.SGD):
     """An optimizer whose state has a layout of its own, as published Lookahead wrappers have it."""
 

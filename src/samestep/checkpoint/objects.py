@@ -17,6 +17,7 @@ from samestep.streams import GlobalStreams
 from samestep.towers.towers import Towers
 
 __all__ = [
+    "ADDED",
     "AVERAGES",
     "WEIGHTS",
     "GlobalGenerators",
@@ -26,6 +27,9 @@ __all__ = [
     "load_state",
     "state_of",
 ]
+
+ADDED = "what Towers(also=...) adds"
+"""The name of that part of a checkpoint; for towers passed under a name of their own, this follows."""
 
 WEIGHTS, AVERAGES = "model", "averaged_model"
 """Names of the modules with a tensor file of their own, and of these files."""
@@ -72,13 +76,19 @@ class TrainingObjects:
         averaged = uncompiled(self.averaged_model)
         found = {
             "towers": self.towers,
-            "what Towers(also=...) adds": None if self.towers is None else self.towers._added(),
+            **self._added(),
             "the model's settings": None if self.towers is None else ComparedSettings(self.towers),
             "loader": self.loader,
             AVERAGES: AverageCount(averaged) if isinstance(averaged, AveragedModel) else None,
             "rng": GlobalGenerators(self.device) if self.rng else None,
         }
         return {name: value for name, value in found.items() if value is not None}
+
+    def _added(self) -> dict[str, nn.Module | None]:
+        """What `Towers(also=...)` adds to the models, by what a checkpoint calls it."""
+        found = {} if self.towers is None else {ADDED: self.towers._added()}
+        others = {name: each for name, each in self.others.items() if isinstance(each, Towers)}
+        return found | {f"{ADDED} for {name}": each._added() for name, each in others.items()}
 
     @property
     def others(self) -> dict[str, Any]:

@@ -15,7 +15,15 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from samestep.checkpoint.fit import check_state, check_tensors
-from samestep.checkpoint.objects import AVERAGES, WEIGHTS, TrainingObjects, kind_of, load_state, state_of
+from samestep.checkpoint.objects import (
+    ADDED,
+    AVERAGES,
+    WEIGHTS,
+    TrainingObjects,
+    kind_of,
+    load_state,
+    state_of,
+)
 from samestep.checkpoint.state_tree import from_outline, to_outline
 from samestep.errors import ConfigError, DataError, Error, one_line, shown
 from samestep.identity import Fingerprint, fingerprint
@@ -163,6 +171,9 @@ def _weights_for(
                     "the number of updates, as averaged_model was a plain module; pass averaged_model.module"
                 )
             raise DataError(f"{path}: was saved without {missing}")
+    unexpected = [name for name in sections["own"] if name.startswith(ADDED) and name not in objects.own]
+    if unexpected and objects.towers is not None:
+        raise DataError(f"{path}: holds {unexpected[0]}; make these Towers with the same also")
     return found
 
 
