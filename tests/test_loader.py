@@ -597,7 +597,7 @@ def test_the_state_is_the_position_and_what_it_depends_on():
     next(iter(loader))
     state = loader.state_dict()
     settings = {"batch_size": 7, "seed": 3, "examples": 23, "shuffle": True, "drop_last": False}
-    assert state == {"position": 1, "compared": None, "order": None, **settings}
+    assert state == {"position": 1, "compared": None, "order": None, "order_of_epoch": None, **settings}
     other = make_loader(placement=Placement.even(NUM_TOWERS, 2))
     other.load_state_dict(state)
     assert other.position == 1
@@ -753,20 +753,42 @@ def test_a_run_that_continues_with_other_data_gets_a_warning(num_steps, num_work
     assert state["compared"] is not None
     options = {"num_workers": num_workers, "timeout": 60, **ORDERS[order]}
     assert trained_on(kind(), 1, state, 3, **options)["position"] == num_steps + 1  # warnings are errors
-    with pytest.warns(UserWarning, match=r"example \d+ of the dataset is another one than in the run"):
+    with pytest.warns(UserWarning, match=r"example \d+ of the dataset, in epoch \d+, is another one"):
         trained_on(kind(0.5), 1, state, 3, **options)
 
 
 def test_the_warning_comes_once_and_says_what_is_no_fault():
     state = trained_on(Files(), 3)
-    with pytest.warns(
-        UserWarning, match=r"another one than in the run that is continued: .*CPU model$"
-    ) as found:
+    with pytest.warns(UserWarning, match=r"is continued: .*; no fault if the program changes") as found:
         state = trained_on(Files(0.5), 3, state)
     assert len(found) == 1
     assert state["position"] == 6
-    with pytest.warns(UserWarning, match=r"is continued, in epoch 0: .*; no fault if the program changes"):
-        trained_on(Files(0.25), 1, state)
+
+
+def test_a_run_that_goes_back_to_an_earlier_state_reads_its_own_data():
+    """As where a worker was lost; the dataset may have a setting that the epoch determines."""
+    dataset = Files()
+    towers = Towers(torch.nn.Linear(1, 1), NUM_TOWERS)
+    loader = TowerLoader(dataset, BATCH_SIZE, towers)
+    state = trained_on(dataset, 1)
+    for step, batch in zip(range(3), loader, strict=False):
+        for tower in towers(batch):
+            tower.backward(towers.model(tower.batch.float()).mean())
+        towers.average()
+        if step == 1:
+            dataset.change = 0.5
+    loader.load_state_dict(state)
+    assert next(iter(loader)).position == 1
+
+
+def test_an_order_that_depends_on_the_training_is_told_in_the_middle_of_an_epoch():
+    weights = torch.zeros(23)
+    order = lambda seed, epoch: torch.argsort(weights, stable=True)  # noqa: E731
+    loader = make_loader(order=order, shuffle=None)
+    next(iter(loader))
+    weights[3] = -1
+    with pytest.warns(UserWarning, match=r"order\(3, 0\) gives other indices than when this epoch began"):
+        next(iter(loader))
 
 
 def test_only_worker_0_reads_the_example_of_the_last_run():

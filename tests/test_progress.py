@@ -194,3 +194,33 @@ def test_a_trainer(tmp_path):
     step = Step(run.towers, lambda m, x: m(x).square().mean(), torch.optim.SGD(run.model.parameters(), 0.1))
     Trainer(step, run.loader, run_dir=tmp_path, steps=7, checkpoint_every=3).run()
     assert run.loader.position == 7
+
+
+def test_a_save_before_the_step_that_uses_the_batch(run, tmp_path):
+    def loop():
+        for batch in run.loader:
+            run.save(tmp_path)
+            run.step(batch)
+            if run.towers.step == 3:
+                break
+
+    with pytest.warns(UserWarning, match="a state was saved at batch 1, before a step had used batch 0"):
+        loop()
+
+
+def test_an_incomplete_batch_that_is_lost_where_steps_use_such_batches(tmp_path):
+    run = Run()
+    for batch in run.loader:
+        run.step(batch)
+    for batch, _ in zip(run.loader, range(4), strict=False):
+        run.step(batch)
+    run.save(tmp_path, "batch 9 was")
+
+
+def test_a_batch_that_is_used_once_more(run, tmp_path):
+    held = []
+    for batch in itertools.islice(run.loader, 3):
+        held.append(batch)
+        run.step(batch)
+        run.step(held[0])
+    run.save(tmp_path)

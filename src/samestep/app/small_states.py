@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from samestep.checkpoint.objects import state_of
+
 __all__ = ["copied", "set_small_state", "small_state"]
 
 _PLAIN = frozenset({bool, int, float, str, type(None)})
@@ -17,7 +19,7 @@ _PLAIN = frozenset({bool, int, float, str, type(None)})
 def small_state(each: Any) -> Any:
     """Return an object's state; for an optimizer, only the options of its parameter groups."""
     if not isinstance(each, Optimizer):
-        return each.state_dict()
+        return state_of(each)
     groups = each.param_groups
     return [{name: value for name, value in group.items() if name != "params"} for group in groups]
 

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from samestep.data.loader import TowerLoader
+from samestep.data.stream_loader import StreamLoader
 from samestep.identity import plain_names, uncompiled
 from samestep.sharding.sharded_optimizer import ShardedOptimizer
 from samestep.streams import GlobalStreams
@@ -175,6 +177,8 @@ def state_of(value: Any) -> Any:
     """Return an object's state, or a plain value itself; `torch.compile` does not change a module's names."""
     if not hasattr(value, "state_dict"):
         return value
+    if isinstance(value, TowerLoader | StreamLoader):
+        return value._state()  # `save` itself warns of batches that are not used
     state = value.state_dict()
     if isinstance(value, nn.Module):
         return plain_names(state)

@@ -82,6 +82,9 @@ def save(  # noqa: PLR0913 - what a run's state consists of
     objects = TrainingObjects(
         model=model, towers=towers, loader=loader, averaged_model=averaged_model, rng=rng, state=state
     )
+    for each in (loader, *state.values()):
+        if isinstance(each, TowerLoader | StreamLoader):
+            each._check_used()
     if towers is None:
         if has_group():
             raise ConfigError("towers is missing: there are several workers, so pass towers=")

@@ -21,7 +21,7 @@ class ComparedExample:
     def __init__(self, num_examples: int) -> None:
         self._num_examples = num_examples
         self._last: tuple[int, int, int] | None = None  # epoch, number in a `Request`, checksum
-        self._is_due = False
+        self._is_due = self._has_read = False
 
     @property
     def state(self) -> tuple[int, int, int] | None:
@@ -29,13 +29,13 @@ class ComparedExample:
         return self._last
 
     def load(self, state: Any) -> None:
-        """Restore a state, so that the example is due to be read again."""
+        """Restore a state, so that the example is due to be read again, unless this process has read some."""
         self._last = None if state is None else tuple(state)
-        self._is_due = self._last is not None
+        self._is_due = self._last is not None and not self._has_read
 
     def read(self, read: Callable[[Request, int], int], request: Request) -> int:
         """Return the checksum of the example that a batch's request compares, and keep it."""
-        checksum = read(request, COMPARED)
+        checksum, self._has_read = read(request, COMPARED), True
         assert request.compared is not None
         self._last = request.epoch, request.compared, checksum
         return checksum
@@ -48,16 +48,15 @@ class ComparedExample:
         epoch, number, _ = self._last
         return Request(epoch, position - 1, {}, number)
 
-    def check(self, checksum: int, epoch: int) -> None:
-        """Warn if the example is another one now, in the epoch in which the run continues."""
+    def check(self, checksum: int) -> None:
+        """Warn if the example is another one now."""
         assert self._last is not None
-        epoch_before, number, expected = self._last
-        if checksum == expected:
-            return
-        other_epoch = f", in epoch {epoch_before}" if epoch_before != epoch else ""
-        hint = "; no fault if the program changes the dataset from epoch to epoch" if other_epoch else ""
-        warn(
-            f"example {number % self._num_examples} of the dataset is another one than in the run that is "
-            f"continued{other_epoch}: expected the same data in the same order, and the same versions of "
-            f"libraries and CPU model{hint}"
-        )
+        epoch, number, expected = self._last
+        self._has_read = True
+        if checksum != expected:
+            warn(
+                f"example {number % self._num_examples} of the dataset, in epoch {epoch}, is another one "
+                "than in the run that is continued: expected the same data in the same order, and the same "
+                "versions of libraries and CPU model; no fault if the program changes the dataset in the "
+                "course of a run, or if examples hold paths of another folder"
+            )

@@ -32,7 +32,7 @@ from samestep.data.readers import COMPARED, BatchedReader, Reader, Request, comp
 from samestep.data.shards import has_indices
 from samestep.data.single_rows import warn_of_single_rows
 from samestep.data.stream import RequestSampler, Stream
-from samestep.errors import ConfigError, UsageError
+from samestep.errors import ConfigError, UsageError, warn
 from samestep.identity import check_same
 from samestep.streams import generator
 from samestep.summation.placement import Placement
@@ -155,6 +155,7 @@ class TowerLoader:
         self._towers = towers
         self._progress = Progress()
         self._compared = ComparedExample(self._num_examples)
+        self._order_of_epoch: Any = None  # an order's newest epoch, and the checksum of its indices
         self._sampler = RequestSampler()
         self._reader = BatchedReader(dataset, seed) if batched else Reader(dataset, seed, collate_fn)
         self._stream: Stream | None = None
@@ -177,9 +178,21 @@ class TowerLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the settings it depends on; warn if batches before it were not used."""
+        self._check_used()
+        return self._state()
+
+    def _check_used(self) -> None:
         if self._towers.job.is_first:
             self._progress.check_used()
-        return {"position": self.position, "compared": self._compared.state, **self._settings}
+
+    def _state(self) -> dict[str, Any]:
+        """Return the state of a moment, which a step that is repeated starts from."""
+        return {
+            "position": self.position,
+            "compared": self._compared.state,
+            "order_of_epoch": self._order_of_epoch,
+            **self._settings,
+        }
 
     @classmethod
     def from_dataloader(
@@ -225,6 +238,7 @@ class TowerLoader:
         check_same(state, self._settings, "loader")
         self.position = state["position"]
         self._compared.load(state.get("compared"))
+        self._order_of_epoch = state.get("order_of_epoch")
 
     @property
     def _settings(self) -> dict[str, int | None]:
@@ -265,8 +279,9 @@ class TowerLoader:
                     self._check_length()
                     batch = next(batches)
                     expected += 1
-                    with self._progress.handing_out(is_whole=batch.rows == self.batch_size):
+                    with self._progress.handing_out(is_complete=batch.rows == self.batch_size):
                         yield batch
+        self._progress.end_epoch()
 
     def _read(self, order: NDArray[np.int64], positions: range) -> Generator[LocalBatch]:
         """Yield batches with slices that are read ahead one by one, and returned on access."""
@@ -285,7 +300,7 @@ class TowerLoader:
         )
         with closing(self._stream) as stream:
             if again is not None:
-                self._compared.check(stream.take(again, COMPARED), self.epoch)
+                self._compared.check(stream.take(again, COMPARED))
             for position in positions:
                 yield self._batch(stream.take, self._rows(order, position), position, checksum)
 
@@ -303,7 +318,7 @@ class TowerLoader:
             zlib.crc32(rows.tobytes(), checksum),
             again=partial(self._batch, self._stream.read, rows, position, checksum),
             compared=compared,
-            used=partial(self._progress.use, position),
+            used=partial(self._progress.use, position, is_complete=len(rows) == self.batch_size),
         )
 
     def _rows(self, order: NDArray[np.int64], position: int) -> NDArray[np.int64]:
@@ -320,8 +335,9 @@ class TowerLoader:
     def _order(self, epoch: int) -> NDArray[np.int64]:
         """Return the numbers of the epoch's examples in their global order, int64 [rows]; see `Request`."""
         if self._custom is not None:
-            order = self._custom(epoch)
+            order = self._custom(epoch, len(self.dataset))
             self._check_num_batches(epoch, len(order))
+            self._compare_order(epoch, zlib.crc32(order.tobytes()))
             return numbered(order, len(self.dataset))
         if not self.shuffle:
             return np.arange(self._num_examples, dtype=np.int64)
@@ -329,6 +345,17 @@ class TowerLoader:
             self._num_examples, generator=generator(self.seed, "order", epoch), device="cpu"
         )
         return np.asarray(shuffled.numpy(), dtype=np.int64)
+
+    def _compare_order(self, epoch: int, checksum: int) -> None:
+        """Warn if the rest of an epoch has another order than its beginning."""
+        before, self._order_of_epoch = self._order_of_epoch, (epoch, checksum)
+        is_in_epoch = before is not None and before[0] == epoch and self.position % len(self) > 0
+        if is_in_epoch and before[1] != checksum and self._towers.job.is_first:
+            warn(
+                f"order({self.seed}, {epoch}) gives other indices than when this epoch began, so examples "
+                "are repeated or left out: expected a function of seed and epoch; compute an order that "
+                "depends on the training at an epoch's end, and keep it in the checkpoint"
+            )
 
     def _check_num_batches(self, epoch: int, num_rows: int) -> None:
         if _num_batches(num_rows, self.batch_size, self.drop_last) != len(self):

@@ -53,7 +53,6 @@ class CustomOrder:
 
     order: Order
     seed: int
-    num_examples: int
     num_rows: int  # of epoch 0
     checksum: int
 
@@ -75,11 +74,11 @@ class CustomOrder:
                 "only seed and epoch, which may draw from the global generators, but not from one that it "
                 "keeps"
             )
-        return cls(order, seed, num_examples, len(first), zlib.crc32(first.tobytes()))
+        return cls(order, seed, len(first), zlib.crc32(first.tobytes()))
 
-    def __call__(self, epoch: int) -> NDArray[np.int64]:
-        """Return an epoch's indices, int64 [n]."""
-        return indices_of(self.order, self.seed, epoch, self.num_examples)
+    def __call__(self, epoch: int, num_examples: int) -> NDArray[np.int64]:
+        """Return an epoch's indices, int64 [n], of the examples that there are now."""
+        return indices_of(self.order, self.seed, epoch, num_examples)
 
 
 def numbered(indices: NDArray[np.int64], num_examples: int) -> NDArray[np.int64]:

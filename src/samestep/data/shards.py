@@ -102,7 +102,8 @@ def open_shard(source: Source, tower: int, num_towers: int, *, epoch: int, seed:
     seed_globals(stream_seed(seed, "shard", epoch), _CPU)
     if hasattr(own, "set_epoch"):
         own.set_epoch(epoch)
-    worker = VirtualWorker(tower, num_towers, stream_seed(seed, "shard", epoch, tower), own)
+    # As in DataLoader's processes, where it is a base seed plus the worker's id.
+    worker = VirtualWorker(tower, num_towers, stream_seed(seed, "shard", epoch) + tower, own)
     with seen_as(worker):
         examples = iter(own)
     return Shard(_own_examples(examples, worker), worker)

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from samestep.arguments import check_callable, whole
-from samestep.batches.batch import GlobalBatch, LocalBatch
+from samestep.batches.batch import LocalBatch
+from samestep.batches.columns import Whole
+from samestep.batches.fingerprint import fingerprint
 from samestep.data.dataloader import check_options, check_towers, reading
 from samestep.data.progress import Progress
 from samestep.data.shard_reader import Ended, ShardReader
@@ -136,8 +138,15 @@ class StreamLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return position, epoch and the settings they depend on; warn if earlier batches were not used."""
+        self._check_used()
+        return self._state()
+
+    def _check_used(self) -> None:
         if self._towers.job.is_first:
             self._progress.check_used()
+
+    def _state(self) -> dict[str, Any]:
+        """Return the state of a moment, which a step that is repeated starts from."""
         place = {"position": self.position, "epoch": self._epoch, "batches_of_epoch": self._num_before}
         return {**place, "first_examples": self._checksum, **self._settings}
 
@@ -149,7 +158,8 @@ class StreamLoader:
         """
         check_same(state, self._settings, "loader")
         self._epoch, self._num_before = int(state["epoch"]), int(state["batches_of_epoch"])
-        self._checksum, self._is_checked = state["first_examples"], False
+        if not self._is_checked:  # this process has read nothing yet
+            self._checksum = state["first_examples"]
         self._drop_iteration()
         self._progress.move_to(int(state["position"]))
 
@@ -203,6 +213,7 @@ class StreamLoader:
                     batch = self._next(batches)
                     if batch is None:
                         self._epoch, self._num_before = self._epoch + 1, 0
+                        self._progress.end_epoch()
                         return
                     expected += 1
                     self._num_before += 1
@@ -296,20 +307,18 @@ class StreamLoader:
         if self._checksum not in (None, checksum) and self._towers.job.is_first:
             warn(
                 "StreamLoader: the stream begins with different examples than in the run that is continued: "
-                f"expected the same CPU model, and {_HINT}"
+                f"expected the same CPU model, and {_HINT}; no fault if the program changes the source in "
+                "the course of a run"
             )
         self._checksum, self._is_checked = checksum, True
 
     def _first_checksum(self) -> int:
-        """Return the fingerprint of tower 0's first batch; 0 if that cannot be parsed."""
+        """Return the fingerprint of tower 0's first batch."""
         first = Placement.even(self._towers.placement.num_towers, 1).rows(0, self.batch_size)[0]
         num_processes = min(self._options.get("num_workers", 0), 1)
         with closing(self._reading_of({0: first}, num_processes, 0, 0, 0)()) as items:
             batch = next(items)
-        try:
-            return GlobalBatch.open(batch).fingerprint()
-        except BatchError:
-            return 0
+        return fingerprint(Whole(batch))
 
     def _check_unmoved(self, expected: int) -> None:
         if self.position != expected:
