@@ -553,3 +553,72 @@ def test_modes_of_layers_follow_the_calls(work, seed):
         came_late = number >= 3 and isinstance(outcome.error, LostWorkerError)
         may_fail = isinstance(outcome.error, Killed | SystemExit) or came_late or town.was_early
         assert outcome.value == alone or may_fail, outcome.text
+
+
+def adversarial(job):
+    """A GAN; its discriminator is frozen in the generator's step, so it has nothing to train there."""
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(2, 2), nn.Linear(2, 1)
+    of_generator, of_critic = (samestep.Towers(net, 3, job=job) for net in (generator, critic))
+    optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in (generator, critic)]
+    rows = torch.ones(6, 2)
+
+    def train_critic():
+        critic.requires_grad_(True)
+        for tower in of_critic(rows):
+            made = critic(generator(tower.batch).detach()).mean()
+            tower.backward(critic(tower.batch).square().mean() - made)
+        of_critic.average()
+        optimizers[1].step()
+
+    def train_generator():
+        critic.requires_grad_(False)
+        for tower in of_generator(rows):
+            tower.backward(critic(generator(tower.batch)).mean())
+        of_generator.average()
+        optimizers[0].step()
+
+    state = {"critic": critic, "of_critic": of_critic, "one": optimizers[0], "two": optimizers[1]}
+    with samestep.Elastic(model=generator, towers=of_generator, **state) as elastic:
+        while of_generator.step < 4:
+            elastic(train_critic)
+            elastic(train_generator)
+    return samestep.digest(generator), samestep.digest(critic)
+
+
+def with_a_new_layer(job):
+    """Adds a layer between two calls; its values come from worker 0, which may be lost meanwhile."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2))
+    towers = samestep.Towers(model, 3, job=job)
+    with samestep.Elastic(model=model, towers=towers) as elastic:
+        while towers.step < 4:
+            if towers.step == 2 and len(model) == 1:
+                model.append(nn.Linear(2, 2))
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            elastic(take_step, model, towers, optimizer)
+    return samestep.digest(model)
+
+
+def with_another_head(job):
+    """Replaces a layer between two calls."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    towers = samestep.Towers(model, 3, job=job)
+    with samestep.Elastic(model=model, towers=towers) as elastic:
+        while towers.step < 5:
+            elastic(take_step, model, towers, torch.optim.SGD(model.parameters(), 0.1))
+            if towers.step in (2, 4):
+                torch.manual_seed(towers.step)
+                model[1] = nn.Linear(2, 1)
+    return samestep.digest(model)
+
+
+@pytest.mark.parametrize("seed", mostly_long(range(36), 4))
+@pytest.mark.parametrize("work", [adversarial, with_a_new_layer, with_another_head])
+def test_models_that_change_between_calls(work, seed):
+    alone = work(samestep.Job(torch.device("cpu")))
+    town = Town(2, seed % 3, Faults(killed={seed % 2: 10 + seed}), arrivals=[seed * 12] if seed % 4 else [])
+    for number, outcome in enumerate(town.run(work)):
+        may_fail = isinstance(outcome.error, Killed | SystemExit) or number >= 2 or town.was_early
+        assert outcome.value == alone or may_fail, outcome.text

@@ -17,6 +17,7 @@ from samestep.errors import ConfigError
 from samestep.sharding.shares import Share
 from samestep.summation.layout import is_dense
 from samestep.summation.norms import NORM_BLOCK
+from samestep.towers.replica import Kind
 from samestep.towers.towers import Towers
 
 __all__ = ["cut", "deal", "divide"]
@@ -39,7 +40,8 @@ def divide(
         ConfigError: a parameter is listed twice, or is not dense.
     """
     _check(parameters)
-    job, plan, replica = towers.job, towers._opening.plan, towers._replica
+    job, replica = towers.job, towers._replica
+    plan = replica.plan(Kind(towers.placement))
     is_cut = is_elementwise and (job.device.type != "cpu" or torch.get_num_threads() == 1)
     sparse = replica.sparse_parameters()
     pieces = {id(p): p for p in parameters if is_cut and id(p) not in sparse}

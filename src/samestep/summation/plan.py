@@ -94,10 +94,6 @@ class Plan:
         """Return the plan without new tensors, for use after their values have been shared."""
         return replace(self, new_tensors=()) if self.new_tensors else self
 
-    def without_modes(self) -> Plan:
-        """Return the plan without the layers' modes, to be compared where workers may yet switch them."""
-        return replace(self, buffers=replace(self.buffers, num_moments=0, modes=()))
-
     @property
     def is_whole(self) -> bool:
         """Whether every worker averages all buckets, because they are small."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any
 
@@ -17,6 +17,7 @@ from samestep.towers.division import Division
 from samestep.towers.replica import Kind, Replica
 from samestep.towers.run import StepRun
 from samestep.watching.must_match import FIRST_EXAMPLE, MustMatch
+from samestep.workers.collectives import gather_objects
 
 __all__ = ["Opening", "StepOptions"]
 
@@ -42,7 +43,8 @@ class Opening:
         exchange: the exchange in which a plan was last agreed on; an interrupt may have broken it off.
     """
 
-    def __init__(self, replica: Replica, plan: Plan) -> None:
+    def __init__(self, replica: Replica, plan: Plan, *, has_regrouped: bool) -> None:
+        self._has_regrouped = has_regrouped  # since the last step
         self._replica = replica
         self._job = replica.job
         self.plan = plan
@@ -64,7 +66,7 @@ class Opening:
         numbers = _numbers(step, local, compared)
         if error is not None or plan.fingerprint != self.plan.fingerprint:
             self.exchange = Exchange(self._job, self.plan, numbers)
-            plan = self._agree_on(plan, self.exchange, error)
+            plan = self._agree_on(plan, kind, self.exchange, error)
         elif plan.new_tensors:  # a worker was lost before these were shared, and the rest have agreed
             plan = self.send_new_tensors(plan)
         self.plan = plan
@@ -82,11 +84,17 @@ class Opening:
             settings["loss scale"] = options.scaler.get_scale()
         return settings
 
-    def _agree_on(self, plan: Plan, exchange: Exchange, error: Exception | None) -> Plan:
+    def _agree_on(self, plan: Plan, kind: Kind, exchange: Exchange, error: Exception | None) -> Plan:
         with exchange.unbroken():
             if error is not None:
                 exchange.fail(error)
-            exchange.change_to(plan)
+            if self._has_regrouped:
+                exchange.change_to(replace(plan.with_all_shared(), version=0))
+                changes = gather_objects(self._job.transport, self._replica.changes, exchange.where)
+                self._replica.take_changes(changes)
+                plan, self._has_regrouped = self._replica.plan(kind), False
+            else:
+                exchange.change_to(plan)
             return self.send_new_tensors(plan)
 
     def send_new_tensors(self, plan: Plan) -> Plan:

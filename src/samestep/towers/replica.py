@@ -148,9 +148,22 @@ class Replica:
         layouts = tuple(self._lay_out("", parameter, is_sparse=False) for parameter in parameters)
         return Plan.of(placement, layouts, bucket_bytes=self.settings.bucket_bytes)
 
-    def forget_plans(self, version: int) -> None:
-        """Drop all plans: this worker's rank may have changed, or others may have counted more changes."""
-        self.version = version
+    @property
+    def changes(self) -> tuple[int, dict[str, str]]:
+        """How often tensors have been added, and which ones do not have worker 0's values yet."""
+        return self.version, self._new
+
+    def take_changes(self, changes: Sequence[tuple[int, dict[str, str]]]) -> None:
+        """Take over the `changes` of all workers in the first step after a regroup.
+
+        Those that have joined know of none, and some may lack values that others got before one was lost.
+        """
+        self.version = max(version for version, _ in changes)
+        self._new = {name: kind for _, new in changes for name, kind in new.items()}
+        self._plans = {}
+
+    def forget_plans(self) -> None:
+        """Drop all plans after a regroup: this worker's rank may have changed."""
         self._plans = {}
         if self._sum is not None:
             self._sum.close()
@@ -270,9 +283,10 @@ class Replica:
     def start_from_first_worker(self) -> None:
         """Copy worker 0's values of all new parameters and buffers to all workers."""
         tensors = [unexpanded(tensor) for name, tensor in self._named_tensors() if name in self._new]
-        self._new = {}
-        self._plans = {kind: plan.with_all_shared() for kind, plan in self._plans.items()}
-        values = [tensor.contiguous() for tensor in tensors]
+        # If a worker is lost meanwhile, the others send these again, from another worker: so into copies, but
+        # for the whole model at the start, as no worker can be lost there.
+        is_start = len(tensors) == len(self._named_tensors())
+        values = [each.contiguous() if is_start else _contiguous_copy(each) for each in tensors]
         # As bytes, because no backend supports all dtypes. `as_strided`, because a tensor of one element may
         # have any strides.
         flat = [value.as_strided((value.numel(),), (1,)).view(torch.uint8) for value in values]
@@ -280,4 +294,10 @@ class Replica:
         for tensor, value in zip(tensors, values, strict=True):
             if value is not tensor:
                 tensor.copy_(value)
+        self._new = {}
+        self._plans = {kind: plan.with_all_shared() for kind, plan in self._plans.items()}
         self.watch.note()
+
+
+def _contiguous_copy(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)

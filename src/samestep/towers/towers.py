@@ -30,6 +30,7 @@ from samestep.errors import AbandonedError, DisagreementError, Error, UsageError
 from samestep.identity import check_same, compare, fingerprint
 from samestep.summation.buckets import DEFAULT_BUCKET_BYTES
 from samestep.summation.placement import Placement
+from samestep.summation.plan import Plan
 from samestep.towers.counts import Count, check_counts
 from samestep.towers.gathering import Values, gather_values
 from samestep.towers.noise import NoiseScale
@@ -45,7 +46,6 @@ from samestep.towers.tower import Tower
 from samestep.towers.whole_batch import Forward, WholeLoss, run_whole_batch
 from samestep.watching.model_settings import ModelSettings, Resumed, settings_of
 from samestep.workers.agreement import agree
-from samestep.workers.collectives import gather_objects
 from samestep.workers.job import Job
 from samestep.workers.process import keep_freed_memory
 
@@ -152,12 +152,12 @@ class Towers:
         num_towers: int,
         prepare: Callable[[], Mapping[str, Any] | None],
         *,
-        compares_modes: bool = True,
+        has_regrouped: bool = False,
     ) -> None:
         """Place the towers evenly, make the plan, and compare it and the settings with the other workers'.
 
-        Without `compares_modes`, the first step agrees on the plan again: at a regroup, some workers may have
-        switched to eval mode for their next call, others not yet.
+        After a regroup, workers may be a call apart, so their models may be frozen, changed or in eval mode
+        for it, or not yet. So they agree on a plan of no parameters, and the next step on its own.
         """
         # Every worker checks its arguments before the first message, so that none waits for one that raised.
         must_match: dict[str, Any] = {"towers": num_towers, **self._settings.must_match}
@@ -165,8 +165,9 @@ class Towers:
         try:
             self._placing.begin(num_towers)
             of_model = prepare() or {}
-            plan = self._replica.plan(Kind(self.placement))
-            self._opening = Opening(self._replica, plan if compares_modes else plan.without_modes())
+            no_plan = Plan.of(self.placement, ())
+            plan = no_plan if has_regrouped else self._replica.plan(Kind(self.placement))
+            self._opening = Opening(self._replica, plan, has_regrouped=has_regrouped)
             must_match |= {**self._opening.plan.description, "placement": self._asked, **of_model}
         except Exception as found:
             error = found
@@ -190,10 +191,7 @@ class Towers:
 
     def _agree_again(self) -> None:
         """Agree on settings and plan with the job's current workers, all of which are at the same step."""
-        versions = gather_objects(self.job.transport, self._replica.version, "towers")
-        self._agree(
-            self.placement.num_towers, lambda: self._replica.forget_plans(max(versions)), compares_modes=False
-        )
+        self._agree(self.placement.num_towers, self._replica.forget_plans, has_regrouped=True)
 
     def _check_weights(self, where: str) -> None:
         """Check that all workers have the same weights, for the end, where no step follows to check them."""
