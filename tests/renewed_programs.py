@@ -77,6 +77,7 @@ def whole(pattern):
 class Decay(samestep.Callback):
     """Changes the learning rate before steps and after evaluations, unfreezes a layer, adds noise to weights.
 
+    Before each step, it switches a layer's mode, and whether a parameter is trained.
     From some step on, it keeps the running statistics. It counts evaluations itself, and draws the noise from
     the global generator.
     """
@@ -85,6 +86,9 @@ class Decay(samestep.Callback):
 
     def before_step(self, trainer, batch):
         trainer.step.optimizer.param_groups[0]["lr"] *= 0.97
+        dropout, bias = trainer.model[3], trainer.model[-1].bias
+        dropout.train(not dropout.training)
+        bias.requires_grad_(not bias.requires_grad)
 
     def after_step(self, trainer, report):
         if report.step == 1:

@@ -23,15 +23,12 @@ from samestep.app.unknown_optimizers import UnknownOptimizers
 from samestep.arguments import check_callable, check_kind
 from samestep.batches.batch import LocalBatch
 from samestep.checkpoint.handover import (
-    Modes,
-    Trained,
+    NamedSwitches,
+    Switches,
     check_state,
-    modes,
     send_state,
-    set_modes,
-    set_trained,
+    set_switches,
     take_state,
-    trained,
 )
 from samestep.checkpoint.objects import TrainingObjects
 from samestep.data.stream_loader import StreamLoader
@@ -57,7 +54,7 @@ class _Noted:
     """A copy of the small part of the state: everything but weights and per-parameter optimizer state."""
 
     states: Sequence[Any]
-    modes: Modes
+    switches: Switches | NamedSwitches  # by name if they are another worker's
     generators: GlobalStreams
 
 
@@ -71,7 +68,6 @@ class _Progress:
         call: the name of the call that has begun.
         is_entry: whether newcomers start at this call.
         is_torn: whether this call has had an effect that cannot be undone.
-        trained: which parameters are trained.
     """
 
     num_done: int
@@ -79,7 +75,6 @@ class _Progress:
     call: str
     is_entry: bool
     is_torn: bool
-    trained: Trained
 
 
 class Elastic:
@@ -99,8 +94,8 @@ class Elastic:
 
     - A call contains at most one step, with its update of the weights, or one other action that needs all
       workers. It may run several times, but only the last run has an effect: before a call is repeated, the
-      global generators, the layers' modes, the loader's position, learning rates and the rest of the small
-      state are restored.
+      global generators, the layers' modes, which parameters are trained, the loader's position, learning
+      rates and the rest of the small state are restored.
     - A worker that is one call behind gets the state and the call's result from a worker that has finished
       it. So results must be picklable.
     - Change weights only inside calls. Between two calls, do only what is the same on all workers, such as a
@@ -251,8 +246,8 @@ class Elastic:
 
     @property
     def _progress(self) -> _Progress:
-        is_entry, flags = self._call == self._entry, trained(self._objects)
-        return _Progress(self._num_done, self._result, self._call, is_entry, self._is_torn, flags)
+        is_entry = self._call == self._entry
+        return _Progress(self._num_done, self._result, self._call, is_entry, self._is_torn)
 
     def _catch_up(self) -> None:
         """Exchange progress with the others; take the state of a worker that is ahead of this one."""
@@ -265,7 +260,6 @@ class Elastic:
         behind = [worker for worker, each in enumerate(progress) if each.num_done < ahead.num_done]
         if behind:
             self._hand_over(progress.index(ahead), behind)
-        set_trained(self._objects, ahead.trained)
         self._call, self._num_done, self._result = ahead.call, ahead.num_done, ahead.result
         for towers in self._all_towers:
             towers._agree_again()
@@ -294,7 +288,8 @@ class Elastic:
 
     def _hand_over(self, source: int, targets: Sequence[int]) -> None:
         """Send the state of worker `source` to the workers `targets`."""
-        sent = send_state(self._objects, self._job, source, targets, (self._before, self._after))
+        noted = [self._by_name(each) for each in (self._before, self._after)]
+        sent = send_state(self._objects, self._job, source, targets, noted)
         if sent is not None:
             state, (before, after) = sent
             take_state(state, self._objects)
@@ -317,12 +312,22 @@ class Elastic:
 
     def _note(self) -> _Noted:
         states = [copied(small_state(each)) for each in self._small]
-        return _Noted(states, modes(self._objects), GlobalStreams.capture(self._job.device))
+        return _Noted(states, Switches(self._objects), GlobalStreams.capture(self._job.device))
+
+    def _by_name(self, noted: _Noted) -> _Noted:
+        """Return what can be sent to another worker."""
+        switches = noted.switches
+        if isinstance(switches, Switches):
+            switches = switches.by_name(self._objects)
+        return replace(noted, switches=switches)
 
     def _put_back(self, noted: _Noted) -> None:
         for each, state in zip(self._small, noted.states, strict=True):
             set_small_state(each, state)
-        set_modes(self._objects, noted.modes)
+        if isinstance(noted.switches, Switches):
+            noted.switches.restore()
+        else:
+            set_switches(self._objects, noted.switches)
         noted.generators.restore()
 
 

@@ -22,16 +22,7 @@ from samestep.app.regroup import meet_again, renewable_of, report_regroup
 from samestep.app.resume import objects_of, put_back, small_states, write_checkpoint
 from samestep.app.run_folder import tidy
 from samestep.app.writer import CheckpointWriter
-from samestep.checkpoint.handover import (
-    Modes,
-    Trained,
-    modes,
-    send_state,
-    set_modes,
-    set_trained,
-    take_state,
-    trained,
-)
+from samestep.checkpoint.handover import NamedSwitches, Switches, send_state, set_switches, take_state
 from samestep.errors import DataError, LostWorkerError
 from samestep.towers.report import Report
 from samestep.workers.collectives import gather_objects
@@ -54,8 +45,7 @@ class _Progress:
         leads: whether the worker was worker 0 before.
         elapsed_s: how long the run has lasted.
         run_dir: the run's folder.
-        trained: which parameters are trained.
-        modes: the layers' modes.
+        switches: the layers' modes, and which parameters are trained.
     """
 
     step: int
@@ -65,8 +55,7 @@ class _Progress:
     leads: bool
     elapsed_s: float
     run_dir: Path
-    trained: Trained
-    modes: Modes
+    switches: NamedSwitches
 
     @property
     def order(self) -> tuple[int, int]:
@@ -253,7 +242,7 @@ class Loop:
         elapsed_s = self._interruption.elapsed_s
         objects = objects_of(self._trainer)
         done = (step, self._num_done, self._report, self.metrics, self._leads, elapsed_s)
-        return _Progress(*done, self._lock.run_dir, trained(objects), modes(objects))
+        return _Progress(*done, self._lock.run_dir, Switches(objects).by_name(objects))
 
     def _catch_up(self) -> None:
         """Exchange progress with the others; take the state of a worker that is ahead of this one."""
@@ -272,9 +261,7 @@ class Loop:
             trainer.step.towers._step = ahead.step
             self._show(own, ahead)
             take_state(handed[0], objects)
-        set_trained(objects, ahead.trained)
-        if own.step < 0:  # callbacks have switched them in steps that it has not taken
-            set_modes(objects, ahead.modes)
+        set_switches(objects, ahead.switches)
         self._report, self.metrics, self._num_done = ahead.report, ahead.metrics, ahead.num_done
         self._has_state = True
         trainer.step.towers._agree_again()

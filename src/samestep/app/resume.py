@@ -18,6 +18,7 @@ from samestep.app.settings import Settings, is_plain
 from samestep.app.small_states import copied, set_small_state, small_state
 from samestep.app.writer import CheckpointWriter
 from samestep.checkpoint.durable import storage
+from samestep.checkpoint.handover import Switches
 from samestep.checkpoint.objects import TrainingObjects, kind_of
 from samestep.checkpoint.snapshot import restore, take_snapshot
 from samestep.errors import ConfigError, DataError, shown
@@ -40,7 +41,7 @@ __all__ = [
     "write_checkpoint",
 ]
 
-_GENERATORS = "generators"
+_GENERATORS, _SWITCHES = "generators", "switches"
 _SETTINGS = "settings"
 _DECIDING = ("steps", "evaluate_every", "checkpoint_every", "fresh")
 """Options that decide when all workers act together; they must be the same on all. Worker 0 uses the rest."""
@@ -120,16 +121,19 @@ def _has_drawn(trainer: Trainer) -> bool:
 def small_states(trainer: Trainer) -> dict[str, Any]:
     """Return copies of the states that change before a step is taken.
 
-    They are those of loader and callbacks, the options of the optimizer's groups, and the generators.
+    They are those of loader and callbacks, the options of the optimizer's groups, the layers' modes, which
+    parameters are trained, and the generators.
     """
     states = {name: copied(small_state(each)) for name, each in _small(trainer).items()}
-    return {**states, _GENERATORS: GlobalStreams.capture(trainer.job.device)}
+    generators = GlobalStreams.capture(trainer.job.device)
+    return {**states, _SWITCHES: Switches(objects_of(trainer)), _GENERATORS: generators}
 
 
 def put_back(trainer: Trainer, states: Mapping[str, Any]) -> None:
     """Restore the states that `small_states` returned."""
     for name, each in _small(trainer).items():
         set_small_state(each, states[name])
+    states[_SWITCHES].restore()
     states[_GENERATORS].restore()
 
 

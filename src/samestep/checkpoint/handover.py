@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -15,26 +15,59 @@ from samestep.identity import uncompiled
 from samestep.workers.agreement import hand_over
 from samestep.workers.job import Job
 
-__all__ = [
-    "Modes",
-    "Trained",
-    "check_state",
-    "modes",
-    "send_state",
-    "set_modes",
-    "set_trained",
-    "take_state",
-    "trained",
-]
+__all__ = ["NamedSwitches", "Switches", "check_state", "send_state", "set_switches", "take_state"]
 
 State: TypeAlias = tuple[Snapshot, Mapping[str, Mapping[str, Tensor]]]
 """A checkpoint's state, and the buffers that it leaves out: by the module's name, then by the buffer's."""
 
-Trained: TypeAlias = Mapping[str, Mapping[str, bool]]
-"""Which parameters require grad: by the module's name, then by the parameter's."""
+NamedSwitches: TypeAlias = Mapping[tuple[str, str], tuple[bool, Mapping[str, bool]]]
+"""By module and layer: whether the layer is in training mode, and which of its parameters require grad."""
 
-Modes: TypeAlias = Sequence[bool]
-"""Whether each layer is in training mode."""
+
+class Switches:
+    """Which layers are in training mode, and which parameters require grad, to be restored.
+
+    A checkpoint does not restore these, because the program sets them. They are kept by layer, as a program
+    may insert layers meanwhile.
+    """
+
+    def __init__(self, objects: TrainingObjects) -> None:
+        layers = [layer for module in _modules(objects).values() for layer in module.modules()]
+        self._held = [(layer, layer.training, _flags(layer)) for layer in layers]
+
+    def restore(self) -> None:
+        """Set them as they were."""
+        for layer, is_training, flags in self._held:
+            _switch(layer, is_training, flags)
+
+    def by_name(self, objects: TrainingObjects) -> NamedSwitches:
+        """Return them for another worker."""
+        held = {id(layer): (is_training, flags) for layer, is_training, flags in self._held}
+        names = [
+            (name, path, id(layer))
+            for name, module in _modules(objects).items()
+            for path, layer in module.named_modules()
+        ]
+        return {(name, path): held[key] for name, path, key in names if key in held}
+
+
+def set_switches(objects: TrainingObjects, switches: NamedSwitches) -> None:
+    """Set modes, and which parameters require grad, as on another worker."""
+    for name, module in _modules(objects).items():
+        for path, layer in module.named_modules():
+            if (name, path) in switches:
+                _switch(layer, *switches[name, path])
+
+
+def _flags(layer: nn.Module) -> dict[str, bool]:
+    return {name: p.requires_grad for name, p in layer._parameters.items() if p is not None}
+
+
+def _switch(layer: nn.Module, is_training: bool, flags: Mapping[str, bool]) -> None:
+    layer.training = is_training
+    for name, parameter in layer._parameters.items():
+        if parameter is not None and parameter.requires_grad != flags.get(name, parameter.requires_grad):
+            parameter.requires_grad_(flags[name])
 
 
 def send_state(
@@ -74,33 +107,6 @@ def take_state(state: State, objects: TrainingObjects) -> None:
                 _set_buffer(modules[name], path, sent.to(objects.device))
 
 
-def trained(objects: TrainingObjects) -> Trained:
-    """Return which parameters require grad; a checkpoint does not hold this, because the program sets it."""
-    return {
-        name: {key: parameter.requires_grad for key, parameter in module.named_parameters()}
-        for name, module in _modules(objects).items()
-    }
-
-
-def set_trained(objects: TrainingObjects, flags: Trained) -> None:
-    """Set `requires_grad` as on another worker."""
-    for name, module in _modules(objects).items():
-        for key, parameter in module.named_parameters():
-            if key in flags.get(name, {}):
-                parameter.requires_grad_(flags[name][key])
-
-
-def modes(objects: TrainingObjects) -> Modes:
-    """Return the layers' modes; a checkpoint does not restore these, because the program sets them."""
-    return [layer.training for layer in _layers(objects)]
-
-
-def set_modes(objects: TrainingObjects, modes: Modes) -> None:
-    """Set the layers' modes to what `modes` returned, here or on another worker."""
-    for layer, is_training in zip(_layers(objects), modes, strict=False):
-        layer.training = is_training
-
-
 def _left_out(objects: TrainingObjects) -> dict[str, dict[str, Tensor]]:
     """Return copies of the buffers that are not persistent, by module and name."""
     return {
@@ -122,10 +128,6 @@ def _set_buffer(module: nn.Module, path: str, sent: Tensor) -> None:
         own.copy_(sent)
     else:
         layer._buffers[attribute] = sent
-
-
-def _layers(objects: TrainingObjects) -> Iterator[nn.Module]:
-    return (layer for module in _modules(objects).values() for layer in module.modules())
 
 
 def _modules(objects: TrainingObjects) -> dict[str, nn.Module]:

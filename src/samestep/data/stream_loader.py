@@ -122,7 +122,9 @@ class StreamLoader:
         self._progress = Progress()
         self._epoch = self._num_before = 0
         self._checksum: int | None = None
-        self._is_checked = False
+        self._is_checked = self._has_read = (
+            False  # whether its begin has been, here or before a state was loaded
+        )
         self._batches: Generator[LocalBatch] | None = None
         self._reading(towers.placement)  # which checks the options
 
@@ -158,7 +160,8 @@ class StreamLoader:
         """
         check_same(state, self._settings, "loader")
         self._epoch, self._num_before = int(state["epoch"]), int(state["batches_of_epoch"])
-        if not self._is_checked:  # this process has read nothing yet
+        self._is_checked = False  # on all workers, those that join included
+        if not self._has_read:
             self._checksum = state["first_examples"]
         self._drop_iteration()
         self._progress.move_to(int(state["position"]))
@@ -304,13 +307,14 @@ class StreamLoader:
         name = "checksum of tower 0's first examples"
         must_match = {name: checksum, f"?{name}: expected {_HINT}": checksum}
         agree(self._towers.job, must_match, where="StreamLoader", error=error)
-        if self._checksum not in (None, checksum) and self._towers.job.is_first:
+        is_other = self._checksum not in (None, checksum) and not self._has_read
+        if is_other and self._towers.job.is_first:
             warn(
                 "StreamLoader: the stream begins with different examples than in the run that is continued: "
                 f"expected the same CPU model, and {_HINT}; no fault if the program changes the source in "
                 "the course of a run"
             )
-        self._checksum, self._is_checked = checksum, True
+        self._checksum, self._is_checked, self._has_read = checksum, True, True
 
     def _first_checksum(self) -> int:
         """Return the fingerprint of tower 0's first batch."""
