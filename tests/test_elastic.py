@@ -654,3 +654,31 @@ def test_models_that_change_between_calls(work, seed):
     for number, outcome in enumerate(town.run(work)):
         may_fail = isinstance(outcome.error, Killed | SystemExit) or number >= 2 or town.was_early
         assert outcome.value == alone or may_fail, outcome.text
+
+
+def test_what_lost_workers_have_kept_is_not_gathered():
+    def work(job):
+        state, [(model, towers, optimizer)] = made(job, "one")
+        kept = {}
+
+        def step():
+            kept.clear()
+            for tower in towers(torch.full((6, 2), 1.0 + towers.step)):
+                kept[tower.index] = tower.index
+                tower.backward(model(tower.batch).square().mean())
+            towers.average()
+            optimizer.step()
+
+        gathered = []
+        with samestep.Elastic(**state) as elastic:
+            while towers.step < 4:
+                elastic(step)
+                gathered.append(elastic(towers.gather, kept))
+        return gathered
+
+    texts = set()
+    for event in range(10, 40):
+        for outcome in Town(2, 0, Faults(killed={0: event})).run(work):
+            assert outcome.error is not None or outcome.value == [[0, 1, 2]] * 4
+            texts.add(outcome.text)
+    assert any("a worker that is lost takes what its towers have kept along" in text for text in texts)

@@ -3,6 +3,9 @@
 from functools import cache
 
 import pytest
+import torch
+
+import samestep
 
 from .cases import mostly_long
 from .renewed_programs import PROGRAMS
@@ -50,3 +53,31 @@ def test_what_worker_0_had_no_time_to_log_is_logged_by_the_next_one(event, tmp_p
     with quietly():
         outcomes = town.run(lambda job: program.train(job, tmp_path))
     assert judge(town, outcomes, undisturbed("trainer"), tmp_path, program) is None
+
+
+class Meeting(samestep.Callback):
+    """Exchanges messages after each step."""
+
+    def after_step(self, trainer, report):
+        trainer.job.barrier("a message of the callback")
+
+
+def test_a_worker_that_is_lost_in_messages_of_a_callback_ends_the_run(tmp_path):
+    def work(job):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 1)
+        towers = samestep.Towers(model, 3, job=job)
+        loader = samestep.TowerLoader(torch.randn(12, 3), 6, towers)
+        step = samestep.Step(
+            towers,
+            lambda model, batch: model(batch).square().mean(),
+            torch.optim.SGD(model.parameters(), 0.1),
+        )
+        run_dir = tmp_path / f"{event}"
+        return samestep.Trainer(step, loader, run_dir=run_dir, steps=3, callbacks=[Meeting()]).run().digest
+
+    texts = []
+    for event in range(20, 60, 2):
+        outcomes = Town(2, 0, Faults(killed={0: event})).run(work)
+        texts += [outcome.text for outcome in outcomes if isinstance(outcome.error, samestep.Error)]
+    assert any("a worker was lost while a callback's after_step exchanged messages" in text for text in texts)

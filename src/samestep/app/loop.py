@@ -23,7 +23,7 @@ from samestep.app.resume import objects_of, put_back, small_states, write_checkp
 from samestep.app.run_folder import tidy
 from samestep.app.writer import CheckpointWriter
 from samestep.checkpoint.handover import NamedSwitches, Switches, send_state, set_switches, take_state
-from samestep.errors import DataError, LostWorkerError
+from samestep.errors import DataError, LostWorkerError, UsageError
 from samestep.towers.report import Report
 from samestep.workers.collectives import gather_objects
 
@@ -152,10 +152,18 @@ class Loop:
         self._hooks.before_step(batch)
         keep = self._hooks.read_gradients()
         report = self._trainer.step(batch, flags=self._own_flags, keep_gradients=keep)
-        # The step is taken. No line below waits for another worker, so all of them run.
+        # The step is taken. No line below waits for another worker, unless a callback does.
         self._before, self._report, self._num_done, self.metrics = None, report, 0, None
         self.flags = StopFlags(report.flags)
-        self._show_step(report)
+        try:
+            self._show_step(report)
+        except LostWorkerError as error:
+            if self._renewable is None:
+                raise
+            raise UsageError(
+                f"step {self._step}: a worker was lost while a callback's after_step exchanged messages, and "
+                "these cannot be repeated: expected messages in before_step and evaluations only"
+            ) from error
 
     def _show_step(self, report: Report) -> None:
         self._hooks.after_step(report)

@@ -122,9 +122,8 @@ class StreamLoader:
         self._progress = Progress()
         self._epoch = self._num_before = 0
         self._checksum: int | None = None
-        self._is_checked = self._has_read = (
-            False  # whether its begin has been, here or before a state was loaded
-        )
+        self._is_checked = False  # whether all workers have compared its first rows, since a state was loaded
+        self._has_read = False  # whether this process has read them, before or after
         self._batches: Generator[LocalBatch] | None = None
         self._reading(towers.placement)  # which checks the options
 

@@ -191,6 +191,8 @@ class Towers:
 
     def _agree_again(self) -> None:
         """Agree on settings and plan with the job's current workers, all of which are at the same step."""
+        if hasattr(self, "_last"):
+            del self._last  # what the towers of lost workers have kept cannot be gathered any more
         self._agree(self.placement.num_towers, self._replica.forget_plans, has_regrouped=True)
 
     def _check_weights(self, where: str) -> None:
@@ -475,7 +477,7 @@ class Towers:
 
         Raises:
             UsageError: on all workers, if `values` on one are not those of its towers, or cannot be pickled.
-                On this one, if no step has been taken, or one is open.
+                On this one, if no step has been taken, one is open, or workers were lost or joined since.
 
         Example:
             >>> model, kept = torch.nn.Linear(2, 1), {}
@@ -489,7 +491,10 @@ class Towers:
         """
         self._check_no_step("gather")
         if not hasattr(self, "_last"):
-            raise UsageError("gather() without a step: call it after average()")
+            raise UsageError(
+                "gather() without a step: call it after average(), and in an Elastic in the same call, as "
+                "a worker that is lost takes what its towers have kept along"
+            )
         run = self._last.run
         return gather_values(self.job, values, [*run.local.slices], f"{run.exchange.where}, gather()")
 
