@@ -567,7 +567,7 @@ def with_a_mode_that_a_call_leaves(job):
     return samestep.digest(model)
 
 
-@pytest.mark.parametrize("seed", mostly_long(range(40), 5))
+@pytest.mark.parametrize("seed", mostly_long(range(40), 3))
 @pytest.mark.parametrize(
     "work",
     [
@@ -646,7 +646,7 @@ def with_another_head(job):
     return samestep.digest(model)
 
 
-@pytest.mark.parametrize("seed", mostly_long(range(36), 4))
+@pytest.mark.parametrize("seed", mostly_long([3, *range(3), *range(4, 36)], 3))
 @pytest.mark.parametrize("work", [adversarial, with_a_new_layer, with_another_head])
 def test_models_that_change_between_calls(work, seed):
     alone = work(samestep.Job(torch.device("cpu")))
@@ -677,7 +677,7 @@ def test_what_lost_workers_have_kept_is_not_gathered():
         return gathered
 
     texts = set()
-    for event in range(10, 40):
+    for event in range(11, 24, 2):
         for outcome in Town(2, 0, Faults(killed={0: event})).run(work):
             assert outcome.error is not None or outcome.value == [[0, 1, 2]] * 4
             texts.add(outcome.text)

@@ -746,8 +746,8 @@ def trained_on(dataset, num_steps, state=None, num_towers=NUM_TOWERS, **options)
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kind", [Files, FilesInBatches])
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("num_steps", [2, 8, 37])
+@pytest.mark.parametrize("num_workers", mostly_long([0, 1], 1))
+@pytest.mark.parametrize("num_steps", mostly_long([37, 2, 8], 1))
 def test_a_run_that_continues_with_other_data_gets_a_warning(num_steps, num_workers, kind, order):
     state = trained_on(kind(), num_steps, **ORDERS[order])
     assert state["compared"] is not None

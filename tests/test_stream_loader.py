@@ -441,7 +441,7 @@ class ShuffledThenSplit(IterableDataset):
             yield {"id": number, "noise": noise()}
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", mostly_long([0, 2], 1))
 @pytest.mark.parametrize("source", [Shuffled, ShuffledByBuffer, ShuffledThenSplit])
 def test_a_source_may_shuffle_with_the_global_generators(source, num_workers):
     loader = StreamLoader(source(), 2 * NUM_TOWERS, make_towers(None), num_workers=num_workers)
