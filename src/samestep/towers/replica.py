@@ -286,7 +286,8 @@ class Replica:
         # If a worker is lost meanwhile, the others send these again, from another worker: so into copies, but
         # for the whole model at the start, as no worker can be lost there.
         is_start = len(tensors) == len(self._named_tensors())
-        values = [each.contiguous() if is_start else _contiguous_copy(each) for each in tensors]
+        layout = torch.contiguous_format
+        values = [each.contiguous() if is_start else each.clone(memory_format=layout) for each in tensors]
         # As bytes, because no backend supports all dtypes. `as_strided`, because a tensor of one element may
         # have any strides.
         flat = [value.as_strided((value.numel(),), (1,)).view(torch.uint8) for value in values]
@@ -297,7 +298,3 @@ class Replica:
         self._new = {}
         self._plans = {kind: plan.with_all_shared() for kind, plan in self._plans.items()}
         self.watch.note()
-
-
-def _contiguous_copy(tensor: Tensor) -> Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format)
