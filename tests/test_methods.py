@@ -379,13 +379,13 @@ def of_several_tasks(tower, model):
     ("loss", "words"),
     [
         (of_weighted_classes, r"labels, by their weights: [\d.]+ in Tower\("),
-        (of_masked_tokens, r"entries, by division: \d+ in Tower\("),
-        (of_masked_tokens_by_number, r"entries, by division: \d+ in Tower\("),
+        (of_masked_tokens, r"entries \(a sum divided by their number\): \d+ in Tower\("),
+        (of_masked_tokens_by_number, r"entries \(a sum divided by their number\): \d+ in Tower\("),
         (of_tokens_that_a_mask_selects, r"a mean over entries: \d+ in Tower\("),
         (of_squares_that_a_mask_selects, r"a mean over entries: \d+ in Tower\("),
         (of_labels_that_a_mask_selects, r"a mean over labels: \d+ in Tower\("),
-        (of_masked_tokens_by_a_mean, r"entries, by division: \d+ in Tower\("),
-        (of_masked_tokens_by_a_reciprocal, r"entries, by division: \d+ in Tower\("),
+        (of_masked_tokens_by_a_mean, r"entries \(a sum divided by their number\): \d+ in Tower\("),
+        (of_masked_tokens_by_a_reciprocal, r"entries \(a sum divided by their number\): \d+ in Tower\("),
         (of_several_tasks, r"a mean over entries: \d+ in Tower\("),
     ],
 )

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.utils import parametrizations
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from samestep.buffers.kept_buffers import unexpanded
 from samestep.buffers.named_tensors import NamedBuffer
 from samestep.buffers.statistics import is_statistic
 from samestep.errors import ConfigError
@@ -101,9 +102,7 @@ def _check(buffer: NamedBuffer, pattern: str, policy: Policy) -> None:
 
 
 def _is_expanded(tensor: Tensor) -> bool:
-    if tensor.layout != torch.strided:
-        return False
-    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.layout == torch.strided and unexpanded(tensor).shape != tensor.shape
 
 
 def _no_effect(pattern: str, buffers: Sequence[NamedBuffer]) -> ConfigError:

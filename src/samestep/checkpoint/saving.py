@@ -84,7 +84,7 @@ def save(  # noqa: PLR0913 - what a run's state consists of
     )
     for each in (loader, *state.values()):
         if isinstance(each, TowerLoader | StreamLoader):
-            each._check_used()
+            each._progress.check_used()
     if towers is None:
         if has_group():
             raise ConfigError("towers is missing: there are several workers, so pass towers=")

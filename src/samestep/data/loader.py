@@ -153,7 +153,7 @@ class TowerLoader:
             drop_last=drop_last,
         )
         self._towers = towers
-        self._progress = Progress()
+        self._progress = Progress(towers.job)
         self._compared = ComparedExample(self._num_examples)
         self._order_of_epoch: Any = None  # an order's newest epoch, and the checksum of its indices
         self._sampler = RequestSampler()
@@ -178,12 +178,8 @@ class TowerLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the settings it depends on; warn if batches before it were not used."""
-        self._check_used()
+        self._progress.check_used()
         return self._state()
-
-    def _check_used(self) -> None:
-        if self._towers.job.is_first:
-            self._progress.check_used()
 
     def _state(self) -> dict[str, Any]:
         """Return the state of a moment, which a step that is repeated starts from."""

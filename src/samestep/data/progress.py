@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from samestep.errors import warn
+from samestep.workers.job import Job
 
 __all__ = ["Progress"]
 
@@ -18,7 +19,8 @@ class Progress:
     by a thread; or if a state is saved before it is used.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, job: Job) -> None:
+        self._job = job
         self._uses_incomplete = False  # whether steps use an epoch's incomplete last batch
         self._has_warned = False
         self.move_to(0)
@@ -68,7 +70,9 @@ class Progress:
             )
 
     def check_used(self) -> None:
-        """Warn if a run that continues from here leaves out batches that were handed out and not used."""
+        """Warn, on worker 0, if a run that continues from here leaves out batches that were not used."""
+        if not self._job.is_first:
+            return
         first, end = self._num_used, self._position
         self._num_saved = end
         if first is None or first >= end or not (self._is_left or self._is_ahead):

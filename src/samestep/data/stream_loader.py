@@ -119,7 +119,7 @@ class StreamLoader:
         self._towers = towers
         self._collate_fn = collate_fn
         self._options = dataloader_options
-        self._progress = Progress()
+        self._progress = Progress(towers.job)
         self._epoch = self._num_before = 0
         self._checksum: int | None = None
         self._is_checked = False  # whether all workers have compared its first rows, since a state was loaded
@@ -139,12 +139,8 @@ class StreamLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return position, epoch and the settings they depend on; warn if earlier batches were not used."""
-        self._check_used()
+        self._progress.check_used()
         return self._state()
-
-    def _check_used(self) -> None:
-        if self._towers.job.is_first:
-            self._progress.check_used()
 
     def _state(self) -> dict[str, Any]:
         """Return the state of a moment, which a step that is repeated starts from."""

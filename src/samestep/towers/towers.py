@@ -165,8 +165,8 @@ class Towers:
         try:
             self._placing.begin(num_towers)
             of_model = prepare() or {}
-            no_plan = Plan.of(self.placement, ())
-            plan = no_plan if has_regrouped else self._replica.plan(Kind(self.placement))
+            asked = Kind(self.placement)
+            plan = Plan.of(self.placement, ()) if has_regrouped else self._replica.plan(asked)
             self._opening = Opening(self._replica, plan, has_regrouped=has_regrouped)
             must_match |= {**self._opening.plan.description, "placement": self._asked, **of_model}
         except Exception as found:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from samestep.errors import warn
+from samestep.watching.graph import graph_of
 
 __all__ = ["Mean", "Means", "PassMeans"]
 
@@ -113,24 +114,13 @@ class PassMeans:
         self._found.clear()
         if not by_node or not isinstance(loss, Tensor):
             return []
-        used = set(_outer(loss, by_node, self._rows))
+
+        def is_not_over_rows(node: Any) -> bool:
+            mean = by_node.get(node)
+            return mean is None or self._rows not in (mean.divisor, mean.length)
+
+        used = set(graph_of([loss], is_not_over_rows))
         return [mean for node, mean in by_node.items() if node in used]
-
-
-def _outer(loss: Tensor, by_node: Mapping[Any, Mean], rows: int) -> Iterator[Any]:
-    """Yield the nodes of means in a loss's graph, but not those inside of a mean over rows."""
-    nodes: list[Any] = [loss.grad_fn]
-    seen: set[Any] = {None}
-    while nodes:
-        node = nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        mean = by_node.get(node)
-        if mean is not None:
-            yield node
-        if mean is None or rows not in (mean.divisor, mean.length):
-            nodes.extend(each for each, _ in node.next_functions)
 
 
 def _of_reduction(
@@ -171,7 +161,7 @@ def _by_division(divisor: float) -> Mean | None:
     """Return the mean of a sum that was divided by a count; None if it is no whole number."""
     count = round(divisor)
     is_count = count > 0 and abs(divisor - count) <= _TOLERANCE
-    return Mean("entries", ", by division", count) if is_count else None
+    return Mean("entries", " (a sum divided by their number)", count) if is_count else None
 
 
 class Means:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
 from samestep.buffers.model_buffers import ModelBuffers
 from samestep.errors import BufferPolicyError, UsageError
+from samestep.watching.graph import graph_of
 from samestep.workers.rendezvous import num_messages
 
 __all__ = ["PassCheck", "leaves_of"]
@@ -91,18 +91,6 @@ class PassCheck:
 
 def leaves_of(losses: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
     """Return the leaves of the losses' graph, and whether backward may reach a parameter twice."""
-    nodes = list(_graph_of(losses))
+    nodes = list(graph_of(losses))
     is_reentrant = any(node.name() == "CheckpointFunctionBackward" for node in nodes)
     return [node.variable for node in nodes if hasattr(node, "variable")], is_reentrant
-
-
-def _graph_of(losses: Iterable[Tensor]) -> Iterator[Any]:
-    """Yield the nodes of the losses' autograd graph; those of leaves have an attribute `variable`."""
-    nodes: list[Any] = [loss.grad_fn for loss in losses]
-    seen: set[Any] = {None}
-    while nodes:
-        node = nodes.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            nodes.extend(each for each, _ in node.next_functions)
