@@ -11,7 +11,7 @@ from samestep.errors import ConfigError, DataError, DisagreementError, LostWorke
 
 from .cases import mostly_long
 from .simulation import Faults, Killed, World, values
-from .town import Town
+from .town import Town, check_outcomes
 
 
 def made(job, *names):
@@ -44,12 +44,7 @@ def test_two_models_with_towers_of_their_own(seed):
                     elastic(lambda part=part: take_step(*part)) if number else elastic(take_step, *part)
         return [samestep.digest(model) for model, _, _ in parts]
 
-    alone = work(samestep.Job(torch.device("cpu")))
-    town = Town(3, seed, Faults(killed={seed % 3: 10 + 3 * seed}), arrivals=[seed * 50])
-    outcomes = town.run(work)
-    for outcome in outcomes:
-        may_fail = isinstance(outcome.error, Killed | SystemExit) or town.was_early
-        assert outcome.value == alone or may_fail, outcome.text
+    check_outcomes(Town(3, seed, Faults(killed={seed % 3: 10 + 3 * seed}), arrivals=[seed * 50]), work)
 
 
 def test_towers_that_are_not_passed_to_elastic_are_an_error():
@@ -265,12 +260,8 @@ def test_buffers_that_checkpoints_leave_out_are_sent_to_workers_that_join(seed):
                 elastic(take_step, model, towers, optimizer)
         return samestep.digest(model), model.mean.tolist()
 
-    alone = work(samestep.Job(torch.device("cpu")))
     town = Town(3, seed, Faults(killed={seed % 3: 10 + seed}), arrivals=[seed * 20])
-    for number, outcome in enumerate(town.run(work)):
-        came_late = number >= 3 and isinstance(outcome.error, LostWorkerError)
-        may_fail = isinstance(outcome.error, Killed | SystemExit) or came_late or town.was_early
-        assert outcome.value == alone or may_fail, outcome.text
+    check_outcomes(town, work, LostWorkerError)  # of a newcomer that comes too late
 
 
 def rows_of(tower, num_towers, epoch, seed):
@@ -578,13 +569,9 @@ def with_a_mode_that_a_call_leaves(job):
     ],
 )
 def test_modes_of_layers_follow_the_calls(work, seed):
-    alone = work(samestep.Job(torch.device("cpu")))
     town = Town(2, seed, Faults(killed={seed % 2: 10 + seed % 29}), arrivals=[seed * 10])
-    for number, outcome in enumerate(town.run(work)):
-        # A newcomer may come too late, or lack a layer that a call has inserted.
-        fails_alone = number >= 2 and isinstance(outcome.error, LostWorkerError | DataError)
-        may_fail = isinstance(outcome.error, Killed | SystemExit) or fails_alone or town.was_early
-        assert outcome.value == alone or may_fail, outcome.text
+    # A newcomer may come too late, or lack a layer that a call has inserted.
+    check_outcomes(town, work, LostWorkerError, DataError)
 
 
 def adversarial(job):
@@ -649,11 +636,8 @@ def with_another_head(job):
 @pytest.mark.parametrize("seed", mostly_long([3, *range(3), *range(4, 36)], 3))
 @pytest.mark.parametrize("work", [adversarial, with_a_new_layer, with_another_head])
 def test_models_that_change_between_calls(work, seed):
-    alone = work(samestep.Job(torch.device("cpu")))
     town = Town(2, seed % 3, Faults(killed={seed % 2: 10 + seed}), arrivals=[seed * 12] if seed % 4 else [])
-    for number, outcome in enumerate(town.run(work)):
-        may_fail = isinstance(outcome.error, Killed | SystemExit) or number >= 2 or town.was_early
-        assert outcome.value == alone or may_fail, outcome.text
+    check_outcomes(town, work, Exception)
 
 
 def test_what_lost_workers_have_kept_is_not_gathered():

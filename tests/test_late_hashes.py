@@ -10,8 +10,8 @@ from samestep.errors import AbandonedError, DisagreementError, LostWorkerError, 
 from samestep.watching import watch, weight_hash
 
 from .cases import mostly_long
-from .simulation import Faults, Killed, simulate, values
-from .town import Town
+from .simulation import Faults, simulate, values
+from .town import Town, check_outcomes
 
 
 class LateHashes(weight_hash.Hashes):
@@ -119,9 +119,5 @@ def elastic(job):
 
 @pytest.mark.parametrize("seed", mostly_long(range(20), 4))
 def test_workers_that_join_do_not_know_the_step_before(seed):
-    alone = elastic(samestep.Job(torch.device("cpu")))
     town = Town(3, seed, Faults(killed={seed % 3: 12 + seed}), arrivals=[seed * 20])
-    for number, outcome in enumerate(town.run(elastic)):
-        came_late = number >= 3 and isinstance(outcome.error, LostWorkerError)
-        may_fail = isinstance(outcome.error, Killed | SystemExit) or came_late or town.was_early
-        assert outcome.value == alone or may_fail, outcome.text
+    check_outcomes(town, elastic, LostWorkerError)  # of a newcomer that comes too late

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from samestep import Job
+
 from .renewal import Citizen
-from .simulation import Faults, Message, World
+from .simulation import Faults, Killed, Message, World
 
 LATEST = 40  # the longest time until the launcher sees what has happened
 STOPPED = 200  # the time after which a worker that is stopped, or reported as silent, is killed
@@ -150,3 +154,17 @@ class Town(World):
     def let_in(self, number: int) -> None:
         if not self.is_closed and not self.is_done and number not in self.gone:
             self.lists.append((*self.lists[-1], number))
+
+
+def check_outcomes(town: Town, work: Callable[[Job], Any], *newcomers_fail: type[Exception]) -> None:
+    """Run a program alone and in a town: all workers must end with the same result.
+
+    Those that were killed or sent away may end without, newcomers with one of these errors, and all of them
+    if a worker was lost early.
+    """
+    alone = work(Job(torch.device("cpu")))
+    for outcome, worker in zip(town.run(work), town.workers, strict=True):
+        is_newcomer = worker.number >= len(town.lists[0])
+        fails_alone = is_newcomer and isinstance(outcome.error, newcomers_fail)
+        may_fail = isinstance(outcome.error, Killed | SystemExit) or fails_alone or town.was_early
+        assert outcome.value == alone or may_fail, outcome.text
