@@ -288,7 +288,8 @@ class Elastic:
 
     def _hand_over(self, source: int, targets: Sequence[int]) -> None:
         """Send the state of worker `source` to the workers `targets`."""
-        noted = [self._by_name(each) for each in (self._before, self._after)]
+        is_source = self._job.rank == source
+        noted = [self._by_name(each) for each in (self._before, self._after)] if is_source else None
         sent = send_state(self._objects, self._job, source, targets, noted)
         if sent is not None:
             state, (before, after) = sent

@@ -67,8 +67,6 @@ class Opening:
         if error is not None or plan.fingerprint != self.plan.fingerprint:
             self.exchange = Exchange(self._job, self.plan, numbers)
             plan = self._agree_on(plan, kind, self.exchange, error)
-        elif plan.new_tensors:  # a worker was lost before these were shared, and the rest have agreed
-            plan = self.send_new_tensors(plan)
         self.plan = plan
         watch = self._replica.watch
         watch.start_step(step, self._job.world_size)
