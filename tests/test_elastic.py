@@ -1,5 +1,6 @@
 """Loops with `Elastic`, which continue after losses; `tests/takeovers.py` runs longer programs."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -131,8 +132,8 @@ def test_workers_that_make_different_calls_raise():
 
     outcomes = Town(3, 0).run(work)
     assert all(isinstance(outcome.error, DisagreementError) for outcome in outcomes)
-    text = "DisagreementError: step 1: worker 1 has call = print, the others have a step"
-    assert [outcome.text for outcome in outcomes] == [text] * 3
+    text = r"step 1: worker 1 has call = print in test_elastic\.py:\d+, the others have take_step in "
+    assert all(re.match(text, str(outcome.error)) for outcome in outcomes), outcomes[0].text
 
 
 def test_a_loop_that_a_newcomer_starts_from_the_beginning_is_an_error():
@@ -474,7 +475,7 @@ def test_a_loss_that_the_launcher_sees_first_is_not_reported_as_a_newcomer(capsy
 def test_a_loss_is_reported_although_a_newcomer_has_replaced_the_worker(capsys, seeds):
     texts = []
     for seed in seeds:
-        Town(2, seed, Faults(killed={0: 12}), arrivals=[100]).run(take_eight_steps)
+        Town(2, seed, Faults(killed={0: 24}), arrivals=[100]).run(take_eight_steps)
         texts.append(capsys.readouterr().err)
     together = [text for text in texts if text.count("going on with") == 1 and "with 2 workers" in text]
     assert together

@@ -3,6 +3,8 @@
 All workers make the same calls in the same order, and each call needs all workers, so no worker is more than
 one call ahead. If a worker is lost, the others undo the call that has begun, form a new process group, and
 repeat the call. A worker that is one call behind takes the state of a worker that has finished the call.
+A newcomer takes it, too, where it enters the block, and its first call must be the one that the others
+repeat. Otherwise it exits, and later newcomers join at another call.
 `Trainer` does the same with its own actions, see `samestep.app.loop`.
 """
 
@@ -13,10 +15,11 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import NoneType, TracebackType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 from torch import nn
 
+from samestep.app.calls import Call, LoopStart, Place, call_of
 from samestep.app.regroup import meet_again, renewable_of, report_regroup
 from samestep.app.small_states import copied, set_small_state, small_state
 from samestep.app.unknown_optimizers import UnknownOptimizers
@@ -45,7 +48,7 @@ __all__ = ["Elastic"]
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_END = "the end of the Elastic block"
+_END = Call("the end of the Elastic block")
 _DUE = "a worker is gone"  # the reason if a worker knows only that there is a newer list of workers
 
 
@@ -65,16 +68,38 @@ class _Progress:
     Attributes:
         num_done: number of finished calls; −1 for a newcomer.
         result: the result of the last finished call.
-        call: the name of the call that has begun.
-        is_entry: whether newcomers start at this call.
+        call: the call that has begun; None if the worker has made none yet.
+        start: which call newcomers start with.
+        is_new: whether the worker has joined and its first call has not been compared yet.
         is_torn: whether this call has had an effect that cannot be undone.
     """
 
     num_done: int
     result: Any
-    call: str
-    is_entry: bool
+    call: Call | None
+    start: LoopStart
+    is_new: bool
     is_torn: bool
+
+    @property
+    def order(self) -> tuple[int, bool]:
+        """What is largest for the worker whose state and call the others take."""
+        return self.num_done, not self.is_new
+
+
+@dataclass(frozen=True)
+class _Raised:
+    """The result of a call that has raised an exception, which can be sent to another worker."""
+
+    error: Exception
+
+    @classmethod
+    def of(cls, error: Exception) -> _Raised:
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            return cls(RuntimeError(f"{type(error).__name__}: {error}"))
+        return cls(error)
 
 
 class Elastic:
@@ -101,7 +126,8 @@ class Elastic:
     - Change weights only inside calls. Between two calls, do only what is the same on all workers, such as a
       scheduler's step.
     - The loop must continue from the state (`loader.epoch`, `towers.step`), as after a checkpoint: a newcomer
-      starts in the middle.
+      starts in the middle. It exits if its first call is not the one that the others make.
+    - A call that raises an exception on all workers has been made: the program may catch it and go on.
     - `job.rank`, `job.world_size` and `job.is_first` change: read them each time you need them.
 
     Args:
@@ -144,19 +170,26 @@ class Elastic:
         check_kind("averaged_model", averaged_model, (nn.Module, NoneType), "a module with the averages")
         _check({"loader": loader, **state})
         self._job, self._towers = towers.job, towers
-        self._objects = TrainingObjects(
-            model=model, towers=towers, loader=loader, averaged_model=averaged_model, state=state
-        )
+        first: dict[str, Any] = {
+            "model": model,
+            "towers": towers,
+            "loader": loader,
+            "averaged_model": averaged_model,
+        }
+        self._objects = TrainingObjects(**first, state=state)
+        self._named = {name: value for name, value in (first | state).items() if value is not None}
         self._renewable = renewable_of(self._job, self._objects)
         kept = [each for each in (towers, loader, *state.values()) if each is not None]
         self._small = [each for each in kept if not isinstance(each, nn.Module)]
         self._all_towers = [each for each in kept if isinstance(each, Towers)]
         self._unknown = UnknownOptimizers(self._all_towers, kept)
-        self._num_done = -1 if self._job.is_newcomer else 0
+        self._is_new = self._job.is_newcomer
+        self._num_done = -1 if self._is_new else 0
         self._result: Any = None
-        self._call = ""
-        self._entry: str | None = None
-        self._known: set[str] = set()  # names of calls that have returned picklable results
+        self._call: Call | None = None
+        self._start = LoopStart()
+        self._newcomers: Sequence[int] = ()  # workers whose first call is to be compared
+        self._known: set[Call] = set()  # calls that have returned picklable results
         self._before: _Noted
         self._after: _Noted
         self._have_come = False  # whether newcomers joined in the last regroup
@@ -170,9 +203,9 @@ class Elastic:
                 meet_again(self._job, self._catch_up)
             else:
                 check_state(self._objects)
+                renewable.can_go_on()
             for towers in self._all_towers:
                 towers._may_change_workers = True
-            renewable.can_go_on()
         return self
 
     def __exit__(
@@ -194,8 +227,8 @@ class Elastic:
         if self._renewable is None:
             result = work(*args, **kwargs)
         else:
-            name = getattr(work, "__qualname__", type(work).__qualname__)
-            self._make(name, lambda: work(*args, **kwargs))
+            call = call_of(work, Place.of_caller(), (*args, *kwargs.values()), self._named)
+            self._make(call, lambda: work(*args, **kwargs))
             result = self._result
         self._unknown.look()
         return result
@@ -205,30 +238,62 @@ class Elastic:
         for towers in self._all_towers:
             towers._check_weights(f"step {towers.step}, the end")
 
-    def _make(self, name: str, work: Callable[[], Any]) -> None:
-        self._call = name
-        self._entry = self._entry or name
-        self._before, number = self._note(), self._num_done
+    def _make(self, call: Call, work: Callable[[], Any]) -> None:
+        self._call, number = call, self._num_done
+        self._before = self._note()
+        self._start.note(call, number)
         while self._num_done == number:
             try:
-                self._try(work)
+                self._try(call, work)
             except LostWorkerError as error:
                 self._regroup(str(error))
+        if isinstance(self._result, _Raised):
+            raise self._result.error
 
-    def _try(self, work: Callable[[], Any]) -> None:
+    def _try(self, call: Call, work: Callable[[], Any]) -> None:
         renewable = self._renewable
         assert renewable is not None
-        if self._call != self._entry:
-            self._towers._come_to(self._call)
+        if self._newcomers:
+            self._compare_first_calls(call)
+        if call != self._start.call:
+            self._towers._come_to(str(call))
         elif self._job.is_first and renewable.is_due():
             # Once worker 0 regroups, the others lose their connection to it, and regroup as well.
             raise LostWorkerError(_DUE)
-        result = work()
-        if self._call not in self._known:
-            _check_picklable(self._call, result)
-            self._known.add(self._call)
+        try:
+            result = work()
+        except LostWorkerError:
+            raise
+        except Exception as error:  # on all workers, if the program may go on
+            result = _Raised.of(error)
+        if call not in self._known:
+            _check_picklable(call, result)
+            self._known.add(call)
         self._result, self._after = result, self._note()
         self._num_done += 1
+
+    # ---- where newcomers start -------------------------------------------------------------------------
+
+    def _compare_first_calls(self, call: Call) -> None:
+        """Send newcomers away that start with another call than the one that is being made."""
+        assert self._renewable is not None
+        calls: list[Call] = gather_objects(self._job.transport, call, "the first calls of new workers")
+        asker = next(worker for worker in range(len(calls)) if worker not in self._newcomers)
+        due = calls[asker]
+        wrong = [w for w in self._newcomers if not calls[w].is_same(due)]
+        if wrong:
+            first = calls[wrong[0]]
+            if first != due:  # otherwise it is the arguments that differ
+                self._start.refuse(due, first)
+            why = f"{due.with_arguments}: new workers start with {first.with_arguments}"
+            self._send_away(wrong, why, is_to_tell=self._job.rank == asker)
+        self._accept_newcomers()
+
+    def _accept_newcomers(self) -> None:
+        assert self._renewable is not None
+        if self._is_new:
+            self._renewable.can_go_on()
+        self._is_new, self._newcomers = False, ()
 
     # ---- regrouping after workers are lost or have joined ----------------------------------------------
 
@@ -246,27 +311,33 @@ class Elastic:
 
     @property
     def _progress(self) -> _Progress:
-        is_entry = self._call == self._entry
-        return _Progress(self._num_done, self._result, self._call, is_entry, self._is_torn)
+        done = (self._num_done, self._result)
+        return _Progress(*done, self._call, self._start, self._is_new, self._is_torn)
 
     def _catch_up(self) -> None:
         """Exchange progress with the others; take the state of a worker that is ahead of this one."""
         progress: list[_Progress] = gather_objects(
             self._job.transport, self._progress, "how far the workers are"
         )
-        ahead = max(progress, key=lambda each: each.num_done)
-        newcomers = [worker for worker, each in enumerate(progress) if each.num_done < 0]
-        self._check_progress(progress, ahead, newcomers)
+        ahead = max(progress, key=lambda each: each.order)
+        arrived = [worker for worker, each in enumerate(progress) if each.num_done < 0]
+        self._check_progress(progress, ahead, arrived)
         behind = [worker for worker, each in enumerate(progress) if each.num_done < ahead.num_done]
         if behind:
             self._hand_over(progress.index(ahead), behind)
-        self._call, self._num_done, self._result = ahead.call, ahead.num_done, ahead.result
+        if 0 <= self._num_done < ahead.num_done:  # the others could finish the call: all had begun it
+            self._accept_newcomers()
+        self._newcomers = [
+            w for w, p in enumerate(progress) if p.is_new and (w in arrived or w not in behind)
+        ]
+        self._call, self._start = ahead.call, ahead.start
+        self._num_done, self._result = ahead.num_done, ahead.result
         for towers in self._all_towers:
             towers._agree_again()
-        self._have_come |= bool(newcomers)
+        self._have_come |= bool(arrived)
 
     def _check_progress(
-        self, progress: Sequence[_Progress], ahead: _Progress, newcomers: Sequence[int]
+        self, progress: Sequence[_Progress], ahead: _Progress, arrived: Sequence[int]
     ) -> None:
         torn = [w for w, p in enumerate(progress) if p.is_torn and p.num_done == ahead.num_done]
         if torn:
@@ -274,17 +345,18 @@ class Elastic:
                 f"{ahead.call}: a worker was lost after worker {torn[0]} had averaged a step in this call, "
                 "but before the call ended: expected one step per call, and no messages after it"
             )
-        if newcomers and not ahead.is_entry:
-            self._send_away(newcomers, ahead, is_to_tell=progress[self._job.rank] is ahead)
+        if arrived and ahead.call != ahead.start.call:
+            why = f"{ahead.call}: new workers cannot start at this call"
+            self._send_away(arrived, why, is_to_tell=progress[self._job.rank] is ahead)
 
-    def _send_away(self, newcomers: Sequence[int], ahead: _Progress, *, is_to_tell: bool) -> None:
-        """Let newcomers exit that cannot start at this call; later newcomers may arrive at the entry call."""
+    def _send_away(self, newcomers: Sequence[int], why: str, *, is_to_tell: bool) -> NoReturn:
+        """Let newcomers exit that cannot start at the others' call; later ones may arrive at another call."""
         assert self._renewable is not None
-        why = f"{ahead.call}: new workers cannot start at this call"
+        is_sent_away = self._job.rank in newcomers
         if is_to_tell:
             sys.stderr.write(f"samestep: {why}, so they exit\n")
         self._renewable.send_away(newcomers)  # before raising: the others wait for a list without them
-        raise SystemExit(0) if self._num_done < 0 else LostWorkerError(why)
+        raise SystemExit(0) if is_sent_away else LostWorkerError(why)
 
     def _hand_over(self, source: int, targets: Sequence[int]) -> None:
         """Send the state of worker `source` to the workers `targets`."""
@@ -346,12 +418,12 @@ def _check_in_call(arguments: Sequence[Any]) -> None:
         )
 
 
-def _check_picklable(call: str, result: Any) -> None:
+def _check_picklable(call: Call, result: Any) -> None:
     """Report at once an error that would otherwise appear only when a worker is lost."""
     try:
         pickle.dumps(result)
     except Exception as error:
         raise UsageError(
-            f"{call} returned a {type(result).__name__}, which cannot be sent to another worker "
+            f"{call.name} returned a {type(result).__name__}, which cannot be sent to another worker "
             f"({one_line(str(error))}): expected a picklable result, or None"
         ) from error

@@ -1,0 +1,210 @@
+"""Which calls of an `Elastic` newcomers start with, and calls that raise."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import samestep
+from samestep.app.calls import Call, LoopStart, Place, call_of
+
+from .cases import mostly_long
+from .simulation import Faults
+from .town import Town, check_outcomes
+
+
+def calls(names):
+    """Return the calls of a program as `LoopStart` sees them, one per letter."""
+    return [Call(name, Place("train.py:1", 0)) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("made", "start"),
+    [
+        ("a", None),
+        ("aa", "a"),
+        ("abab", "a"),
+        ("eabab", "a"),  # e before the loop
+        ("aaasaaas", "a"),  # s at the end of each epoch
+        ("cccgcccg", "c"),
+        ("abababcdcdcd", "c"),  # another loop
+        ("abbabb", "b"),  # until a newcomer has started with a
+    ],
+)
+def test_the_start_of_the_loop_is_its_first_call_that_is_made_again(made, start):
+    found = LoopStart()
+    for number, call in enumerate(calls(made)):
+        found.note(call, number)
+        found.note(call, number)  # as it is repeated after a loss
+    assert found.call == (start and calls(start)[0])
+
+
+def test_a_call_at_which_newcomers_turned_out_not_to_start_is_no_start_any_more():
+    found = LoopStart()
+    evaluate, step = calls("es")
+    for number, call in enumerate((step, step, evaluate)):
+        found.note(call, number)
+    found.refuse(step, evaluate)
+    assert found.call == evaluate
+    for number, call in enumerate((step, step, step), 3):
+        found.note(call, number)
+    assert found.call == evaluate
+
+
+def test_calls_are_told_apart_by_function_place_and_plain_arguments():
+    model = nn.Linear(1, 1)
+    place, state = Place("train.py:7", 12), {"model": model}
+    call = call_of(nn.Linear.forward, place, (model, 3, "a", [1], 0.5, None), state)
+    assert call.with_arguments == "Linear.forward(model, 3, 'a', list, 0.5, None) in train.py:7"
+    assert str(call) == "Linear.forward in train.py:7"
+    other = call_of(nn.Linear.forward, place, (nn.Linear(1, 1), 3, "a", [1], 0.5, None), state)
+    assert call == other
+    assert not call.is_same(other)
+    assert call_of(partial(max, 1, key=None), place, (2,), {}).is_same(call_of(max, place, (1, None, 2), {}))
+    assert call != call_of(nn.Linear.forward, Place("train.py:7", 20), (), state)
+    assert str(call_of(model, None, (), state)) == "Linear"
+
+
+def made(job, number=0):
+    """Return a model, its towers and its optimizer."""
+    torch.manual_seed(number)
+    model = nn.Linear(2, 1)
+    return model, samestep.Towers(model, 5, job=job), torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def take_step(model, towers, optimizer, factor=1.0):
+    for tower in towers(torch.full((6, 2), 1.0 + towers.step)):
+        tower.backward(factor * model(tower.batch).square().mean())
+    towers.average()
+    optimizer.step()
+
+
+def evaluate(model, job):
+    job.barrier()
+    with torch.no_grad():
+        return float(model(torch.ones(2)))
+
+
+def with_two_models(job, loop):
+    one, two = made(job), made(job, 1)
+    names = ("second", "second_towers", "second_optimizer")
+    state = dict(zip(("model", "towers", "optimizer", *names), (*one, *two), strict=True))
+    with samestep.Elastic(**state) as elastic:
+        loop(elastic, one, two)
+    return samestep.digest(one[0]), samestep.digest(two[0])
+
+
+def steps_of_two_objects(elastic, one, two):
+    def loss(model, batch):
+        return model(batch).square().mean()
+
+    first, second = samestep.Step(one[1], loss, one[2]), samestep.Step(two[1], loss, two[2])
+    while one[1].step < 4:
+        elastic(first, torch.full((6, 2), 1.0 + one[1].step)), elastic(second, torch.ones(6, 2))
+
+
+def lambdas(elastic, one, two):
+    while one[1].step < 4:
+        elastic(lambda: take_step(*one)), elastic(lambda: take_step(*two))
+
+
+def one_call_in_a_loop(elastic, one, two):
+    while two[1].step < 4:
+        for part in (one, two):
+            elastic(take_step, *part)
+
+
+def partials(elastic, one, two):
+    while two[1].step < 4:
+        for part in (one, two):
+            elastic(partial(take_step, *part))
+
+
+def two_loops(elastic, one, two):
+    while one[1].step < 2:
+        elastic(take_step, *one)
+    while two[1].step < 4:
+        elastic(take_step, *two)
+        elastic(evaluate, two[0], two[1].job)
+
+
+def an_evaluation_before_the_loop(elastic, one, two):
+    if one[1].step == 0:
+        elastic(evaluate, one[0], one[1].job)
+    while one[1].step < 4:
+        elastic(take_step, *one)
+        elastic(evaluate, one[0], one[1].job)
+
+
+def an_evaluation_at_each_other_step(elastic, one, two):
+    while one[1].step < 5:
+        if one[1].step % 2 == 0:
+            elastic(evaluate, one[0], one[1].job)
+        elastic(take_step, *one)
+
+
+LOOPS = [
+    steps_of_two_objects,
+    lambdas,
+    one_call_in_a_loop,
+    partials,
+    two_loops,
+    an_evaluation_before_the_loop,
+    an_evaluation_at_each_other_step,
+]
+
+
+@pytest.mark.parametrize("seed", mostly_long(range(8), 2))
+@pytest.mark.parametrize("loop", LOOPS)
+def test_newcomers_start_with_the_call_that_the_others_make(loop, seed):
+    town = Town(2, seed, Faults(killed={seed % 2: 20 + 3 * seed}), arrivals=[40 * seed, 300])
+    check_outcomes(town, partial(with_two_models, loop=loop), samestep.errors.LostWorkerError)
+
+
+def test_a_newcomer_whose_loop_has_a_counter_of_its_own_is_sent_away(capsys):
+    def work(job):
+        parts = made(job)
+        model, towers, optimizer = parts
+        with samestep.Elastic(model=model, towers=towers, optimizer=optimizer) as elastic:
+            for number in range(9):  # the newcomer's begins with 0
+                elastic(take_step, *parts, 0.5**number)
+        return samestep.digest(model)
+
+    town = Town(2, 3, arrivals=[100])
+    check_outcomes(town, work)
+    assert not town.workers[2].goes_on
+    text = capsys.readouterr().err
+    assert "take_step(model, towers, optimizer, 0.5) in test_elastic_calls.py:" in text
+    assert "new workers start with take_step(model, towers, optimizer, 1.0) in test_elastic_calls.py" in text
+    assert text.count("so they exit") == 1
+
+
+class TooHigh(Exception):
+    def __init__(self, value, limit):
+        super().__init__(f"{value} is above {limit}")
+
+
+@pytest.mark.parametrize("make_error", [ValueError, lambda: TooHigh(1, 2)])
+@pytest.mark.parametrize("events", mostly_long([range(20, 26), range(10, 50)], 1), ids=str)
+def test_a_call_that_raises_on_all_workers_is_made_once(make_error, events):
+    def work(job):
+        model, towers, optimizer = made(job)
+        caught = []
+
+        def check():
+            evaluate(model, job)
+            if towers.step == 2:
+                raise make_error()
+
+        with samestep.Elastic(model=model, towers=towers, optimizer=optimizer) as elastic:
+            while towers.step < 4:
+                elastic(take_step, model, towers, optimizer)
+                try:
+                    elastic(check)
+                except Exception:
+                    caught.append(towers.step)
+        return samestep.digest(model), caught
+
+    for event in events:
+        check_outcomes(Town(3, 1, Faults(killed={event % 3: event})), work)
