@@ -62,7 +62,20 @@ class Meeting(samestep.Callback):
         trainer.job.barrier("a message of the callback")
 
 
-def test_a_worker_that_is_lost_in_messages_of_a_callback_ends_the_run(tmp_path):
+class MeetingLater(samestep.Callback):
+    """Exchanges messages after each evaluation."""
+
+    def after_evaluation(self, trainer, metrics):
+        trainer.job.barrier("a message of the callback")
+
+
+@pytest.mark.parametrize(
+    ("callback", "method"), [(Meeting, "after_step"), (MeetingLater, "after_evaluation")]
+)
+def test_a_worker_that_is_lost_in_messages_of_a_callback_ends_the_run(callback, method, tmp_path):
+    def count(model, batch):
+        return {"mean": (model(batch).sum(), len(batch))}
+
     def work(job):
         torch.manual_seed(0)
         model = torch.nn.Linear(3, 1)
@@ -73,11 +86,12 @@ def test_a_worker_that_is_lost_in_messages_of_a_callback_ends_the_run(tmp_path):
             lambda model, batch: model(batch).square().mean(),
             torch.optim.SGD(model.parameters(), 0.1),
         )
-        run_dir = tmp_path / f"{event}"
-        return samestep.Trainer(step, loader, run_dir=run_dir, steps=3, callbacks=[Meeting()]).run().digest
+        evaluate = samestep.Evaluation(torch.randn(6, 3), count, rows=2)
+        settings = {"evaluate": evaluate, "evaluate_every": 1, "callbacks": [callback()]}
+        return samestep.Trainer(step, loader, run_dir=tmp_path / f"{event}", steps=3, **settings).run().digest
 
     texts = []
     for event in range(20, 60, 2):
         outcomes = Town(2, 0, Faults(killed={0: event})).run(work)
         texts += [outcome.text for outcome in outcomes if isinstance(outcome.error, samestep.Error)]
-    assert any("a worker was lost while a callback's after_step exchanged messages" in text for text in texts)
+    assert any(f"a worker was lost while a callback's {method} exchanged messages" in text for text in texts)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -155,21 +156,32 @@ class Loop:
         # The step is taken. No line below waits for another worker, unless a callback does.
         self._before, self._report, self._num_done, self.metrics = None, report, 0, None
         self.flags = StopFlags(report.flags)
+        self._show_step(report)
+
+    def _show_step(self, report: Report) -> None:
+        with self._shown_once("after_step"):
+            self._hooks.after_step(report)
+        self._shown = (self._step, 0)
+        if self.flags.reason is not None:
+            self._interruption.acknowledge(self.flags)
+
+    def _show_metrics(self, metrics: Mapping[str, float]) -> None:
+        with self._shown_once("after_evaluation"):
+            self._hooks.evaluated(metrics)
+        self._shown = (self._step, 1)
+
+    @contextmanager
+    def _shown_once(self, method: str) -> Iterator[None]:
+        """Explain the error if a worker is lost while callbacks exchange messages in this method."""
         try:
-            self._show_step(report)
+            yield
         except LostWorkerError as error:
             if self._renewable is None:
                 raise
             raise UsageError(
-                f"step {self._step}: a worker was lost while a callback's after_step exchanged messages, and "
+                f"step {self._step}: a worker was lost while a callback's {method} exchanged messages, and "
                 "these cannot be repeated: expected messages in before_step and evaluations only"
             ) from error
-
-    def _show_step(self, report: Report) -> None:
-        self._hooks.after_step(report)
-        self._shown = (self._step, 0)
-        if self.flags.reason is not None:
-            self._interruption.acknowledge(self.flags)
 
     def _own_flags(self) -> StopFlags:
         flags = self._interruption.flags()
@@ -203,8 +215,7 @@ class Loop:
     def _measure(self) -> None:
         if self._trainer.evaluate is not None:
             self.metrics = self._trainer.measure()
-            self._hooks.evaluated(self.metrics)
-            self._shown = (self._step, 1)
+            self._show_metrics(self.metrics)
 
     def _write(self) -> None:
         if _is_checkpoint_due(self._step, self.flags, self._trainer):
@@ -283,8 +294,7 @@ class Loop:
         if ahead.report is not None and self._shown < (ahead.step, 0):
             self._show_step(ahead.report)
         if ahead.metrics is not None and self._shown < (ahead.step, 1):
-            self._hooks.evaluated(ahead.metrics)
-            self._shown = (ahead.step, 1)
+            self._show_metrics(ahead.metrics)
 
 
 def _is_checkpoint_due(step: int, flags: StopFlags, trainer: Trainer) -> bool:
