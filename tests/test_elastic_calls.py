@@ -1,5 +1,6 @@
 """Which calls of an `Elastic` newcomers start with, and calls that raise."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -37,33 +38,46 @@ def test_the_start_of_the_loop_is_its_first_call_that_is_made_again(made, start)
     for number, call in enumerate(calls(made)):
         found.note(call, number)
         found.note(call, number)  # as it is repeated after a loss
-    assert found.call == (start and calls(start)[0])
+    assert found.name == start
+    assert [call.name for call in calls(sorted(set(made))) if found.is_at(call)] == [*(start or "")]
 
 
-def test_a_call_at_which_newcomers_turned_out_not_to_start_is_no_start_any_more():
+def test_the_start_may_be_a_call_of_the_same_name_at_another_place():
+    found = LoopStart()
+    before, step, evaluate = (Call(name, Place("train.py:1", at)) for at, name in enumerate("ese"))
+    for number, call in enumerate((before, step, evaluate, step)):
+        found.note(call, number)
+    assert found.is_at(step)
+
+
+def test_a_call_that_newcomers_turned_out_not_to_start_with_is_no_start_any_more():
     found = LoopStart()
     evaluate, step = calls("es")
     for number, call in enumerate((step, step, evaluate)):
         found.note(call, number)
     found.refuse(step, evaluate)
-    assert found.call == evaluate
     for number, call in enumerate((step, step, step), 3):
         found.note(call, number)
-    assert found.call == evaluate
+    assert found.is_at(evaluate)
+    assert not found.is_at(step)
 
 
 def test_calls_are_told_apart_by_function_place_and_plain_arguments():
     model = nn.Linear(1, 1)
     place, state = Place("train.py:7", 12), {"model": model}
     call = call_of(nn.Linear.forward, place, (model, 3, "a", [1], 0.5, None), state)
-    assert call.with_arguments == "Linear.forward(model, 3, 'a', list, 0.5, None) in train.py:7"
-    assert str(call) == "Linear.forward in train.py:7"
+    assert str(call) == "Linear.forward(model, 3, 'a', list, 0.5, None) in train.py:7"
     other = call_of(nn.Linear.forward, place, (nn.Linear(1, 1), 3, "a", [1], 0.5, None), state)
     assert call == other
-    assert not call.is_same(other)
-    assert call_of(partial(max, 1, key=None), place, (2,), {}).is_same(call_of(max, place, (1, None, 2), {}))
-    assert call != call_of(nn.Linear.forward, Place("train.py:7", 20), (), state)
-    assert str(call_of(model, None, (), state)) == "Linear"
+    assert not call.can_be(other, ())
+    assert call_of(partial(max, 1, key=None), place, (2,), {}).can_be(
+        call_of(max, place, (1, None, 2), {}), ()
+    )
+    elsewhere = replace(call, place=Place("train.py:7", 20))
+    assert call != elsewhere
+    assert call.can_be(elsewhere, ())  # made at another place by this worker alone
+    assert not call.can_be(elsewhere, {elsewhere})
+    assert str(call_of(model, None, (), state)) == "Linear()"
 
 
 def made(job, number=0):
@@ -121,6 +135,18 @@ def partials(elastic, one, two):
             elastic(partial(take_step, *part))
 
 
+def a_place_for_worker_0(elastic, one, two):
+    while one[1].step < 5:
+        if one[1].job.is_first:
+            print(elastic(take_step, *one))
+        else:
+            elastic(take_step, *one)
+        if one[1].job.is_first:
+            print(elastic(evaluate, one[0], one[1].job))
+        else:
+            elastic(evaluate, one[0], one[1].job)
+
+
 def two_loops(elastic, one, two):
     while one[1].step < 2:
         elastic(take_step, *one)
@@ -149,6 +175,7 @@ LOOPS = [
     lambdas,
     one_call_in_a_loop,
     partials,
+    a_place_for_worker_0,
     two_loops,
     an_evaluation_before_the_loop,
     an_evaluation_at_each_other_step,

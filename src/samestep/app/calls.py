@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 __all__ = ["Call", "LoopStart", "Place", "call_of"]
+
+K = TypeVar("K")
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class Call:
 
     Attributes:
         name: the function's name.
-        place: where it is called; None for what `Elastic` does by itself.
+        place: where it is called; None for what `Elastic` does by itself. It may depend on the worker, as in
+            `if job.is_first: print(elastic(evaluate))`, with another call in `else`.
         arguments: the arguments as far as they can be compared. Calls with other arguments are equal, since
             most arguments change with each call.
     """
@@ -51,20 +54,12 @@ class Call:
     arguments: tuple[str, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
-        return f"{self.name}{self._where}"
+        where = "" if self.place is None else f" in {self.place.line}"
+        return f"{self.name}({', '.join(self.arguments)}){where}"
 
-    @property
-    def with_arguments(self) -> str:
-        """The call in words, with its arguments."""
-        return f"{self.name}({', '.join(self.arguments)}){self._where}"
-
-    @property
-    def _where(self) -> str:
-        return "" if self.place is None else f" in {self.place.line}"
-
-    def is_same(self, other: Call) -> bool:
-        """Whether the arguments are equal, too, as far as they can be compared."""
-        return self == other and self.arguments == other.arguments
+    def can_be(self, first: Call, others: Collection[Call]) -> bool:
+        """Return whether a newcomer's first call is this one; `others` are calls of other times."""
+        return (first.name, first.arguments) == (self.name, self.arguments) and first not in others
 
 
 def call_of(
@@ -87,36 +82,60 @@ def _shown(value: Any, names: Mapping[int, str]) -> str:
     return names.get(id(value), type(value).__name__)
 
 
-class LoopStart:
-    """The first call in the loop's body, with which newcomers start: the first that was made a second time.
+class FirstAgain(Generic[K]):
+    """The first of a loop's calls, by some key: the first that is made a second time.
 
-    A program may have several loops: another call takes its place if it is made twice in the meantime. The
-    body may begin with a call that is not always made: `refuse` tells what newcomers really start with.
+    A program may have several loops: another call takes its place if it is made twice in the meantime.
 
     Attributes:
-        call: that call; None until one has been made twice.
+        key: the key of that call; None until a call has been made twice.
+        refused: keys of calls that turned out not to be the first.
     """
 
     def __init__(self) -> None:
-        self.call: Call | None = None
+        self.key: K | None = None
+        self.refused: set[K] = set()
+        self._since: set[K] = set()  # keys of calls since that call was last made
+
+    def note(self, key: K) -> None:
+        """Take note of a call."""
+        if key in self._since and key not in self.refused:
+            self.key = key
+        if key == self.key:
+            self._since.clear()
+        else:
+            self._since.add(key)
+
+
+class LoopStart:
+    """Where newcomers start: at the first call of the loop's body.
+
+    Names of calls are the same on all workers, places may not be. So by its name the call is known in the
+    same way on all workers, while by its place one worker decides whether newcomers start there.
+    """
+
+    def __init__(self) -> None:
         self._num_made = 0
-        self._since: set[Call] = set()  # calls since `call` was last made
-        self._refused: set[Call] = set()
+        self._by_name = FirstAgain[str]()
+        self._by_place = FirstAgain[Call]()
+
+    @property
+    def name(self) -> str | None:
+        """The name of the first call; None if it is not known yet."""
+        return self._by_name.key
 
     def note(self, call: Call, number: int) -> None:
         """Take note of the call with this number; a call that is repeated has the same number."""
-        if number < self._num_made:
-            return
-        self._num_made = number + 1
-        if call in self._since and call not in self._refused:
-            self.call = call
-        if call == self.call:
-            self._since.clear()
-        else:
-            self._since.add(call)
+        if number >= self._num_made:
+            self._num_made = number + 1
+            self._by_name.note(call.name)
+            self._by_place.note(call)
+
+    def is_at(self, call: Call) -> bool:
+        """Return whether newcomers start at this call."""
+        return call == self._by_place.key
 
     def refuse(self, call: Call, first: Call) -> None:
-        """Take note that newcomers started with `first` when they were to start with `call`."""
-        self._refused.add(call)
-        if first not in self._refused:
-            self.call = first
+        """Take note that newcomers started with `first` where they were to start with `call`."""
+        self._by_place.refused.add(call)
+        self._by_place.key = first

@@ -49,6 +49,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _END = Call("the end of the Elastic block")
+_NONE = Call("no call yet")
 _DUE = "a worker is gone"  # the reason if a worker knows only that there is a newer list of workers
 
 
@@ -68,7 +69,7 @@ class _Progress:
     Attributes:
         num_done: number of finished calls; −1 for a newcomer.
         result: the result of the last finished call.
-        call: the call that has begun; None if the worker has made none yet.
+        call: the call that has begun.
         start: which call newcomers start with.
         is_new: whether the worker has joined and its first call has not been compared yet.
         is_torn: whether this call has had an effect that cannot be undone.
@@ -76,7 +77,7 @@ class _Progress:
 
     num_done: int
     result: Any
-    call: Call | None
+    call: Call
     start: LoopStart
     is_new: bool
     is_torn: bool
@@ -186,7 +187,7 @@ class Elastic:
         self._is_new = self._job.is_newcomer
         self._num_done = -1 if self._is_new else 0
         self._result: Any = None
-        self._call: Call | None = None
+        self._call = _NONE
         self._start = LoopStart()
         self._newcomers: Sequence[int] = ()  # workers whose first call is to be compared
         self._known: set[Call] = set()  # calls that have returned picklable results
@@ -255,9 +256,9 @@ class Elastic:
         assert renewable is not None
         if self._newcomers:
             self._compare_first_calls(call)
-        if call != self._start.call:
-            self._towers._come_to(str(call))
-        elif self._job.is_first and renewable.is_due():
+        if call.name != self._start.name:
+            self._towers._come_to(call.name)
+        elif self._job.is_first and self._start.is_at(call) and renewable.is_due():
             # Once worker 0 regroups, the others lose their connection to it, and regroup as well.
             raise LostWorkerError(_DUE)
         try:
@@ -277,16 +278,21 @@ class Elastic:
     def _compare_first_calls(self, call: Call) -> None:
         """Send newcomers away that start with another call than the one that is being made."""
         assert self._renewable is not None
-        calls: list[Call] = gather_objects(self._job.transport, call, "the first calls of new workers")
-        asker = next(worker for worker in range(len(calls)) if worker not in self._newcomers)
-        due = calls[asker]
-        wrong = [w for w in self._newcomers if not calls[w].is_same(due)]
+        calls: list[tuple[Call, set[Call]]] = gather_objects(
+            self._job.transport, (call, self._known), "the first calls of new workers"
+        )
+        trained = [worker for worker in range(len(calls)) if worker not in self._newcomers]
+        due = calls[trained[0]][0]
+        # The calls that are made at other times; some programs make one call at several places, by rank.
+        others = set[Call]().union(*(calls[worker][1] for worker in trained))
+        others -= {calls[worker][0] for worker in trained}
+        wrong = [w for w in self._newcomers if not due.can_be(calls[w][0], others)]
         if wrong:
-            first = calls[wrong[0]]
-            if first != due:  # otherwise it is the arguments that differ
+            first = calls[wrong[0]][0]
+            if first.name != due.name or first in others:  # otherwise, other arguments
                 self._start.refuse(due, first)
-            why = f"{due.with_arguments}: new workers start with {first.with_arguments}"
-            self._send_away(wrong, why, is_to_tell=self._job.rank == asker)
+            why = f"{due}: new workers start with {first}"
+            self._send_away(wrong, why, is_to_tell=self._job.rank == trained[0])
         self._accept_newcomers()
 
     def _accept_newcomers(self) -> None:
@@ -342,11 +348,11 @@ class Elastic:
         torn = [w for w, p in enumerate(progress) if p.is_torn and p.num_done == ahead.num_done]
         if torn:
             raise UsageError(
-                f"{ahead.call}: a worker was lost after worker {torn[0]} had averaged a step in this call, "
-                "but before the call ended: expected one step per call, and no messages after it"
+                f"{ahead.call.name}: a worker was lost after worker {torn[0]} had averaged a step in this "
+                "call, but before the call ended: expected one step per call, and no messages after it"
             )
-        if arrived and ahead.call != ahead.start.call:
-            why = f"{ahead.call}: new workers cannot start at this call"
+        if arrived and not ahead.start.is_at(ahead.call):
+            why = f"{ahead.call.name}: new workers cannot start at this call"
             self._send_away(arrived, why, is_to_tell=progress[self._job.rank] is ahead)
 
     def _send_away(self, newcomers: Sequence[int], why: str, *, is_to_tell: bool) -> NoReturn:
