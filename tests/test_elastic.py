@@ -666,3 +666,40 @@ def test_what_lost_workers_have_kept_is_not_gathered():
             assert outcome.error is not None or outcome.value == [[0, 1, 2]] * 4
             texts.add(outcome.text)
     assert any("a worker that is lost takes what its towers have kept along" in text for text in texts)
+
+
+def unfrozen_in_a_call(elastic, model, towers, optimizer):
+    def step():
+        if towers.step == 2:
+            unfreeze(model, optimizer)
+        take_step(model, towers, optimizer)
+
+    while towers.step < 5:
+        elastic(step)
+
+
+def unfrozen_between_calls(elastic, model, towers, optimizer):
+    while towers.step < 5:
+        if towers.step == 2 and len(optimizer.param_groups) == 1:
+            unfreeze(model, optimizer)
+        elastic(take_step, model, towers, optimizer)
+
+
+def unfreeze(model, optimizer):
+    model[0].requires_grad_(True)
+    optimizer.add_param_group({"params": [*model[0].parameters()], "lr": 0.01})
+
+
+@pytest.mark.parametrize("seed", mostly_long([7, 9, *range(7), 8, 10, 11], 2))
+@pytest.mark.parametrize("loop", [unfrozen_in_a_call, unfrozen_between_calls])
+def test_parameter_groups_that_a_call_adds_are_removed_before_it_is_repeated_and_handed_over(loop, seed):
+    def work(job):
+        model, towers, _ = normalised(job)
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.Adam(model[1:].parameters(), lr=0.1)
+        with samestep.Elastic(model=model, towers=towers, optimizer=optimizer) as elastic:
+            loop(elastic, model, towers, optimizer)
+        return samestep.digest(model), [group["lr"] for group in optimizer.param_groups]
+
+    town = Town(3, seed, Faults(killed={seed % 3: 24 + 2 * seed}), arrivals=[40 * seed])
+    check_outcomes(town, work, LostWorkerError)  # of a newcomer that comes too late

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from samestep.checkpoint.added_groups import remove_groups
 from samestep.checkpoint.objects import state_of
 
 __all__ = ["copied", "set_small_state", "small_state"]
@@ -45,6 +46,7 @@ def set_small_state(each: Any, state: Any) -> None:
 
 
 def _set_options(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> None:
+    remove_groups(optimizer, len(groups))
     for group, noted in zip(optimizer.param_groups, groups, strict=False):
         for name, value in noted.items():
             if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from samestep.checkpoint.added_groups import GroupNames, add_groups, names_of_groups
 from samestep.checkpoint.objects import TrainingObjects
 from samestep.checkpoint.snapshot import Snapshot, restore, take_snapshot
 from samestep.identity import uncompiled
@@ -17,8 +18,8 @@ from samestep.workers.job import Job
 
 __all__ = ["NamedSwitches", "Switches", "check_state", "send_state", "set_switches", "take_state"]
 
-State: TypeAlias = tuple[Snapshot, Mapping[str, Mapping[str, Tensor]]]
-"""A checkpoint's state, and the buffers that it leaves out: by the module's name, then by the buffer's."""
+State: TypeAlias = tuple[Snapshot, Mapping[str, Mapping[str, Tensor]], GroupNames]
+"""A checkpoint's state, and what it leaves out: buffers, by module and name, and the optimizers' groups."""
 
 NamedSwitches: TypeAlias = Mapping[tuple[str, str], tuple[bool, Mapping[str, bool]]]
 """By module and layer: whether the layer is in training mode, and which of its parameters require grad."""
@@ -78,7 +79,7 @@ def send_state(
     Returns:
         On the targets, the state, for `take_state`, and the source's `more`; None on the others.
     """
-    sent = ((take_snapshot(objects), _left_out(objects)), more) if job.rank == source else None
+    sent = (_state(objects), more) if job.rank == source else None
     sent = hand_over(sent, job, source, targets, f"the state of worker {source}")
     return sent if job.rank in targets else None
 
@@ -96,15 +97,21 @@ def take_state(state: State, objects: TrainingObjects) -> None:
     """Load the state of another worker.
 
     Raises:
-        ConfigError, DataError: it does not fit the objects, which are unchanged then.
+        ConfigError, DataError: it does not fit the objects.
     """
-    snapshot, buffers = state
-    restore(snapshot, objects, Path("the state of another worker"))
+    snapshot, buffers, groups = state
     modules = _modules(objects)
+    add_groups(objects.others, modules, groups)
+    restore(snapshot, objects, Path("the state of another worker"))
     with torch.no_grad():
         for name, tensors in buffers.items():
             for path, sent in tensors.items():
                 _set_buffer(modules[name], path, sent.to(objects.device))
+
+
+def _state(objects: TrainingObjects) -> State:
+    groups = names_of_groups(objects.others, _modules(objects))
+    return take_snapshot(objects), _left_out(objects), groups
 
 
 def _left_out(objects: TrainingObjects) -> dict[str, dict[str, Tensor]]:
