@@ -1,12 +1,15 @@
 """Hashes that are ready one step later, as on a GPU: paired by step, and unknown to workers that join."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 import samestep
-from samestep import Towers
+from samestep import ShardedOptimizer, Towers
 from samestep.errors import AbandonedError, DisagreementError, LostWorkerError, UsageError
+from samestep.sharding import update
 from samestep.watching import watch, weight_hash
 
 from .cases import mostly_long
@@ -30,6 +33,7 @@ class LateHashes(weight_hash.Hashes):
 def late_hashes(monkeypatch):
     monkeypatch.setattr(weight_hash, "Hashes", LateHashes)
     monkeypatch.setattr(watch, "Hashes", LateHashes)
+    monkeypatch.setattr(update, "Hashes", LateHashes)
 
 
 def parts(job):
@@ -107,6 +111,42 @@ def test_weights_that_differ_are_found_a_step_later(num_workers):
         assert isinstance(outcome.error, DisagreementError)
         assert "step 3: worker " in outcome.text
         assert "hash of the weights in 0.weight" in outcome.text
+
+
+def sharded(job, failing=None):
+    """Take steps; at step 2 the update fails on the worker `failing`, and all go back to the state before."""
+    model, towers, _ = parts(job)
+    optimizer = ShardedOptimizer(towers, torch.optim.AdamW, lr=0.1)
+    num_parameters = len(optimizer.param_groups[0]["params"])
+    while towers.step < 5:
+        before = copy.deepcopy([model.state_dict(), towers.state_dict(), optimizer.state_dict()])
+        for tower in towers(batch_of(towers.step)):
+            tower.backward(model(tower.batch).square().mean())
+        towers.average()
+        if towers.step == 3 and failing == job.rank:
+            optimizer.param_groups[0]["params"].append(torch.zeros(1))
+        if towers.step != 3 or failing is None:
+            optimizer.step()
+            continue
+        for match in (
+            None,
+            "step 2, the update failed, after some workers had" if job.world_size > 1 else None,
+        ):
+            with pytest.raises((UsageError, DisagreementError), match=match):
+                optimizer.step()
+        del optimizer.param_groups[0]["params"][num_parameters:]
+        for each, state in zip((model, towers, optimizer), before, strict=True):
+            each.load_state_dict(state)
+        failing = None
+    return samestep.digest(model)
+
+
+@pytest.mark.parametrize("num_workers", mostly_long([3, 1, 2], 2))
+def test_an_update_that_failed_on_one_worker_gives_no_error_after_a_checkpoint_is_loaded(num_workers):
+    expected = values(sharded, 1)
+    for failing in range(num_workers):
+        found = values(lambda job, failing=failing: sharded(job, failing), num_workers)
+        assert found == expected * num_workers
 
 
 def elastic(job):

@@ -82,8 +82,8 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
         ConfigError: the class needs closures, or its update of one parameter reads others, as with a norm of
             all gradients; it is `differentiable`; a parameter is listed twice, or is not dense.
         DisagreementError: workers have different settings or gradients, or one raised an error.
-        UsageError: in `step`, a gradient is not an average of `towers`, or the shape of a parameter has
-            changed; or the optimizer is copied or pickled.
+        UsageError: in `step`, a gradient is not an average of `towers`, the shape of a parameter has
+            changed, or an earlier update failed on some workers only; or the optimizer is copied or pickled.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -111,6 +111,7 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
         self._own: list[list[Share]] = []  # of each group, as the inner optimizer has them
         self._loads = [0] * towers.job.world_size
         self._loaded = 0  # a checksum of all loaded states
+        self._half_done: str | None = None  # an update that failed on some workers alone
         error: Exception | None = None
         try:
             self._make(towers._root.parameters() if params is None else params, defaults)
@@ -204,6 +205,11 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
                 loss = closure()
         job, update = self._towers.job, self._current_update()
         where = f"step {max(0, self._towers.step - 1)}, the update"
+        if self._half_done is not None:
+            raise UsageError(
+                f"{where}: {self._half_done} failed, after some workers had updated their share: load a "
+                "checkpoint first"
+            )
         with unbroken(job.transport, where):
             words, error = self._update_own(update)
             header = torch.tensor([error is not None, zlib.crc32(repr(words).encode())], device="cpu")
@@ -212,6 +218,9 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
             contents = zip(headers, update.contents(job.transport), strict=True)
             post_to_all(job.transport, [[each, *content] for each, content in contents], where).wait()
         if error is not None or any(not torch.equal(each, header) for each in headers):
+            self._update = None  # its hashes may be a step apart
+            if not all(each[0] for each in headers):
+                self._half_done = where
             agree(job, words, where=where, error=error)
             raise DisagreementError(f"{where}: workers differ, but the difference could not be identified")
         shared = self._shared_out()
@@ -373,6 +382,7 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
             group.clear()
             group.update({**loaded, **{n: v for n, v in kept.items() if n not in loaded}})
         self._loaded = zlib.crc32(fingerprint(Whole(state_dict)).to_bytes(4), self._loaded)
+        self._half_done = None
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -380,11 +390,12 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
         """Return a function that restores this worker's current state after another was loaded."""
         inner, groups = self._inner, [dict(group) for group in self.param_groups]
         assert inner is not None
-        state, own_groups, loaded = inner.state, inner.param_groups, self._loaded
+        state, own_groups = inner.state, inner.param_groups
+        loaded, half_done = self._loaded, self._half_done
 
         def put_back() -> None:
             inner.state, inner.param_groups, self.state = state, own_groups, state
-            self._loaded = loaded
+            self._loaded, self._half_done = loaded, half_done
             for group, before in zip(self.param_groups, groups, strict=True):
                 group.clear()
                 group.update(before)
