@@ -473,14 +473,104 @@ def test_a_step_without_an_average():
         optimizer.step()
 
 
-def test_parameters_that_were_put_into_a_group_by_hand():
+def test_groups_that_were_changed_by_hand():
     model = nn.Linear(2, 1)
-    optimizer = ShardedOptimizer(Towers(model, 2), AdamW, [model.weight], lr=0.1)
-    optimizer.param_groups[0]["params"].append(model.bias)
-    with pytest.raises(
-        UsageError, match="param_groups have 2 parameters, but only 1 are sharded: add others"
-    ):
+    optimizer = ShardedOptimizer(Towers(model, 2), AdamW, [{"params": p} for p in model.parameters()])
+    groups = optimizer.param_groups
+    for changed in (groups[:1], groups[::-1], [*groups, groups[0]]):
+        optimizer.param_groups = changed
+        with pytest.raises(
+            UsageError, match="parameters, which are not the 2 that are sharded, in this order"
+        ):
+            optimizer.step()
+    optimizer.param_groups = groups
+    groups[1]["params"] = [nn.Parameter(torch.zeros(1))]
+    with pytest.raises(UsageError, match="param_groups have 2 parameters, which are not the 2"):
         optimizer.step()
+
+
+def test_a_layer_that_was_replaced_is_named():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    towers = Towers(model, 2)
+    optimizer = ShardedOptimizer(towers, SGD, lr=0.1)
+
+    def step():
+        for tower in towers(torch.ones(4, 2)):
+            tower.backward(model(tower.batch).square().mean())
+        towers.average()
+        optimizer.step()
+
+    step()
+    model[1] = nn.Linear(3, 1)
+    with pytest.raises(UsageError, match="it is not part of the model; if its layer was replaced, pass the"):
+        step()
+    optimizer.zero_grad()
+    optimizer.add_param_group({"params": model[1].parameters()})
+    step()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda state, p: state[p]["exp_avg"].zero_(),
+        lambda state, p: p in state,
+        lambda state, p: state.get(p),
+        lambda state, p: state.pop(p, None),
+        lambda state, p: state.__setitem__(p, {}),
+    ],
+    ids=["get item", "in", "get", "pop", "set item"],
+)
+def test_the_state_of_parameters_that_others_update_is_not_taken_for_missing(read):
+    """As in code that starts single neurons over, and so resets their moments."""
+
+    def work(job):
+        model = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 40))
+        towers = Towers(model, 3, job=job)
+        optimizer = ShardedOptimizer(towers, AdamW, lr=0.1)
+        for tower in towers(torch.ones(6, 40)):
+            tower.backward(model(tower.batch).square().mean())
+        towers.average()
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert sum(entry["exp_avg"].numel() for entry in optimizer.state.values()) > 0
+        for parameter in model.parameters():
+            read(optimizer.state, parameter)
+
+    for num_workers in (1, 2, 3):
+        for outcome in simulate(work, num_workers):
+            expected = "UsageError: optimizer.state of a parameter of shape" if num_workers > 1 else ""
+            assert outcome.text.startswith(expected)
+            assert bool(outcome.text) == bool(expected)
+
+
+def test_a_state_that_cannot_be_cut_is_an_error_on_all_workers():
+    def work(job):
+        towers = Towers(nn.Linear(40, 30), 3, job=job)
+        optimizer = ShardedOptimizer(towers, AdamW, lr=0.1)
+        state = AdamW(nn.Linear(40, 30).parameters()).state_dict()
+        state["state"][1] = {"step": torch.zeros(()), "exp_avg": torch.zeros(30)}  # of one worker
+        state["state"][0] = {"step": torch.zeros(()), "exp_avg": torch.zeros(30, 2)}  # of workers 0 and 1
+        optimizer.load_state_dict(state)
+
+    for outcome in simulate(work, 3):
+        assert outcome.text == (
+            "ValueError: loaded state dict: exp_avg of a parameter has shape [30, 2], the parameter [30, 40]"
+        )
+
+
+def test_a_second_update_after_that_of_a_step():
+    def work(job):
+        towers = Towers(nn.Linear(2, 1), 3, job=job)
+        step = samestep.Step(towers, lambda model, x: model(x).mean(), ShardedOptimizer(towers, SGD, lr=0.1))
+        step(torch.ones(4, 2))
+        step(torch.ones(4, 2), keep_gradients=True)
+        step.optimizer.step()
+        step(torch.ones(4, 2))
+        step.optimizer.step()
+
+    for num_workers in (1, 2):
+        for outcome in simulate(work, num_workers):
+            assert "UsageError: step() has no gradients, because a Step has already taken" in outcome.text
 
 
 def test_two_optimizers_for_one_average():

@@ -6,6 +6,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from operator import is_not
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from samestep.batches.columns import Whole
 from samestep.batches.fingerprint import fingerprint
 from samestep.errors import ConfigError, DisagreementError, UsageError, shown
 from samestep.sharding.cuts import divide
+from samestep.sharding.own_state import OwnState
 from samestep.sharding.separable import check_separable
 from samestep.sharding.shares import Share, gather
 from samestep.sharding.update import Update
@@ -76,7 +78,8 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
     Attributes:
         optimizer_class: see above.
         param_groups: of all parameters, for schedulers and the like.
-        state: of this worker's share; the keys are parameters, or flat views of them.
+        state: of this worker's share; the keys are parameters, or flat views of them. To look up a parameter
+            that other workers update, fully or in part, is a `UsageError`.
 
     Raises:
         ConfigError: the class needs closures, or its update of one parameter reads others, as with a norm of
@@ -109,8 +112,10 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
         self._inner: Optimizer | None = None
         self._shares: list[list[Share]] = []  # of each parameter
         self._own: list[list[Share]] = []  # of each group, as the inner optimizer has them
+        self._elsewhere: set[int] = set()  # ids of parameters that other workers update, fully or in part
         self._loads = [0] * towers.job.world_size
         self._loaded = 0  # a checksum of all loaded states
+        self._dropped = -1  # `towers.step` when a `Step` last dropped its gradients
         self._half_done: str | None = None  # an update that failed on some workers alone
         error: Exception | None = None
         try:
@@ -129,7 +134,7 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
             check_separable(made, groups, defaults, self._towers.job.device)
         self._inner = made(groups, **defaults)
         self.defaults = self._inner.defaults
-        self.state = self._inner.state
+        self._keep_state(self._inner.state)
         self._take_settings()
         if any(group.get("differentiable") for group in self.param_groups):
             raise ConfigError(
@@ -159,6 +164,7 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
         is_elementwise = self.optimizer_class in _ELEMENTWISE
         found = divide(parameters, self._towers, self._loads, is_elementwise=is_elementwise)
         self._shares += [found[id(p)] for p in parameters]
+        self._elsewhere |= {id(p) for p in parameters if {s.worker for s in found[id(p)]} != {rank}}
         each = ((s[0].parameter, [(share.worker, share.elements) for share in s]) for s in self._shares)
         self._division = Division({id(parameter): shares for parameter, shares in each})
         self._update: Update | None = None
@@ -252,6 +258,7 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
         return [share.tensor for share in own if share.tensor.grad is not None]
 
     def _let_go(self) -> None:
+        self._dropped = self._towers.step
         for shares in self._shares:
             for share in shares:
                 share.tensor.grad = share.parameter.grad = None
@@ -273,11 +280,10 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
         """
         words: dict[str, Any] = {}
         try:
-            num_parameters = sum(len(group["params"]) for group in self.param_groups)
-            if num_parameters != len(self._shares):
+            self._check_groups()
+            if self._dropped == self._towers.step and all(s[0].parameter.grad is None for s in self._shares):
                 raise UsageError(
-                    f"param_groups have {num_parameters} parameters, but only {len(self._shares)} are "
-                    "sharded: add others by add_param_group()"
+                    "step() has no gradients, because a Step has already taken this update, and dropped them"
                 )
             update.look()
             if self._towers.job.world_size > 1:
@@ -290,11 +296,21 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
             return words, error
         return words, None
 
+    def _check_groups(self) -> None:
+        listed = [parameter for group in self.param_groups for parameter in group["params"]]
+        sharded = [shares[0].parameter for shares in self._shares]
+        if len(listed) != len(sharded) or any(map(is_not, listed, sharded)):
+            raise UsageError(
+                f"param_groups have {len(listed)} parameters, which are not the {len(sharded)} that are "
+                "sharded, in this order: add parameters by add_param_group(), and to remove, replace or "
+                "reorder them, create a new ShardedOptimizer"
+            )
+
     def _step_inner(self) -> None:
         inner, own = self._inner, list(chain.from_iterable(self._own))
         assert inner is not None
         if self.state is not inner.state:
-            inner.state = self._checked_state(own)
+            self._keep_state(self._checked_state(own))
         self._take_averages()
         scaling = {name: getattr(self, name) for name in _SCALING if hasattr(self, name)}
         vars(inner).update(scaling)
@@ -319,6 +335,11 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
                 "draw for its own shares: use the optimizer itself, not sharded"
             )
         self._take_settings()
+
+    def _keep_state(self, state: Mapping[Tensor, Any]) -> None:
+        """Let both optimizers have this state."""
+        assert self._inner is not None
+        self.state = self._inner.state = OwnState(state, self._elsewhere)
 
     def _checked_state(self, own: Sequence[Share]) -> defaultdict[Tensor, Any]:
         """Return `state`, which the program has replaced, for example to clear it; check its keys."""
@@ -365,6 +386,9 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
             raise ValueError("loaded state dict has other groups, or other numbers of parameters in them")
         state: dict[int, Any] = {}
         own_groups, number = [], 0
+        saved_keys = chain.from_iterable(saved["params"] for saved in all_saved)
+        for key, shares in zip(saved_keys, self._shares, strict=True):
+            shares[0].check(state_dict["state"].get(key, {}))  # all of it, so that all workers raise alike
         for group, saved, shares in zip(groups, all_saved, self._own, strict=True):
             keys = dict(zip(map(id, group["params"]), saved["params"], strict=True))
             numbers = range(number, number + len(shares))
@@ -375,7 +399,7 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
             number += len(shares)
         assert self._inner is not None
         self._inner.load_state_dict({"state": state, "param_groups": own_groups})
-        self.state = self._inner.state
+        self._keep_state(self._inner.state)
         for group, saved, its in zip(groups, all_saved, self._inner.param_groups, strict=True):
             kept = {name: group[name] for name in ("params", "param_names") if name in group}
             loaded = {**saved, **_settings(its), "params": kept["params"]}

@@ -83,14 +83,18 @@ class Share:
 
     def part_of(self, entry: Entry) -> Entry:
         """Return the state for these elements, given a plain optimizer's state for the parameter."""
-        return entry if self.is_whole else {name: self._part(name, value) for name, value in entry.items()}
+        return entry if self.is_whole else {name: self._part(value) for name, value in entry.items()}
 
-    def _part(self, name: str, value: Any) -> Any:
+    def check(self, entry: Entry) -> None:
+        """Raise a `ValueError` if a state for the parameter has tensors that cannot be cut as it is."""
+        for name, value in () if self.is_whole else entry.items():
+            if isinstance(value, Tensor) and value.ndim and value.shape != self.parameter.shape:
+                shapes = f"{list(value.shape)}, the parameter {list(self.parameter.shape)}"
+                raise ValueError(f"loaded state dict: {name} of a parameter has shape {shapes}")
+
+    def _part(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or value.ndim == 0:
             return value
-        if value.shape != self.parameter.shape:
-            shapes = f"{list(value.shape)}, the parameter {list(self.parameter.shape)}"
-            raise ValueError(f"its {name} has shape {shapes}")
         return self._of(value).clone()  # a view would keep the whole tensor alive
 
 

@@ -17,6 +17,13 @@ from samestep.workers.transport import Transport
 __all__ = ["Update"]
 
 
+_NOT_AVERAGED = "call towers.average() before optimizer.step(), and zero_grad() to clear other gradients"
+_REMOVED = (
+    "it is not part of the model; if its layer was replaced, pass the new one's parameters to "
+    "add_param_group(), and call zero_grad()"
+)
+
+
 @dataclass(frozen=True)
 class _Place:
     """A parameter or its gradient."""
@@ -59,6 +66,7 @@ class Update:
         ]
         self._others = [each[0].parameter for each in shares if id(each[0].parameter) not in known]
         names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._removed = set(map(id, self._others)) - set(names)
         self.parameters = list({id(share.parameter): share.parameter for share in trained}.values())
         self._names = [names[id(each)] for each in self.parameters]
         self._hashed: list[str] = []
@@ -74,10 +82,10 @@ class Update:
             share.look()
         for parameter in self._others:
             if parameter.grad is not None:
+                is_removed = id(parameter) in self._removed
                 raise UsageError(
                     f"a parameter of shape {list(parameter.shape)} has a gradient that is not an average "
-                    "over all towers: call towers.average() before optimizer.step(), and zero_grad() to "
-                    "clear other gradients"
+                    f"over all towers: {_REMOVED if is_removed else _NOT_AVERAGED}"
                 )
 
     def contents(self, transport: Transport) -> list[list[Tensor]]:
