@@ -1,9 +1,11 @@
 """What workers of one host send each other: all of them in one process here, each in its turn."""
 
 import os
+import resource
 import socket
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -205,6 +207,52 @@ def test_without_memory_it_goes_through_sockets_and_that_is_said_once(monkeypatc
             received = [team[rank].empty(100_000, LIKE) for rank in (0, 1)]
         swap(team, sent, received)
         assert [found.unique().tolist() for found in received] == [[1], [0]]
+
+
+@pytest.fixture
+def few_descriptors():
+    """Leave this many descriptors to the process, once it is called."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = []
+
+    def leave(num_free):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, limits[1]))
+        with suppress(OSError):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(num_free):
+            os.close(held.pop())
+
+    yield leave
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    for descriptor in held:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("num_free", [0, 1])
+def test_memory_that_cannot_be_mapped_is_not_read_as_zeros(few_descriptors, num_free):
+    with Team(2) as team:
+        row = team[0].empty(10_000, LIKE).fill_(3)
+        team[0].post({1: [row]}, {}, "it")
+        received = torch.full((10_000,), -1.0)
+        post = team[1].post({}, {0: [received]}, "it")
+        few_descriptors(num_free)
+        for _ in range(2):
+            with pytest.raises(
+                DisagreementError,
+                match=r"^worker 1 cannot map shared memory of worker 0 \(Too many open files\): raise its",
+            ):
+                post.is_done(0)
+        assert (received == -1).all()
+
+
+def test_memory_takes_one_descriptor_of_its_owner_and_none_of_others():
+    with Team(2) as team:
+        before = len(os.listdir("/proc/self/fd"))
+        for number in range(5):
+            sent = [team[rank].empty(50_000 << number, LIKE) for rank in (0, 1)]
+            swap(team, sent, [torch.empty_like(tensor) for tensor in sent])
+        assert len(os.listdir("/proc/self/fd")) == before + 2 * 5
 
 
 def test_all_of_it_is_reserved():

@@ -6,8 +6,8 @@ https://man7.org/linux/man-pages/man2/memfd_create.2.html.
 
 from __future__ import annotations
 
-import mmap
 import os
+import re
 import weakref
 from dataclasses import dataclass, field
 
@@ -44,8 +44,22 @@ def allocate(size: int) -> int:
 
 
 def mapped(descriptor: int, size: int) -> Bytes:
-    """Map shared memory as an array, which keeps the mapping alive."""
-    return np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
+    """Map shared memory as an array, which keeps the mapping alive.
+
+    Python's `mmap` would keep a descriptor open for each, of which a process may have only so many.
+
+    Raises:
+        OSError: it cannot be mapped.
+    """
+    try:
+        whole = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=size, dtype=torch.uint8)
+    except RuntimeError as error:
+        number = re.search(r"\((\d+)\)$", str(error).partition("\n")[0])
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+    found: Bytes = whole.numpy()
+    return found
 
 
 @dataclass

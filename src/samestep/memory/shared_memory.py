@@ -6,6 +6,7 @@ All other tensors go through the socket.
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import struct
@@ -17,7 +18,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from samestep.errors import calls_differ, kind_of_call, warn
+from samestep.errors import DisagreementError, calls_differ, kind_of_call, warn
 from samestep.forks import close_in_child
 from samestep.memory.channel import LONGEST, Channel, Kind, Packet
 from samestep.memory.segments import Bytes, Segment, Segments, as_bytes, mapped
@@ -140,9 +141,19 @@ class SharedMemory:
         if packet.kind == Kind.FORGET:
             self._theirs.pop((worker, number), None)
         elif (worker, number) not in self._theirs:
-            self._theirs[worker, number] = mapped(packet.descriptor, size)
+            self._theirs[worker, number] = self._map(worker, packet.descriptor, size)
             os.close(packet.descriptor)
         return True
+
+    def _map(self, worker: int, descriptor: int, size: int) -> Bytes:
+        try:
+            if descriptor < 0:  # the kernel drops descriptors for which there is no number left
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return mapped(descriptor, size)
+        except OSError as error:
+            what = f"worker {self._rank} cannot map shared memory of worker {worker} ({error.strerror})"
+            remedy = ": raise its limit, ulimit -n" if error.errno == errno.EMFILE else ""
+            raise DisagreementError(f"{what}{remedy}") from error
 
     def _fill(self, worker: int, content: memoryview) -> bool:
         number, position, num_bytes, offset = _MESSAGE.unpack_from(content)
