@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from samestep.summation.buckets import lay_out_buckets, lay_out_shares, pack, unpack
+from samestep.summation.buckets import lay_out_buckets, lay_out_shards, pack, unpack
 from samestep.summation.layout import Layout
 
 SHAPES = [(), (1,), (0,), (3,), (17,), (40, 5), (2, 3, 2, 2), (1000,)]
@@ -205,12 +205,12 @@ def test_a_bucket_of_nothing_still_travels():
     assert list(unpack(bucket.sections[0], flat, {})) == []
 
 
-# ---- workers with shares of the averages --------------------------------------------------------------
+# ---- workers with shards of the averages --------------------------------------------------------------
 
 
-def shares_of(layouts, num_workers, seed):
+def owners_of(layouts, num_workers, seed):
     """Cut each gradient somewhere, and give the parts to anybody."""
-    shares = {}
+    owners = {}
     for index, layout in enumerate(layouts):
         if layout is not None:
             generator = torch.Generator().manual_seed(seed + index)
@@ -218,14 +218,14 @@ def shares_of(layouts, num_workers, seed):
             ends = sorted({0, *cuts, layout.num_elements})
             parts = [range(*ends_of) for ends_of in pairwise(ends)] or [range(0)]
             workers = torch.randint(num_workers, (len(parts),), generator=generator).tolist()
-            shares[index] = list(zip(workers, parts, strict=True))
-    return shares
+            owners[index] = list(zip(workers, parts, strict=True))
+    return owners
 
 
 def test_a_share_is_in_the_order_of_the_parameter_s_memory():
     layout = layout_of((4, 3, 5, 5), torch.float32, torch.channels_last)
     (whole,) = lay_out_buckets([layout], 10**6, 2)
-    bucket = lay_out_shares(whole, {0: [(0, range(128)), (1, range(128, 300))]})
+    bucket = lay_out_shards(whole, {0: [(0, range(128)), (1, range(128, 300))]})
     gradient = gradient_of(layout, 0)
     flats = [torch.empty(bucket.num_elements) for _ in range(2)]
     pack(bucket, flats[0], [gradient])
@@ -240,9 +240,9 @@ def test_a_share_is_in_the_order_of_the_parameter_s_memory():
 @given(problems, st.integers(0, 2**20))
 def test_each_worker_s_share_comes_out_of_its_section(problem, seed):
     layouts, bucket_bytes, num_workers = problem
-    shares = shares_of(layouts, num_workers, seed)
+    owners = owners_of(layouts, num_workers, seed)
     for whole in lay_out_buckets(layouts, bucket_bytes, num_workers):
-        bucket = lay_out_shares(whole, shares)
+        bucket = lay_out_shards(whole, owners)
         assert bucket.parameters == whole.parameters
         assert not bucket.is_gathered
         assert bucket.shards == tuple(section.extent for section in bucket.sections)
@@ -256,7 +256,7 @@ def test_each_worker_s_share_comes_out_of_its_section(problem, seed):
             expected = [
                 (index, part)
                 for index in bucket.parameters
-                for owner, part in shares[index]
+                for owner, part in owners[index]
                 if owner == worker
             ]
             for knows in known(bucket, gradients):

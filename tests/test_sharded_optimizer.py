@@ -283,27 +283,27 @@ def test_a_derived_class_is_not_taken_for_elementwise():
     def most(job, kind):
         towers = Towers(nn.Linear(64, 10), 2, job=job)
         optimizer = ShardedOptimizer(towers, kind, lr=0.1)
-        return [len(shares) for shares in optimizer._shares]
+        return [len(shards) for shards in optimizer._shards]
 
     assert values(lambda job: most(job, Derived), 2) == [[1, 1]] * 2
     assert values(lambda job: most(job, AdamW), 2) == [[2, 1]] * 2
 
 
 def test_on_several_threads_kernels_cut_tensors_themselves():
-    def num_shares(job):
+    def num_shards(job):
         towers = Towers(nn.Linear(64, 10), 2, job=job)
-        return [len(shares) for shares in ShardedOptimizer(towers, AdamW)._shares]
+        return [len(shards) for shards in ShardedOptimizer(towers, AdamW)._shards]
 
     torch.set_num_threads(2)
-    assert values(num_shares, 2) == [[1, 1]] * 2
+    assert values(num_shards, 2) == [[1, 1]] * 2
 
 
 def test_each_frozen_parameter_is_cut_as_it_may_be_trained_alone():
-    def num_shares(job):
+    def num_shards(job):
         model = nn.Sequential(*(nn.Linear(16, 16, bias=False).requires_grad_(n == 0) for n in range(3)))
-        return [len(shares) for shares in ShardedOptimizer(Towers(model, 4, job=job), AdamW)._shares]
+        return [len(shards) for shards in ShardedOptimizer(Towers(model, 4, job=job), AdamW)._shards]
 
-    assert values(num_shares, 4) == [[4, 4, 4]] * 4
+    assert values(num_shards, 4) == [[4, 4, 4]] * 4
 
 
 @pytest.mark.parametrize("num_workers", [2, 3, 5])
@@ -329,11 +329,11 @@ def test_each_worker_keeps_its_part_of_the_state(num_workers):
 def test_each_element_is_one_worker_s(sizes, num_workers):
     parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
     loads = [0] * num_workers
-    for parameter, shares in zip(parameters, cut(parameters, loads), strict=True):
-        assert [n for share in shares for n in share.elements] == list(range(parameter.numel()))
-        assert shares
-        assert all(share.elements.start % 64 == 0 for share in shares)
-        assert len({share.worker for share in shares}) == len(shares)
+    for parameter, shards in zip(parameters, cut(parameters, loads), strict=True):
+        assert [n for shard in shards for n in shard.elements] == list(range(parameter.numel()))
+        assert shards
+        assert all(shard.elements.start % 64 == 0 for shard in shards)
+        assert len({shard.worker for shard in shards}) == len(shards)
 
 
 # ---- what users do beside it -----------------------------------------------------------------------------

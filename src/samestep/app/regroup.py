@@ -19,7 +19,7 @@ def renewable_of(job: Job, objects: TrainingObjects) -> Renewable | None:
         return job.renewable
     if job.is_newcomer:
         raise ConfigError(
-            "a worker cannot join a run whose optimizer is sharded: no other worker has its share"
+            "a worker cannot join a run whose optimizer is sharded: no other worker has its shard"
         )
     if job.is_first:
         sys.stderr.write(

@@ -110,7 +110,7 @@ class TrainingObjects:
 
 @dataclass(frozen=True)
 class Gathered:
-    """Stands in for a sharded optimizer, with the state of all workers' shares."""
+    """Stands in for a sharded optimizer, with the state of all workers' shards."""
 
     optimizer: ShardedOptimizer
     state: dict[str, Any]

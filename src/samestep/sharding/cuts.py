@@ -2,7 +2,7 @@
 
 Parameters are cut in memory order, at multiples of 64 elements from their first: vector instructions of any
 width begin there, too, so an elementwise kernel computes each element as in the whole tensor. If workers
-compute the norms of their shares, cuts lie between the blocks of a norm.
+compute the norms of their shards, cuts lie between the blocks of a norm.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from samestep.errors import ConfigError
-from samestep.sharding.shares import Share
+from samestep.sharding.shards import Shard
 from samestep.summation.layout import is_dense
 from samestep.summation.norms import NORM_BLOCK
 from samestep.towers.replica import Kind
@@ -27,8 +27,8 @@ _ALIGNMENT = 64
 
 def divide(
     parameters: Sequence[Tensor], towers: Towers, loads: list[int], *, is_elementwise: bool
-) -> dict[int, list[Share]]:
-    """Return the shares of each parameter, by its id.
+) -> dict[int, list[Shard]]:
+    """Return the shards of each parameter, by its id.
 
     Args:
         parameters: of an optimizer.
@@ -47,7 +47,7 @@ def divide(
     pieces = {id(p): p for p in parameters if is_cut and id(p) not in sparse}
     whole = [p for p in parameters if id(p) not in pieces]
     found = dict(zip(map(id, whole), deal(whole, loads), strict=True))
-    # If all workers average whole buckets, even with all layers thawed, no worker computes a share's norms.
+    # If all workers average whole buckets, even with all layers thawed, no worker computes a shard's norms.
     is_small = plan.is_whole and replica.plan_of([*pieces.values()], plan.placement).is_whole
     alignment = _ALIGNMENT if is_small else NORM_BLOCK
     # Bucket by bucket, so that each worker averages a part of every bucket.
@@ -65,8 +65,8 @@ def divide(
     return found
 
 
-def cut(parameters: Sequence[Tensor], loads: list[int], alignment: int = _ALIGNMENT) -> list[list[Share]]:
-    """Cut parameters, laid end to end, so that the workers' loads become equal; return each one's shares.
+def cut(parameters: Sequence[Tensor], loads: list[int], alignment: int = _ALIGNMENT) -> list[list[Shard]]:
+    """Cut parameters, laid end to end, so that the workers' loads become equal; return each one's shards.
 
     Each worker gets one run of elements, the least loaded worker first; `loads` is updated in place. A
     parameter is cut at multiples of `alignment` elements from its first.
@@ -74,17 +74,17 @@ def cut(parameters: Sequence[Tensor], loads: list[int], alignment: int = _ALIGNM
     fair = (sum(loads) + sum(p.numel() for p in parameters)) / len(loads)
     workers = sorted(range(len(loads)), key=loads.__getitem__)
     ends = list(accumulate(max(0.0, fair - loads[worker]) for worker in workers))[:-1]
-    shares, offset = [], 0
+    shards, offset = [], 0
     for parameter in parameters:
         size = parameter.numel()
         cuts = [0, *(_nearest(end - offset, size, alignment) for end in ends), size]
         parts = [(worker, range(*part)) for worker, part in zip(workers, pairwise(cuts), strict=True)]
         parts = [part for part in parts if part[1]] or parts[:1]
-        shares.append([Share(parameter, elements, worker) for worker, elements in parts])
+        shards.append([Shard(parameter, elements, worker) for worker, elements in parts])
         offset += size
-    for share in chain.from_iterable(shares):
-        loads[share.worker] += len(share.elements)
-    return shares
+    for shard in chain.from_iterable(shards):
+        loads[shard.worker] += len(shard.elements)
+    return shards
 
 
 def _nearest(element: float, size: int, alignment: int) -> int:
@@ -95,14 +95,14 @@ def _nearest(element: float, size: int, alignment: int) -> int:
     return before if element - before <= after - element else after
 
 
-def deal(parameters: Sequence[Tensor], loads: list[int]) -> list[list[Share]]:
+def deal(parameters: Sequence[Tensor], loads: list[int]) -> list[list[Shard]]:
     """Give each whole parameter to the least loaded worker, the largest first; update `loads` in place."""
-    shares: dict[int, Share] = {}
+    shards: dict[int, Shard] = {}
     for parameter in sorted(parameters, key=lambda p: (not p.requires_grad, -p.numel())):
         worker = loads.index(min(loads))
         loads[worker] += parameter.numel()
-        shares[id(parameter)] = Share(parameter, range(parameter.numel()), worker)
-    return [[shares[id(parameter)]] for parameter in parameters]
+        shards[id(parameter)] = Shard(parameter, range(parameter.numel()), worker)
+    return [[shards[id(parameter)]] for parameter in parameters]
 
 
 def _check(parameters: Sequence[Tensor]) -> None:

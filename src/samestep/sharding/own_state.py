@@ -14,7 +14,7 @@ __all__ = ["OwnState"]
 
 
 class OwnState(defaultdict[Tensor, Any]):
-    """`Optimizer.state` of this worker's shares.
+    """`Optimizer.state` of this worker's shards.
 
     Code that looks up a parameter which others update, fully or in part, would find nothing, and go on
     without what it finds on a single worker.

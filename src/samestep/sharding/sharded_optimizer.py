@@ -34,10 +34,10 @@ from samestep.errors import ConfigError, DisagreementError, UsageError, shown
 from samestep.sharding.cuts import divide
 from samestep.sharding.own_state import OwnState
 from samestep.sharding.separable import check_separable
-from samestep.sharding.shares import Share, gather
+from samestep.sharding.shards import Shard, gather
 from samestep.sharding.update import Update
 from samestep.streams import GlobalStreams
-from samestep.towers.division import Division, UpdatesShares
+from samestep.towers.division import Division, UpdatesShards
 from samestep.towers.result import StepResult
 from samestep.towers.root import settings_of
 from samestep.towers.towers import Towers
@@ -54,20 +54,20 @@ _SCALING = ("grad_scale", "found_inf")
 """Attributes that a `GradScaler` sets for one step of an optimizer that unscales gradients itself."""
 
 
-class ShardedOptimizer(Optimizer, UpdatesShares):
+class ShardedOptimizer(Optimizer, UpdatesShards):
     """An optimizer whose state is divided among the workers: each keeps and updates about 1/W of it.
 
     Weights and checkpoints have the bits of the plain optimizer, on any number of workers. All workers must
     create it, and call `step`, `state_dict` and `add_param_group`, which exchange messages. In `step` each
-    worker updates its share and sends it to the others. After `towers.average()` every worker has all
-    averages as `p.grad`; within a `Step` it has only its share's, and afterwards every `p.grad` is None.
+    worker updates its shard and sends it to the others. After `towers.average()` every worker has all
+    averages as `p.grad`; within a `Step` it has only its shard's, and afterwards every `p.grad` is None.
 
     The elementwise optimizers of torch (SGD, Adam, AdamW, RMSprop, Adagrad, ...) update pieces of parameters.
     All others (Muon, Adafactor, your own classes) update whole parameters, so a large parameter belongs to a
     single worker. So does a parameter with sparse gradients, and, on a CPU with several threads per worker,
     every parameter, because kernels split tensors among threads by their sizes.
 
-    If a worker is lost, its share is lost, too: the others end, and the run continues from a checkpoint.
+    If a worker is lost, its shard is lost, too: the others end, and the run continues from a checkpoint.
 
     Args:
         towers: the towers that average the gradients.
@@ -78,7 +78,7 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
     Attributes:
         optimizer_class: see above.
         param_groups: of all parameters, for schedulers and the like.
-        state: of this worker's share; the keys are parameters, or flat views of them. To look up a parameter
+        state: of this worker's shard; the keys are parameters, or flat views of them. To look up a parameter
             that other workers update, fully or in part, is a `UsageError`.
 
     Raises:
@@ -110,8 +110,8 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
         self.optimizer_class = optimizer_class
         self._towers = towers
         self._inner: Optimizer | None = None
-        self._shares: list[list[Share]] = []  # of each parameter
-        self._own: list[list[Share]] = []  # of each group, as the inner optimizer has them
+        self._shards: list[list[Shard]] = []  # of each parameter
+        self._own: list[list[Shard]] = []  # of each group, as the inner optimizer has them
         self._elsewhere: set[int] = set()  # ids of parameters that other workers update, fully or in part
         self._loads = [0] * towers.job.world_size
         self._loaded = 0  # a checksum of all loaded states
@@ -129,7 +129,7 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
         if not (isinstance(made, type) and issubclass(made, Optimizer)):
             raise ConfigError(f"optimizer_class = {shown(made)}: expected a class, such as torch.optim.AdamW")
         super().__init__(params, {})
-        groups = self._share_out(self.param_groups)
+        groups = self._shard(self.param_groups)
         if made not in (*_ELEMENTWISE, SparseAdam):  # SparseAdam takes no dense gradients
             check_separable(made, groups, defaults, self._towers.job.device)
         self._inner = made(groups, **defaults)
@@ -148,7 +148,7 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
         must_match: dict[str, Any] = {}
         if error is None:
             names = {id(p): name for name, p in self._towers._root.named_parameters()}
-            parameters = [shares[0].parameter for shares in self._shares]
+            parameters = [shards[0].parameter for shards in self._shards]
             must_match = {"optimizer": self.optimizer_class.__name__, "CPU threads": torch.get_num_threads()}
             must_match["parameters"] = [
                 f"{names.get(id(p), 'one that is not of the model')} {list(p.shape)} strides {p.stride()} "
@@ -158,20 +158,20 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
             must_match |= {name: repr(value) for name, value in settings_of(self).items()}
         agree(self._towers.job, must_match, where=where, error=error)
 
-    def _share_out(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Divide the parameters of new groups; return the groups with this worker's shares."""
+    def _shard(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Divide the parameters of new groups; return the groups with this worker's shards."""
         rank, parameters = self._towers.job.rank, [p for group in groups for p in group["params"]]
         is_elementwise = self.optimizer_class in _ELEMENTWISE
         found = divide(parameters, self._towers, self._loads, is_elementwise=is_elementwise)
-        self._shares += [found[id(p)] for p in parameters]
+        self._shards += [found[id(p)] for p in parameters]
         self._elsewhere |= {id(p) for p in parameters if {s.worker for s in found[id(p)]} != {rank}}
-        each = ((s[0].parameter, [(share.worker, share.elements) for share in s]) for s in self._shares)
-        self._division = Division({id(parameter): shares for parameter, shares in each})
+        each = ((s[0].parameter, [(shard.worker, shard.elements) for shard in s]) for s in self._shards)
+        self._division = Division({id(parameter): shards for parameter, shards in each})
         self._update: Update | None = None
         own = [[s for p in group["params"] for s in found[id(p)] if s.worker == rank] for group in groups]
         self._own += own
         pairs = zip(groups, own, strict=True)
-        return [{**_settings(group), "params": [s.tensor for s in shares]} for group, shares in pairs]
+        return [{**_settings(group), "params": [s.tensor for s in shards]} for group, shards in pairs]
 
     def __repr__(self) -> str:
         return super().__repr__().replace("(", f"of {self.optimizer_class.__name__} (", 1)
@@ -190,7 +190,7 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
         error: Exception | None = None
         try:
             super().add_param_group(param_group)
-            (group,) = self._share_out(self.param_groups[-1:])
+            (group,) = self._shard(self.param_groups[-1:])
             self._inner.add_param_group(group)
         except Exception as found:
             error = found
@@ -213,7 +213,7 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
         where = f"step {max(0, self._towers.step - 1)}, the update"
         if self._half_done is not None:
             raise UsageError(
-                f"{where}: {self._half_done} failed, after some workers had updated their share: load a "
+                f"{where}: {self._half_done} failed, after some workers had updated their shard: load a "
                 "checkpoint first"
             )
         with unbroken(job.transport, where):
@@ -229,15 +229,17 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
                 self._half_done = where
             agree(job, words, where=where, error=error)
             raise DisagreementError(f"{where}: workers differ, but the difference could not be identified")
-        shared = self._shared_out()
-        updated = [p for p in update.parameters if p.grad is not None] if shared is None else shared.averaged
+        sharded = self._last_sharded()
+        updated = (
+            [p for p in update.parameters if p.grad is not None] if sharded is None else sharded.averaged
+        )
         increment_version(updated)  # their memory has changed
-        if shared is not None:
-            shared.own_averages = None
+        if sharded is not None:
+            sharded.own_averages = None
         return loss
 
-    def _shared_out(self) -> StepResult | None:
-        """Return the last step if each worker has only its share of the averages; None otherwise."""
+    def _last_sharded(self) -> StepResult | None:
+        """Return the last step if each worker has only its shard of the averages; None otherwise."""
         last = getattr(self._towers, "_last", None)
         return None if last is None or last.own_averages is None else last
 
@@ -246,42 +248,42 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
         return None if step_hooks(self) else self._division
 
     def _take_averages(self) -> list[Tensor] | None:
-        shared, own = self._shared_out(), [*chain.from_iterable(self._own)]
-        if shared is None:
+        sharded, own = self._last_sharded(), [*chain.from_iterable(self._own)]
+        if sharded is None:
             return None
-        if shared.own_averages:
-            averages, shared.own_averages = shared.own_averages, []
-            parameters = shared.run.parameters
+        if sharded.own_averages:
+            averages, sharded.own_averages = sharded.own_averages, []
+            parameters = sharded.run.parameters
             found = {(id(parameters[index]), start): gradient for index, start, gradient in averages}
-            for share in own:
-                share.tensor.grad = found.get((id(share.parameter), share.elements.start))
-        return [share.tensor for share in own if share.tensor.grad is not None]
+            for shard in own:
+                shard.tensor.grad = found.get((id(shard.parameter), shard.elements.start))
+        return [shard.tensor for shard in own if shard.tensor.grad is not None]
 
     def _let_go(self) -> None:
         self._dropped = self._towers.step
-        for shares in self._shares:
-            for share in shares:
-                share.tensor.grad = share.parameter.grad = None
-        if (shared := self._shared_out()) is not None:
-            shared.own_averages = None
+        for shards in self._shards:
+            for shard in shards:
+                shard.tensor.grad = shard.parameter.grad = None
+        if (sharded := self._last_sharded()) is not None:
+            sharded.own_averages = None
 
     def _current_update(self) -> Update:
         """Return the exchange for the parameters that were averaged last."""
         towers = self._towers
         averaged = towers._last.run.parameters if hasattr(towers, "_last") else ()
         if self._update is None or self._update.averaged is not averaged:
-            self._update = Update(averaged, self._shares, towers._root, towers.job.world_size)
+            self._update = Update(averaged, self._shards, towers._root, towers.job.world_size)
         return self._update
 
     def _update_own(self, update: Update) -> tuple[dict[str, Any], Exception | None]:
-        """Update this worker's share; return what must be the same on all workers, and any error.
+        """Update this worker's shard; return what must be the same on all workers, and any error.
 
-        Errors are returned, because the other workers wait for this share's message.
+        Errors are returned, because the other workers wait for this shard's message.
         """
         words: dict[str, Any] = {}
         try:
             self._check_groups()
-            if self._dropped == self._towers.step and all(s[0].parameter.grad is None for s in self._shares):
+            if self._dropped == self._towers.step and all(s[0].parameter.grad is None for s in self._shards):
                 raise UsageError(
                     "step() has no gradients, because a Step has already taken this update, and dropped them"
                 )
@@ -289,7 +291,7 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
             if self._towers.job.world_size > 1:
                 words |= {name: repr(value) for name, value in settings_of(self).items()}
                 words["states that were loaded"] = self._loaded
-                found = {} if self._shared_out() else update.hashes(self._towers.step)
+                found = {} if self._last_sharded() else update.hashes(self._towers.step)
                 words |= {f"hash of {name}": value for name, value in found.items()}
             self._step_inner()
         except Exception as error:
@@ -298,7 +300,7 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
 
     def _check_groups(self) -> None:
         listed = [parameter for group in self.param_groups for parameter in group["params"]]
-        sharded = [shares[0].parameter for shares in self._shares]
+        sharded = [shards[0].parameter for shards in self._shards]
         if len(listed) != len(sharded) or any(map(is_not, listed, sharded)):
             raise UsageError(
                 f"param_groups have {len(listed)} parameters, which are not the {len(sharded)} that are "
@@ -316,8 +318,8 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
         vars(inner).update(scaling)
         for mine, its in zip(self.param_groups, inner.param_groups, strict=True):
             its.update(_settings(mine))
-        for share in own:
-            share.begin()
+        for shard in own:
+            shard.begin()
         may_draw = not self.optimizer_class.__module__.startswith("torch.")
         before = GlobalStreams.capture(self._towers.job.device) if may_draw else None
         try:
@@ -325,14 +327,14 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
             # Without torch's global hooks, which have already run for the ShardedOptimizer.
             (step.__wrapped__ if getattr(step, "hooked", False) else step)(inner)
         finally:
-            for share in own:
-                share.end()
+            for shard in own:
+                shard.end()
             for name in scaling:
                 delattr(inner, name)
         if before is not None and before.has_changed():
             raise UsageError(
                 f"{self.optimizer_class.__name__} draws random numbers in step(), which each worker would "
-                "draw for its own shares: use the optimizer itself, not sharded"
+                "draw for its own shards: use the optimizer itself, not sharded"
             )
         self._take_settings()
 
@@ -341,12 +343,12 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
         assert self._inner is not None
         self.state = self._inner.state = OwnState(state, self._elsewhere)
 
-    def _checked_state(self, own: Sequence[Share]) -> defaultdict[Tensor, Any]:
+    def _checked_state(self, own: Sequence[Shard]) -> defaultdict[Tensor, Any]:
         """Return `state`, which the program has replaced, for example to clear it; check its keys."""
-        known = {id(share.tensor) for share in own}
+        known = {id(shard.tensor) for shard in own}
         if not isinstance(self.state, defaultdict) or any(id(key) not in known for key in self.state):
             raise UsageError(
-                "optimizer.state was replaced by one that does not belong to this worker's shares: use "
+                "optimizer.state was replaced by one that does not belong to this worker's shards: use "
                 "load_state_dict(), on all workers, or an empty defaultdict(dict) to start over"
             )
         return self.state
@@ -366,14 +368,14 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
     def _gathered(self, targets: Sequence[int]) -> dict[str, Any]:
         """Return the plain optimizer's state on some workers, an empty one on others; all must call this."""
         own = self.state
-        self.state = gather(self._shares, own, self._towers.job, targets)  # type: ignore[assignment]
+        self.state = gather(self._shards, own, self._towers.job, targets)  # type: ignore[assignment]
         try:
             return super().state_dict()
         finally:
             self.state = own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load this worker's share of a state from `state_dict`, of a sharded or the plain optimizer.
+        """Load this worker's shard of a state from `state_dict`, of a sharded or the plain optimizer.
 
         All workers must call this with the same state; the next `step` compares what they have loaded.
         """
@@ -387,16 +389,16 @@ class ShardedOptimizer(Optimizer, UpdatesShares):
         state: dict[int, Any] = {}
         own_groups, number = [], 0
         saved_keys = chain.from_iterable(saved["params"] for saved in all_saved)
-        for key, shares in zip(saved_keys, self._shares, strict=True):
-            shares[0].check(state_dict["state"].get(key, {}))  # all of it, so that all workers raise alike
-        for group, saved, shares in zip(groups, all_saved, self._own, strict=True):
+        for key, shards in zip(saved_keys, self._shards, strict=True):
+            shards[0].check(state_dict["state"].get(key, {}))  # all of it, so that all workers raise alike
+        for group, saved, shards in zip(groups, all_saved, self._own, strict=True):
             keys = dict(zip(map(id, group["params"]), saved["params"], strict=True))
-            numbers = range(number, number + len(shares))
-            entries = [state_dict["state"].get(keys[id(share.parameter)]) for share in shares]
-            parts = zip(numbers, shares, entries, strict=True)
-            state |= {n: share.part_of(entry) for n, share, entry in parts if entry is not None}
+            numbers = range(number, number + len(shards))
+            entries = [state_dict["state"].get(keys[id(shard.parameter)]) for shard in shards]
+            parts = zip(numbers, shards, entries, strict=True)
+            state |= {n: shard.part_of(entry) for n, shard, entry in parts if entry is not None}
             own_groups.append({**_settings(saved), "params": [*numbers]})
-            number += len(shares)
+            number += len(shards)
         assert self._inner is not None
         self._inner.load_state_dict({"state": state, "param_groups": own_groups})
         self._keep_state(self._inner.state)

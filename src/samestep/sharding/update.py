@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.errors import UsageError
-from samestep.sharding.shares import Share
+from samestep.sharding.shards import Shard
 from samestep.watching.weight_hash import Hashes, WeightHash
 from samestep.workers.transport import Transport
 
@@ -41,33 +41,33 @@ class Update:
 
     Args:
         averaged: these parameters, on which all workers have agreed.
-        shares: of each parameter of the optimizer.
+        shards: of each parameter of the optimizer.
         model: names the parameters.
         num_workers: W.
 
     Attributes:
         parameters: the averaged parameters that are in the optimizer.
-        sent: the shares that each worker sends: all of its own, so that sizes do not depend on gradients.
+        sent: the shards that each worker sends: all of its own, so that sizes do not depend on gradients.
     """
 
     def __init__(
         self,
         averaged: Sequence[nn.Parameter],
-        shares: Sequence[Sequence[Share]],
+        shards: Sequence[Sequence[Shard]],
         model: nn.Module,
         num_workers: int,
     ) -> None:
         self.averaged = averaged
         known = set(map(id, averaged))
-        self._all = list(chain.from_iterable(shares))
-        trained = [share for share in self._all if id(share.parameter) in known]
+        self._all = list(chain.from_iterable(shards))
+        trained = [shard for shard in self._all if id(shard.parameter) in known]
         self.sent = [
             [s for s in trained if s.worker == worker and s.elements] for worker in range(num_workers)
         ]
-        self._others = [each[0].parameter for each in shares if id(each[0].parameter) not in known]
+        self._others = [each[0].parameter for each in shards if id(each[0].parameter) not in known]
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._removed = set(map(id, self._others)) - set(names)
-        self.parameters = list({id(share.parameter): share.parameter for share in trained}.values())
+        self.parameters = list({id(shard.parameter): shard.parameter for shard in trained}.values())
         self._names = [names[id(each)] for each in self.parameters]
         self._hashed: list[str] = []
         self._late = Hashes()
@@ -78,8 +78,8 @@ class Update:
         Raises:
             UsageError: a parameter's shape has changed, or its gradient is not an average.
         """
-        for share in self._all:
-            share.look()
+        for shard in self._all:
+            shard.look()
         for parameter in self._others:
             if parameter.grad is not None:
                 is_removed = id(parameter) in self._removed
@@ -90,7 +90,7 @@ class Update:
 
     def contents(self, transport: Transport) -> list[list[Tensor]]:
         """Return each worker's message as bytes: views of the parameters, but a copy of this worker's own."""
-        contents = [[share.memory for share in shares] for shares in self.sent]
+        contents = [[shard.memory for shard in shards] for shards in self.sent]
         own = contents[transport.rank]
         if own and transport.world_size > 1:
             memory = transport.empty(sum(map(len, own)), own[0])

@@ -94,7 +94,7 @@ class SharedBucket:
             rank, shard = self._job.rank, self._bucket.shards[self._job.rank]
             total = add_partial_sums(self._plan.spans, self._sums, rank)
             average = total
-            if self._bucket.is_shared_out:
+            if self._bucket.is_sharded:
                 average = torch.empty_like(total)  # because the transport reuses the memory of `total`
             elif self._bucket.is_gathered:
                 average = self._rows[0][shard.start : shard.stop]
@@ -123,5 +123,5 @@ class SharedBucket:
 
     def averages(self) -> Iterable[Average]:
         """Return this worker's averages, as views."""
-        section = self._bucket.sections[self._job.rank if self._bucket.is_shared_out else 0]
+        section = self._bucket.sections[self._job.rank if self._bucket.is_sharded else 0]
         return unpack(section, self._averages, self._used_here)

@@ -18,11 +18,11 @@ __all__ = [
     "DEFAULT_BUCKET_BYTES",
     "Average",
     "Bucket",
+    "Owners",
     "Piece",
     "Section",
-    "Shares",
     "lay_out_buckets",
-    "lay_out_shares",
+    "lay_out_shards",
     "pack",
     "unpack",
 ]
@@ -43,7 +43,7 @@ _SMALL_BYTES = 2**19
 That sends more bytes, but saves a round of messages.
 """
 
-Shares = Mapping[int, Sequence[tuple[int, range]]]
+Owners = Mapping[int, Sequence[tuple[int, range]]]
 """For each parameter index: pairs of a worker and the elements whose averages it gets."""
 
 
@@ -111,7 +111,7 @@ class Bucket:
     shards: tuple[range, ...]  # the elements that each worker averages; all of them if the bucket is small
 
     @property
-    def is_shared_out(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether each worker gets only the averages of its own shard."""
         return len(self.sections) > 1
 
@@ -123,7 +123,7 @@ class Bucket:
     @property
     def is_gathered(self) -> bool:
         """Whether workers send each other the averages of their shards."""
-        return not (self.is_whole or self.is_shared_out)
+        return not (self.is_whole or self.is_sharded)
 
 
 def lay_out_buckets(
@@ -159,15 +159,15 @@ def _lay_out(group: Mapping[int, Layout], num_workers: int) -> Bucket:
     return Bucket(tuple(group), (section,), num_elements, dtype, tuple(shards))
 
 
-def lay_out_shares(bucket: Bucket, shares: Shares) -> Bucket:
-    """Return a bucket of the same parameters, where each worker gets only the averages of its share."""
+def lay_out_shards(bucket: Bucket, owners: Owners) -> Bucket:
+    """Return a bucket of the same parameters, where each worker gets only the averages of its shard."""
     (whole,) = bucket.sections
     sections: list[Section] = []
     for worker in range(len(bucket.shards)):
         found = [
             (piece.parameter, elements, piece.layout)
             for piece in whole.pieces
-            for owner, elements in shares[piece.parameter]
+            for owner, elements in owners[piece.parameter]
             if owner == worker
         ]
         start = sections[-1].extent.stop if sections else 0

@@ -67,13 +67,13 @@ def gather_norms(
 
     Args:
         job: this worker's job.
-        plan: the step's plan; if it is shared out, all workers must call this.
+        plan: the step's plan; if it is sharded, all workers must call this.
         averages: this worker's averages, without absent ones.
         dtypes: the dtype of each parameter's average.
         what: the message's name in an error.
     """
     norms = _norms_of_all([each.gradient for each in averages if each.gradient is not None])
-    if not plan.is_shared_out:
+    if not plan.is_sharded:
         return {each.parameter: own for each, own in zip(averages, norms, strict=True)}
     found = {(each.parameter, each.start): own for each, own in zip(averages, norms, strict=True)}
     found |= _gather(job, plan, found, dtypes, what)
@@ -86,21 +86,21 @@ def gather_norms(
 def _gather(
     job: Job, plan: Plan, own: Mapping[_Place, Norms], dtypes: Sequence[torch.dtype], what: str
 ) -> dict[_Place, Norms]:
-    """Gather the norms of all workers' shares, given the norms of this worker's share."""
+    """Gather the norms of all workers' shards, given the norms of this worker's shard."""
     like = torch.zeros(1, dtype=torch.float64, device=job.device)
     rows = [like]  # one number, so that no worker's message is empty
-    for piece in plan.shares[job.rank]:
+    for piece in plan.shards[job.rank]:
         norms = own.get((piece.parameter, piece.elements.start))
         absent = like.new_full((_num_blocks(piece),), _ABSENT)
         rows.append(absent if norms is None else torch.stack(list(norms)).double())
-    sizes = [1 + sum(map(_num_blocks, share)) for share in plan.shares]
+    sizes = [1 + sum(map(_num_blocks, shard)) for shard in plan.shards]
     table = gather_rows(job.transport, torch.cat(rows), sizes, what)
     found: dict[_Place, Norms] = {}
-    for share, row, row_on_host in zip(
-        plan.shares, table.split(sizes), table.cpu().split(sizes), strict=True
+    for shard, row, row_on_host in zip(
+        plan.shards, table.split(sizes), table.cpu().split(sizes), strict=True
     ):
         start = 1
-        for piece in share:
+        for piece in shard:
             blocks = slice(start, start + _num_blocks(piece))
             start = blocks.stop
             if _ABSENT not in row_on_host[blocks].tolist():

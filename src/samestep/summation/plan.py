@@ -13,10 +13,10 @@ from torch import Tensor
 from samestep.summation.buckets import (
     DEFAULT_BUCKET_BYTES,
     Bucket,
+    Owners,
     Piece,
-    Shares,
     lay_out_buckets,
-    lay_out_shares,
+    lay_out_shards,
 )
 from samestep.summation.layout import Layout
 from samestep.summation.placement import Placement
@@ -86,9 +86,9 @@ class Plan:
         buckets = lay_out_buckets(layouts, bucket_bytes, placement.num_workers)
         return cls(placement, parameters, buckets, buffers)
 
-    def shared_out(self, shares: Shares) -> Plan:
-        """Return the plan of a step in which each worker gets only the averages of its share."""
-        return replace(self, buckets=tuple(lay_out_shares(bucket, shares) for bucket in self.buckets))
+    def sharded(self, owners: Owners) -> Plan:
+        """Return the plan of a step in which each worker gets only the averages of its shard."""
+        return replace(self, buckets=tuple(lay_out_shards(bucket, owners) for bucket in self.buckets))
 
     def with_all_shared(self) -> Plan:
         """Return the plan without new tensors, for use after their values have been shared."""
@@ -100,13 +100,13 @@ class Plan:
         return all(bucket.is_whole for bucket in self.buckets)
 
     @property
-    def is_shared_out(self) -> bool:
-        """Whether each worker gets only the averages of its share, apart from sparse ones."""
-        return self.buckets[0].is_shared_out
+    def is_sharded(self) -> bool:
+        """Whether each worker gets only the averages of its shard, apart from sparse ones."""
+        return self.buckets[0].is_sharded
 
     @cached_property
-    def shares(self) -> list[list[Piece]]:
-        """The pieces whose averages each worker gets, if the plan is shared out."""
+    def shards(self) -> list[list[Piece]]:
+        """The pieces whose averages each worker gets, if the plan is sharded."""
         workers = range(self.placement.num_workers)
         return [[piece for each in self.buckets for piece in each.sections[w].pieces] for w in workers]
 
@@ -140,15 +140,15 @@ class Plan:
         """The plan in words, for the error if workers differ."""
         kind = "of the whole batch" if self.is_whole_batch else ", ".join(map(repr, self.sums)) or "one sum"
         sizes = f"{[bucket.num_elements for bucket in self.buckets]} elements in buckets"
-        averages, shares = "on all workers", ""
-        if self.is_shared_out:
-            averages = "in shares, because neither keep_gradients nor a hook on optimizer.step needs all"
-            shares = str([[(piece.parameter, piece.elements) for piece in own] for own in self.shares])
+        averages, shards = "on all workers", ""
+        if self.is_sharded:
+            averages = "in shards, because neither keep_gradients nor a hook on optimizer.step needs all"
+            shards = str([[(piece.parameter, piece.elements) for piece in own] for own in self.shards])
         return {
             "placement": str(self.placement.cuts),
             "loss": kind,
             "averages": averages,
-            "shares": shares,
+            "shards": shards,
             "layer": dict(self.layers),
             "trained parameter": {each.name: str(each) for each in self.parameters},
             "buffer": dict(self.buffers.kinds),

@@ -1,4 +1,4 @@
-"""Which averages each worker needs if each worker updates only a share of the parameters."""
+"""Which averages each worker needs if each worker updates only a shard of the parameters."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from samestep.summation.buckets import Shares
+from samestep.summation.buckets import Owners
 from samestep.summation.norms import NORM_BLOCK
 from samestep.summation.plan import Plan
 
-__all__ = ["Division", "UpdatesShares"]
+__all__ = ["Division", "UpdatesShards"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,26 +21,26 @@ class Division:
 
     of: Mapping[int, Sequence[tuple[int, range]]]
 
-    def shares_in(self, plan: Plan, parameters: Sequence[Tensor]) -> Shares | None:
+    def owners_in(self, plan: Plan, parameters: Sequence[Tensor]) -> Owners | None:
         """Return the elements whose averages each worker needs, or None if all workers get all averages.
 
         They get all if the buckets are so small that this saves a round of messages, if some parameter is
-        complex or belongs to no share, or if a share starts inside a block of `norms.py`.
+        complex or belongs to no shard, or if a shard starts inside a block of `norms.py`.
         """
         if plan.is_whole:
             return None
         found = {}
         for index, parameter in enumerate(parameters):
-            shares = self.of.get(id(parameter), ())
-            is_cut = any(elements.start % NORM_BLOCK for _, elements in shares)
-            if not shares or parameter.is_complex() or is_cut:
+            owners = self.of.get(id(parameter), ())
+            is_cut = any(elements.start % NORM_BLOCK for _, elements in owners)
+            if not owners or parameter.is_complex() or is_cut:
                 return None
-            found[index] = shares
+            found[index] = owners
         return found
 
 
-class UpdatesShares(ABC):
-    """An optimizer that updates one share per worker, and in a `Step` needs only that share's averages."""
+class UpdatesShards(ABC):
+    """An optimizer that updates one shard per worker, and in a `Step` needs only that shard's averages."""
 
     @abstractmethod
     def _division_now(self) -> Division | None:
@@ -48,7 +48,7 @@ class UpdatesShares(ABC):
 
     @abstractmethod
     def _take_averages(self) -> list[Tensor] | None:
-        """Set the gradients of this worker's shares to their averages; return the shares that have one.
+        """Set the gradients of this worker's shards to their averages; return the shards that have one.
 
         Return None if all workers have all averages.
         """

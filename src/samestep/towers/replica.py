@@ -133,8 +133,8 @@ class Replica:
         plain = Kind(kind.placement, division=kind.division)
         if plain not in self._plans:
             plan = Plan.of(kind.placement, self._layouts, self.buffers.layout, self.settings.bucket_bytes)
-            shares = None if kind.division is None else kind.division.shares_in(plan, self.parameters)
-            plan = plan if shares is None else plan.shared_out(shares)
+            owners = None if kind.division is None else kind.division.owners_in(plan, self.parameters)
+            plan = plan if owners is None else plan.sharded(owners)
             new = tuple(self._new.items())
             self._plans[plain] = replace(plan, layers=self._layers, new_tensors=new, version=self.version)
         if kind not in self._plans:

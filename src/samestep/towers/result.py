@@ -25,8 +25,8 @@ class StepResult:
     Attributes:
         run: the step.
         averaged: the parameters that have an averaged gradient, on this or another worker.
-        own_averages: the averages of this worker's share, which are not in `p.grad`; None unless each worker
-            gets only its share.
+        own_averages: the averages of this worker's shard, which are not in `p.grad`; None unless each worker
+            gets only its shard.
     """
 
     def __init__(self, run: StepRun) -> None:
@@ -36,7 +36,7 @@ class StepResult:
         self._norms: list[Norms] = []  # of the blocks of each average
 
     def take(self, averages: Sequence[Average]) -> None:
-        """Store the averages in `p.grad`, or in `own_averages` if each worker has a share; compute norms.
+        """Store the averages in `p.grad`, or in `own_averages` if each worker has a shard; compute norms.
 
         They are cast to the dtype of `p.grad`. All workers must call this.
         """
@@ -47,7 +47,7 @@ class StepResult:
             if each.gradient is not None
         ]
         del averages
-        if plan.is_shared_out:
+        if plan.is_sharded:
             self.own_averages = taken
         else:
             for index, _, gradient in taken:

@@ -17,7 +17,7 @@ from samestep.arguments import check_callable, check_kind, positive
 from samestep.errors import ConfigError, Error, NonFiniteError, UsageError
 from samestep.towers.counts import Count, check_counts
 from samestep.towers.diagnosis import explain, first_nonfinite
-from samestep.towers.division import UpdatesShares
+from samestep.towers.division import UpdatesShards
 from samestep.towers.losses import LossSum
 from samestep.towers.opening import StepOptions
 from samestep.towers.report import Report
@@ -120,7 +120,7 @@ class Step:
             batch: as for `Towers.__call__`.
             flags: as for `Towers.__call__`.
             keep_gradients: with a `ShardedOptimizer`, leave all averages in `p.grad` on all workers. By
-                default each worker gets only the averages of its share, and every `p.grad` ends as None.
+                default each worker gets only the averages of its shard, and every `p.grad` ends as None.
 
         Raises:
             NonFiniteError: the averaged gradient is NaN or infinite and `on_nonfinite` is "raise". The
@@ -150,8 +150,8 @@ class Step:
                 sharded._let_go()
 
     @property
-    def _sharded(self) -> UpdatesShares | None:
-        return self.optimizer if isinstance(self.optimizer, UpdatesShares) else None
+    def _sharded(self) -> UpdatesShards | None:
+        return self.optimizer if isinstance(self.optimizer, UpdatesShards) else None
 
     def _average(self, batch: Any, options: StepOptions) -> Report:
         towers = self.towers
@@ -202,8 +202,8 @@ class Step:
         if not math.isfinite(report.grad_norm):
             return False
         if self.clip_norm is not None:
-            shares = None if self._sharded is None else self._sharded._take_averages()
-            found = self.towers._last.run.parameters if shares is None else shares
+            shards = None if self._sharded is None else self._sharded._take_averages()
+            found = self.towers._last.run.parameters if shards is None else shards
             torch.nn.utils.clip_grads_with_norm_(found, self.clip_norm, report.norm)
         return True
 

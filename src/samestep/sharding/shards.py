@@ -14,13 +14,13 @@ from samestep.summation.layout import in_order
 from samestep.workers.agreement import hand_over
 from samestep.workers.job import Job
 
-__all__ = ["Share", "gather"]
+__all__ = ["Shard", "gather"]
 
 Entry = Mapping[str, Any]
 """An optimizer's state for a parameter, by name."""
 
 
-class Share:
+class Shard:
     """The elements of a parameter that one worker updates, in memory order.
 
     Attributes:
@@ -99,21 +99,21 @@ class Share:
 
 
 def gather(
-    shares: Sequence[Sequence[Share]], kept: Mapping[Tensor, Entry], job: Job, targets: Sequence[int]
+    shards: Sequence[Sequence[Shard]], kept: Mapping[Tensor, Entry], job: Job, targets: Sequence[int]
 ) -> dict[Tensor, Entry]:
     """Return a plain optimizer's state, in host memory, on some workers; all must call this.
 
     Args:
-        shares: of each parameter.
-        kept: the state of this worker's shares.
+        shards: of each parameter.
+        kept: the state of this worker's shards.
         job: of this worker.
         targets: the workers that get the state; the result is empty on the others.
     """
     own = [
-        (number, share.elements.start, pytree.tree_map_only(Tensor, _copy, dict(kept[share.tensor])))
-        for number, found in enumerate(shares)
-        for share in found
-        if share.worker == job.rank and share.tensor in kept
+        (number, shard.elements.start, pytree.tree_map_only(Tensor, _copy, dict(kept[shard.tensor])))
+        for number, found in enumerate(shards)
+        for shard in found
+        if shard.worker == job.rank and shard.tensor in kept
     ]
     parts: dict[int, dict[int, Entry]] = {}
     for worker in range(job.world_size):
@@ -122,7 +122,7 @@ def gather(
         nest = hand_over(nest, job, worker, [target for target in targets if target != worker], what)
         for number, start, entry in nest if nest and job.rank in targets else ():
             parts.setdefault(number, {})[start] = entry
-    parameters = [found[0].parameter for found in shares]
+    parameters = [found[0].parameter for found in shards]
     return {parameters[number]: _joined(parameters[number], parts[number]) for number in sorted(parts)}
 
 

@@ -1,4 +1,4 @@
-"""Steps in which each worker gets the averages of its share only: the bits of the plain optimizer."""
+"""Steps in which each worker gets the averages of its shard only: the bits of the plain optimizer."""
 
 import math
 
@@ -64,7 +64,7 @@ def work(job, kind, settings, **options):
     reports = train(step, options.get("dtype", torch.float32))
     if isinstance(step.optimizer, ShardedOptimizer):
         assert all(parameter.grad is None for parameter in step.towers.model.parameters())
-        assert step.towers._opening.plan.is_shared_out == (job.world_size > 1)
+        assert step.towers._opening.plan.is_sharded == (job.world_size > 1)
     numbers = [(r.grad_norm, r.noise_scale, r.tower_grad_norms) for r in reports]
     return samestep.digest(step.towers.model), step.optimizer.state_dict(), repr(numbers)
 
@@ -105,12 +105,12 @@ def test_a_net_of_which_little_was_trained_when_it_was_shared_out(monkeypatch):
         towers = Towers(model, 7, job=job)
         optimizer = make(towers, AdamW, sharded=sharded, params=model.parameters(), lr=0.01)
         step = Step(towers, lambda model, x: model(x).square().mean(), optimizer, clip_norm=0.5)
-        is_shared_out = []
+        is_sharded = []
         for number in range(4):
             body.requires_grad_(number >= 2)
             step(torch.randn(9, 20))
-            is_shared_out.append(towers._opening.plan.is_shared_out)
-        return samestep.digest(model), is_shared_out
+            is_sharded.append(towers._opening.plan.is_sharded)
+        return samestep.digest(model), is_sharded
 
     expected, _ = train(ALONE, sharded=False)
     for num_workers in (2, 3):
@@ -119,7 +119,7 @@ def test_a_net_of_which_little_was_trained_when_it_was_shared_out(monkeypatch):
 
 
 class Plain(SGD):
-    """Of a class that nobody knows to be elementwise, so whole parameters are shared out."""
+    """Of a class that nobody knows to be elementwise, so whole parameters are sharded."""
 
 
 @pytest.mark.parametrize("num_workers", mostly_long([3, 2, 4], 1))
@@ -155,7 +155,7 @@ def test_with_a_loss_of_the_whole_batch():
         step = step_of(job, AdamW, {"lr": 0.01}, sharded=sharded, forward=forward)
         step.loss_fn = spread
         train(step)
-        assert step.towers._opening.plan.is_shared_out == (sharded and job.world_size > 1)
+        assert step.towers._opening.plan.is_sharded == (sharded and job.world_size > 1)
         return samestep.digest(step.towers.model)
 
     expected = ends(ALONE, sharded=False)
@@ -182,7 +182,7 @@ def test_sparse_gradients(kind):
         optimizer = make(towers, kind, sharded=sharded, params=model.parameters(), lr=0.1)
         step = Step(towers, lambda model, words: model(words).square().mean(), optimizer, clip_norm=0.05)
         norms = [step(torch.arange(number, number + 12) % 40).grad_norm for number in range(3)]
-        return samestep.digest(model), norms, towers._opening.plan.is_shared_out
+        return samestep.digest(model), norms, towers._opening.plan.is_sharded
 
     expected = ends(ALONE, sharded=False)
     for num_workers in (2, 3):
@@ -270,7 +270,7 @@ def test_a_bare_loop_goes_on_from_there():
 
 
 def test_a_net_that_was_small_when_it_was_shared_out(monkeypatch):
-    """Its shares cut the blocks of norms, so all workers get all averages when it has grown."""
+    """Its shards cut the blocks of norms, so all workers get all averages when it has grown."""
     monkeypatch.setattr(buckets, "_SMALL_BYTES", 10_000)
 
     def ends(job, *, sharded):
@@ -286,7 +286,7 @@ def test_a_net_that_was_small_when_it_was_shared_out(monkeypatch):
                 optimizer.add_param_group({"params": frozen, "lr": 0.1})
                 model.requires_grad_(True)
             norms.append(step(batch_of(number)).grad_norm)
-        assert not towers._opening.plan.is_shared_out
+        assert not towers._opening.plan.is_sharded
         return samestep.digest(model), norms
 
     expected = ends(ALONE, sharded=False)
@@ -340,7 +340,7 @@ def test_layers_may_be_added_and_placements_change(num_workers):
             if number == 3 and job.world_size == 3:
                 step.towers.placement = samestep.Placement((0, 1, 6, 7))
             step(batch_of(number))
-        return samestep.digest(model), step.optimizer.state_dict(), step.towers._opening.plan.is_shared_out
+        return samestep.digest(model), step.optimizer.state_dict(), step.towers._opening.plan.is_sharded
 
     expected = ends(ALONE, sharded=False)
     for found in values(lambda job: ends(job, sharded=True), num_workers):
@@ -389,8 +389,8 @@ def test_the_share_of_a_gradient_is_all_that_is_kept():
         step = step_of(job, AdamW, {"lr": 0.01}, sharded=True)
         for number in range(3):
             step(batch_of(number))
-        shares = [share for each in step.optimizer._shares for share in each]
-        assert not any(share.tensor.grad is not None for share in shares)
+        shards = [shard for each in step.optimizer._shards for shard in each]
+        assert not any(shard.tensor.grad is not None for shard in shards)
         return step.towers._last.own_averages
 
     assert values(ends, 3) == [None] * 3
