@@ -507,6 +507,10 @@ def test_a_layer_that_was_replaced_is_named():
     optimizer.zero_grad()
     optimizer.add_param_group({"params": model[1].parameters()})
     step()
+    optimizer.zero_grad()
+    model.load_state_dict(model.state_dict(), assign=True)
+    with pytest.raises(UsageError, match="none of the optimizer's parameters is part of the model any more"):
+        step()
 
 
 @pytest.mark.parametrize(

@@ -76,10 +76,16 @@ class Update:
         """Follow the parameters to their current memory.
 
         Raises:
-            UsageError: a parameter's shape has changed, or its gradient is not an average.
+            UsageError: a parameter's shape has changed, its gradient is not an average, or all parameters of
+                the model have been replaced.
         """
         for shard in self._all:
             shard.look()
+        if self.averaged and len(self._removed) == len(self._others) and not self.parameters:
+            raise UsageError(
+                "none of the optimizer's parameters is part of the model any more, so nothing would be "
+                "trained: create the ShardedOptimizer after load_state_dict(..., assign=True) and the like"
+            )
         for parameter in self._others:
             if parameter.grad is not None:
                 is_removed = id(parameter) in self._removed
