@@ -20,6 +20,7 @@ from samestep import (  # noqa: E402
     DisagreementError,
     MissingFileError,
     NonFiniteError,
+    ShardedOptimizer,
     TowerLoader,
     UsageError,
     digest,
@@ -466,3 +467,29 @@ class TestWhatIsNotPublic:
             }
             assert private - named <= methods | stored | of_towers, file
             assert not (private - named) & set(dir(transformers.Trainer)), file
+
+
+class OfWorker(transformers.TrainingArguments):
+    """Arguments of a simulated worker; they share Accelerate's state."""
+
+    should_save = property(lambda self: self.worker == 0)
+
+
+class Sharding(Trainer):
+    def create_optimizer(self, *_):
+        self.optimizer = ShardedOptimizer(self.towers, torch.optim.AdamW, lr=0.01)
+        return self.optimizer
+
+
+def test_a_sharded_optimizer_is_saved_by_one_worker_with_all(tmp_path):
+    def train(job):
+        args = arguments(tmp_path / str(job.world_size), max_steps=2, save_strategy="steps", save_steps=1)
+        args.__class__, args.worker = OfWorker, job.rank
+        transformers.set_seed(0)
+        trainer = Sharding(gpt2(), args, collate, sentences(NUM_SENTENCES), towers=TOWERS, job=job)
+        trainer.train()
+        return digest(trainer.model)
+
+    assert len({*values(train, 1), *values(train, 2)}) == 1
+    saved = [torch.load(tmp_path / f"{n}" / "checkpoint-2" / "optimizer.pt") for n in (1, 2)]
+    assert str(saved[0]) == str(saved[1])

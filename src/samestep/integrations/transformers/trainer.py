@@ -43,6 +43,7 @@ from samestep.integrations.transformers.labels import (
 )
 from samestep.integrations.transformers.refused import check_arguments, check_order, check_overrides
 from samestep.integrations.transformers.requests import SharedRequests, may_ask_alone
+from samestep.sharding.sharded_optimizer import ShardedOptimizer
 from samestep.summation.placement import Placement
 from samestep.towers.diagnosis import explain, first_nonfinite
 from samestep.towers.report import Report
@@ -369,6 +370,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             raise error
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate wraps it
+        if isinstance(optimizer, ShardedOptimizer) and not self.args.should_save:
+            optimizer.state_dict()  # which all workers must call, with the one that saves it
         super()._save_optimizer_and_scheduler(output_dir)
         if self.control.should_epoch_stop:
             self._batches.leave_epoch()
