@@ -25,15 +25,9 @@ from samestep.app.small_states import copied, set_small_state, small_state
 from samestep.app.unknown_optimizers import UnknownOptimizers
 from samestep.arguments import check_callable, check_kind
 from samestep.batches.batch import LocalBatch
-from samestep.checkpoint.handover import (
-    NamedSwitches,
-    Switches,
-    check_state,
-    send_state,
-    set_switches,
-    take_state,
-)
+from samestep.checkpoint.handover import check_state, send_state, take_state
 from samestep.checkpoint.objects import TrainingObjects
+from samestep.checkpoint.switches import Switches
 from samestep.data.stream_loader import StreamLoader
 from samestep.errors import ConfigError, LostWorkerError, UsageError, one_line
 from samestep.streams import GlobalStreams
@@ -58,7 +52,7 @@ class _Noted:
     """A copy of the small part of the state: everything but weights and per-parameter optimizer state."""
 
     states: Sequence[Any]
-    switches: Switches | NamedSwitches  # by name if they are another worker's
+    switches: Switches
     generators: GlobalStreams
 
 
@@ -366,12 +360,13 @@ class Elastic:
 
     def _hand_over(self, source: int, targets: Sequence[int]) -> None:
         """Send the state of worker `source` to the workers `targets`."""
-        is_source = self._job.rank == source
-        noted = [self._by_name(each) for each in (self._before, self._after)] if is_source else None
-        sent = send_state(self._objects, self._job, source, targets, noted)
+        noted = (self._before, self._after) if self._job.rank == source else ()
+        more = [(each.states, each.switches.by_name(self._objects), each.generators) for each in noted]
+        sent = send_state(self._objects, self._job, source, targets, more)
         if sent is not None:
-            state, (before, after) = sent
+            state, more = sent
             take_state(state, self._objects)
+            before, after = (_Noted(s, Switches.of(self._objects, named), g) for s, named, g in more)
             self._put_back(after if self._num_done >= 0 else self._at_entry(before, after))
             self._before, self._after = before, after
 
@@ -391,22 +386,12 @@ class Elastic:
 
     def _note(self) -> _Noted:
         states = [copied(small_state(each)) for each in self._small]
-        return _Noted(states, Switches(self._objects), GlobalStreams.capture(self._job.device))
-
-    def _by_name(self, noted: _Noted) -> _Noted:
-        """Return what can be sent to another worker."""
-        switches = noted.switches
-        if isinstance(switches, Switches):
-            switches = switches.by_name(self._objects)
-        return replace(noted, switches=switches)
+        return _Noted(states, Switches.now(self._objects), GlobalStreams.capture(self._job.device))
 
     def _put_back(self, noted: _Noted) -> None:
         for each, state in zip(self._small, noted.states, strict=True):
             set_small_state(each, state)
-        if isinstance(noted.switches, Switches):
-            noted.switches.restore()
-        else:
-            set_switches(self._objects, noted.switches)
+        noted.switches.restore()
         noted.generators.restore()
 
 

@@ -23,7 +23,8 @@ from samestep.app.regroup import meet_again, renewable_of, report_regroup
 from samestep.app.resume import objects_of, put_back, small_states, write_checkpoint
 from samestep.app.run_folder import tidy
 from samestep.app.writer import CheckpointWriter
-from samestep.checkpoint.handover import NamedSwitches, Switches, send_state, set_switches, take_state
+from samestep.checkpoint.handover import send_state, take_state
+from samestep.checkpoint.switches import NamedSwitches, Switches
 from samestep.errors import DataError, LostWorkerError, UsageError
 from samestep.towers.report import Report
 from samestep.workers.collectives import gather_objects
@@ -261,7 +262,7 @@ class Loop:
         elapsed_s = self._interruption.elapsed_s
         objects = objects_of(self._trainer)
         done = (step, self._num_done, self._report, self.metrics, self._leads, elapsed_s)
-        return _Progress(*done, self._lock.run_dir, Switches(objects).by_name(objects))
+        return _Progress(*done, self._lock.run_dir, Switches.now(objects).by_name(objects))
 
     def _catch_up(self) -> None:
         """Exchange progress with the others; take the state of a worker that is ahead of this one."""
@@ -280,7 +281,7 @@ class Loop:
             trainer.step.towers._step = ahead.step
             self._show(own, ahead)
             take_state(handed[0], objects)
-        set_switches(objects, ahead.switches)
+        Switches.of(objects, ahead.switches).restore()
         self._report, self.metrics, self._num_done = ahead.report, ahead.metrics, ahead.num_done
         self._has_state = True
         trainer.step.towers._agree_again()

@@ -18,9 +18,9 @@ from samestep.app.settings import Settings, is_plain
 from samestep.app.small_states import copied, set_small_state, small_state
 from samestep.app.writer import CheckpointWriter
 from samestep.checkpoint.durable import storage
-from samestep.checkpoint.handover import Switches
 from samestep.checkpoint.objects import TrainingObjects, kind_of
 from samestep.checkpoint.snapshot import restore, take_snapshot
+from samestep.checkpoint.switches import Switches
 from samestep.errors import ConfigError, DataError, shown
 from samestep.identity import Fingerprint, changes, fingerprint
 from samestep.streams import GlobalStreams
@@ -126,7 +126,7 @@ def small_states(trainer: Trainer) -> dict[str, Any]:
     """
     states = {name: copied(small_state(each)) for name, each in _small(trainer).items()}
     generators = GlobalStreams.capture(trainer.job.device)
-    return {**states, _SWITCHES: Switches(objects_of(trainer)), _GENERATORS: generators}
+    return {**states, _SWITCHES: Switches.now(objects_of(trainer)), _GENERATORS: generators}
 
 
 def put_back(trainer: Trainer, states: Mapping[str, Any]) -> None:
