@@ -252,7 +252,7 @@ class Elastic:
             self._compare_first_calls(call)
         if call.name != self._start.name:
             self._towers._come_to(call.name)
-        elif self._job.is_first and self._start.is_at(call) and renewable.is_due():
+        if self._job.is_first and self._start.is_at(call) and renewable.is_due():
             # Once worker 0 regroups, the others lose their connection to it, and regroup as well.
             raise LostWorkerError(_DUE)
         try:
