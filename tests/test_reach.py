@@ -10,6 +10,10 @@ class Kept:
     pass
 
 
+class Example:
+    pass
+
+
 def found():
     return [value for _, value in in_reach(lambda value: type(value) is Kept)]
 
@@ -25,6 +29,14 @@ def test_each_name_is_found():
     names = [name for name, value in in_reach(lambda value: type(value) is Kept) if value is kept]
     assert names == ["kept", "others[2]", "last of others", "others[...][0]"]
     del others
+
+
+def test_data_comes_last():
+    sentences = [[[[1, 2]] for _ in range(30)] for _ in range(30)]
+    train, valid, test = ([Example() for _ in range(200)] for _ in range(3))
+    nets = {"first": Kept()}
+    assert found() == [nets["first"]]
+    del sentences, train, valid, test
 
 
 def test_what_a_variable_has_held_is_let_go():

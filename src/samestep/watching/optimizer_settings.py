@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from types import FunctionType, NoneType
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from samestep.watching.optimizer_steps import averaged_parameters
 from samestep.watching.reach import Named
 
 __all__ = ["OptimizerSettings", "has_settings"]
+
+_PLAIN = (int, float, np.generic, str, NoneType, list, tuple, dict, FunctionType)
 
 _Place = tuple[int, int, str]
 """Of an optimizer or schedule among those that are held, of its parameter group, and of the setting."""
@@ -30,31 +33,26 @@ class OptimizerSettings:
     def start_step(self, in_reach: Iterable[Named]) -> None:
         """Watch the optimizers and schedules among the objects that this step's passes can reach."""
         self._held = sorted(_with_averaged(in_reach), key=_is_schedule)
-        self._before: dict[_Place, str] = {}
-        self._changed: set[_Place] = set()  # by an earlier pass of the step
-
-    def start_pass(self) -> None:
-        """Note the settings before a tower's pass."""
-        self._before = self._current()
+        self._before: dict[_Place, str] | None = None  # None in the worker's first pass
 
     def check(self, who: str) -> None:
-        """Raise if `who` changed a setting that an earlier pass of the step also changed.
+        """Raise if `who` changed a setting, except in the worker's first pass of the step.
 
-        What follows the step's number changes only in the first pass.
+        What follows the step's number changes only in that pass.
 
         Raises:
             UsageError: names the optimizer or schedule, and the setting.
         """
-        now = self._current()
-        changed = {place for place, value in now.items() if self._before.get(place, value) != value}
-        twice = sorted(changed & self._changed)
-        self._changed |= changed
-        if twice:
-            number, _, name = twice[0]
+        before, self._before = self._before, self._current()
+        if before is None:
+            return
+        changed = [place for place, value in self._before.items() if before.get(place, value) != value]
+        if changed:
+            number, _, name = min(changed)
             raise UsageError(
-                f"{who} changed {name} of {type(self._held[number]).__name__}, which an earlier pass of the "
-                "step also changed, so its value depends on how many towers share a worker: step schedules "
-                "and set learning rates after average(), beside optimizer.step()"
+                f"{who} changed {name} of {type(self._held[number]).__name__} after the worker's first pass, "
+                "so its value depends on how many towers share a worker: step schedules and set learning "
+                "rates after average(), beside optimizer.step()"
             )
 
     def _current(self) -> dict[_Place, str]:
@@ -67,7 +65,21 @@ class OptimizerSettings:
 
 def has_settings(value: object) -> bool:
     """Say whether this is an optimizer or a learning rate schedule, by type, so that proxies load nothing."""
-    return issubclass(type(value), (Optimizer, LRScheduler))
+    return issubclass(type(value), (Optimizer, LRScheduler)) or _is_own_schedule(value)
+
+
+def _is_own_schedule(value: object) -> bool:
+    """Say whether an object has a method `step`, and optimizers, but otherwise only numbers and the like.
+
+    A trainer, which may count passes for its log, has a model or data, too.
+    """
+    kind = type(value)
+    is_plain = kind.__getattribute__ is object.__getattribute__ and kind.__dictoffset__ != 0
+    if not is_plain or not any("step" in vars(each) for each in kind.__mro__):
+        return False
+    kinds = [type(each) for each in vars(value).values()]
+    held = [each for each in kinds if not issubclass(each, _PLAIN)]
+    return bool(held) and all(issubclass(each, Optimizer) for each in held)
 
 
 def _is_schedule(value: object) -> bool:
@@ -83,12 +95,12 @@ def _with_averaged(in_reach: Iterable[Named]) -> list[Any]:
         value = values.popleft()
         if not has_settings(value) or id(value) in found:
             continue
-        optimizer = getattr(value, "optimizer", value)  # an optimizer may wrap another one, too
-        if isinstance(optimizer, Optimizer):
-            held = [id(each) for group in optimizer.param_groups for each in group["params"]]
-            if not averaged.isdisjoint(held):
-                found[id(value)] = value
-                values.append(optimizer)
+        # A schedule has an optimizer, and an optimizer may wrap another one.
+        optimizers = [each for each in (value, *vars(value).values()) if issubclass(type(each), Optimizer)]
+        groups = [group for each in optimizers for group in each.param_groups]
+        if not averaged.isdisjoint(id(each) for group in groups for each in group["params"]):
+            found[id(value)] = value
+            values.extend(optimizers)
         values.extend(getattr(value, "_schedulers", ()))  # of a schedule that is made of others
     return list(found.values())
 
@@ -97,7 +109,8 @@ def _settings(each: Any) -> Iterator[tuple[int, str, str]]:
     """Yield the options of an optimizer's parameter groups, by group and name, or a schedule's numbers."""
     if not isinstance(each, Optimizer):
         for name, value in vars(each).items():
-            if name[0] != "_" and isinstance(value, (int, float, np.generic)):
+            is_internal = name[0] == "_" and isinstance(each, LRScheduler)
+            if not is_internal and isinstance(value, (int, float, np.generic)):
                 yield 0, name, repr(value)
         return
     for group, options in enumerate(each.param_groups):

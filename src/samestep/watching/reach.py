@@ -13,6 +13,8 @@ from types import CellType, CodeType, FrameType, FunctionType, MethodType, Modul
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 __all__ = ["Named", "in_reach"]
 
@@ -23,6 +25,8 @@ _MOST_FRAMES = 10
 _MOST_VALUES = 200
 _MOST_PARTS = 64
 _MOST_STEPS = 3
+_MANY = 8
+_CONTAINERS = (list, tuple, dict)
 _LIBRARIES = {"samestep", "torch", "numpy", "builtins", "collections", "weakref", "threading"}
 _EMPTY = CellType()
 
@@ -31,10 +35,12 @@ def in_reach(is_wanted: Callable[[Any], bool], functions: Iterable[Named] = ()) 
     """Return the wanted objects that `functions`, or the functions on this thread's stack, can reach.
 
     The search starts at what they refer to by name and takes up to three steps, each to an object's
-    attributes, a container's values, or what a function refers to. It changes nothing, and skips whatever
-    raises an error. A wanted object is returned once for each name.
+    attributes, a container's values, or what a function refers to. It ends after 200 objects, and what looks
+    like data comes last. It changes nothing, and skips whatever raises an error. A wanted object is returned
+    once for each name.
     """
     values = deque((*each, 0) for each in functions)
+    data: deque[tuple[str, Any, int]] = deque()
     frame = inspect.currentframe()
     for _ in range(_MOST_FRAMES):
         if frame is not None:
@@ -44,8 +50,8 @@ def in_reach(is_wanted: Callable[[Any], bool], functions: Iterable[Named] = ()) 
     del frame  # a frame in its own variables is a reference cycle
     found: list[Named] = []
     seen, wanted = set[int](), set[int]()
-    while values and len(seen) < _MOST_VALUES:
-        name, value, steps = values.popleft()
+    while (values or data) and len(seen) < _MOST_VALUES:
+        name, value, steps = (values or data).popleft()
         if id(value) in wanted:
             found.append((name, value))
         if id(value) in seen:
@@ -57,9 +63,14 @@ def in_reach(is_wanted: Callable[[Any], bool], functions: Iterable[Named] = ()) 
                 found.append((name, value))
             elif steps < _MOST_STEPS and _has_parts(type(value)):
                 seen.add(id(value))
-                parts = islice(_PARTS.get(type(value), _parts_of_object)(name, value), _MOST_PARTS)
-                values.extend((*each, steps + 1) for each in parts)
+                for part in islice(_PARTS.get(type(value), _parts_of_object)(name, value), _MOST_PARTS):
+                    (data if _is_data(value, part[1]) else values).append((*part, steps + 1))
     return found
+
+
+def _is_data(value: Any, part: object) -> bool:
+    """Say whether a part of a value may be an example of a dataset: in nested containers, or one of many."""
+    return type(value) in _CONTAINERS and (type(part) in _CONTAINERS or len(value) > _MANY)
 
 
 def _has_parts(kind: type) -> bool:
@@ -145,11 +156,13 @@ def _parts_of_object(name: str, value: Any) -> Iterator[Named]:
     yield name, kind.forward if issubclass(kind, nn.Module) else kind.__call__
     from_library = _is_of_library(kind.__module__)
     for attribute, each in vars(value).items():
-        if not from_library or type(each) in _FUNCTIONS or not _is_of_library(type(each).__module__):
+        is_users = type(each) in _FUNCTIONS or issubclass(type(each), _USERS)
+        if not from_library or is_users or not _is_of_library(type(each).__module__):
             yield f"{attribute} of {name}", each
 
 
 _FUNCTIONS = {FunctionType, MethodType}
+_USERS = (Optimizer, LRScheduler)  # as a `Step` holds them
 _PARTS: Mapping[type, Callable[[str, Any], Iterator[Named]]] = {
     FunctionType: _parts_of_function,
     MethodType: lambda name, value: iter([(name, value.__func__), (name, value.__self__)]),

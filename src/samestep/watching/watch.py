@@ -181,7 +181,6 @@ class Watch:
             self.outside.start_looking()
             self._generators.note()
             self.numbers.start_pass(tower)
-            self._optimizers.start_pass()
 
     def follow(self, tower: int, num_rows: int, rows: Iterable[Tensor]) -> None:
         """Follow the values of a tower's rows, in some of the steps that look."""
@@ -255,6 +254,7 @@ class Watch:
         self.check(who)
         if self.looks:
             self.numbers.check()  # the loop may have ended with a `break`
+            self._optimizers.start_step(())  # or go on after average(), where settings may change
         if self._follows:
             self.flow.end_step(who)
         if sum(map(len, self._registries)) != self.num_entries:
