@@ -60,6 +60,22 @@ class InList(Baseline):
         self.history[-1] = mean
 
 
+class Annealed(Baseline):
+    """A temperature that each pass lowers, without reading any tensor."""
+
+    def build(self):
+        self.temperature = 1.0
+        return super().build()
+
+    def weighted(self, losses):
+        return (losses / self.temperature).mean()
+
+    def loss(self, x, y):
+        loss = self.weighted(F.cross_entropy(self.model(x), y, reduction="none"))
+        self.temperature *= 0.95
+        return loss
+
+
 def weigh_by_mean(losses):
     return (losses * kept["mean"]).mean()
 
@@ -89,7 +105,7 @@ class InClosure(Baseline):
 
 
 @pytest.mark.parametrize("num_workers", WORKERS)
-@pytest.mark.parametrize("program", [Baseline, AsTensor, Filled, InList, InGlobal, InClosure])
+@pytest.mark.parametrize("program", [Baseline, AsTensor, Filled, InList, InGlobal, InClosure, Annealed])
 def test_a_number_that_another_pass_has_left_is_named_once_on_each_worker(program, num_workers):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -97,7 +113,12 @@ def test_a_number_that_another_pass_has_left_is_named_once_on_each_worker(progra
     # Simulated workers share a global, which thus differs between them, too.
     told = [each for each in caught if "a number that another tower's pass has left" in str(each.message)]
     assert 1 <= len(told) <= num_workers
-    name = {"InList": "history[0] of self", "InGlobal": "mean of kept", "InClosure": "mean"}
+    name = {
+        "InList": "history[0] of self",
+        "InGlobal": "mean of kept",
+        "InClosure": "mean",
+        "Annealed": "temperature of self",
+    }
     assert f"loss depends on {name.get(program.__name__, 'baseline of self')}, " in str(told[0].message)
 
 
@@ -147,6 +168,39 @@ class OfTheTower(Baseline):
         self.shown = mean
 
 
+class OneOfAList(Baseline):
+    """A factor that each pass takes from a list: some follow one that took the same."""
+
+    def build(self):
+        self.factors, self.factor = [0.3, 0.7], 0.3
+        return super().build()
+
+    def run(self, tower):
+        self.factor = self.factors[tower.index % 4 // 2]
+        super().run(tower)
+
+    def weighted(self, losses):
+        return losses.mean() * self.factor
+
+    def update(self, mean):
+        self.shown = mean
+
+
+class OneOfTheCode(OneOfAList):
+    def run(self, tower):
+        self.factor = 0.4 if tower.index % 4 < 2 else 0.6
+        Baseline.run(self, tower)
+
+
+class FromTheStep(Annealed):
+    """A temperature that the first pass of a step sets."""
+
+    def loss(self, x, y):
+        if self.temperature == 1.0:
+            self.temperature = 1 / 1.05
+        return self.weighted(F.cross_entropy(self.model(x), y, reduction="none"))
+
+
 class AfterTheStep(Baseline):
     """The baseline is updated once a step, from all towers."""
 
@@ -159,7 +213,13 @@ class AfterTheStep(Baseline):
 
 
 @pytest.mark.parametrize("num_workers", WORKERS)
-@pytest.mark.parametrize("program", [ForTheLog, Quotient, Searched, OfTheTower, AfterTheStep])
+@pytest.mark.parametrize(
+    "program",
+    [
+        *(ForTheLog, Quotient, Searched, OfTheTower, OneOfAList, OneOfTheCode),
+        *(FromTheStep, AfterTheStep),
+    ],
+)
 def test_other_numbers_give_no_warning(program, num_workers):
     outcomes = simulate(program, num_workers)
     assert [outcome.error for outcome in outcomes] == [None] * num_workers

@@ -18,9 +18,10 @@ class HeldNumber:
         self._number = [number]  # in a list, so that counting its references adds none
         self._num_references = 0
 
-    def note(self) -> None:
-        """Count the references to it."""
+    def note(self) -> int:
+        """Count the references to it, and return how many others there are."""
         self._num_references = self._count()
+        return self._num_references - _OWN
 
     @property
     def is_held(self) -> bool:
@@ -29,6 +30,9 @@ class HeldNumber:
 
     def _count(self) -> int:
         return sys.getrefcount(self._number[0])
+
+
+_OWN = HeldNumber(float("0.5"))._count()
 
 
 def is_number(value: object) -> TypeGuard[float]:

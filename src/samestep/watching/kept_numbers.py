@@ -1,8 +1,10 @@
 """Finds numbers outside modules that one tower's pass leaves for the next one: a running mean by `.item()`.
 
 Python does not say who uses a number. So this compares: a number in reach of the loop that the pass before
-changed, after it had read a tensor by `.item()`, and that an operator of this pass takes as an argument while
-the program still has that very object. A number that a pass computes anew is another object, even if equal.
+changed, and that an operator of this pass takes as an argument while the program still has that very object.
+A number that a pass computes anew is another object, even if equal; one that it takes from a list or from its
+code belongs to these, too. A number that follows the step's changes in one pass, so it counts only if several
+change it, or one that has read a tensor by `.item()`.
 """
 
 from __future__ import annotations
@@ -47,19 +49,24 @@ class KeptNumbers:
         """Forget the numbers of the step before."""
         self._last: dict[tuple[str, int], float] = {}
         self._left: dict[float, _Left] = {}
-        self._is_first, self.has_read = True, False
+        self._changed: set[tuple[str, int]] = set()  # by earlier passes of the step
+        self._is_first, self._is_idle, self.has_read = True, False, False
 
     def start_pass(self, functions: Iterable[Named]) -> None:
         """Note the numbers in reach of the loop and of `functions`, and those that the pass before left."""
         self._left, self._taken = {}, set()
-        if self._has_warned or not (self._is_first or self.has_read):  # a search takes milliseconds
+        if self._has_warned or (self._is_idle and not self.has_read):  # a search takes milliseconds
             return
         now = dict(_numbered(self._search(is_number, functions)))
-        keys = [key for key, value in now.items() if self._last.get(key, value) != value]
-        for key in keys if self.has_read else ():
-            if not now[key].is_integer():
-                self._left[abs(now[key])] = left = _Left(key[0], HeldNumber(now[key]))
-                left.number.note()
+        changed = {key for key, value in now.items() if self._last.get(key, value) != value}
+        num_found = Counter(map(id, now.values()))
+        for key in changed if self.has_read else changed & self._changed:
+            left = _Left(key[0], HeldNumber(now[key]))
+            is_shared = left.number.note() > num_found[id(now[key])] + 1
+            if not (is_shared or now[key].is_integer()):
+                self._left[abs(now[key])] = left
+        self._changed |= changed
+        self._is_idle = not (self._is_first or changed)
         self._last, self._is_first, self.has_read = now, False, False
 
     def take(self, func: Any, arguments: Iterable[Any]) -> bool:
