@@ -367,6 +367,25 @@ def of_masked_tokens_by_a_reciprocal(tower, model):
     return each.sum() * (1 / (int((labels > 0).sum()) + 1e-5))
 
 
+def of_weighted_tokens(tower, model):
+    logits, labels = logits_and_labels(model, tower.batch)
+    weights = 0.3 * labels
+    return (F.cross_entropy(logits, labels, reduction="none") * weights).sum() / (weights.sum() + 1e-6)
+
+
+def of_tokens_by_normalized_weights(tower, model):
+    logits, labels = logits_and_labels(model, tower.batch)
+    weights = 0.3 * labels
+    weights = weights / weights.sum()
+    return (F.cross_entropy(logits, labels, reduction="none") * weights).sum()
+
+
+def of_tokens_by_a_normalized_mask(tower, model):
+    logits, labels = logits_and_labels(model, tower.batch)
+    mask = (labels > 0).float()
+    return (mask / mask.mean().clamp(min=0.1) * F.cross_entropy(logits, labels, reduction="none")).mean()
+
+
 def of_several_tasks(tower, model):
     """As many means as rows."""
     logits, labels = logits_and_labels(model, tower.batch)
@@ -374,18 +393,24 @@ def of_several_tasks(tower, model):
     return sum(logits[task].square().mean() for task in tasks[: len(tower.batch)])
 
 
+DIVIDED = r"entries \(a sum divided by their number or weights\): [\d.]+ in Tower\("
+
+
 @pytest.mark.parametrize("num_workers", mostly_long([1, 3, 2], 2))
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
         (of_weighted_classes, r"labels, by their weights: [\d.]+ in Tower\("),
-        (of_masked_tokens, r"entries \(a sum divided by their number\): \d+ in Tower\("),
-        (of_masked_tokens_by_number, r"entries \(a sum divided by their number\): \d+ in Tower\("),
+        (of_masked_tokens, DIVIDED),
+        (of_masked_tokens_by_number, DIVIDED),
         (of_tokens_that_a_mask_selects, r"a mean over entries: \d+ in Tower\("),
         (of_squares_that_a_mask_selects, r"a mean over entries: \d+ in Tower\("),
         (of_labels_that_a_mask_selects, r"a mean over labels: \d+ in Tower\("),
-        (of_masked_tokens_by_a_mean, r"entries \(a sum divided by their number\): \d+ in Tower\("),
-        (of_masked_tokens_by_a_reciprocal, r"entries \(a sum divided by their number\): \d+ in Tower\("),
+        (of_masked_tokens_by_a_mean, DIVIDED),
+        (of_masked_tokens_by_a_reciprocal, DIVIDED),
+        (of_weighted_tokens, DIVIDED),
+        (of_tokens_by_normalized_weights, DIVIDED),
+        (of_tokens_by_a_normalized_mask, DIVIDED),
         (of_several_tasks, r"a mean over entries: \d+ in Tower\("),
     ],
 )
@@ -454,6 +479,29 @@ def times_its_count(tower, model):
     return total / len(tower.batch) + chunks
 
 
+def of_mixed_labels(tower, model):
+    """Mixup, with parts whose reciprocals are whole numbers in some towers."""
+    logits, labels = logits_and_labels(model, tower.batch)
+    part = (0.25, 0.2)[tower.index % 2]
+    other = labels.roll(1)
+    return part * F.cross_entropy(logits, labels) + (1 - part) * F.cross_entropy(logits, other)
+
+
+def of_some_refinements(tower, model):
+    """The mean over a number of terms that is drawn for each tower."""
+    num_terms = 1 + tower.index % 3
+    logits = model(tower.batch)
+    return sum((logits - term).square().mean() * (term < num_terms) for term in range(3)) / num_terms
+
+
+def by_equal_weights(tower, model):
+    logits, labels = logits_and_labels(model, tower.batch)
+    each, weights = F.cross_entropy(logits, labels, reduction="none"), torch.full((len(labels),), 0.7)
+    normalized = weights / weights.sum()
+    sums = (each * weights).sum() / weights.sum() + (each * normalized).sum()
+    return sums + (each * (normalized * len(normalized))).mean()
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("num_rows", [15, 18, 9])
 @pytest.mark.parametrize(
@@ -468,6 +516,9 @@ def times_its_count(tower, model):
         of_some_rows,
         with_a_metric,
         times_its_count,
+        of_mixed_labels,
+        of_some_refinements,
+        by_equal_weights,
     ],
 )
 def test_means_over_what_rows_have_alike_are_not_told_of(loss, num_rows):

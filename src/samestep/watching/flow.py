@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from samestep.errors import UsageError, warn
 from samestep.watching.beside import LEFT_NUMBER, Beside
 from samestep.watching.kept_numbers import KeptNumbers
-from samestep.watching.means import PassMeans
 from samestep.watching.origins import NOWHERE, Origin, Origins, storage_of
+from samestep.watching.pass_means import PassMeans
 from samestep.watching.reach import Named, in_reach
 
 aten = torch.ops.aten
@@ -186,7 +186,7 @@ class FlowWatch(TorchDispatchMode):
         """End a pass."""
         self.pause()
         self._follows = False
-        self.means.start_pass(0)
+        self.means.clear()
 
     def check(self, who: str, loss: Tensor) -> None:
         """Raise if this pass's loss depends on state from another tower's pass.
