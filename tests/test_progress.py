@@ -1,4 +1,4 @@
-"""Batches that are taken from a loader, and not used before its state is saved."""
+"""Which batches of a loader count: one that is taken and not used comes again, also in a resumed run."""
 
 import itertools
 import queue
@@ -9,14 +9,16 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from samestep import StreamLoader, TowerLoader, Towers, Trainer, save
+from samestep import LocalBatch, StreamLoader, TowerLoader, Towers, Trainer, load, save
+from samestep.errors import UsageError
 from samestep.towers.step import Step
 
 
 class Run:
-    """A model with a loader of 5 batches in an epoch, the last of them incomplete."""
+    """A model with a loader of 5 batches in an epoch, the last of a TowerLoader incomplete."""
 
     def __init__(self, kind=TowerLoader):
+        self.kind = kind
         self.model = torch.nn.Linear(1, 1)
         self.towers = Towers(self.model, 2)
         source = torch.arange(18.0)[:, None] if kind is TowerLoader else shard
@@ -29,11 +31,19 @@ class Run:
         self.towers.average()
         self.seen.append(batch.position)
 
-    def save(self, path, lost=None):
-        """Save the run, and expect a warning of these batches."""
-        match = None if lost is None else rf"{lost} not used by a step"
-        with pytest.warns(UserWarning, match=match) if lost else nullcontext():
+    def save(self, path, warning=None):
+        """Save the run, and expect a warning."""
+        with pytest.warns(UserWarning, match=warning) if warning else nullcontext():
             save(path, model=self.model, towers=self.towers, loader=self.loader)
+
+    def goes_on_at(self, position, path):
+        """Save the run, and check which batch comes next, here and in a run that continues."""
+        self.save(path)
+        other = Run(self.kind)
+        load(path, model=other.model, towers=other.towers, loader=other.loader)
+        for each in (self, other):
+            assert (each.loader.position, each.loader.epoch) == (position, position // 5)
+            assert next(iter(each.loader)).position == position
 
 
 def shard(tower, num_towers, epoch, seed):
@@ -62,33 +72,77 @@ def ahead(loader, num_batches):
         yield batches.get()
 
 
-# ---- batches that are lost -----------------------------------------------------------------------------
+# ---- batches that come again ---------------------------------------------------------------------------
 
 
 def test_zip_takes_a_batch_more(run, tmp_path):
     for batch, _ in zip(run.loader, range(2), strict=False):
         run.step(batch)
-    run.save(tmp_path, "batch 2 was")
+    run.goes_on_at(2, tmp_path)
 
 
-def test_break_before_a_step_drops_a_batch(run, tmp_path):
+def test_break_before_a_step(run, tmp_path):
     for batch in run.loader:
         if run.towers.step == 3:
             break
         run.step(batch)
-    run.save(tmp_path, "batch 3 was")
+    run.goes_on_at(3, tmp_path)
+
+
+def test_an_iterator_that_is_held(run, tmp_path):
+    batches = (batch for _ in range(2) for batch in run.loader)
+    for batch, _ in zip(batches, range(6), strict=False):
+        run.step(batch)
+    run.goes_on_at(6, tmp_path)
+
+
+def test_next_batch_before_a_step(tmp_path):
+    run = Run(StreamLoader)
+    while (batch := run.loader.next_batch()) is not None and run.towers.step < 2:
+        run.step(batch)
+    run.goes_on_at(2, tmp_path)
+
+
+def test_a_glance_before_the_loop(run, tmp_path):
+    def program(path):
+        run = Run(kind)
+        if path.exists():
+            load(path, model=run.model, towers=run.towers, loader=run.loader)
+        next(iter(run.loader))
+        for batch in run.loader:
+            run.step(batch)
+            if run.towers.step in (2, 3):
+                save(path, model=run.model, towers=run.towers, loader=run.loader)
+                return run.seen
+        return None
+
+    kind = run.kind
+    assert program(tmp_path / "one") + program(tmp_path / "one") == [1, 2, 3]
 
 
 def test_a_thread_that_reads_ahead(run, tmp_path):
     for batch in itertools.islice(ahead(run.loader, 4), 2):
         run.step(batch)
-    run.save(tmp_path, "batches 2 to 3 were")
+    run.goes_on_at(2, tmp_path)
 
 
-def test_cycle_repeats_batches_of_a_loader_that_has_gone_on(run, tmp_path):
-    for batch in itertools.islice(itertools.cycle(itertools.islice(run.loader, 4)), 5):
+def test_a_thread_that_reads_ahead_over_the_end_of_an_epoch(run, tmp_path):
+    for batch in itertools.islice(ahead((batch for _ in range(2) for batch in run.loader), 7), 4):
         run.step(batch)
-    run.save(tmp_path, "batches 1 to 3 were")
+        run.save(tmp_path)
+    other = Run(run.kind)
+    load(tmp_path, model=other.model, towers=other.towers, loader=other.loader)
+    assert (other.loader.epoch, next(iter(other.loader)).position) == (0, 4)
+
+
+def test_one_batch_is_taken_ahead(run, tmp_path):
+    batches = iter(run.loader)
+    following = next(batches)
+    while following is not None:
+        batch, following = following, next(batches, None)
+        run.step(batch)
+        assert run.loader.state_dict()["position"] == batch.position + 1
+    run.goes_on_at(5, tmp_path)
 
 
 def test_a_step_that_is_abandoned_as_the_loop_ends(run, tmp_path):
@@ -102,10 +156,79 @@ def test_a_step_that_is_abandoned_as_the_loop_ends(run, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         loop()
     run.towers.abandon()
-    run.save(tmp_path, "batch 2 was")
+    run.goes_on_at(2, tmp_path)
 
 
-def test_another_position_forgets_them(tmp_path):
+def test_a_batch_in_another_form_is_used_by_the_step_that_follows(run, tmp_path):
+    for batch in run.loader:
+        own = LocalBatch(batch.rows, dict(batch.slices), batch.position, batch.fingerprint)
+        run.step(own if batch.position else batch)
+        if run.towers.step == 3:
+            break
+    run.goes_on_at(3, tmp_path)
+
+
+def test_steps_with_another_loaders_batches_use_none_of_these(tmp_path):
+    run, other = Run(), Run()
+    other.towers, other.model = run.towers, run.model
+    other.loader = TowerLoader(torch.arange(40.0)[:, None], 4, run.towers)
+    for _ in range(2):
+        for each in (run, other):
+            for batch, _ in zip(each.loader, range(2), strict=False):
+                each.step(batch)
+    assert run.seen == other.seen == [0, 1, 2, 3]
+
+
+def test_iterations_that_never_go_on_are_refused(run):
+    run.step(next(iter(run.loader)))
+    for _ in range(100):
+        assert next(iter(run.loader)).position == 1
+    with pytest.raises(UsageError, match="100 iterations in a row have begun with batch 1"):
+        next(iter(run.loader))
+
+
+def test_without_steps_all_batches_count(run, tmp_path):
+    for batch in run.loader:
+        assert run.loader.position == batch.position + 1
+        if batch.position == 2:
+            break
+    run.goes_on_at(3, tmp_path)
+
+
+# ---- batches that are lost -----------------------------------------------------------------------------
+
+AGAIN = "batches from 0 on were used again after their iteration had ended"
+
+
+@pytest.mark.parametrize("num_steps", [6, 8])
+def test_cycle_repeats_batches_of_a_loader_that_has_gone_on(run, tmp_path, num_steps):
+    for batch in itertools.islice(itertools.cycle(itertools.islice(run.loader, 4)), num_steps):
+        run.step(batch)
+    run.save(tmp_path, AGAIN)
+
+
+def test_a_list_of_batches_is_saved_before_its_last_use(run, tmp_path):
+    batches = [*itertools.islice(run.loader, 3)]
+    for batch in (batches * 2)[:5]:
+        run.step(batch)
+    run.save(tmp_path, AGAIN)
+
+
+def test_one_of_two_batches_is_chosen(run, tmp_path):
+    def loop():
+        batches = iter(run.loader)
+        for _ in range(2):
+            first, _ = next(batches), next(batches)
+            run.step(first)
+            run.save(tmp_path)
+
+    with pytest.warns(
+        UserWarning, match="a state was saved at batch 1, which had been taken, but has not been"
+    ):
+        loop()
+
+
+def test_another_position_is_set(tmp_path):
     run = Run()
     for batch, _ in zip(run.loader, range(2), strict=False):
         run.step(batch)
@@ -200,12 +323,14 @@ def test_a_save_before_the_step_that_uses_the_batch(run, tmp_path):
     def loop():
         for batch in run.loader:
             run.save(tmp_path)
+            assert run.loader.position == max(1, batch.position)
             run.step(batch)
             if run.towers.step == 3:
                 break
 
     with pytest.warns(UserWarning, match="a state was saved at batch 1, before a step had used batch 0"):
-        loop()
+        loop()  # of the first batch it is not known whether steps are to use it
+    run.goes_on_at(3, tmp_path)
 
 
 def test_an_incomplete_batch_that_is_lost_where_steps_use_such_batches(tmp_path):
@@ -214,7 +339,7 @@ def test_an_incomplete_batch_that_is_lost_where_steps_use_such_batches(tmp_path)
         run.step(batch)
     for batch, _ in zip(run.loader, range(4), strict=False):
         run.step(batch)
-    run.save(tmp_path, "batch 9 was")
+    run.save(tmp_path, "batch 9 was not used by a step")
 
 
 def test_a_batch_that_is_used_once_more(run, tmp_path):
@@ -224,3 +349,11 @@ def test_a_batch_that_is_used_once_more(run, tmp_path):
         run.step(batch)
         run.step(held[0])
     run.save(tmp_path)
+
+
+def test_lists_of_batches_that_are_used_several_times(run, tmp_path):
+    for _ in range(2):
+        for batch in [*itertools.islice(run.loader, 2)] * 3:
+            run.step(batch)
+        run.save(tmp_path)
+    run.goes_on_at(4, tmp_path)

@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 
 from samestep.checkpoint.added_groups import remove_groups
 from samestep.checkpoint.objects import state_of
+from samestep.data.loader import TowerLoader
+from samestep.data.stream_loader import StreamLoader
 
 __all__ = ["copied", "set_small_state", "small_state"]
 
@@ -18,7 +20,9 @@ _PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
 def small_state(each: Any) -> Any:
-    """Return an object's state; for an optimizer, only the options of its parameter groups."""
+    """Return an object's state; of an optimizer, only the options of its groups; of a loader, in its loop."""
+    if isinstance(each, TowerLoader | StreamLoader):
+        return each._state(in_loop=True)
     if not isinstance(each, Optimizer):
         return state_of(each)
     groups = each.param_groups

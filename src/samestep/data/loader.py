@@ -61,6 +61,9 @@ class TowerLoader:
     """Loads this worker's rows of each global batch, already cut into towers.
 
     An iteration yields the rest of the current epoch, from `position` on; the next iteration, the next epoch.
+    In training, a batch counts once a step has used it, or once the loop takes the next one: one that is left
+    by `break` before its step is the next iteration's first.
+
     While `dataset[example]` runs, torch's CPU generator, Python's `random` and NumPy's legacy generator are
     seeded from (seed, epoch, example); while `collate_fn` runs, from (seed, position, tower). Each repeat of
     an example in an epoch has its own stream. Examples are read with one CPU thread, whether or not in loader
@@ -153,7 +156,7 @@ class TowerLoader:
             drop_last=drop_last,
         )
         self._towers = towers
-        self._progress = Progress(towers.job)
+        self._progress = Progress(towers, towers.job)
         self._compared = ComparedExample(self._num_examples)
         self._order_of_epoch: Any = None  # an order's newest epoch, and the checksum of its indices
         self._sampler = RequestSampler()
@@ -165,7 +168,7 @@ class TowerLoader:
 
     @property
     def position(self) -> int:
-        """Batches handed out over the whole run, all epochs together. Setting it reads no data.
+        """Batches used over the whole run, all epochs together. Setting it reads no data.
 
         Raises:
             ConfigError: it is set to anything but an int of at least 0.
@@ -174,19 +177,23 @@ class TowerLoader:
 
     @position.setter
     def position(self, position: int) -> None:
-        self._progress.move_to(whole("position", position, 0, "the batches handed out so far"))
+        self._progress.move_to(_position(position))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and the settings it depends on; warn if batches before it were not used."""
+        """Return the position and the settings it depends on.
+
+        There is a warning if a run that continues from it would use other batches, see docs/data.md.
+        """
         self._progress.check_used()
         return self._state()
 
-    def _state(self) -> dict[str, Any]:
-        """Return the state of a moment, which a step that is repeated starts from."""
+    def _state(self, *, in_loop: bool = False) -> dict[str, Any]:
+        """Return the state; `in_loop` to repeat a step, with the batch that its loop has taken."""
         return {
-            "position": self.position,
+            "position": self._progress.num_taken if in_loop else self.position,
             "compared": self._compared.state,
             "order_of_epoch": self._order_of_epoch,
+            **self._progress.state,
             **self._settings,
         }
 
@@ -232,7 +239,7 @@ class TowerLoader:
                 `shuffle`, `drop_last` or `order`; of an order only epoch 0 is compared.
         """
         check_same(state, self._settings, "loader")
-        self.position = state["position"]
+        self._progress.load(_position(state["position"]), state)
         self._compared.load(state.get("compared"))
         self._order_of_epoch = state.get("order_of_epoch")
 
@@ -264,14 +271,15 @@ class TowerLoader:
                 `order`, the dataset has another length than when the loader was made.
             UsageError: since the last batch, `position` was set or another iteration yielded a batch.
         """
-        expected, end = self.position, (self.epoch + 1) * len(self)
-        order = self._order(self.epoch)
+        expected = self._progress.begin()
+        epoch, number = self.epoch, self._progress.num_begun
+        end, order = (epoch + 1) * len(self), self._order(epoch)
         while expected < end:
             # Slices read ahead are for this placement. If it changes between steps, read again from there.
             placed = self._towers.placement, self._towers.job.rank
             with closing(self._read(order, range(expected, end))) as batches:
                 while expected < end and (self._towers.placement, self._towers.job.rank) == placed:
-                    self._check_unmoved(expected)
+                    self._check_unmoved(expected, number)
                     self._check_length()
                     batch = next(batches)
                     expected += 1
@@ -368,12 +376,16 @@ class TowerLoader:
                 "TowerLoader was made: make a new one, or let order=... choose from the examples there are"
             )
 
-    def _check_unmoved(self, expected: int) -> None:
-        if self.position != expected:
+    def _check_unmoved(self, expected: int, number: int) -> None:
+        if not self._progress.is_at(expected, number):
             raise UsageError(
-                f"position is {self.position}, this iteration is at {expected}: after setting position or "
-                "starting another iteration, do not continue an old one"
+                f"position is {self._progress.num_taken}, this iteration is at {expected}: after setting "
+                "position or starting another iteration, do not continue an old one"
             )
+
+
+def _position(value: object) -> int:
+    return whole("position", value, 0, "the batches used so far")
 
 
 def _num_batches(examples: int, batch_size: int, drop_last: bool) -> int:

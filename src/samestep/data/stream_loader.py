@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from functools import partial
@@ -50,9 +51,10 @@ class StreamLoader:
     number in the shard); without the tower for an iterable that gives all examples to every tower, so that it
     may shuffle them. While `collate_fn` runs, they are seeded from (seed, position, tower).
 
-    An iteration yields the rest of the current epoch. The epoch ends on all workers as soon as some tower
-    cannot fill its rows; what the other shards still hold is not read. To find that out, workers exchange a
-    message of some bytes before each batch, so request the next batch between two steps.
+    An iteration yields the rest of the current epoch, from `position` on; see `TowerLoader` for which batches
+    count. The epoch ends on all workers as soon as some tower cannot fill
+    its rows; what the other shards still hold is not read. To find that out, workers exchange a message of
+    some bytes before each batch, so request the next batch between two steps.
 
     Before the first batch, each worker reads the first rows of tower 0 twice, and all compare them. A
     checkpoint holds their checksum, and a run that continues with another stream gets a warning.
@@ -119,8 +121,8 @@ class StreamLoader:
         self._towers = towers
         self._collate_fn = collate_fn
         self._options = dataloader_options
-        self._progress = Progress(towers.job)
-        self._epoch = self._num_before = 0
+        self._progress = Progress(towers, towers.job)
+        self._first_epoch, self._starts = 0, [0]  # positions of that epoch and those after it
         self._checksum: int | None = None
         self._is_checked = False  # whether all workers have compared its first rows, since a state was loaded
         self._has_read = False  # whether this process has read them, before or after
@@ -129,23 +131,33 @@ class StreamLoader:
 
     @property
     def position(self) -> int:
-        """Batches handed out over the whole run, all epochs together."""
+        """Batches used over the whole run, all epochs together."""
         return self._progress.position
 
     @property
     def epoch(self) -> int:
         """The epoch of the next batch; after an epoch's last batch it grows only when the iteration ends."""
-        return self._epoch
+        return self._place(self.position)[0]
+
+    def _place(self, position: int) -> tuple[int, int]:
+        """Return the epoch of a position, and the batches of this epoch before it."""
+        epoch = bisect_right(self._starts, position) - 1
+        return self._first_epoch + epoch, position - self._starts[epoch]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return position, epoch and the settings they depend on; warn if earlier batches were not used."""
+        """Return position, epoch and the settings they depend on.
+
+        There is a warning if a run that continues from it would use other batches, see docs/data.md.
+        """
         self._progress.check_used()
         return self._state()
 
-    def _state(self) -> dict[str, Any]:
-        """Return the state of a moment, which a step that is repeated starts from."""
-        place = {"position": self.position, "epoch": self._epoch, "batches_of_epoch": self._num_before}
-        return {**place, "first_examples": self._checksum, **self._settings}
+    def _state(self, *, in_loop: bool = False) -> dict[str, Any]:
+        """Return the state; `in_loop` to repeat a step, with the batch that its loop has taken."""
+        position = self._progress.num_taken if in_loop else self.position
+        epoch, num_before = self._place(position)
+        place = {"position": position, "epoch": epoch, "batches_of_epoch": num_before}
+        return {**place, "first_examples": self._checksum, **self._progress.state, **self._settings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the position in a `state_dict`, with any number of workers.
@@ -154,12 +166,13 @@ class StreamLoader:
             ConfigError: the state is from a run with another batch size, seed or T.
         """
         check_same(state, self._settings, "loader")
-        self._epoch, self._num_before = int(state["epoch"]), int(state["batches_of_epoch"])
+        position = int(state["position"])
+        self._first_epoch, self._starts = int(state["epoch"]), [position - int(state["batches_of_epoch"])]
         self._is_checked = False  # on all workers, those that join included
         if not self._has_read:
             self._checksum = state["first_examples"]
         self._drop_iteration()
-        self._progress.move_to(int(state["position"]))
+        self._progress.load(position, state)
 
     def next_batch(self) -> LocalBatch | None:
         """Return the next batch, or None at the end of an epoch; the call after that begins the next epoch.
@@ -199,7 +212,8 @@ class StreamLoader:
             UsageError: tower 0's shard differs when it is read again, a step is open, or another iteration
                 yielded a batch since the last one.
         """
-        expected = self.position
+        expected = self._progress.begin()
+        number = self._progress.num_begun
         if not self._is_checked:
             self._check_source()
         while True:
@@ -207,18 +221,17 @@ class StreamLoader:
             placement = self._towers.placement
             with closing(self._read(placement)) as batches:
                 while self._towers.placement == placement:
-                    self._check_unmoved(expected)
-                    batch = self._next(batches)
+                    self._check_unmoved(expected, number)
+                    batch = self._next(batches, expected)
                     if batch is None:
-                        self._epoch, self._num_before = self._epoch + 1, 0
+                        self._starts.append(expected)
                         self._progress.end_epoch()
                         return
                     expected += 1
-                    self._num_before += 1
                     with self._progress.handing_out():
                         yield batch
 
-    def _next(self, batches: Iterator[dict[int, Any]]) -> LocalBatch | None:
+    def _next(self, batches: Iterator[dict[int, Any]], position: int) -> LocalBatch | None:
         """Return the next batch, or None on all workers if some tower cannot fill its rows."""
         self._towers._check_no_step("read the next batch")
         slices: dict[int, Any] = {}
@@ -228,16 +241,16 @@ class StreamLoader:
         except Exception as found:
             error = found
         ended = next((each for each in slices.values() if isinstance(each, Ended)), None)
+        epoch, num_before = self._place(position)
         if (ended := self._first_ended(ended, error)) is None:
-            place = repr((self.seed, self._epoch, self._num_before, self.batch_size))
-            used = partial(self._progress.use, self.position)
-            number = zlib.crc32(place.encode())
-            return LocalBatch(self.batch_size, slices, self.position, number, used=used)
-        if self._num_before == 0:
+            place = repr((self.seed, epoch, num_before, self.batch_size))
+            used = partial(self._progress.use, position)
+            return LocalBatch(self.batch_size, slices, position, zlib.crc32(place.encode()), used=used)
+        if num_before == 0:
             num_towers = self._towers.placement.num_towers
             rows = even_ranges(self.batch_size, num_towers)[ended.tower]
             raise BatchError(
-                f"epoch {self._epoch} of the stream has no batch: tower {ended.tower}'s shard ended after "
+                f"epoch {epoch} of the stream has no batch: tower {ended.tower}'s shard ended after "
                 f"{ended.num_examples} examples, but a batch takes {len(rows)} from it: expected a stream "
                 f"that gives each of {num_towers} towers enough rows for a batch, such as {num_towers} files "
                 "or more"
@@ -246,7 +259,7 @@ class StreamLoader:
 
     def _first_ended(self, ended: Ended | None, error: Exception | None) -> Ended | None:
         """Return the first shard of all workers' that has ended; raise on all workers if one met an error."""
-        job, where = self._towers.job, f"batch {self.position} of the stream"
+        job, where = self._towers.job, f"batch {self._progress.num_taken} of the stream"
         kind = _FAILED if error is not None else _FULL if ended is None else _ENDED
         own = (kind, 0, 0) if ended is None else (kind, ended.tower, ended.num_examples)
         everyone = gather_rows(
@@ -269,7 +282,9 @@ class StreamLoader:
         """Return a function that reads on from the position, and its number of items for each batch."""
         own = placement.rows(self._towers.job.rank, self.batch_size)
         num_processes = min(self._options.get("num_workers", 0), len(own))
-        read = self._reading_of(own, num_processes, self._epoch, self.position, self._num_before)
+        position = self._progress.num_taken
+        epoch, num_before = self._place(position)
+        read = self._reading_of(own, num_processes, epoch, position, num_before)
         return read, len(own) + -len(own) % max(num_processes, 1)
 
     def _reading_of(
@@ -319,9 +334,9 @@ class StreamLoader:
             batch = next(items)
         return fingerprint(Whole(batch))
 
-    def _check_unmoved(self, expected: int) -> None:
-        if self.position != expected:
+    def _check_unmoved(self, expected: int, number: int) -> None:
+        if not self._progress.is_at(expected, number):
             raise UsageError(
-                f"position is {self.position}, this iteration is at {expected}: after load_state_dict, or "
-                "starting another iteration, do not continue an old one"
+                f"position is {self._progress.num_taken}, this iteration is at {expected}: after "
+                "load_state_dict, or starting another iteration, do not continue an old one"
             )

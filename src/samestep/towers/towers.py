@@ -130,6 +130,7 @@ class Towers:
         if self.job.device.type == "cpu":
             keep_freed_memory()
         self._step = 0
+        self._num_own_batches = 0  # steps with batches that are no loader's
         self._run: StepRun | None = None
         self._placing = Placing(self.job)
         self._asked = shown(placement)
@@ -550,7 +551,9 @@ class Towers:
 
     def _report(self, result: StepResult, **more: Any) -> Report:
         self._step += 1
-        if result.run.local.used is not None:
+        if result.run.local.used is None:
+            self._num_own_batches += 1
+        else:
             result.run.local.used()
         self._placing.follow(result.run)
         return result.report(noise_scale=self.noise.value, **more)
