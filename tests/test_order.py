@@ -9,7 +9,7 @@ from torch.utils.data import SubsetRandomSampler, WeightedRandomSampler
 
 from samestep import Step, Towers
 from samestep.data.loader import TowerLoader
-from samestep.data.order import numbered
+from samestep.data.order import REPEAT, numbered
 from samestep.errors import ConfigError, DisagreementError
 from samestep.streams import stream_seed
 from samestep.summation.placement import Placement
@@ -88,7 +88,7 @@ def test_an_example_has_another_stream_each_time():
         noises = [noise.tolist() for b in batches for part in b.slices.values() for noise in part["noise"]]
         assert len({tuple(noise) for noise in noises}) == 10
     (first, *_) = read(make_loader(order=repeated), epochs=1)
-    drawn = torch.Generator().manual_seed(stream_seed(3, "example", 0, 5 + 2 * NUM_EXAMPLES))
+    drawn = torch.Generator().manual_seed(stream_seed(3, "example", 0, 5 + 2 * REPEAT))
     assert first.slices[2]["noise"][0][0] == torch.rand((), generator=drawn).double()
 
 
@@ -97,9 +97,30 @@ def test_numbers_count_repeats(length):
     indices = np.random.default_rng(0).integers(0, 9, length)
     expected, seen = [], dict.fromkeys(range(9), 0)
     for index in indices.tolist():
-        expected.append(index + 9 * seen[index])
+        expected.append(index + REPEAT * seen[index])
         seen[index] += 1
-    assert numbered(indices, 9).tolist() == expected
+    assert numbered(indices).tolist() == expected
+
+
+def test_a_dataset_may_grow_within_an_epoch():
+    class Growing:
+        def __init__(self):
+            self.rows = [torch.tensor([float(i)]) for i in range(4)]
+
+        def __len__(self):
+            return len(self.rows)
+
+        def __getitem__(self, example):
+            return self.rows[example]
+
+    class InOneCall(Growing):
+        def batch(self, examples, seeds):
+            return torch.stack([self.rows[example] for example in examples])
+
+    for dataset in (Growing(), InOneCall()):
+        for batch in make_loader(dataset, batch_size=4, order=lambda seed, epoch: [0, 1, 2, 3] * 3):
+            assert torch.cat([*batch.slices.values()]).flatten().tolist() == [0, 1, 2, 3]
+            dataset.rows.append(torch.tensor([99.0]))
 
 
 def test_workers_with_other_orders_find_out_in_the_first_step_of_an_epoch():

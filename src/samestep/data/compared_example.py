@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from samestep.data.order import REPEAT
 from samestep.data.readers import COMPARED, Request
 from samestep.errors import warn
 
@@ -12,14 +13,9 @@ __all__ = ["ComparedExample"]
 
 
 class ComparedExample:
-    """Notices that a run continues with other data: keeps an example's number and checksum in the state.
+    """Notices that a run continues with other data: keeps an example's number and checksum in the state."""
 
-    Args:
-        num_examples: of the dataset.
-    """
-
-    def __init__(self, num_examples: int) -> None:
-        self._num_examples = num_examples
+    def __init__(self) -> None:
         self._last: tuple[int, int, int] | None = None  # epoch, number in a `Request`, checksum
         self._is_due = self._has_read = False
 
@@ -55,7 +51,7 @@ class ComparedExample:
         self._has_read = True
         if checksum != expected:
             warn(
-                f"example {number % self._num_examples} of the dataset, in epoch {epoch}, is another one "
+                f"example {number % REPEAT} of the dataset, in epoch {epoch}, is another one "
                 "than in the run that is continued: expected the same data in the same order, and the same "
                 "versions of libraries and CPU model; no fault if the program changes the dataset in the "
                 "course of a run, or if examples hold paths of another folder"

@@ -157,7 +157,7 @@ class TowerLoader:
         )
         self._towers = towers
         self._progress = Progress(towers, towers.job)
-        self._compared = ComparedExample(self._num_examples)
+        self._compared = ComparedExample()
         self._order_of_epoch: Any = None  # an order's newest epoch, and the checksum of its indices
         self._sampler = RequestSampler()
         self._reader = BatchedReader(dataset, seed) if batched else Reader(dataset, seed, collate_fn)
@@ -342,7 +342,7 @@ class TowerLoader:
             order = self._custom(epoch, len(self.dataset))
             self._check_num_batches(epoch, len(order))
             self._compare_order(epoch, zlib.crc32(order.tobytes()))
-            return numbered(order, len(self.dataset))
+            return numbered(order)
         if not self.shuffle:
             return np.arange(self._num_examples, dtype=np.int64)
         shuffled = torch.randperm(

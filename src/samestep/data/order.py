@@ -15,7 +15,10 @@ from torch import Tensor
 from samestep.errors import ConfigError
 from samestep.streams import keep_globals, seed_globals, stream_seed
 
-__all__ = ["CustomOrder", "Order", "indices_of", "numbered"]
+__all__ = ["REPEAT", "CustomOrder", "Order", "indices_of", "numbered"]
+
+REPEAT = 1 << 40
+"""What is added to an example's number for each time that it has come before in an epoch."""
 
 Order: TypeAlias = Callable[[int, int], Any]
 """order(seed, epoch) -> indices of examples: a tensor, an array, or an iterable of ints such as a sampler."""
@@ -81,16 +84,19 @@ class CustomOrder:
         return indices_of(self.order, self.seed, epoch, num_examples)
 
 
-def numbered(indices: NDArray[np.int64], num_examples: int) -> NDArray[np.int64]:
-    """Return index + k · num_examples for the k-th occurrence (from 0) of an example in an epoch.
+def numbered(indices: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return index + k · `REPEAT` for the k-th occurrence (from 0) of an example in an epoch.
 
-    The numbers are unique, so each occurrence gets its own random stream.
+    The numbers are unique, so each occurrence gets its own random stream. They do not depend on the length of
+    the dataset, which may grow.
 
-    >>> numbered(np.array([3, 1, 3, 3]), 10)
-    array([ 3,  1, 13, 23])
+    >>> numbered(np.array([3, 1, 3])) % REPEAT
+    array([3, 1, 3])
+    >>> numbered(np.array([3, 1, 3])) // REPEAT
+    array([0, 0, 1])
     """
     by_example = np.argsort(indices, kind="stable")
     _, starts, counts = np.unique(indices[by_example], return_index=True, return_counts=True)
     repeats = np.empty_like(indices)
     repeats[by_example] = np.arange(len(indices)) - np.repeat(starts, counts)
-    return indices + repeats * num_examples
+    return indices + repeats * REPEAT

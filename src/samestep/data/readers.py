@@ -20,6 +20,7 @@ from samestep.batches.columns import Whole
 from samestep.batches.copier import Copier, copied
 from samestep.batches.fingerprint import fingerprint
 from samestep.batches.nest import PLAIN, entries, mapped
+from samestep.data.order import REPEAT
 from samestep.data.shards import seen_as
 from samestep.errors import BatchError, UsageError
 from samestep.streams import GlobalStreams, seed_globals, stream_seed
@@ -82,7 +83,7 @@ class BatchedDataset(Protocol):
 class Request:
     """The examples to read for some of a worker's towers in one batch, as numbers from `samestep.data.order`.
 
-    The k-th occurrence (from 0) of an example in an epoch has the number index + k · len(dataset). `compared`
+    The k-th occurrence (from 0) of an example in an epoch has the number index + k · `REPEAT`. `compared`
     is the number of an example that all workers read and compare; None to compare none.
     """
 
@@ -147,7 +148,7 @@ class Reader(Dataset[dict[int, Any]]):
             return {}
         number = fingerprint(Whole(self._example(request.epoch, request.compared)))
         if first not in (None, number):
-            example = request.compared % len(self.dataset)
+            example = request.compared % REPEAT
             raise UsageError(
                 f"{type(self.dataset).__name__}: example {example} is different when it is read again: "
                 "expected it to depend only on its index, and on torch's, Python's and NumPy's global "
@@ -156,7 +157,7 @@ class Reader(Dataset[dict[int, Any]]):
         return {COMPARED: number}
 
     def _example(self, epoch: int, number: int) -> Any:
-        example = number % len(self.dataset)
+        example = number % REPEAT
         try:
             with self._seeded(stream_seed(self.seed, "example", epoch, number)):
                 return self.dataset[example]
@@ -195,7 +196,7 @@ class BatchedReader(Dataset[dict[int, Any]]):
 
     def _batch(self, epoch: int, numbers: NDArray[np.int64]) -> GlobalBatch:
         seeds = [stream_seed(self.seed, "example", epoch, int(number)) for number in numbers]
-        examples = numbers % len(self.dataset)
+        examples = numbers % REPEAT
         batch = GlobalBatch.open(self.dataset.batch(examples, np.array(seeds, dtype=np.uint64)))
         if batch.rows != len(examples):
             raise BatchError(
