@@ -1,3 +1,4 @@
+import copy
 import doctest
 import random
 from functools import partial
@@ -397,9 +398,11 @@ class Lines(IterableDataset):
 def test_a_source_that_holds_an_open_file_is_refused(tmp_path, num_workers):
     path = tmp_path / "lines"
     path.write_text("\n".join(map(str, range(40))))
-    loader = StreamLoader(Lines(path), BATCH_SIZE, make_towers(None), num_workers=num_workers)
+    lines = Lines(path)
+    loader = StreamLoader(lines, BATCH_SIZE, make_towers(None), num_workers=num_workers)
     with pytest.raises(ConfigError) as caught:
         next(iter(loader))
+    lines.file.close()
     assert str(caught.value) == (
         "source is a Lines that cannot be copied for each tower (TypeError: cannot pickle "
         "'_io.TextIOWrapper' object): expected one that opens files and connections in its __iter__, or "
@@ -441,8 +444,26 @@ class ShuffledThenSplit(IterableDataset):
             yield {"id": number, "noise": noise()}
 
 
+class ShuffledBySeed(IterableDataset):
+    """Reads the seed of its loader process, and not its part."""
+
+    def __iter__(self):
+        for number in np.random.default_rng(get_worker_info().seed).permutation(98).tolist():
+            yield {"id": number, "noise": noise()}
+
+
+class ShuffledBySharedSeed(IterableDataset):
+    def __iter__(self):
+        worker = copy.copy(get_worker_info())
+        ids = np.random.default_rng(worker.seed - worker.id).permutation(98).tolist()
+        for number in ids[worker.id :: worker.num_workers]:
+            yield {"id": number, "noise": noise()}
+
+
 @pytest.mark.parametrize("num_workers", mostly_long([0, 2], 1))
-@pytest.mark.parametrize("source", [Shuffled, ShuffledByBuffer, ShuffledThenSplit])
+@pytest.mark.parametrize(
+    "source", [Shuffled, ShuffledByBuffer, ShuffledThenSplit, ShuffledBySeed, ShuffledBySharedSeed]
+)
 def test_a_source_may_shuffle_with_the_global_generators(source, num_workers):
     loader = StreamLoader(source(), 2 * NUM_TOWERS, make_towers(None), num_workers=num_workers)
     orders = []

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -13,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, _utils
 
 from samestep.arguments import parameters_of
 from samestep.errors import ConfigError, UsageError, one_line
-from samestep.streams import seed_globals, stream_seed
+from samestep.streams import GlobalStreams, seed_globals, stream_seed
 
 __all__ = ["Shard", "Source", "check_source", "has_indices", "open_shard", "seen_as"]
 
@@ -28,30 +30,62 @@ class VirtualWorker:
 
     It records whether the dataset has read `id` or `num_workers`, as one that yields only its part does. Up
     to then, the global generators draw the same numbers for all towers, so that a dataset may shuffle first.
+    One that reads `seed` alone is read again from its beginning, with a seed that is the same for all towers.
+
+    Args:
+        tower: the tower's index t.
+        num_towers: T.
+        base_seed: the same for all towers.
+
+    Attributes:
+        dataset: the tower's copy.
+        was_asked: whether the dataset has read its part.
+        has_own_seed: whether `seed` is another one for each tower.
     """
 
-    def __init__(self, tower: int, num_towers: int, seed: int, dataset: Any) -> None:
-        self._part = tower, num_towers
-        self.seed = seed
-        self.dataset = dataset
+    def __init__(self, tower: int, num_towers: int, base_seed: int) -> None:
+        self.part = tower, num_towers
+        self.base_seed = base_seed
+        self.dataset: Any = None
         self.was_asked = False
+        self.has_own_seed = True
+        self._gave_own_seed = False
 
     @property
     def id(self) -> int:
         """The tower's index t."""
         self._note()
-        return self._part[0]
+        return self.part[0]
 
     @property
     def num_workers(self) -> int:
         """The number of towers T."""
         self._note()
-        return self._part[1]
+        return self.part[1]
+
+    @property
+    def seed(self) -> int:
+        """As in DataLoader's processes, a base seed plus the worker's id."""
+        self._gave_own_seed |= self.has_own_seed
+        return self.base_seed + self.part[0] * self.has_own_seed
+
+    @property
+    def must_share_seed(self) -> bool:
+        """Whether the dataset has read a seed of this tower, but not its part."""
+        return self._gave_own_seed and not self.was_asked
+
+    def __copy__(self) -> VirtualWorker:
+        """Return this one, which notices what is read."""
+        return self
+
+    def __deepcopy__(self, _: Any) -> VirtualWorker:
+        """Return this one."""
+        return self
 
     def _note(self) -> None:
         if not self.was_asked:
             self.was_asked = True
-            seed_globals(self.seed, _CPU)
+            seed_globals(self.base_seed + self.part[0], _CPU)
 
 
 @dataclass(frozen=True)
@@ -98,15 +132,19 @@ def open_shard(source: Source, tower: int, num_towers: int, *, epoch: int, seed:
         part = split_dataset_by_node(source, tower, num_towers)
         part.set_epoch(epoch)
         return Shard(iter(part))
-    own = _copied(source)
-    seed_globals(stream_seed(seed, "shard", epoch), _CPU)
+    worker = VirtualWorker(tower, num_towers, stream_seed(seed, "shard", epoch))
+    reopen = partial(_opened, source, worker, epoch)
+    return Shard(_own_examples(reopen(), worker, reopen), worker)
+
+
+def _opened(source: Iterable[Any], worker: VirtualWorker, epoch: int) -> Iterator[Any]:
+    """Return an iterator over a source's own copy, which sees the worker."""
+    own = worker.dataset = _copied(source)
+    seed_globals(worker.base_seed, _CPU)
     if hasattr(own, "set_epoch"):
         own.set_epoch(epoch)
-    # As in DataLoader's processes, where it is a base seed plus the worker's id.
-    worker = VirtualWorker(tower, num_towers, stream_seed(seed, "shard", epoch) + tower, own)
     with seen_as(worker):
-        examples = iter(own)
-    return Shard(_own_examples(examples, worker), worker)
+        return iter(own)
 
 
 def _copied(source: Iterable[Any]) -> Any:
@@ -122,11 +160,19 @@ def _copied(source: Iterable[Any]) -> Any:
         ) from error
 
 
-def _own_examples(examples: Iterable[Any], worker: VirtualWorker) -> Iterator[Any]:
+def _own_examples(
+    examples: Iterator[Any], worker: VirtualWorker, reopen: Callable[[], Iterator[Any]]
+) -> Iterator[Any]:
     """Yield all examples if the dataset selects this tower's part itself, or else every T-th."""
+    start, found = GlobalStreams.capture(_CPU), enumerate(examples)
+    first = list(itertools.islice(found, 1))
+    if worker.must_share_seed:
+        worker.has_own_seed = False
+        first, found = [], enumerate(reopen())
+        start.restore()
     gives_part, own = True, []
-    tower, num_towers = worker._part
-    for number, example in enumerate(examples):
+    tower, num_towers = worker.part
+    for number, example in itertools.chain(first, found):
         if number == 0:
             gives_part = worker.was_asked
         elif gives_part != worker.was_asked:
