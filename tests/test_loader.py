@@ -801,6 +801,16 @@ def test_only_worker_0_reads_the_example_of_the_last_run():
 # ---- what a slice may hold -------------------------------------------------------------------------
 
 
+def test_examples_may_hold_themselves():
+    rows = [{"x": torch.tensor([float(i)])} for i in range(23)]
+    for row in rows:
+        row["self"] = row
+    loader = make_loader(rows, collate_fn=lambda rows: torch.stack([row["x"] for row in rows]), shuffle=False)
+    batch = next(iter(loader))
+    assert torch.cat([*batch.slices.values()]).flatten().tolist() == list(range(BATCH_SIZE))
+    assert batch.compared() == batch.compared()
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 @pytest.mark.parametrize("num_workers", [0, 1])

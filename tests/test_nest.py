@@ -121,6 +121,37 @@ def test_tuples_lists_and_dataclasses_come_back_as_they_are():
     assert take(torch.topk(torch.randn(6, 3), 2)).indices.shape == (2, 2)
 
 
+class Point(tuple):
+    """Has arguments and attributes of its own."""
+
+    def __new__(cls, x, *more):
+        own = super().__new__(cls, (x, *more))
+        own.name = "kept"
+        return own
+
+
+@dataclass
+class Lazy:
+    x: torch.Tensor
+    cache: torch.Tensor = field(init=False)
+
+
+def test_tuples_with_arguments_of_their_own_and_fields_that_are_not_set():
+    point, lazy = take([Point(X, X), Lazy(X)])
+    assert (type(point), len(point), point.name, point[1].tolist()) == (Point, 2, "kept", [2, 3])
+    assert lazy.x.tolist() == [2, 3]
+    assert not hasattr(lazy, "cache")
+
+
+def test_a_batch_that_holds_itself_is_refused():
+    batch = {"x": X}
+    batch["self"] = batch
+    with pytest.raises(
+        BatchError, match="batch is a dict that holds itself, or is nested too deeply: expected"
+    ):
+        take(batch)
+
+
 @pytest.mark.parametrize("kind", [list, tuple, Names])
 def test_a_sequence_with_an_entry_a_row_is_cut(kind):
     part = take({"x": X, "names": kind("abcdef")})["names"]

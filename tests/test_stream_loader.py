@@ -1,6 +1,7 @@
 import copy
 import doctest
 import random
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import ChainDataset, DataLoader, IterableDataset, get_worker_info
 
-from samestep import Job, Placement, Step, StreamLoader, Towers, digest
+from samestep import Job, Placement, Step, StreamLoader, TowerLoader, Towers, digest
 from samestep.errors import BatchError, ConfigError, DisagreementError, UsageError
 from samestep.streams import stream_seed
 
@@ -499,6 +500,10 @@ def test_a_stream_may_have_a_length():
         ({"source": uneven(0, 7, 0, 0)}, "source is a generator, which can be read only once"),
         ({"source": DataLoader(Asking())}, "source is a DataLoader: pass its dataset"),
         ({"source": 5}, "source is a int: expected an iterable"),
+        (
+            {"source": lambda tower: []},
+            r"<lambda> cannot be called with \(tower, num_towers, epoch, seed\) \(too",
+        ),
         ({"shuffle": True}, "shuffle is not an option of StreamLoader: a stream has the order of its source"),
         ({"drop_last": False}, "drop_last is not an option of StreamLoader"),
         ({"persistent_workers": True}, "persistent_workers is not an option of StreamLoader"),
@@ -507,6 +512,37 @@ def test_a_stream_may_have_a_length():
 def test_settings_that_cannot_be_right_are_refused(options, named):
     with pytest.raises(ConfigError, match=named):
         StreamLoader(**{"source": uneven, "batch_size": 16, "towers": make_towers(None), **options})
+
+
+def test_make_shard_must_return_an_iterable():
+    with pytest.raises(
+        ConfigError, match="none returned a NoneType: expected an iterable of the tower's examples"
+    ):
+        next(iter(StreamLoader(none, BATCH_SIZE, make_towers(None))))
+
+
+def none(tower, num_towers, epoch, seed):
+    pass
+
+
+@pytest.mark.parametrize("kind", [StreamLoader, TowerLoader])
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"position": None}, "the state of loader: position = None: expected an int >= 0"),
+        ({"position": "x"}, "the state of loader: position = 'x': expected an int >= 0"),
+        ({"epoch": 1.5}, "the state of loader: epoch = 1.5: expected an int >= 0"),
+        ({"compared": 3}, "the state of loader: compared = 3: expected 3 numbers or None"),
+        ({"order_of_epoch": [1, "x"]}, "the state of loader: order_of_epoch = 'x': expected an int"),
+        (None, "the state of a loader is a NoneType: expected what its state_dict"),
+    ],
+)
+def test_what_is_no_state_is_refused(kind, change, named):
+    loader = kind(uneven if kind is StreamLoader else range(40), BATCH_SIZE, make_towers(None))
+    before = loader.state_dict()
+    with pytest.raises(ConfigError, match=named) if not {*(change or ())} - {*before} else nullcontext():
+        loader.load_state_dict(None if change is None else {**before, **change})
+    assert loader.state_dict() == before
 
 
 # ---- other packages --------------------------------------------------------------------------------

@@ -156,7 +156,13 @@ class GlobalBatch:
             BatchError: nothing in the nest has rows, something cannot be cut, or numbers of rows differ.
         """
         _check_is_no_loaders(batch)
-        root = parse(batch)
+        try:
+            root = parse(batch)
+        except RecursionError:
+            raise BatchError(
+                f"batch is a {type(batch).__name__} that holds itself, or is nested too deeply: expected a "
+                "nest of tensors and arrays, without entries that refer back"
+            ) from None
         rows = _rows(root)
         if rows is None:  # only ambiguous lists: each must then be readable in one way
             root = resolved(root, None)

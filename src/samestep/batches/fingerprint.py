@@ -24,9 +24,14 @@ def fingerprint(node: Node) -> int:
     """Return the number: the same in every process, whatever the memory layout.
 
     Values on a GPU are left out, because reading them would make the host wait for the GPU. Objects that are
-    not made of numbers, strings and tensors count with the name of their type only.
+    not made of numbers, strings and tensors count with the name of their type only, and so do those that hold
+    themselves.
     """
-    return zlib.crc32(json.dumps(_outline(node), default=_described, skipkeys=True).encode())
+    try:
+        text = json.dumps(_outline(node), default=_described, skipkeys=True)
+    except (ValueError, RecursionError):
+        text = type(_outline(node)).__name__
+    return zlib.crc32(text.encode())
 
 
 def _outline(node: Node) -> Any:

@@ -7,9 +7,10 @@ and dataclass as a nest.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -31,14 +32,15 @@ def entries(value: Any) -> dict[Any, Any] | None:
     if isinstance(value, list | tuple):
         return None if isinstance(value, PackedSequence) else dict(enumerate(value))
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in fields(value)}
+        names = [field.name for field in fields(value)]
+        return {name: getattr(value, name) for name in names if hasattr(value, name)}
     return None
 
 
 def rebuilt(nest: Any, new: Mapping[Any, Any]) -> Any:
     """Return a nest of the same type with other entries."""
     if isinstance(nest, tuple):
-        return nest._make(new.values()) if hasattr(nest, "_make") else type(nest)(new.values())
+        return _rebuilt_tuple(nest, new.values())
     if type(nest) is dict or (isinstance(nest, Mapping) and not isinstance(nest, MutableMapping)):
         return dict(new)
     own = copy.copy(nest)
@@ -49,6 +51,17 @@ def rebuilt(nest: Any, new: Mapping[Any, Any]) -> Any:
             own[key] = value
         else:
             object.__setattr__(own, key, value)  # frozen dataclasses too
+    return own
+
+
+def _rebuilt_tuple(nest: tuple[Any, ...], new: Iterable[Any]) -> Any:
+    if hasattr(nest, "_make"):
+        return nest._make(new)
+    if not isinstance(type(nest).__new__, FunctionType):
+        return type(nest)(new)
+    own = tuple.__new__(type(nest), new)  # its own __new__ may take anything
+    if hasattr(own, "__dict__"):
+        own.__dict__.update(nest.__dict__)
     return own
 
 

@@ -26,7 +26,7 @@ class ComparedExample:
 
     def load(self, state: Any) -> None:
         """Restore a state, so that the example is due to be read again, unless this process has read some."""
-        self._last = None if state is None else tuple(state)
+        self._last = state
         self._is_due = self._last is not None and not self._has_read
 
     def read(self, read: Callable[[Request, int], int], request: Request) -> int:

@@ -26,6 +26,7 @@ from samestep.batches.batch import LocalBatch, Slices
 from samestep.data.compared_example import ComparedExample
 from samestep.data.dataloader import check_options, check_towers, reading
 from samestep.data.from_dataloader import options_of
+from samestep.data.loader_state import check_state, number_in, numbers_in
 from samestep.data.order import CustomOrder, Order, numbered
 from samestep.data.progress import Progress
 from samestep.data.readers import COMPARED, BatchedReader, Reader, Request, compared_at, is_batched
@@ -33,7 +34,6 @@ from samestep.data.shards import has_indices
 from samestep.data.single_rows import warn_of_single_rows
 from samestep.data.stream import RequestSampler, Stream
 from samestep.errors import ConfigError, UsageError, warn
-from samestep.identity import check_same
 from samestep.streams import generator
 from samestep.summation.placement import Placement
 from samestep.workers.job import Job
@@ -177,7 +177,7 @@ class TowerLoader:
 
     @position.setter
     def position(self, position: int) -> None:
-        self._progress.move_to(_position(position))
+        self._progress.move_to(whole("position", position, 0, "the batches used so far"))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the settings it depends on.
@@ -236,12 +236,14 @@ class TowerLoader:
 
         Raises:
             ConfigError: the state is from a run with another batch size, seed, number of examples,
-                `shuffle`, `drop_last` or `order`; of an order only epoch 0 is compared.
+                `shuffle`, `drop_last` or `order`; of an order only epoch 0 is compared. Or it is no state.
         """
-        check_same(state, self._settings, "loader")
-        self._progress.load(_position(state["position"]), state)
-        self._compared.load(state.get("compared"))
-        self._order_of_epoch = state.get("order_of_epoch")
+        check_state(state, self._settings)
+        position, compared = number_in(state, "position"), numbers_in(state, "compared", 3)
+        order = numbers_in(state, "order_of_epoch", 2)
+        self._progress.load(position, state)
+        self._compared.load(compared)
+        self._order_of_epoch = order
 
     @property
     def _settings(self) -> dict[str, int | None]:
@@ -382,10 +384,6 @@ class TowerLoader:
                 f"position is {self._progress.num_taken}, this iteration is at {expected}: after setting "
                 "position or starting another iteration, do not continue an old one"
             )
-
-
-def _position(value: object) -> int:
-    return whole("position", value, 0, "the batches used so far")
 
 
 def _num_batches(examples: int, batch_size: int, drop_last: bool) -> int:

@@ -126,7 +126,7 @@ class Reader(Dataset[dict[int, Any]]):
     def _collated(self, rows: list[Any], position: int, tower: int, *, twice: bool) -> Any:
         """Collate a tower's rows; if `twice`, check that a second call gives the same batch."""
         seed = stream_seed(self.seed, "collate", position, tower)
-        if self.collate_fn is None or not twice or not all(map(_is_copied_whole, rows)):
+        if self.collate_fn is None or not twice or not _is_copied_whole(rows):
             with self._seeded(seed):
                 return (self.collate_fn or default_collate)(rows)
         same = [mapped(copied, row) for row in rows]  # a collate_fn may write to them
@@ -213,12 +213,19 @@ class BatchedReader(Dataset[dict[int, Any]]):
         return {tower: batch.take(range(start, stop), copier) for tower, start, stop in parts}
 
 
-def _is_copied_whole(value: Any) -> bool:
-    """Whether a row is a nest of tensors, arrays and plain values, so that a copy shares no memory."""
-    if isinstance(value, (Tensor, np.ndarray, *PLAIN)):
-        return True
-    held = entries(value)
-    return held is not None and all(map(_is_copied_whole, held.values()))
+def _is_copied_whole(rows: list[Any]) -> bool:
+    """Whether rows are nests of tensors, arrays and plain values, so that copies share no memory."""
+
+    def is_nest(value: Any) -> bool:
+        if isinstance(value, (Tensor, np.ndarray, *PLAIN)):
+            return True
+        held = entries(value)
+        return held is not None and all(map(is_nest, held.values()))
+
+    try:
+        return all(map(is_nest, rows))
+    except RecursionError:  # a row holds itself
+        return False
 
 
 @contextmanager

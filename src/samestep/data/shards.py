@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -123,9 +124,14 @@ def seen_as(worker: Any) -> Iterator[None]:
 def open_shard(source: Source, tower: int, num_towers: int, *, epoch: int, seed: int, start: int) -> Shard:
     """Open one tower's shard, from its first example; from `start` if the source has such a parameter."""
     if not isinstance(source, Iterable):
-        if _has_start(source):
-            return Shard(iter(source(tower, num_towers, epoch, seed, start=start)), start=start)
-        return Shard(iter(source(tower, num_towers, epoch, seed)))
+        skips = {"start": start} if _has_start(source) else {}
+        examples = source(tower, num_towers, epoch, seed, **skips)
+        if not isinstance(examples, Iterable):
+            raise ConfigError(
+                f"{_name_of(source)} returned a {type(examples).__name__}: expected an iterable of the "
+                "tower's examples, such as a list or a generator"
+            )
+        return Shard(iter(examples), start=start if skips else 0)
     if _is_hugging_face(source):
         from datasets.distributed import split_dataset_by_node
 
@@ -217,6 +223,25 @@ def check_source(source: Any) -> None:
             f"source is a {name}: expected an iterable, or make_shard(tower, num_towers, epoch, seed) -> "
             "iterable"
         )
+    if not isinstance(source, Iterable):
+        _check_parameters(source)
+
+
+def _check_parameters(make_shard: Callable[..., Any]) -> None:
+    skips = {"start": 0} if _has_start(make_shard) else {}
+    try:
+        inspect.signature(make_shard).bind(0, 1, 0, 0, **skips)
+    except TypeError as error:
+        raise ConfigError(
+            f"{_name_of(make_shard)} cannot be called with (tower, num_towers, epoch, seed) ({error}): "
+            "expected a function with these parameters, and perhaps start"
+        ) from None
+    except ValueError:  # Python knows no signature of it
+        pass
+
+
+def _name_of(make_shard: Callable[..., Any]) -> str:
+    return getattr(make_shard, "__name__", type(make_shard).__name__)
 
 
 def _is_hugging_face(source: Any) -> bool:
@@ -224,4 +249,7 @@ def _is_hugging_face(source: Any) -> bool:
 
 
 def _has_start(make_shard: Callable[..., Any]) -> bool:
-    return "start" in parameters_of(make_shard)
+    try:
+        return "start" in parameters_of(make_shard)
+    except ValueError:  # Python knows no signature of it
+        return False

@@ -16,11 +16,11 @@ from samestep.batches.batch import LocalBatch
 from samestep.batches.columns import Whole
 from samestep.batches.fingerprint import fingerprint
 from samestep.data.dataloader import check_options, check_towers, reading
+from samestep.data.loader_state import check_state, number_in
 from samestep.data.progress import Progress
 from samestep.data.shard_reader import Ended, ShardReader
 from samestep.data.shards import Source, check_source
 from samestep.errors import BatchError, UsageError, warn
-from samestep.identity import check_same
 from samestep.summation.placement import Placement, even_ranges
 from samestep.towers.towers import Towers
 from samestep.workers.agreement import agree
@@ -163,14 +163,16 @@ class StreamLoader:
         """Continue from the position in a `state_dict`, with any number of workers.
 
         Raises:
-            ConfigError: the state is from a run with another batch size, seed or T.
+            ConfigError: the state is from a run with another batch size, seed or T, or it is no state.
         """
-        check_same(state, self._settings, "loader")
-        position = int(state["position"])
-        self._first_epoch, self._starts = int(state["epoch"]), [position - int(state["batches_of_epoch"])]
+        check_state(state, self._settings)
+        names = ("position", "epoch", "batches_of_epoch")
+        position, epoch, num_before = (number_in(state, name) for name in names)
+        checksum = None if state.get("first_examples") is None else number_in(state, "first_examples")
+        self._first_epoch, self._starts = epoch, [position - num_before]
         self._is_checked = False  # on all workers, those that join included
         if not self._has_read:
-            self._checksum = state["first_examples"]
+            self._checksum = checksum
         self._drop_iteration()
         self._progress.load(position, state)
 
