@@ -81,12 +81,13 @@ def test_zip_takes_a_batch_more(run, tmp_path):
     run.goes_on_at(2, tmp_path)
 
 
-def test_break_before_a_step(run, tmp_path):
+@pytest.mark.parametrize("num_steps", [3, 4])
+def test_break_before_a_step(run, tmp_path, num_steps):
     for batch in run.loader:
-        if run.towers.step == 3:
+        if run.towers.step == num_steps:
             break
         run.step(batch)
-    run.goes_on_at(3, tmp_path)
+    run.goes_on_at(num_steps, tmp_path)
 
 
 def test_an_iterator_that_is_held(run, tmp_path):
@@ -168,6 +169,12 @@ def test_a_batch_in_another_form_is_used_by_the_step_that_follows(run, tmp_path)
     run.goes_on_at(3, tmp_path)
 
 
+def test_a_loop_makes_other_batches_of_all(run, tmp_path):
+    for batch, _ in zip(run.loader, range(2), strict=False):
+        run.step(LocalBatch(batch.rows, dict(batch.slices), batch.position, batch.fingerprint))
+    run.goes_on_at(2, tmp_path)
+
+
 def test_steps_with_another_loaders_batches_use_none_of_these(tmp_path):
     run, other = Run(), Run()
     other.towers, other.model = run.towers, run.model
@@ -187,12 +194,12 @@ def test_iterations_that_never_go_on_are_refused(run):
         next(iter(run.loader))
 
 
-def test_without_steps_all_batches_count(run, tmp_path):
+def test_without_steps_all_batches_count(run):
     for batch in run.loader:
-        assert run.loader.position == batch.position + 1
+        assert run.loader.position == run.loader.state_dict()["position"] == batch.position + 1
         if batch.position == 2:
             break
-    run.goes_on_at(3, tmp_path)
+    assert next(iter(run.loader)).position == 3
 
 
 # ---- batches that are lost -----------------------------------------------------------------------------
@@ -272,6 +279,7 @@ def test_an_incomplete_batch_ends_a_loop(tmp_path):
             break
         run.step(batch)
     run.save(tmp_path)
+    assert run.loader.epoch == 1
 
 
 def test_an_abandoned_step_in_a_loop_that_goes_on(run, tmp_path):
@@ -320,24 +328,29 @@ def test_a_trainer(tmp_path):
 
 
 def test_a_save_before_the_step_that_uses_the_batch(run, tmp_path):
-    def loop():
-        for batch in run.loader:
-            run.save(tmp_path)
-            assert run.loader.position == max(1, batch.position)
-            run.step(batch)
-            if run.towers.step == 3:
-                break
-
-    with pytest.warns(UserWarning, match="a state was saved at batch 1, before a step had used batch 0"):
-        loop()  # of the first batch it is not known whether steps are to use it
+    for batch in run.loader:
+        run.save(tmp_path)
+        assert run.loader.position == batch.position
+        if run.towers.step == 3:
+            break
+        run.step(batch)
     run.goes_on_at(3, tmp_path)
 
 
-def test_an_incomplete_batch_that_is_lost_where_steps_use_such_batches(tmp_path):
+def test_a_state_before_the_first_step(run):
+    batch = next(iter(run.loader))
+    assert run.loader.state_dict()["position"] == 1  # it is not known yet that a step is to use the batch
+    with pytest.warns(UserWarning, match="a state was saved at batch 1, before a step had used batch 0"):
+        run.step(batch)
+
+
+def test_an_incomplete_batch_that_a_loop_looks_at_and_ends_with(tmp_path):
     run = Run()
     for batch in run.loader:
         run.step(batch)
-    for batch, _ in zip(run.loader, range(4), strict=False):
+    for batch in run.loader:
+        if batch.rows < 4 and run.towers.step == 9:
+            break
         run.step(batch)
     run.save(tmp_path, "batch 9 was not used by a step")
 

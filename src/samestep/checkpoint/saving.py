@@ -82,6 +82,8 @@ def save(  # noqa: PLR0913 - what a run's state consists of
     objects = TrainingObjects(
         model=model, towers=towers, loader=loader, averaged_model=averaged_model, rng=rng, state=state
     )
+    if towers is not None and isinstance(loader, TowerLoader | StreamLoader):
+        loader._progress.expect_steps()
     for each in (loader, *state.values()):
         if isinstance(each, TowerLoader | StreamLoader):
             each._progress.check_used()

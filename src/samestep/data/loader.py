@@ -11,6 +11,7 @@ import math
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
+from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain
 from typing import Any, Protocol
@@ -55,6 +56,18 @@ class PlacedTowers(Protocol):
     @property
     def job(self) -> Job:
         """This process's view of the job."""
+
+
+@dataclass(frozen=True)
+class IncompleteBatch(LocalBatch):
+    """An epoch's last batch; `look` is called when a program looks at its size, and may leave it out."""
+
+    look: Callable[[], None] = field(kw_only=True, repr=False, compare=False)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("rows", "slices"):
+            super().__getattribute__("look")()
+        return super().__getattribute__(name)
 
 
 class TowerLoader:
@@ -274,7 +287,7 @@ class TowerLoader:
             UsageError: since the last batch, `position` was set or another iteration yielded a batch.
         """
         expected = self._progress.begin()
-        epoch, number = self.epoch, self._progress.num_begun
+        epoch, number = expected // len(self), self._progress.num_begun
         end, order = (epoch + 1) * len(self), self._order(epoch)
         while expected < end:
             # Slices read ahead are for this placement. If it changes between steps, read again from there.
@@ -285,7 +298,7 @@ class TowerLoader:
                     self._check_length()
                     batch = next(batches)
                     expected += 1
-                    with self._progress.handing_out(is_complete=batch.rows == self.batch_size):
+                    with self._progress.handing_out():
                         yield batch
         self._progress.end_epoch()
 
@@ -317,14 +330,16 @@ class TowerLoader:
         request = self._request(rows, position, self._towers.placement, self._towers.job.rank)
         assert self._stream is not None
         compared = None if request.compared is None else cache(partial(self._compared.read, read, request))
-        return LocalBatch(
+        is_complete = len(rows) == self.batch_size
+        make = LocalBatch if is_complete else partial(IncompleteBatch, look=self._progress.look)
+        return make(
             len(rows),
             Slices(tuple(request.examples), partial(read, request)),
             position,
             zlib.crc32(rows.tobytes(), checksum),
             again=partial(self._batch, self._stream.read, rows, position, checksum),
             compared=compared,
-            used=partial(self._progress.use, position, is_complete=len(rows) == self.batch_size),
+            used=partial(self._progress.use, position, is_complete=is_complete),
         )
 
     def _rows(self, order: NDArray[np.int64], position: int) -> NDArray[np.int64]:
@@ -355,7 +370,7 @@ class TowerLoader:
     def _compare_order(self, epoch: int, checksum: int) -> None:
         """Warn if the rest of an epoch has another order than its beginning."""
         before, self._order_of_epoch = self._order_of_epoch, (epoch, checksum)
-        is_in_epoch = before is not None and before[0] == epoch and self.position % len(self) > 0
+        is_in_epoch = before is not None and before[0] == epoch and self._progress.num_taken % len(self) > 0
         if is_in_epoch and before[1] != checksum and self._towers.job.is_first:
             warn(
                 f"order({self.seed}, {epoch}) gives other indices than when this epoch began, so examples "

@@ -65,6 +65,10 @@ class Progress:
         self._is_trained_on = bool(state.get("is_trained_on", self._is_trained_on))
         self.move_to(position)
 
+    def expect_steps(self) -> None:
+        """Note that steps use the loader's batches, or are going to."""
+        self._is_trained_on = True
+
     def move_to(self, position: int) -> None:
         """Continue from another position."""
         self._num_taken = self._start = position
@@ -106,22 +110,29 @@ class Progress:
         return (position, num_begun) == (self._num_taken, self.num_begun)
 
     @contextmanager
-    def handing_out(self, *, is_complete: bool = True) -> Iterator[None]:
-        """Count a batch, which is handed out in this block; a loop may end with one that is not complete."""
+    def handing_out(self) -> Iterator[None]:
+        """Count a batch, which is handed out in this block."""
         self._num_taken += 1
         here = self._num_taken, self.num_begun
         self._is_open, self._has_ended, self._left = True, False, None
+        self._is_looked_at = False
         self._num_own_before = self._num_own_batches
         try:
             yield
         except GeneratorExit:
             if self.is_at(*here):
                 self._has_ended = True
-                if self._is_open and not is_complete:
+                if self._is_open and self._is_looked_at:
                     self._left = self._num_taken - 1 if self._uses_incomplete else None
                     self._is_open = False
             raise
-        self._is_open &= not self.is_at(*here)
+        if self.is_at(*here):
+            self._is_open = False
+            self._is_trained_on |= self._num_own_batches > self._num_own_before
+
+    def look(self) -> None:
+        """Note that a program looks at the size of an incomplete batch; its loop may end with it for that."""
+        self._is_looked_at = True
 
     def end_epoch(self) -> None:
         """Note that an epoch has ended."""
