@@ -52,9 +52,9 @@ class StreamLoader:
     may shuffle them. While `collate_fn` runs, they are seeded from (seed, position, tower).
 
     An iteration yields the rest of the current epoch, from `position` on; see `TowerLoader` for which batches
-    count. The epoch ends on all workers as soon as some tower cannot fill
-    its rows; what the other shards still hold is not read. To find that out, workers exchange a message of
-    some bytes before each batch, so request the next batch between two steps.
+    count. The epoch ends on all workers as soon as some tower cannot fill its rows; what the other shards
+    still hold is not read. To find that out, workers exchange a message of some bytes before each batch, so
+    request the next batch between two steps.
 
     Before the first batch, each worker reads the first rows of tower 0 twice, and all compare them. A
     checkpoint holds their checksum, and a run that continues with another stream gets a warning.
