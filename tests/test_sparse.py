@@ -15,8 +15,10 @@ from samestep.summation.layout import Layout
 from samestep.summation.sparse import add, empty, find_sparse, measure, stored, tensors_of
 
 from .cases import mostly_long
-from .integration.scenarios import Words, layout, loss_of, texts
-from .nets import sparse_tensor
+from .integration.placements.batches import texts
+from .integration.placements.models import Words
+from .integration.placements.sparse import layout
+from .nets import loss_of, sparse_tensor
 
 ROWS, WIDTH = 6, 2
 

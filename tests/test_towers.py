@@ -11,7 +11,7 @@ from samestep import Towers
 from samestep.errors import BatchError, BufferPolicyError, ConfigError, UsageError
 
 from .cases import mostly_long
-from .integration.scenarios import peak_bytes
+from .integration.placements.sparse import peak_bytes
 from .nets import loss_of, take_step
 
 FLOAT64 = torch.float64

@@ -11,12 +11,14 @@ import pytest
 
 import samestep
 
-from . import scenarios
+from . import placements
+
+ROOT = Path(__file__).parents[2]
 
 
 def run_program(nursery, program, out, num_workers, *arguments):
     """Run a module that writes OUT.N as worker N, and return what each of them found."""
-    command = [program.__file__, out, *arguments]
+    command = ("-m", program.__name__, out, *arguments)
     finished = nursery.run(command, out.with_suffix(".output"), num_workers)
     assert finished.wait() == [0] * num_workers, finished.stderr()
     return found_by(num_workers, out)
@@ -26,7 +28,8 @@ def run_torchrun(program, out, num_workers, *arguments):
     """As `run_program`; but each process starts Python, and so has an order of its own for sets."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_workers}"]
     finished = subprocess.run(
-        [sys.executable, *launcher, program.__file__, str(out), *arguments],
+        [sys.executable, *launcher, "--module", program.__name__, str(out), *arguments],
+        cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
         capture_output=True,
         text=True,
@@ -46,20 +49,20 @@ def results(nursery, tmp_path_factory):
 
     def run(num_workers):
         if num_workers == 2:
-            return run_torchrun(scenarios, folder / "torchrun", 2)
-        return run_program(nursery, scenarios, folder / str(num_workers), num_workers)
+            return run_torchrun(placements, folder / "torchrun", 2)
+        return run_program(nursery, placements, folder / str(num_workers), num_workers)
 
     return cache(run)
 
 
 @cache
 def alone(name: str) -> str:
-    return scenarios.SCENARIOS[name](samestep.init("cpu"))
+    return placements.SCENARIOS[name](samestep.init("cpu"))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_workers", [2, 3])
-@pytest.mark.parametrize("name", scenarios.SCENARIOS)
+@pytest.mark.parametrize("name", placements.SCENARIOS)
 def test_same_bits_as_one_worker(results, name, num_workers):
     for found in results(num_workers):
         assert found[name] == alone(name)
@@ -102,10 +105,10 @@ MESSAGES = {
 
 @pytest.fixture(scope="module")
 def faults(nursery, tmp_path_factory):
-    return run_program(nursery, scenarios, tmp_path_factory.mktemp("faults") / "3", 3, "faults")
+    return run_program(nursery, placements, tmp_path_factory.mktemp("faults") / "3", 3, "faults")
 
 
-@pytest.mark.parametrize("name", scenarios.FAULTS)
+@pytest.mark.parametrize("name", placements.FAULTS)
 def test_all_workers_stop_and_say_who_differs(faults, name):
     messages = [found[name] for found in faults]
     for message in messages:
@@ -118,7 +121,7 @@ def test_all_workers_stop_and_say_who_differs(faults, name):
 @pytest.mark.gpu
 def test_same_bits_on_a_gpu_for_one_and_several_workers(tmp_path):
     """More workers than GPUs share one, and talk through host memory; as many as GPUs use NCCL."""
-    (alone_there,) = run_torchrun(scenarios, tmp_path / "one", 1, "scenarios", "cuda")
+    (alone_there,) = run_torchrun(placements, tmp_path / "one", 1, "scenarios", "cuda")
     for num_workers in (2, 3):
-        for found in run_torchrun(scenarios, tmp_path / f"{num_workers}", num_workers, "scenarios", "cuda"):
+        for found in run_torchrun(placements, tmp_path / f"{num_workers}", num_workers, "scenarios", "cuda"):
             assert found == alone_there
