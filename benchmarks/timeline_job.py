@@ -27,8 +27,8 @@ from samestep.app.launching.worker_process import WorkerProcess  # noqa: E402
 from samestep.towers.run import StepRun  # noqa: E402
 from samestep.towers.towers import Towers  # noqa: E402
 from samestep.workers.environment import NUMBER  # noqa: E402
+from samestep.workers.generations import Generations  # noqa: E402
 from samestep.workers.members import Key, Members  # noqa: E402
-from samestep.workers.rendezvous import Generations  # noqa: E402
 
 NUM_WORKERS, NUM_TOWERS, ROWS = 3, 7, 140
 KILL_AT, STEPS_AFTER = 12, 4

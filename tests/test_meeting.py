@@ -14,6 +14,7 @@ import pytest
 
 from samestep.workers import meeting
 from samestep.workers.meeting import meet
+from samestep.workers.peers import Peers
 
 from .jobs import Silent, until
 from .simulation import values
@@ -38,7 +39,8 @@ def meet_all(num_workers, card_of=lambda rank, card: card):
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(num_workers) as threads:
         patch.setattr(meeting, "gather_objects", gather)
         everyone = [Silent(rank, num_workers) for rank in range(num_workers)]
-        return [peers for peers, _ in threads.map(partial(meet, shares_memory=False), everyone)]
+        met = threads.map(partial(meet, shares_memory=False), everyone)
+        return [Peers(connections) for connections, _ in met]
 
 
 @pytest.mark.parametrize("num_workers", WORKERS)
@@ -124,8 +126,8 @@ def found(monkeypatch, of_worker=lambda rank: None):
         monkeypatch.setattr(meeting, "allocate", allocate)
         monkeypatch.setattr(meeting, "_namespace", lambda kind: places[job.rank] + kind)
         places[job.rank] = of_worker(job.rank) or "here"
-        peers, channels = meeting.meet(job.transport, shares_memory=True)
-        for each in (peers, *channels.values()):
+        connections, channels = meeting.meet(job.transport, shares_memory=True)
+        for each in (*connections.values(), *channels.values()):
             each.close()
         return set(channels)
 

@@ -101,10 +101,9 @@ def test_what_a_worker_waits_for_is_no_error(pair):
     assert ours.error(1) is None
 
 
-def test_others_are_asked_while_there_is_no_connection_that_tells(pair):
-    ours, _ = pair
+def test_launchers_are_asked_until_they_know_of_a_loss():
     known = iter([None, "worker 2 is gone (reported by the launchers)"])
-    ours.ask_launchers = lambda: next(known)
+    ours = Peers({}, lambda: next(known))
     ours.look()
     assert ours.error() is None
     ours.look()

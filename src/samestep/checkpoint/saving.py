@@ -21,8 +21,8 @@ from samestep.data.stream_loader import StreamLoader
 from samestep.errors import ConfigError, DamagedError
 from samestep.towers.towers import Towers
 from samestep.workers.agreement import agree, from_first_worker
+from samestep.workers.default_group import has_group
 from samestep.workers.job import Job
-from samestep.workers.rendezvous import has_group
 
 __all__ = ["load", "save"]
 

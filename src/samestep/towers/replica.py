@@ -31,9 +31,9 @@ from samestep.watching.means import Means
 from samestep.watching.optimizer_steps import averaged_parameters
 from samestep.watching.watch import Watch
 from samestep.workers.collectives import broadcast
+from samestep.workers.default_group import has_group
 from samestep.workers.environment import under_launcher, warn_if_unranked, world_size
 from samestep.workers.job import Job
-from samestep.workers.rendezvous import has_group
 
 __all__ = ["Replica", "Settings", "job_alone"]
 

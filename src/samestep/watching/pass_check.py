@@ -11,7 +11,7 @@ from torch import Tensor
 from samestep.buffers.model_buffers import ModelBuffers
 from samestep.errors import BufferPolicyError, UsageError
 from samestep.watching.graph import graph_of
-from samestep.workers.rendezvous import num_messages
+from samestep.workers.default_group import num_messages
 
 __all__ = ["PassCheck", "leaves_of"]
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from samestep.arguments import positive
 from samestep.errors import ConfigError, LostWorkerError, warn
 from samestep.workers.collectives import gather_rows
+from samestep.workers.default_group import has_group
 from samestep.workers.device import device_named, has_tf32, make_cuda_deterministic
 from samestep.workers.environment import (
     check_environment,
@@ -28,7 +29,7 @@ from samestep.workers.process import (
     imports_script,
     keep_freed_memory,
 )
-from samestep.workers.rendezvous import has_group, join
+from samestep.workers.rendezvous import join
 from samestep.workers.transport import Alone, Renewable, Transport
 
 __all__ = ["Job", "init"]

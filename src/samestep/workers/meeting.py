@@ -19,7 +19,6 @@ from samestep.errors import warn
 from samestep.memory.channel import Channel
 from samestep.memory.segments import allocate
 from samestep.workers.collectives import gather_objects
-from samestep.workers.peers import Peers
 from samestep.workers.process import open_listener
 from samestep.workers.transport import Transport
 
@@ -31,7 +30,7 @@ _ACCEPT_S = 10.0
 _TOKEN_BYTES = 16
 
 
-def meet(transport: Transport, *, shares_memory: bool) -> tuple[Peers, dict[int, Channel]]:
+def meet(transport: Transport, *, shares_memory: bool) -> tuple[dict[int, socket.socket], dict[int, Channel]]:
     """Connect every two workers, and those of one host by a channel if they can share memory.
 
     All workers must call this. There is a warning if two of them cannot connect, or cannot share memory.
@@ -63,7 +62,7 @@ def meet(transport: Transport, *, shares_memory: bool) -> tuple[Peers, dict[int,
             )
     if rank == 0:
         _warn_if_memory_is_not_shared(cards, [them for _, them in reached])
-    return Peers(connections), channels
+    return connections, channels
 
 
 @dataclass

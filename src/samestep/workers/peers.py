@@ -35,18 +35,22 @@ class Peers:
     Args:
         connections: connections to the others, by rank. If one is missing, this worker learns of that
             worker's end only from others.
+        ask_launchers: returns which workers the launchers know to be lost, if there are such launchers; a
+            host that is cut off closes no connection.
 
     Attributes:
-        ask_launchers: returns which workers the launchers know to be lost; a host that is cut off closes no
-            connection.
         asked: the message that each worker last asked this one for.
         num_asked: how often this worker has asked each of the others.
     """
 
-    def __init__(self, connections: dict[int, socket.socket]) -> None:
+    def __init__(
+        self,
+        connections: dict[int, socket.socket],
+        ask_launchers: Callable[[], str | None] | None = None,
+    ) -> None:
         self._connections = connections
+        self._ask_launchers = ask_launchers
         self._unread = dict.fromkeys(connections, b"")
-        self.ask_launchers: Callable[[], str | None] | None = None
         self.asked: dict[int, Message] = {}
         self.num_asked = Counter[int]()
         # Class and message of the first error that any worker, or this one, announced. Not the exception:
@@ -78,8 +82,8 @@ class Peers:
             else:
                 self._gone.add(worker)
                 self._connections.pop(worker).close()
-        if self.ask_launchers is not None and self._loss_by_launchers is None:
-            self._loss_by_launchers = self.ask_launchers()
+        if self._ask_launchers is not None and self._loss_by_launchers is None:
+            self._loss_by_launchers = self._ask_launchers()
 
     def _take(
         self, worker: int, *, error: Sequence[str] = (), waits_for: Sequence[Any] = (), ended: str = ""

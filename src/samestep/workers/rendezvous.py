@@ -2,70 +2,34 @@
 
 from __future__ import annotations
 
-import gc
-import math
 import os
 import pickle
 import socket
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from samestep.errors import ConfigError, LostWorkerError, shown, warn
-from samestep.memory.shared_memory import SharedMemory
+from samestep.errors import ConfigError, LostWorkerError
 from samestep.streams import GlobalStreams
 from samestep.workers import environment
 from samestep.workers.collectives import gather_objects
+from samestep.workers.default_group import MAKE_S, has_group, make_group, run_interruptibly
 from samestep.workers.device import gpu_of
-from samestep.workers.environment import JOB, NUMBER
-from samestep.workers.meeting import meet
-from samestep.workers.members import Generation, Key, Members
+from samestep.workers.environment import NUMBER
+from samestep.workers.generations import Generations
+from samestep.workers.process_group import ProcessGroup
 from samestep.workers.store import reach_store
-from samestep.workers.transport import (
-    Alone,
-    Pending,
-    ProcessGroup,
-    Tensors,
-    Transport,
-    how_lost,
-    is_lost_connection,
-)
-from samestep.workers.waiter import Patience, in_thread
+from samestep.workers.transport import Alone, Transport
+from samestep.workers.waiter import Patience
 
-__all__ = ["Generations", "has_group", "join", "num_messages"]
+__all__ = ["join"]
 
 _POLL_S = 0.01
-_MAKE_S = 30.0
-"""Time limit for connecting workers that have found each other."""
-
-_MAKE_AGAIN_S = 1.0
-"""The first limit when regrouping: a worker may just have been lost, which gloo does not notice."""
-
-T = TypeVar("T")
-
-
-def has_group() -> bool:
-    """Whether torch's default process group has several workers."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def num_messages() -> int:
-    """Return how many messages and collectives torch's default process group has started so far."""
-    group: Any = dist.group.WORLD if dist.is_available() else None
-    if group is None:
-        return 0
-    try:
-        return int(group._get_sequence_number_for_group())
-    except RuntimeError:  # the backend does not count them
-        return 0
 
 
 def join(device: torch.device, timeout_s: float) -> Transport:
@@ -124,11 +88,11 @@ def _join(device: torch.device, timeout_s: float) -> Transport:
     if not is_own:
         _check_group()
     elif environment.world_size() > 1:
-        _in_thread(partial(_make_group_from_store, gpu_of(device), timeout_s), where)
+        run_interruptibly(partial(_make_group_from_store, gpu_of(device), timeout_s), where)
     if not has_group():
         return Alone()
     transport = ProcessGroup(device, timeout_s, is_own=is_own)
-    _connect(transport)
+    transport.connect()
     return transport
 
 
@@ -144,161 +108,6 @@ def _check_group() -> None:
         )
 
 
-class Generations:
-    """The transport of a job whose launcher replaces lost workers: it connects one generation at a time.
-
-    Args:
-        device: this worker's device.
-        timeout_s: how long to wait for another worker.
-        where: the beginning of errors during the start, such as "start of 4 workers".
-
-    Attributes:
-        members: this worker's view of the lists of workers.
-    """
-
-    def __init__(self, device: torch.device, timeout_s: float, where: str) -> None:
-        self._device = device
-        self._timeout_s = timeout_s
-        self._group: Transport = Alone()
-        self._has_finished = self.is_closed = False
-        self._job = os.environ[JOB]
-        store = PrefixStore(self._job, _in_thread(partial(reach_store, timeout_s), where))
-        self.members = Members(store, int(os.environ[NUMBER]))
-        if self.members.are_known:
-            self._meet(self._next_store(where), where, _MAKE_S)
-
-    @property
-    def rank(self) -> int:
-        """This worker's rank in its generation."""
-        return self._group.rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of workers in its generation."""
-        return self._group.world_size
-
-    def empty(self, size: int, like: Tensor) -> Tensor:
-        """Return memory to send from; see `Transport`."""
-        return self._group.empty(size, like)
-
-    def post(self, outgoing: Tensors, incoming: Tensors, what: str) -> Pending:
-        """Start to send and receive; see `Transport`."""
-        return self._group.post(outgoing, incoming, what)
-
-    def give_up(self, what: str) -> None:
-        """Post no more messages; see `Transport`."""
-        self._group.give_up(what)
-
-    def close(self) -> None:
-        """Leave the job."""
-        self.is_closed = True
-        gc.collect()  # frees groups of earlier generations, too: see `ProcessGroup.close`
-        if isinstance(self._group, ProcessGroup):
-            self._group.leave()
-
-    def is_outside(self) -> bool:
-        """Whether this worker is a newcomer; see `Renewable`."""
-        return self.members.current.number < 0
-
-    def is_due(self) -> bool:
-        """Whether there is a newer list of members; see `Renewable`."""
-        return self.members.has_newer()
-
-    def term(self) -> tuple[str, int]:
-        """Return the job's name, and the number of this generation; see `Renewable`."""
-        return self._job, self.members.current.number
-
-    def can_go_on(self) -> None:
-        """Report that this worker can continue from now on if others are lost."""
-        self.members.say(Key.GOES_ON)
-
-    def finish(self) -> None:
-        """Report that all work that others could take over is done."""
-        self._has_finished = True
-        self.members.finish()
-
-    def has_finished(self) -> bool:
-        """Whether this worker has called `finish`."""
-        return self._has_finished
-
-    def send_away(self, ranks: Sequence[int]) -> None:
-        """End newcomers; see `Renewable`."""
-        members = self.members.current.members
-        for rank in ranks:
-            self.members.say(Key.AWAY, members[rank])
-        if self.rank in ranks:
-            self._leave()
-            self.members.current = Generation(-1, ())
-
-    def regroup(self) -> None:
-        """Form a new group; see `Renewable`."""
-        where = "regrouping the workers"
-        if self.is_outside():
-            self.members.say(Key.READY)
-        self._leave()
-        make_s = _MAKE_AGAIN_S
-        while True:
-            store = self._next_store(where)
-            try:
-                return self._meet(store, where, make_s)
-            except LostWorkerError:  # another worker was lost meanwhile, or connecting took too long
-                self._leave()
-                self.members.say(Key.AGAIN, self.members.current.number)
-                make_s = min(2 * make_s, _MAKE_S)
-
-    def _next_store(self, where: str) -> Store:
-        return _in_thread(partial(self.members.advance, self._timeout_s), where)
-
-    def _meet(self, store: Store, where: str, make_s: float) -> None:
-        """Form the group of all members, which use this store; connecting may take `make_s` seconds."""
-        rank, world_size = self.members.rank, len(self.members.current.members)
-        if world_size > 1:
-            make_s = min(make_s, self._timeout_s)
-            store.set_timeout(timedelta(seconds=make_s))
-            gpu = gpu_of(self._device)
-            _in_thread(partial(_make_group, store, gpu, rank, world_size, self._timeout_s, make_s), where)
-            store.set_timeout(timedelta(seconds=self._timeout_s))
-            self._group = ProcessGroup(self._device, self._timeout_s)
-            _connect(self._group, self.members.loss)
-
-    def _leave(self) -> None:
-        if isinstance(self._group, ProcessGroup):
-            if self._group.waiter.silent is not None:
-                self.members.accuse(self._group.waiter.silent)
-            self.members.report_cut(self._group.waiter.peers.cut())
-            self._group.leave()
-        self._group = Alone()
-        # After a failed attempt, torch's counter of group names is ahead of other workers'. Destroying a
-        # group resets it.
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-        dist.destroy_process_group()
-
-
-def _connect(transport: ProcessGroup, ask: Callable[[], str | None] | None = None) -> None:
-    transport.waiter.peers.ask_launchers = ask
-    transport.waiter.peers, channels = meet(transport, shares_memory=transport.is_on_cpu)
-    transport.waiter.peers.ask_launchers = ask
-    transport.shared = SharedMemory(transport.rank, channels)
-
-
-def _in_thread(work: Callable[[], T], where: str) -> T:
-    """Run work that waits for other workers in a thread, so that it can be interrupted."""
-    try:
-        return in_thread(work, math.inf)  # each wait inside has its own timeout
-    except LostWorkerError as error:
-        raise LostWorkerError(f"{where}: {error}") from None
-    except Exception as error:
-        if "enforce fail" in str(error):  # gloo failed before it connected
-            chosen = os.environ.get("GLOO_SOCKET_IFNAME")
-            raise ConfigError(
-                f"{where}: gloo cannot use the network (GLOO_SOCKET_IFNAME = {shown(chosen)}): expected the "
-                "name of an interface that is up, as `ip link` lists them, or none"
-            ) from error
-        if is_lost_connection(error):
-            raise LostWorkerError(f"{where}: {how_lost(error)}") from error
-        raise
-
-
 def _make_group_from_store(gpu: str, timeout_s: float) -> None:
     store, rank, num_workers = reach_store(timeout_s), environment.rank(), environment.world_size()
     name = f"{socket.gethostname()}/{os.getpid()}/{time.time_ns()}"
@@ -307,16 +116,8 @@ def _make_group_from_store(gpu: str, timeout_s: float) -> None:
         if rank == 0
         else _find_first(store, name, rank, timeout_s)
     )
-    make_s = min(timeout_s, _MAKE_S)
-    _make_group(PrefixStore(f"samestep/{prefix}", store), gpu, rank, num_workers, timeout_s, make_s)
-
-
-def _make_group(store: Store, gpu: str, rank: int, world_size: int, timeout_s: float, make_s: float) -> None:
-    """Make torch's process group of all workers that use this store."""
-    backend = _agree_on_backend(store, gpu, rank, world_size)
-    # NCCL's timeout also limits how long a worker may compute between messages, gloo's only connecting.
-    timeout = timedelta(seconds=timeout_s if "nccl" in backend else make_s)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    make_s = min(timeout_s, MAKE_S)
+    make_group(PrefixStore(f"samestep/{prefix}", store), gpu, rank, num_workers, timeout_s, make_s)
 
 
 def _announce_first(store: Store, name: str, world_size: int, timeout_s: float) -> str:
@@ -360,26 +161,3 @@ def _wait_for_first(store: Store, key: str, timeout_s: float) -> str:
         time.sleep(_POLL_S)
     found: str = store.get(key).decode()
     return found
-
-
-def _agree_on_backend(store: Store, gpu: str, rank: int, world_size: int) -> str:
-    """Return the backends: NCCL for CUDA tensors if every worker has its own GPU, otherwise gloo alone.
-
-    gloo sends CUDA tensors through host memory. NCCL does not allow two workers on one GPU.
-    """
-    store.set(f"gpu/{rank}", gpu)
-    gpus = [seen.decode() for seen in store.multi_get([f"gpu/{worker}" for worker in range(world_size)])]
-    shared = _shared(gpus)
-    if shared and rank == 0:
-        warn(
-            f"{shared} share one GPU: all gradients travel through host memory (gloo instead of NCCL); give "
-            "each worker a GPU of its own"
-        )
-    return "cpu:gloo,cuda:nccl" if all(gpus) and not shared else "gloo"
-
-
-def _shared(gpus: Sequence[str]) -> str:
-    """Return, in words, which workers share a GPU, for the first shared one; empty if none is shared."""
-    gpu = next((gpu for gpu in gpus if gpu and gpus.count(gpu) > 1), None)
-    sharing = [str(worker) for worker, other in enumerate(gpus) if other == gpu]
-    return f"workers {', '.join(sharing[:-1])} and {sharing[-1]}" if sharing else ""

@@ -88,7 +88,7 @@ class Failure:
 def _is_lost_connection(error: BaseException) -> bool:
     if "torch" not in sys.modules:  # so there was no connection
         return False
-    from samestep.workers.transport import is_lost_connection
+    from samestep.workers.process_group import is_lost_connection
 
     return is_lost_connection(error)
 

@@ -20,10 +20,10 @@ from samestep.app.output import lasting_output
 from samestep.app.recipe_file import check_no_import
 from samestep.arguments import check_callable
 from samestep.errors import ConfigError, UsageError
+from samestep.workers.default_group import has_group
 from samestep.workers.environment import check_environment, under_launcher
 from samestep.workers.job import Job, init
 from samestep.workers.process import DEFAULT_TIMEOUT_S, imports_script
-from samestep.workers.rendezvous import has_group
 
 __all__ = ["join", "launch"]
 

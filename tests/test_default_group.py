@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
-from samestep.workers import rendezvous
+from samestep.workers import default_group
 from samestep.workers.device import gpu_of
 
 NCCL = "cpu:gloo,cuda:nccl"
@@ -21,7 +21,7 @@ def agree(gpus):
 
     def meet(rank):
         store = PrefixStore("job", stores[rank])
-        return rendezvous._agree_on_backend(store, gpus[rank], rank, len(gpus))
+        return default_group._agree_on_backend(store, gpus[rank], rank, len(gpus))
 
     with warnings.catch_warnings(record=True) as caught, ThreadPoolExecutor(len(gpus)) as workers:
         warnings.simplefilter("always")

@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 
 from samestep.errors import DisagreementError, LostWorkerError
-from samestep.memory.shared_memory import SharedMemory
 from samestep.workers.collectives import gather_objects
 from samestep.workers.ledger import Ledger, Message
-from samestep.workers.meeting import meet
 from samestep.workers.peers import Peers
-from samestep.workers.transport import Alone, ProcessGroup, _Posted, _Watched, how_lost, is_lost_connection
+from samestep.workers.process_group import ProcessGroup, _Posted, _Watched, how_lost, is_lost_connection
+from samestep.workers.transport import Alone
 from samestep.workers.waiter import Waiter
 
 SMALL = 2**18 // 4  # float32 numbers up to which a tensor shares a message
@@ -315,8 +314,8 @@ def serve(rank, number, kind, folder, results):
         timeout=datetime.timedelta(seconds=timeout_s),
     )
     transport = ProcessGroup(torch.device("cpu"), timeout_s)
-    transport.waiter.peers, channels = meet(transport, shares_memory=kind == "shared memory")
-    transport.shared = SharedMemory(rank, channels)
+    transport._shares_memory = kind == "shared memory"
+    transport.connect()
     if kind == "shared memory":
         assert all(other in transport.shared for other in ranks if other != rank)
     assert (transport.rank, transport.world_size) == (rank, len(ranks))
