@@ -107,13 +107,6 @@ def test_a_host_tells_how_it_reaches_the_store(monkeypatch):
     list(meeting._own_addresses())
 
 
-def test_hosts_without_ipv6_listen_too(monkeypatch):
-    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
-    with meeting.open_listener() as listener:
-        assert listener.family == socket.AF_INET
-        socket.create_connection(("127.0.0.1", listener.getsockname()[1])).close()
-
-
 # ---- those of one host -------------------------------------------------------------------------------
 
 

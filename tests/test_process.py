@@ -2,18 +2,16 @@
 
 import os
 import signal
-import socket
 import threading
 import time
 import warnings
 
 import pytest
 
-from samestep.errors import ConfigError
 from samestep.workers import process
 from samestep.workers.environment import LIFELINE
 from samestep.workers.interrupts import end_at_once_when_interrupted, interrupts_held
-from samestep.workers.process import end_with_launcher, loopback_listener
+from samestep.workers.process import end_with_launcher
 
 
 def in_a_child(work, close=None):
@@ -140,13 +138,3 @@ def test_an_interrupt_that_is_held_back_comes_once_the_process_has_chosen():
             time.sleep(1)
 
     assert in_a_child(work) == -signal.SIGINT
-
-
-def test_a_loopback_without_an_address_is_one_line(monkeypatch):
-    def unreachable(*arguments, **options):
-        raise OSError(101, "Network is unreachable")
-
-    loopback_listener().close()
-    monkeypatch.setattr(socket, "create_connection", unreachable)
-    with pytest.raises(ConfigError, match=r"not work .Network is unreachable.: bring it up"):
-        loopback_listener()

@@ -8,7 +8,7 @@ import pytest
 
 from samestep.errors import ConfigError, LostWorkerError
 from samestep.workers.environment import seat_environment
-from samestep.workers.process import loopback_listener
+from samestep.workers.listeners import loopback_listener
 from samestep.workers.store import open_store, reach_store
 
 

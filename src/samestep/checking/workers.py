@@ -23,7 +23,8 @@ from samestep.streams import seed_globals, stream_seed
 from samestep.workers.environment import seat_environment, worker_environment
 from samestep.workers.interrupts import end_at_once_when_interrupted, interrupts_held
 from samestep.workers.job import init
-from samestep.workers.process import end_with_parent, loopback_listener
+from samestep.workers.listeners import loopback_listener
+from samestep.workers.process import end_with_parent
 from samestep.workers.process_group import is_lost_connection
 from samestep.workers.store import open_store
 

@@ -38,8 +38,8 @@ from samestep.sharding.shards import Shard, gather
 from samestep.sharding.update import Update
 from samestep.streams import GlobalStreams
 from samestep.towers.division import Division, UpdatesShards
+from samestep.towers.optimizer import settings_of
 from samestep.towers.result import StepResult
-from samestep.towers.root import settings_of
 from samestep.towers.towers import Towers
 from samestep.watching.optimizer_steps import step_hooks
 from samestep.workers.agreement import agree

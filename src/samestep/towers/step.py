@@ -20,8 +20,8 @@ from samestep.towers.diagnosis import explain, first_nonfinite
 from samestep.towers.division import UpdatesShards
 from samestep.towers.losses import LossSum
 from samestep.towers.opening import StepOptions
+from samestep.towers.optimizer import check_can_step, check_optimizer, settings_of
 from samestep.towers.report import Report
-from samestep.towers.root import check_can_step, check_optimizer, settings_of
 from samestep.towers.tower import Tower
 from samestep.towers.towers import Towers
 

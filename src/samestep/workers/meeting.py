@@ -19,7 +19,7 @@ from samestep.errors import warn
 from samestep.memory.channel import Channel
 from samestep.memory.segments import allocate
 from samestep.workers.collectives import gather_objects
-from samestep.workers.process import open_listener
+from samestep.workers.listeners import open_listener
 from samestep.workers.transport import Transport
 
 __all__ = ["meet"]

@@ -1,4 +1,4 @@
-"""Settings of this process: when it ends with its launcher or parent, listening sockets, memory, threads."""
+"""Settings of this process: when it ends with its launcher or parent, its memory and threads."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import os
 import platform
 import shutil
 import signal
-import socket
 import sys
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from samestep.arguments import whole
@@ -27,8 +25,6 @@ __all__ = [
     "end_with_parent",
     "imports_script",
     "keep_freed_memory",
-    "loopback_listener",
-    "open_listener",
 ]
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -38,7 +34,6 @@ GRACE_S = 30
 """Seconds that workers have to finish their step and write a checkpoint before they are killed."""
 
 _MAX_THREADS = 1024  # with too many, the system refuses a thread, and OpenMP ends the process
-_CONNECT_S = 5.0
 _PR_SET_PDEATHSIG = 1  # from prctl.h
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from malloc.h
 
@@ -65,35 +60,6 @@ def _end_with(lifeline: int, left: Path | None, number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
     time.sleep(GRACE_S)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def loopback_listener() -> socket.socket:
-    """Return a socket that listens on 127.0.0.1, at a port that the system chooses.
-
-    Raises:
-        ConfigError: processes of this host cannot connect to each other, as in some containers.
-    """
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as probe:  # succeeds even if nobody can connect
-            socket.create_connection(probe.getsockname(), timeout=_CONNECT_S).close()
-        return socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN)
-    except OSError as error:
-        raise ConfigError(
-            "several workers of one host find each other over its loopback address 127.0.0.1, which does not "
-            f"work ({error.strerror or error}): bring it up, as by `ip link set lo up`, or use one worker"
-        ) from error
-
-
-def open_listener(port: int = 0) -> socket.socket:
-    """Return a socket that listens on all IPv4 and IPv6 addresses of this host.
-
-    Args:
-        port: the port; by default the system chooses.
-    """
-    if socket.has_dualstack_ipv6():
-        with suppress(OSError):  # IPv6 may be supported but disabled
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", port))
 
 
 def end_with_parent(number: signal.Signals) -> None:

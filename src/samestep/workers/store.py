@@ -16,7 +16,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from samestep.errors import ConfigError, LostWorkerError, one_line
 from samestep.workers.environment import rank, world_size
-from samestep.workers.process import open_listener
+from samestep.workers.listeners import open_listener
 from samestep.workers.waiter import in_thread
 
 __all__ = ["join_store", "open_store", "reach_store"]

@@ -20,7 +20,7 @@ from samestep.app.memory import total_bytes
 from samestep.checkpoint.file_lock import hold, let_go
 from samestep.errors import ConfigError, one_line
 from samestep.identity import fingerprint
-from samestep.workers.process import loopback_listener
+from samestep.workers.listeners import loopback_listener
 
 __all__ = ["Finding", "find", "in_gb"]
 

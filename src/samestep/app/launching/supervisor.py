@@ -25,7 +25,8 @@ from samestep.app.launching.worker_process import WorkerProcess
 from samestep.errors import LostWorkerError
 from samestep.workers.environment import LIFELINE, NUMBER, PER_HOST, worker_environment
 from samestep.workers.interrupts import interrupts_held
-from samestep.workers.process import GRACE_S, loopback_listener
+from samestep.workers.listeners import loopback_listener
+from samestep.workers.process import GRACE_S
 
 if TYPE_CHECKING:
     from samestep.app.launching.host_rendezvous import Rendezvous

@@ -46,8 +46,8 @@ from samestep.integrations.transformers.requests import SharedRequests, may_ask_
 from samestep.sharding.sharded_optimizer import ShardedOptimizer
 from samestep.summation.placement import Placement
 from samestep.towers.diagnosis import explain, first_nonfinite
+from samestep.towers.optimizer import check_optimizer, settings_of
 from samestep.towers.report import Report
-from samestep.towers.root import check_optimizer, settings_of
 from samestep.towers.tower import Tower
 from samestep.towers.towers import Towers
 from samestep.watching.own_numbers import OwnNumbers
