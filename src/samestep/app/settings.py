@@ -220,10 +220,11 @@ class Settings(abc.ABC):
         Raises:
             StorageError: the file cannot be written.
         """
-        values = {"recipe": self.recipe, **self._plain_values()}
+        values = {"recipe": self.recipe, **self.plain_values()}
         write_whole(self.run_dir / _FILE, json.dumps(values, indent=2) + "\n")
 
-    def _plain_values(self) -> dict[str, Any]:
+    def plain_values(self) -> dict[str, Any]:
+        """Return the options by name, as settings.json has them."""
         return {name: _plain(value) for name, value in dataclasses.asdict(self).items()}
 
     def check_same_experiment(self) -> None:
@@ -246,7 +247,7 @@ class Settings(abc.ABC):
         """
         if not isinstance(earlier, dict):
             return
-        current = {"recipe": self.recipe, **self._plain_values()}
+        current = {"recipe": self.recipe, **self.plain_values()}
         defaults = {field.name: _plain(field.default) for field in dataclasses.fields(self)}
         for name in current:  # the recipe first
             # An earlier version may not have had this option: then compare with its default.
@@ -261,7 +262,7 @@ class Settings(abc.ABC):
 
     def must_match(self) -> dict[str, Any]:
         """Return the settings that `check_same` compares; of folders in `free`, whether they are given."""
-        values = self._plain_values()
+        values = self.plain_values()
         fixed = {name: value for name, value in values.items() if name not in self.free}
         folders = {name for name in values if name in self.free and name.endswith("_dir")}
         given = {name: None if values[name] is None else "given" for name in folders}

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any, NoReturn
 
 from samestep.app.settings import Settings
@@ -61,15 +59,11 @@ def values_of(settings: Settings, command: str, options: Mapping[str, object]) -
         command: the name of the command.
         options: further options of the command.
     """
-    given = {**asdict(settings), **options}
+    given = {**settings.plain_values(), **options}
     for name in settings.per_worker & given.keys():  # may differ, but all workers or none must set it
         given[name] = "left out" if given[name] is None else "given"
-    flags = {f"--{name.replace('_', '-')}": _as_text(value) for name, value in given.items()}
+    flags = {f"--{name.replace('_', '-')}": value for name, value in given.items()}
     return {"command": command, "recipe": settings.recipe, **flags}
-
-
-def _as_text(value: object) -> object:
-    return str(value) if isinstance(value, Path) else value
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import secrets
 from collections.abc import Mapping
@@ -92,11 +91,9 @@ def _id_of(run_dir: Path) -> str:
 
 
 def _config_of(trainer: Trainer) -> dict[str, Any]:
-    settings = trainer.settings
-    values = dict(trainer.must_match) if settings is None else dataclasses.asdict(settings)
     towers = trainer.step.towers
     return {
-        **{name: str(value) if isinstance(value, Path) else value for name, value in values.items()},
+        **(trainer.must_match if trainer.settings is None else trainer.settings.plain_values()),
         "recipe": trainer.name,
         "steps": trainer.steps,
         "towers": towers.placement.num_towers,
