@@ -6,7 +6,6 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from samestep.app.callbacks import Callback, Logger
@@ -62,23 +61,21 @@ class Hooks:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None and self._trainer.ending is None:
-            self._trainer.ending = _in_words(kind, error)
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None and self._trainer.ending is None:
+            self._trainer.ending = _in_words(error)
         first = error
         for callback in reversed(self._started):  # all of them, also if one raises
             try:
                 callback.on_end(self._trainer)
             except BaseException as later:
-                what = f"{type(callback).__name__}.on_end raised {_in_words(type(later), later)}"
+                what = f"{type(callback).__name__}.on_end raised {_in_words(later)}"
                 if first is None:
                     first = later
                 else:
                     first.add_note(f"samestep: {what}")
         if first is not None and self._trainer.ending in (None, "done"):
-            self._trainer.ending = _in_words(type(first), first)
+            self._trainer.ending = _in_words(first)
         self._log(lambda logger: logger.on_end(self._trainer))
         if first is not error and first is not None:
             raise first
@@ -197,8 +194,8 @@ class Hooks:
                 _say(type(logger).__name__, error)
 
 
-def _in_words(kind: type[BaseException], error: BaseException | None) -> str:
-    return one_line(f"{kind.__name__}: {error}".removesuffix(": "))
+def _in_words(error: BaseException) -> str:
+    return one_line(f"{type(error).__name__}: {error}".removesuffix(": "))
 
 
 def _say(what: str, error: Exception) -> None:
