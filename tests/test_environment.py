@@ -13,11 +13,11 @@ from samestep.workers.environment import (
     is_first,
     may_restart,
     note_joined,
-    seat_environment,
+    rank_environment,
 )
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SAMESTEP_LAUNCHED")
-SECOND = seat_environment(1, 3, "127.0.0.1", 29500)
+SECOND = rank_environment(1, 3, "127.0.0.1", 29500)
 
 WRONG = [
     ({"RANK": "abc"}, "RANK='abc': expected a whole number, as torchrun sets it; or unset it"),

@@ -36,7 +36,7 @@ def test_hosts_meet_and_nobody_comes_once_the_job_is_over(nodes):
     first, second = sorted((each.place for each in met), key=lambda place: place.first_rank)
     sizes = (1, 2) if second.first_rank == 1 else (2, 1)
     pairs = zip((first, second), sizes, strict=True)
-    expected = [place.host * PER_HOST + seat for place, size in pairs for seat in range(size)]
+    expected = [place.host * PER_HOST + rank for place, size in pairs for rank in range(size)]
     assert first.members == second.members == expected[:2]
     assert {first.host, second.host} == {0, 1}
     assert (first.world_size, first.job) == (second.world_size, second.job) == (2, second.job)
@@ -93,7 +93,7 @@ def test_hosts_that_meet_without_those_who_train_join_them(is_there, nodes, monk
         comes = start(3, 1)
         is_over.set()
         counting.result()
-    first = [PER_HOST + seat for seat in range(3)]
+    first = [PER_HOST + rank for rank in range(3)]
     assert (comes.place.job == job, comes.place.members) == (is_there, None if is_there else first)
     for each in (comes, trains):
         each.close()

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import samestep
 from samestep.errors import ConfigError
-from samestep.workers.environment import seat_environment
+from samestep.workers.environment import rank_environment
 
 
 def test_without_a_launcher_a_job_is_one_worker():
@@ -41,7 +41,7 @@ def test_cuda_without_a_gpu():
 
 
 def test_a_process_group_of_other_workers_than_the_launchers_is_refused(monkeypatch):
-    for name, value in seat_environment(1, 2, "127.0.0.1", 29500).items():
+    for name, value in rank_environment(1, 2, "127.0.0.1", 29500).items():
         monkeypatch.setenv(name, value)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -27,16 +27,16 @@ class Launcher:
     def __init__(self, folder, num_workers, store=None, host=0, members=None, most=None):
         self.folder, self.workers, self.host = folder, [], host
         self.store = HashStore() if store is None else store
-        for seat in range(num_workers):
-            self.start(seat)
+        for local_rank in range(num_workers):
+            self.start(local_rank)
         self.roster = Roster(self.store, range(num_workers) if store is None else members)
         self.hosts = Hosts(self.store, host)
         self.replacement = Replacement(self.roster, self.hosts, self.workers, self.start, most)
 
-    def start(self, seat):
+    def start(self, local_rank):
         number = self.host * PER_HOST + len(self.workers)
         process = subprocess.Popen(["sleep", "60"], start_new_session=True)
-        self.workers.append(WorkerProcess(number, seat, process, self.folder / f"{number}.json"))
+        self.workers.append(WorkerProcess(number, local_rank, process, self.folder / f"{number}.json"))
 
     def go_on(self, *numbers):
         for number in numbers:
@@ -80,13 +80,13 @@ def launch(tmp_path, monkeypatch):
         worker.process.wait()
 
 
-def test_one_that_is_killed_is_left_behind_and_another_takes_its_seat(launch):
+def test_one_that_is_killed_is_left_behind_and_another_takes_its_rank(launch):
     job = launch(3)
     job.go_on(0, 1, 2)
     job.end_with(0, -signal.SIGKILL)
     job.look()
     assert (job.roster.members, job.left_behind()) == ((1, 2), [0])
-    assert [(worker.number, worker.seat) for worker in job.workers[3:]] == [(3, 0)]
+    assert [(worker.number, worker.local_rank) for worker in job.workers[3:]] == [(3, 0)]
     Members(job.store, 3).say(Key.READY)
     job.look()
     assert job.roster.members == (1, 2, 3)
@@ -95,7 +95,7 @@ def test_one_that_is_killed_is_left_behind_and_another_takes_its_seat(launch):
     job.end_with(2, -signal.SIGSEGV)
     job.look()
     assert (job.roster.members, job.left_behind()) == ((3,), [0, 1, 2])
-    assert [worker.seat for worker in job.workers[4:]] == [1, 2]
+    assert [worker.local_rank for worker in job.workers[4:]] == [1, 2]
 
 
 def test_nobody_is_left_behind_before_all_others_can_go_on(launch):
@@ -229,7 +229,7 @@ def test_a_newcomer_that_cannot_begin_where_the_others_are_is_ended_and_another_
     worker.current = worker.newest()
     worker.say(Key.AWAY, worker.current.members[1])
     job.look(until=lambda: len(job.workers) == 4)
-    assert (job.roster.members, job.left_behind(), job.workers[3].seat) == ((1,), [0, 2], 0)
+    assert (job.roster.members, job.left_behind(), job.workers[3].local_rank) == ((1,), [0, 2], 0)
     assert not job.roster.is_over()
 
 
@@ -314,7 +314,7 @@ def members_of(*launchers):
     return launchers[0].roster.members
 
 
-def test_a_host_on_which_all_workers_are_killed_fills_their_seats_again(pair):
+def test_a_host_on_which_all_workers_are_killed_starts_others_in_their_place(pair):
     here, there = pair
     there.end_with(0, -signal.SIGKILL)
     there.end_with(1, -signal.SIGKILL)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from samestep.errors import ConfigError, LostWorkerError
-from samestep.workers.environment import seat_environment
+from samestep.workers.environment import rank_environment
 from samestep.workers.listeners import loopback_listener
 from samestep.workers.store import open_store, reach_store
 
@@ -18,7 +18,7 @@ def at(monkeypatch):
 
     def be_worker(rank, port):
         monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-        for name, value in seat_environment(rank, 2, "127.0.0.1", port).items():
+        for name, value in rank_environment(rank, 2, "127.0.0.1", port).items():
             if name != "TORCHELASTIC_USE_AGENT_STORE":
                 monkeypatch.setenv(name, value)
 

@@ -20,7 +20,7 @@ from samestep.checking.recorder import Subject, Trial, record
 from samestep.checking.recording import Recording
 from samestep.errors import Error, LostWorkerError, UsageError
 from samestep.streams import seed_globals, stream_seed
-from samestep.workers.environment import seat_environment, worker_environment
+from samestep.workers.environment import rank_environment, worker_environment
 from samestep.workers.interrupts import end_at_once_when_interrupted, interrupts_held
 from samestep.workers.job import init
 from samestep.workers.listeners import loopback_listener
@@ -62,9 +62,9 @@ class Workers:
         with loopback_listener() as listener, _environment(worker_environment(self._threads)):
             host, port = listener.getsockname()[:2]
             store = open_store(listener)  # a new one for each job, so that no key is stale
-            seats = [seat_environment(rank, num_workers, host, port) for rank in range(num_workers)]
+            environments = [rank_environment(rank, num_workers, host, port) for rank in range(num_workers)]
             with interrupts_held():
-                futures = [self._pool.submit(work, one) for one in seats]
+                futures = [self._pool.submit(work, one) for one in environments]
             wait(futures)
             del store
         outcomes = [future.exception() or future.result() for future in futures]

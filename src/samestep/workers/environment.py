@@ -20,7 +20,7 @@ __all__ = [
     "may_restart",
     "note_joined",
     "rank",
-    "seat_environment",
+    "rank_environment",
     "under_launcher",
     "warn_if_unranked",
     "worker_environment",
@@ -161,7 +161,7 @@ def error_file() -> Path | None:
     return Path(name) if name else None
 
 
-def seat_environment(rank: int, world_size: int, address: str, port: int) -> dict[str, str]:
+def rank_environment(rank: int, world_size: int, address: str, port: int) -> dict[str, str]:
     """Return the environment of a worker in a job on this host, whose store the launcher has opened."""
     return {
         "RANK": str(rank),

@@ -149,7 +149,7 @@ class Rendezvous:
             self._check_same(begun)
         self._card["job"] = begun["job"] if begun else cards[0]["token"]
         counts = [card["workers"] for card in cards]
-        members = [card["host"] * PER_HOST + seat for card in cards for seat in range(card["workers"])]
+        members = [card["host"] * PER_HOST + rank for card in cards for rank in range(card["workers"])]
         members = members[: self._nodes.most_workers]  # further workers wait until a member is lost
         return Place(
             job=self._card["job"],

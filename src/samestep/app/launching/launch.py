@@ -132,7 +132,7 @@ def _report(failure: Failure) -> int:
 
 def _explain(found: Sequence[tuple[WorkerProcess, Failure]], num_workers: int) -> int:
     """Write the root cause to stderr and return the job's exit status."""
-    described = [(worker.seat, failure) for worker, failure in found]
+    described = [(worker.local_rank, failure) for worker, failure in found]
     rank, cause = root_cause(described)
     sys.stderr.write(cause.text)
     if not cause.is_recorded:  # add the error of a worker that lost it, which names the step
@@ -163,7 +163,7 @@ def _failure_of(worker: WorkerProcess, num_workers: int) -> Failure:
     status = worker.process.returncode
     how = f"was killed by {_name_of(-status)}" if status < 0 else f"exited with status {status}"
     text = (
-        f"samestep: worker {worker.seat} of {num_workers} (pid {worker.process.pid}) {how}; "
+        f"samestep: worker {worker.local_rank} of {num_workers} (pid {worker.process.pid}) {how}; "
         "the job was stopped\n"
     )
     return Failure(text, 1, is_echo=status == -(worker.last_signal or 0), is_recorded=False)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from samestep.workers.environment import JOB, seat_environment
+from samestep.workers.environment import JOB, rank_environment
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -36,18 +36,18 @@ class Place:
     world_size: int
     members: Sequence[int] | None
 
-    def environment(self, seat: int, num_seats: int) -> dict[str, str]:
-        """Return the environment of the worker in a seat of this host.
+    def environment(self, local_rank: int, local_world_size: int) -> dict[str, str]:
+        """Return the environment of the worker with this local rank.
 
         A worker beyond the largest number of workers starts as a newcomer, which waits until one is lost.
         """
-        rank, world_size = self.first_rank + seat, self.world_size
+        rank, world_size = self.first_rank + local_rank, self.world_size
         if rank >= world_size:
-            rank, world_size = seat, num_seats
+            rank, world_size = local_rank, local_world_size
         return {
-            **seat_environment(rank, world_size, *self.address),
-            "LOCAL_RANK": str(seat),
-            "LOCAL_WORLD_SIZE": str(num_seats),
+            **rank_environment(rank, world_size, *self.address),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(local_world_size),
             JOB: self.job,
         }
 

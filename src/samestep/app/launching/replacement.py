@@ -70,7 +70,7 @@ class Replacement:
         roster: the list of workers.
         hosts: the hosts of the job.
         workers: all workers started on this host; `start` appends to it.
-        start: starts a worker in a seat.
+        start: starts a worker with a local rank.
         most_workers: largest number of workers in the job; None for no limit.
     """
 
@@ -87,9 +87,9 @@ class Replacement:
         self._workers = workers
         self._start = start
         self._most_workers = most_workers
-        self._due_s: dict[int, float] = {}  # by seat: when to start a new worker in it
-        self._num_lost: Counter[int] = Counter()  # by seat: workers lost in a row
-        self._filled_s: dict[int, float] = {}  # by seat: when the last new worker was started
+        self._due_s: dict[int, float] = {}  # by local rank: when to start a new worker
+        self._num_lost: Counter[int] = Counter()  # by local rank: workers lost in a row
+        self._started_s: dict[int, float] = {}  # by local rank: when the last new worker was started
         self._suspects: dict[int, Patience] = {}  # by number: workers that may be stopped or hang
         self._looked_s = 0.0
 
@@ -124,7 +124,7 @@ class Replacement:
         self._end(self._roster.sent_away(seen.newcomers))
         self._leave_behind(seen.lost(), seen.gone, is_over=seen.is_over)
         if not seen.is_over:
-            self._fill_seats()
+            self._start_due()
             self._let_in()
 
     def _see(self, present: Sequence[WorkerProcess]) -> _Seen:
@@ -206,25 +206,25 @@ class Replacement:
             sys.stderr.write(f"samestep: the host {self._hosts.names[host]} is lost; going on without it\n")
         for worker in lost:
             worker.is_left_behind = True
-            self._free(worker.seat)
+            self._schedule(worker.local_rank)
             _explain_newcomer(worker)
         if self._roster.is_asked_again():
             self._roster.begin_again()
 
-    def _free(self, seat: int) -> None:
-        """Schedule a new worker for a seat: at once, but with exponential backoff for repeated losses."""
+    def _schedule(self, local_rank: int) -> None:
+        """Schedule a new worker: at once, but with exponential backoff for repeated losses."""
         now_s = time.monotonic()
-        if now_s - self._filled_s.get(seat, now_s) > _LONGEST_PAUSE_S:
-            self._num_lost[seat] = 0
-        self._due_s[seat] = now_s + min(2 ** self._num_lost[seat] - 1, _LONGEST_PAUSE_S)
-        self._num_lost[seat] += 1
+        if now_s - self._started_s.get(local_rank, now_s) > _LONGEST_PAUSE_S:
+            self._num_lost[local_rank] = 0
+        self._due_s[local_rank] = now_s + min(2 ** self._num_lost[local_rank] - 1, _LONGEST_PAUSE_S)
+        self._num_lost[local_rank] += 1
 
-    def _fill_seats(self) -> None:
-        for seat, due_s in list(self._due_s.items()):
+    def _start_due(self) -> None:
+        for local_rank, due_s in list(self._due_s.items()):
             if time.monotonic() >= due_s:
-                del self._due_s[seat]
-                self._filled_s[seat] = time.monotonic()
-                self._start(seat)
+                del self._due_s[local_rank]
+                self._started_s[local_rank] = time.monotonic()
+                self._start(local_rank)
 
     def _let_in(self) -> None:
         waiting = [w.number for w in self._newcomers() if w.number not in self._roster.members]

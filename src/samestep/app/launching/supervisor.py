@@ -96,9 +96,9 @@ class Supervisor:
                 return
             self._place = meeting.place
             try:
-                for seat in range(self._num_workers):
+                for local_rank in range(self._num_workers):
                     if self.received is None:
-                        self._start(seat)
+                        self._start(local_rank)
                 self._watch(meeting)  # imports torch, after the workers have started to do the same
             finally:
                 self._end(signal.SIGKILL)
@@ -123,14 +123,14 @@ class Supervisor:
             raise waiting.error
         return found[0] if self.received is None else None
 
-    def _start(self, seat: int) -> None:
+    def _start(self, local_rank: int) -> None:
         number = self._place.host * PER_HOST + len(self.workers)
         error_file = self._folder / f"{number}.json"
         environment = {
             "TORCH_CPP_LOG_LEVEL": "ERROR",  # no pages of C++ frames if the launcher is killed
             **os.environ,
             **worker_environment(self._threads),
-            **self._place.environment(seat, self._num_workers),
+            **self._place.environment(local_rank, self._num_workers),
             "TORCHELASTIC_ERROR_FILE": str(error_file),
             LIFELINE: f"{self._lifeline}:{signal.SIGTERM if self._nodes is None else signal.SIGKILL:d}",
             NUMBER: str(number),
@@ -142,8 +142,8 @@ class Supervisor:
                 )
         except OSError as error:
             where = f"start of {self._num_workers} workers"
-            raise LostWorkerError(f"{where}: worker {seat} could not be started ({error})") from error
-        self.workers.append(WorkerProcess(number, seat, process, error_file))
+            raise LostWorkerError(f"{where}: worker {local_rank} could not be started ({error})") from error
+        self.workers.append(WorkerProcess(number, local_rank, process, error_file))
         if self.received is not None:  # a signal came before the worker was in the list
             self.workers[-1].end(self.received)
 

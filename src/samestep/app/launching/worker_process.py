@@ -21,7 +21,7 @@ class WorkerProcess:
 
     Attributes:
         number: unique among all workers that the job has had; those of host h start at h · `PER_HOST`.
-        seat: the worker's local rank; a replacement has the seat of the worker that it replaces.
+        local_rank: a replacement has that of the worker that it replaces.
         process: the process, in its own session, so that a terminal's signals reach only the launcher.
         error_file: the file in which the worker records why it failed.
         last_signal: the last signal that `end` sent; None if it sent none.
@@ -29,7 +29,7 @@ class WorkerProcess:
     """
 
     number: int
-    seat: int
+    local_rank: int
     process: subprocess.Popen[bytes]
     error_file: Path
     last_signal: signal.Signals | None = None
