@@ -22,8 +22,8 @@ from .simulation import values
 WORKERS = range(1, 6)
 
 
-def meet_all(num_workers, card_of=lambda rank, card: card):
-    """Let workers in threads meet; `card_of` may change what a worker tells of itself."""
+def meet_all(num_workers, endpoint_of=lambda rank, endpoint: endpoint):
+    """Let workers in threads meet; `endpoint_of` may change what a worker tells of itself."""
     barrier, said = threading.Barrier(num_workers), {}
 
     def gather(transport, value, what):
@@ -33,7 +33,8 @@ def meet_all(num_workers, card_of=lambda rank, card: card):
         values = [pickle.loads(said[rank]) for rank in range(num_workers)]
         own = values[transport.rank]
         return [
-            card_of(n, v) if isinstance(v, meeting._Card) and v != own else v for n, v in enumerate(values)
+            endpoint_of(n, v) if isinstance(v, meeting._Endpoint) and v != own else v
+            for n, v in enumerate(values)
         ]
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(num_workers) as threads:
@@ -81,9 +82,9 @@ def test_workers_that_cannot_be_connected_are_named_and_the_job_goes_on(whose, r
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = 1 if whose == "nobody's" else other.getsockname()[1]
 
-        def unreachable(rank, card):
-            lost = replace(card, host="nowhere.invalid", seen_as=("127.0.0.1",), port=port)
-            return lost if rank == 0 else card
+        def unreachable(rank, endpoint):
+            lost = replace(endpoint, host="nowhere.invalid", seen_as=("127.0.0.1",), port=port)
+            return lost if rank == 0 else endpoint
 
         everyone = meet_all(3, unreachable)
     texts = sorted(str(warning.message) for warning in recwarn)
@@ -181,13 +182,13 @@ def test_those_who_cannot_connect_say_so(monkeypatch):
 
 def test_a_stranger_is_sent_away():
     with ExitStack() as stack:
-        _, local, card = meeting._listen(stack, shares_memory=True)
-        ends = [meeting._connected(card.name) for _ in range(3)]
-        for end, token in zip(ends, [b"", b"\0" * 16, card.token], strict=True):
+        _, local, endpoint = meeting._listen(stack, shares_memory=True)
+        ends = [meeting._connected(endpoint.name) for _ in range(3)]
+        for end, token in zip(ends, [b"", b"\0" * 16, endpoint.token], strict=True):
             end.sendall(token + (3).to_bytes(4))
-        way = meeting._Way(local, {})
-        way.accept({3}, card.token)
-        connections = way.connections(set())
+        connector = meeting._Connector(local, {})
+        connector.accept({3}, endpoint.token)
+        connections = connector.connections(set())
         assert set(connections) == {3}
         assert [end.recv(1) for end in ends[:2]] == [b"", b""]
         connections[3].sendall(b"!")

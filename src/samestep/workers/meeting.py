@@ -10,7 +10,7 @@ import mmap
 import os
 import secrets
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,9 @@ _CONNECT_S = 2.0
 _ACCEPT_S = 10.0
 _TOKEN_BYTES = 16
 
+_Address = tuple[str, int] | bytes
+"""A host and a port, or the name of a socket of this host."""
+
 
 def meet(transport: Transport, *, shares_memory: bool) -> tuple[dict[int, socket.socket], dict[int, Channel]]:
     """Connect every two workers, and those of one host by a channel if they can share memory.
@@ -38,35 +41,32 @@ def meet(transport: Transport, *, shares_memory: bool) -> tuple[dict[int, socket
     rank = transport.rank
     with ExitStack() as stack:
         listener, local, own = _listen(stack, shares_memory=shares_memory)
-        cards: list[_Card] = gather_objects(transport, own, _WHAT)
-        lower = list(enumerate(cards[:rank]))
-        near = [(w, card) for w, card in lower if own.shares_with(card)]
-        ways = (
-            _Way(
-                listener, {w: found for w, card in lower if (found := _reach(card, card.addresses(), rank))}
-            ),
-            _Way(local, {w: found for w, card in near if (found := _reach(card, [card.name], rank))}),
+        endpoints: list[_Endpoint] = gather_objects(transport, own, _WHAT)
+        lower = dict(enumerate(endpoints[:rank]))
+        near = {worker: each for worker, each in lower.items() if own.shares_with(each)}
+        both = (
+            _Connector(listener, _call(lower, _Endpoint.addresses, rank)),
+            _Connector(local, _call(near, lambda each: [each.name], rank)),
         )
-        reached = gather_objects(transport, [set(way.called) for way in ways], _WHAT)
-        for way, whom in zip(ways, zip(*reached, strict=True), strict=True):
-            way.accept(_workers_naming(rank, whom), own.token)
-        accepted = gather_objects(transport, [set(way.accepted) for way in ways], _WHAT)
-    of_ways = zip(ways, zip(*accepted, strict=True), strict=True)
-    connections, local_ones = (way.connections(_workers_naming(rank, whom)) for way, whom in of_ways)
-    channels = {w: Channel(connection) for w, connection in sorted(local_ones.items())}
-    for worker, card in lower:
-        if worker not in connections:
-            warn(
-                f"worker {rank} could not connect to worker {worker} on {card.host}: if one of them is lost, "
-                "the other may notice only after the timeout"
-            )
+        reached = gather_objects(transport, [set(each.called) for each in both], _WHAT)
+        for each, whom in zip(both, zip(*reached, strict=True), strict=True):
+            each.accept(_workers_naming(rank, whom), own.token)
+        accepted = gather_objects(transport, [set(each.accepted) for each in both], _WHAT)
+    pairs = zip(both, zip(*accepted, strict=True), strict=True)
+    connections, local_ones = (each.connections(_workers_naming(rank, whom)) for each, whom in pairs)
+    channels = {worker: Channel(connection) for worker, connection in sorted(local_ones.items())}
+    for worker in sorted(lower.keys() - connections.keys()):
+        warn(
+            f"worker {rank} could not connect to worker {worker} on {lower[worker].host}: if one of them is "
+            "lost, the other may notice only after the timeout"
+        )
     if rank == 0:
-        _warn_if_memory_is_not_shared(cards, [them for _, them in reached])
+        _warn_if_memory_is_not_shared(endpoints, [them for _, them in reached])
     return connections, channels
 
 
 @dataclass
-class _Way:
+class _Connector:
     """One kind of connection, between hosts or within one. Each worker connects to those of lower rank."""
 
     listener: socket.socket | None
@@ -96,7 +96,7 @@ def _workers_naming(rank: int, named: Sequence[set[int]]) -> set[int]:
 
 
 @dataclass(frozen=True)
-class _Card:
+class _Endpoint:
     """The addresses at which a worker listens, and the token that identifies callers.
 
     Workers with the same `place` connect by `name`. If a worker cannot share memory, `place` is None, and
@@ -111,7 +111,7 @@ class _Card:
     seen_as: tuple[str, ...] = field(default_factory=lambda: tuple(_own_addresses()))
     token: bytes = field(default_factory=lambda: secrets.token_bytes(_TOKEN_BYTES))
 
-    def shares_with(self, other: _Card) -> bool:
+    def shares_with(self, other: _Endpoint) -> bool:
         return self.place is not None and self.place == other.place
 
     def addresses(self) -> list[tuple[str, int]]:
@@ -129,13 +129,15 @@ def _own_addresses() -> Iterator[str]:
                 yield probe.getsockname()[0]
 
 
-def _listen(stack: ExitStack, *, shares_memory: bool) -> tuple[socket.socket, socket.socket | None, _Card]:
+def _listen(
+    stack: ExitStack, *, shares_memory: bool
+) -> tuple[socket.socket, socket.socket | None, _Endpoint]:
     """Listen for all workers, and, if this worker can share memory, for those of this host."""
     listener = stack.enter_context(open_listener())
     listener.settimeout(_ACCEPT_S)
     port = listener.getsockname()[1]
     if not shares_memory:
-        return listener, None, _Card(port)
+        return listener, None, _Endpoint(port)
     try:
         local = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         local.bind(name := b"\0samestep-" + secrets.token_hex(_TOKEN_BYTES).encode())
@@ -143,27 +145,32 @@ def _listen(stack: ExitStack, *, shares_memory: bool) -> tuple[socket.socket, so
         local.settimeout(_ACCEPT_S)
         os.close(allocate(mmap.PAGESIZE))
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        return listener, local, _Card(port, name, (boot, *map(_namespace, ("net", "pid", "user"))))
+        return listener, local, _Endpoint(port, name, (boot, *map(_namespace, ("net", "pid", "user"))))
     except (AttributeError, OSError) as error:
         why = str(error) if hasattr(os, "memfd_create") else ""  # which only Linux has
-        return listener, None, _Card(port, why=why)
+        return listener, None, _Endpoint(port, why=why)
 
 
 def _namespace(kind: str) -> str:
     return os.readlink(f"/proc/self/ns/{kind}")
 
 
-def _reach(card: _Card, addresses: Iterable[tuple[str, int] | bytes], rank: int) -> socket.socket | None:
-    """Connect to a worker at the first address that works; return None if none does."""
-    for address in addresses:
-        with suppress(OSError):
-            connection = _connected(address)
-            connection.sendall(card.token + rank.to_bytes(4))
-            return connection
-    return None
+def _call(
+    endpoints: Mapping[int, _Endpoint], addresses_of: Callable[[_Endpoint], Iterable[_Address]], rank: int
+) -> dict[int, socket.socket]:
+    """Connect to these workers, to each at the first address that works; leave out the others."""
+    connections = {}
+    for worker, endpoint in endpoints.items():
+        for address in addresses_of(endpoint):
+            with suppress(OSError):
+                connection = _connected(address)
+                connection.sendall(endpoint.token + rank.to_bytes(4))
+                connections[worker] = connection
+                break
+    return connections
 
 
-def _connected(address: tuple[str, int] | bytes) -> socket.socket:
+def _connected(address: _Address) -> socket.socket:
     if isinstance(address, tuple):
         return socket.create_connection(address, timeout=_CONNECT_S)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -182,12 +189,12 @@ def _caller(connection: socket.socket, token: bytes) -> int | None:
     return None
 
 
-def _warn_if_memory_is_not_shared(cards: Sequence[_Card], reached: Sequence[set[int]]) -> None:
+def _warn_if_memory_is_not_shared(endpoints: Sequence[_Endpoint], reached: Sequence[set[int]]) -> None:
     """Warn about the first worker that does not share memory although another one is on its host."""
-    for worker, card in enumerate(cards):
-        near = {w for w, other in enumerate(cards[:worker]) if card.shares_with(other)}
-        if card.why or near - reached[worker]:
-            why = card.why or "they cannot connect to each other"
+    for worker, endpoint in enumerate(endpoints):
+        near = {w for w, other in enumerate(endpoints[:worker]) if endpoint.shares_with(other)}
+        if endpoint.why or near - reached[worker]:
+            why = endpoint.why or "they cannot connect to each other"
             warn(
                 f"worker {worker} shares no memory with other workers of its host ({why}): gradients go "
                 "through the network, which is slower"

@@ -36,7 +36,7 @@ from samestep.workers.store import join_store
 
 __all__ = ["Rendezvous"]
 
-_CARDS_S = 30.0
+_ENTRIES_S = 30.0
 _POLL_S = 0.01
 _LOOK_S = 1.0
 _CLOSE_S = 3.0
@@ -45,13 +45,13 @@ _LAST_CALL_S = 3
 
 _LAST = "last job"
 
-_Card = dict[str, Any]
+_Entry = dict[str, Any]
 
 
 class Rendezvous:
     """Meets the launchers of the other hosts; a thread then meets hosts that come later.
 
-    Each launcher leaves a card, its host's entry in a round: workers, job, and values that must match.
+    Each launcher leaves an entry in a round, for its host: workers, job, and values that must match.
 
     Args:
         nodes: the options of a job of several hosts.
@@ -67,7 +67,7 @@ class Rendezvous:
         self._store, self.has_store = join_store(nodes.host, nodes.port, nodes.timeout_s)
         # A second connection for torch's rendezvous, as its requests may block for long.
         self._meeting_store, _ = join_store(nodes.host, nodes.port, nodes.timeout_s)
-        self._meeting_store.set_timeout(timedelta(seconds=_CARDS_S))
+        self._meeting_store.set_timeout(timedelta(seconds=_ENTRIES_S))
         self._handler = self._new_handler()
         self.place = self._meet()
         self._has_ended = threading.Event()
@@ -113,7 +113,7 @@ class Rendezvous:
         nodes = self._nodes
         self._jobs = PrefixStore(f"samestep/rendezvous/{nodes.job_id}", self._meeting_store)
         own = self._jobs.add("hosts", 1) - 1
-        self._card: _Card = {
+        self._entry: _Entry = {
             "host": own,
             "workers": self._num_workers,
             "job": None,
@@ -135,33 +135,33 @@ class Rendezvous:
         raise LostWorkerError(f"the job {nodes.job_id} at {nodes.host}:{nodes.port} {why}")
 
     def _next(self) -> RendezvousInfo:
-        """Wait for the next round of the rendezvous, and leave this host's card in it."""
+        """Wait for the next round of the rendezvous, and leave this host's entry in it."""
         info = self._handler.next_rendezvous()
-        info.store.set(f"card/{info.rank}", json.dumps(self._card))
+        info.store.set(f"entry/{info.rank}", json.dumps(self._entry))
         return info
 
     def _place(self, info: RendezvousInfo) -> Place:
-        cards = _cards(info)
-        begun = next((card for card in cards if card["job"] is not None), None)
+        entries = _entries(info)
+        begun = next((entry for entry in entries if entry["job"] is not None), None)
         if begun is None:
-            begun = self._running_job(info, cards[0])
+            begun = self._running_job(info, entries[0])
         if begun is not None:
             self._check_same(begun)
-        self._card["job"] = begun["job"] if begun else cards[0]["token"]
-        counts = [card["workers"] for card in cards]
-        members = [card["host"] * PER_HOST + rank for card in cards for rank in range(card["workers"])]
+        self._entry["job"] = begun["job"] if begun else entries[0]["token"]
+        counts = [entry["workers"] for entry in entries]
+        members = [entry["host"] * PER_HOST + rank for entry in entries for rank in range(entry["workers"])]
         members = members[: self._nodes.most_workers]  # further workers wait until a member is lost
         return Place(
-            job=self._card["job"],
-            host=self._card["host"],
+            job=self._entry["job"],
+            host=self._entry["host"],
             address=(self._nodes.host, self._nodes.port),
             first_rank=0 if begun else sum(counts[: info.rank]),
             world_size=self._num_workers if begun else len(members),
             members=None if begun else members,
         )
 
-    def _running_job(self, info: RendezvousInfo, first: _Card) -> _Card | None:
-        """Return the card of a running job of which no host has come to this round; None if there is none.
+    def _running_job(self, info: RendezvousInfo, first: _Entry) -> _Entry | None:
+        """Return the entry of a running job of which no host has come to this round; None if there is none.
 
         The job's hosts may have been silent for longer than torch waits for them. Rank 0 of the round looks
         the job up, and passes the result to the others.
@@ -173,13 +173,13 @@ class Rendezvous:
             if last is None:
                 self._jobs.set(_LAST, json.dumps(first | {"job": first["token"]}))
             info.store.set(_LAST, json.dumps(last))
-        found: _Card | None = json.loads(info.store.get(_LAST))
+        found: _Entry | None = json.loads(info.store.get(_LAST))
         return found
 
-    def _check_same(self, begun: _Card) -> None:
+    def _check_same(self, begun: _Entry) -> None:
         """Raise a `ConfigError` if this host was started with other values than the job that it joins."""
         for name, theirs in begun["must_match"].items():
-            own = self._card["must_match"].get(name)
+            own = self._entry["must_match"].get(name)
             if own != theirs:
                 raise ConfigError(
                     f"the job {self._nodes.job_id} has {name} = {one_line(str(theirs))}, this host has "
@@ -198,16 +198,16 @@ class Rendezvous:
                 continue  # the waiting host is gone; or the store is, which the launcher notices by itself
 
 
-def _cards(info: RendezvousInfo) -> list[_Card]:
-    """Return the cards of all hosts of a round; those left so far, if one belongs to a job that has begun."""
-    deadline_s = time.monotonic() + _CARDS_S
+def _entries(info: RendezvousInfo) -> list[_Entry]:
+    """Return the entries of all hosts of a round; those so far, if one belongs to a job that has begun."""
+    deadline_s = time.monotonic() + _ENTRIES_S
     while True:
-        keys = [f"card/{rank}" for rank in range(info.world_size)]
+        keys = [f"entry/{rank}" for rank in range(info.world_size)]
         there = [key for key in keys if info.store.check([key])]
-        cards = [json.loads(info.store.get(key)) for key in there]
-        if len(cards) == info.world_size or any(card["job"] is not None for card in cards):
-            return cards
+        entries = [json.loads(info.store.get(key)) for key in there]
+        if len(entries) == info.world_size or any(entry["job"] is not None for entry in entries):
+            return entries
         if time.monotonic() > deadline_s:
-            missing = f"{info.world_size - len(cards)} of {info.world_size} hosts"
+            missing = f"{info.world_size - len(entries)} of {info.world_size} hosts"
             raise LostWorkerError(f"{missing} were lost before the job began; start all hosts again")
         time.sleep(_POLL_S)
