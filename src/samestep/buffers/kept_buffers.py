@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["KeptBuffers", "unexpanded"]
+from samestep.summation.layout import unexpanded
+
+__all__ = ["KeptBuffers"]
 
 
 class KeptBuffers:
@@ -38,12 +40,3 @@ def _has_bytes_of(buffer: Tensor, value: Tensor) -> bool:
     """Say whether bytes are equal: NaN is not itself, and zero has two signs."""
     first, second = (each.contiguous().view(-1).view(torch.uint8) for each in (buffer, value))
     return torch.equal(first, second)
-
-
-def unexpanded(tensor: Tensor) -> Tensor:
-    """Return a view with each memory location of an expanded tensor only once, so that it can be written."""
-    tensor = tensor.detach()
-    for dimension, stride in enumerate(tensor.stride()):
-        if stride == 0 and tensor.shape[dimension] > 1:
-            tensor = tensor.narrow(dimension, 0, 1)
-    return tensor

@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.nn.utils import parametrizations
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from samestep.buffers.kept_buffers import unexpanded
 from samestep.buffers.named_tensors import NamedBuffer
 from samestep.buffers.statistics import is_statistic
 from samestep.errors import ConfigError
+from samestep.summation.layout import unexpanded
 
 __all__ = ["Policy", "assign_policies", "check_policies"]
 

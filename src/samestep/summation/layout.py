@@ -1,4 +1,4 @@
-"""Shapes, strides and dtypes of gradients, and the order of elements in memory."""
+"""Shapes, strides and dtypes of gradients, and where elements of tensors are in memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Layout", "in_order", "is_dense"]
+__all__ = ["Layout", "in_order", "is_dense", "unexpanded"]
 
 
 @dataclass(frozen=True)
@@ -49,3 +49,12 @@ def in_order(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
         own = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
         tensor = own.copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def unexpanded(tensor: Tensor) -> Tensor:
+    """Return a view with each memory location of an expanded tensor only once, so that it can be written."""
+    tensor = tensor.detach()
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from samestep.arguments import check_kind, whole
-from samestep.buffers.kept_buffers import unexpanded
 from samestep.buffers.model_buffers import ModelBuffers
 from samestep.buffers.named_tensors import find_named_buffers
 from samestep.buffers.policies import Policy, check_policies
 from samestep.buffers.statistics import Mode, check_norms
 from samestep.errors import ConfigError
 from samestep.summation.gradient_sum import GradientSum
-from samestep.summation.layout import Layout
+from samestep.summation.layout import Layout, unexpanded
 from samestep.summation.placement import Placement
 from samestep.summation.plan import ParameterLayout, Plan, grad_dtype
 from samestep.summation.sparse import find_sparse, sparse_weights
