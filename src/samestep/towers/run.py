@@ -148,8 +148,7 @@ class StepRun:
         self._is_dropped = True
         open_steps.pop(self, None)
         self.put_back()
-        if not self._is_replay:
-            self._gradients.clear()
+        self._gradients.clear()
 
     def put_back(self) -> None:
         """Restore the random streams and the model's buffers from before the step."""
@@ -369,7 +368,7 @@ class StepRun:
 
     def squares(self) -> Tensor | None:
         """Return the squared gradient norm of each of this worker's towers, if this step measures them."""
-        return None if self._is_replay else self._gradients.squares()
+        return self._gradients.squares()
 
     def gather(self, values: Tensor, what: str) -> Tensor:
         """Gather tensors with one row per tower: [own towers, ...] on each worker -> [T, ...] on all."""
