@@ -274,11 +274,12 @@ class Exchange:
 
     @property
     def _header(self) -> list[int]:
-        last = [0, 0, 0]
+        beside, late, of_passes = 0, 0, 0
         if self._rest is not None:
-            last = [self._rest.hash_beside(), self._rest.late_hash(), self._rest.hash_of_passes()]
+            beside, late = self._rest.hash_beside(), self._rest.late_hash()
+            of_passes = self._rest.hash_of_passes()
         own = [v if isinstance(v, int) else zlib.crc32(v.encode()) for v in self._must_match.values()]
-        return [self._status, self.plan.fingerprint, *own, self._hash_of_rest, *last]
+        return [self._status, self.plan.fingerprint, *own, self._hash_of_rest, beside, late, of_passes]
 
     def _for_all(self, own: Sequence[int]) -> list[Tensor]:
         """Return a tensor for each worker, int64 [n]: this worker's numbers, and memory for the others'."""
@@ -288,12 +289,12 @@ class Exchange:
         return all_numbers
 
     def _check(self, headers: Sequence[Tensor]) -> None:
-        rows = [header[2:].tolist() for header in headers]
+        columns = zip(*(header[2:].tolist() for header in headers), strict=True)
+        status, *same, beside, late, of_passes = map(set, columns)
+        self.differs_beside = len(beside) > 1
         # 0 is unknown: for passes, because that worker has run none yet.
-        of_passes, late = ({row.pop() for row in rows} - {0} for _ in range(2))
-        self.differs_beside = len({row.pop() for row in rows}) > 1
-        expected = [_FINE, *rows[self._job.rank][1:]]
-        if any(row != expected for row in rows) or max(len(of_passes), len(late)) > 1:
+        values = [*same, late - {0}, of_passes - {0}]
+        if status != {_FINE} or max(map(len, values)) > 1:
             self._settle()
 
     def _settle(self) -> None:
