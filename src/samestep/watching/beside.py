@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from fractions import Fraction
 from itertools import combinations
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,11 +17,11 @@ from torch.nn.parameter import is_lazy
 
 from samestep.errors import warn
 from samestep.identity import checksum_of
-from samestep.watching.held_number import HeldNumber, is_number
+from samestep.watching.held_number import HeldNumber, is_number, is_simple
 from samestep.watching.origins import is_plain, storage_of
 from samestep.watching.reach import Named, in_reach
 
-__all__ = ["LEFT_NUMBER", "Beside", "Difference", "Found", "find_difference"]
+__all__ = ["COUNTED_NUMBER", "LEFT_NUMBER", "Beside", "Difference", "Found", "find_difference"]
 
 _MOST_ELEMENTS = 2**16
 """Of larger tensors, about this many elements are compared."""
@@ -31,11 +29,9 @@ _MOST_ELEMENTS = 2**16
 _MOST_NUMBERS = 64
 """Larger tensors are not searched for numbers."""
 
-_SIMPLEST = 256
-"""Fractions up to this denominator are not compared: passes may compute them from numbers of rows."""
-
-LEFT_NUMBER = 1
-"""The bit for any number that an earlier pass has left, see `KeptNumbers`. Others are for known values."""
+LEFT_NUMBER, COUNTED_NUMBER = 1, 2
+"""The bits for numbers that an earlier pass has left (`KeptNumbers`), and for those that count passes
+(`PassCounts`). Others are for known values."""
 
 
 class _Used(NamedTuple):
@@ -260,22 +256,17 @@ def _differences(all_found: Sequence[Found]) -> Iterator[Difference]:
 
 
 def _bit(index: int) -> int:
-    return LEFT_NUMBER << index + 1
+    return COUNTED_NUMBER << index + 1
 
 
 def _is_compared(value: Any) -> bool:
     """Say whether a value is compared, by its type, so that proxies load nothing."""
     if is_number(value):
-        return _is_no_fraction(float(value))
+        return not is_simple(float(value))
     if issubclass(type(value), np.ndarray):
         kind = value.dtype
         return kind.kind in "biuf" and kind.itemsize <= 8 and kind.isnative and value.size > 0
     return issubclass(type(value), (Tensor, nn.Module))
-
-
-def _is_no_fraction(value: float) -> bool:
-    nearest = Fraction(value).limit_denominator(_SIMPLEST)
-    return not math.isclose(nearest, value, rel_tol=1e-7)
 
 
 def _named_values(functions: Iterable[Named]) -> Iterator[Named]:

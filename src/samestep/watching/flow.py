@@ -16,9 +16,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from samestep.errors import UsageError, warn
-from samestep.watching.beside import LEFT_NUMBER, Beside
+from samestep.watching.beside import COUNTED_NUMBER, LEFT_NUMBER, Beside
 from samestep.watching.kept_numbers import KeptNumbers
 from samestep.watching.origins import NOWHERE, Origin, Origins, storage_of
+from samestep.watching.pass_counts import PassCounts
 from samestep.watching.pass_means import PassMeans
 from samestep.watching.reach import Named, in_reach
 
@@ -116,6 +117,7 @@ class FlowWatch(TorchDispatchMode):
         self._drawn: dict[int, _Drawn] = {}  # by the generators' ids
         self._continued = 0  # the id of a generator that this pass continued after another tower's draws
         self._kept_numbers = KeptNumbers()
+        self._counts = PassCounts()
         self._has_warned = False
         self.beside = Beside()
         self.means = PassMeans()
@@ -136,6 +138,7 @@ class FlowWatch(TorchDispatchMode):
         self._origins.clear()
         self._drawn.clear()
         self._kept_numbers.start_step()
+        self._counts.start_step()
         self._updated = ""
 
     def start_pass(
@@ -163,6 +166,7 @@ class FlowWatch(TorchDispatchMode):
         for storage in self._shared:
             self._origins.forget(storage)
         held = list(rows)
+        self._counts.start_pass(held)
         for tensor in held:
             self._origins.note(tensor, Origin(1 << tower, ""))
         self.beside.start_pass(num_rows, held)
@@ -208,6 +212,8 @@ class FlowWatch(TorchDispatchMode):
             raise UsageError(f"{depends}: {_INSTEAD_OF_KEPT}")
         if beside & LEFT_NUMBER:
             self._kept_numbers.check(who)
+        if beside & COUNTED_NUMBER:
+            self._counts.check(who)
         if self._continued and not self._has_warned:  # but no loss uses them, or only by `.item()`
             self._has_warned = True
             warn(
@@ -280,6 +286,7 @@ class FlowWatch(TorchDispatchMode):
             taken = [tensor for tensor in taken if not any(tensor is each for each in written)]
         values_of = (*args, *kwargs.values())
         beside = LEFT_NUMBER * self._kept_numbers.take(func, values_of)
+        beside |= COUNTED_NUMBER * self._counts.take(func, values_of)
         if self.beside.holds_any:
             for tensor in written:
                 self.beside.forget(storage_of(tensor))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import sys
+from fractions import Fraction
 from typing import TypeGuard
 
 import numpy as np
 
-__all__ = ["HeldNumber", "is_number"]
+__all__ = ["HeldNumber", "is_number", "is_simple"]
+
+_SIMPLEST = 256  # the largest denominator
 
 
 class HeldNumber:
@@ -38,3 +41,9 @@ _OWN = HeldNumber(float("0.5"))._count()
 def is_number(value: object) -> TypeGuard[float]:
     """Say whether this is a finite float of Python or NumPy, by its type, so that proxies load nothing."""
     return issubclass(type(value), (float, np.floating)) and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def is_simple(number: float) -> bool:
+    """Say whether a number is a simple fraction, which passes may compute from numbers of rows or labels."""
+    nearest = Fraction(number).limit_denominator(_SIMPLEST)
+    return math.isclose(nearest, number, rel_tol=1e-7)

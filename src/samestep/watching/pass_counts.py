@@ -1,0 +1,114 @@
+"""Finds numbers that count passes: a weight of the loss that grows from one tower's pass to the next.
+
+Python does not say how a number was computed. So this compares the numbers that the operators of successive
+passes take as arguments: with a counter of passes, the numbers at one place change from pass to pass in
+almost equal steps, or by the same factor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from samestep.errors import warn
+from samestep.watching.held_number import is_simple
+
+__all__ = ["PassCounts"]
+
+_FEW, _MANY = 3, 5  # passes
+_EXACT, _ALMOST = 1e-6, 0.1
+_ARITHMETIC = {"mul", "div", "add", "sub", "rsub", "pow", "mul_", "div_", "add_", "sub_", "pow_"}
+
+
+class _Number(NamedTuple):
+    """A number that an operator takes, and its place in the pass."""
+
+    func: Any
+    at: int
+    value: float
+
+
+class PassCounts:
+    """The numbers in the passes of a step, in the order in which operators take them.
+
+    Passes over rows of other shapes are not compared, because numbers may be computed from these.
+    """
+
+    def __init__(self) -> None:
+        self._has_warned = False
+        self.start_step()
+
+    def start_step(self) -> None:
+        """Forget the step before."""
+        self._by_shapes: dict[object, list[list[_Number]]] = {}
+        self._earlier: list[list[_Number]] = []
+        self._own: list[_Number] = []
+        self._taken: list[float] = []
+
+    def start_pass(self, rows: Iterable[Tensor]) -> None:
+        """Begin a pass over these rows."""
+        self._earlier.append(self._own)
+        self._earlier = self._by_shapes.setdefault(tuple(tensor.shape for tensor in rows), [])
+        self._own, self._taken = [], []
+
+    def take(self, func: Any, arguments: Iterable[Any]) -> bool:
+        """Return whether an operator takes a number that counts passes, as far as is known so far."""
+        if self._has_warned:
+            return False
+        found = False
+        for value in _numbers(func, arguments):
+            number = _Number(func, len(self._own), value)
+            self._own.append(number)
+            before = [numbers[number.at] for numbers in self._earlier if number.at < len(numbers)]
+            is_same_place = len(before) == len(self._earlier) and all(each.func is func for each in before)
+            series = [*(each.value for each in before), value]
+            if is_same_place and _counts(series):
+                self._taken, found = self._taken or series, True
+        return found
+
+    def check(self, who: str) -> None:
+        """Warn, once, of the numbers that a pass has taken, if its loss depends on them."""
+        if not self._has_warned:
+            self._has_warned = True
+            *before, last = self._taken[-_FEW:]
+            warn(
+                f"{who}: its loss depends on the number {last:.6g}, where the passes before had "
+                f"{' and '.join(f'{each:.6g}' for each in before)}: if it counts passes, it depends on the "
+                "number of workers: compute it from towers.step, or before the loop"
+            )
+
+
+def _numbers(func: Any, arguments: Iterable[Any]) -> Iterator[float]:
+    """Yield the floats that an operator takes, the integers in arithmetic, and that of `torch.tensor`."""
+    is_arithmetic = getattr(getattr(func, "overloadpacket", None), "__name__", "") in _ARITHMETIC
+    is_made = func is torch.ops.aten.lift_fresh.default
+    for each in arguments:
+        is_scalar = is_made and isinstance(each, Tensor) and each.numel() == 1 and not each.is_complex()
+        if type(each) is float or (is_arithmetic and type(each) is int) or is_scalar:
+            yield float(each)
+
+
+def _counts(series: list[float]) -> bool:
+    """Say whether numbers change in equal steps or by one factor; of many, in almost equal steps.
+
+    Simple fractions need many, as numbers of a few rows or labels may do so by chance.
+    """
+    if len(series) < _FEW or not all(map(math.isfinite, series)):
+        return False
+    steps = [after - before for before, after in pairwise(series)]
+    if 0 in steps or len({step > 0 for step in steps}) > 1:
+        return False
+    is_many = len(series) >= _MANY
+    if not is_many and any(map(is_simple, series)):
+        return False
+    if all(math.isclose(*pair, rel_tol=_ALMOST if is_many else _EXACT) for pair in pairwise(steps)):
+        return True
+    return 0 not in series and all(
+        math.isclose(*pair, rel_tol=_EXACT)
+        for pair in pairwise(after / before for before, after in pairwise(series))
+    )
