@@ -7,6 +7,7 @@ almost equal steps, or by the same factor.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
@@ -85,12 +86,17 @@ class PassCounts:
 
 def _numbers(func: Any, arguments: Iterable[Any]) -> Iterator[float]:
     """Yield the floats that an operator takes, the integers in arithmetic, and that of `torch.tensor`."""
-    is_arithmetic = getattr(getattr(func, "overloadpacket", None), "__name__", "") in _ARITHMETIC
+    is_arithmetic = _is_arithmetic(func)
     is_made = func is torch.ops.aten.lift_fresh.default
     for each in arguments:
         is_scalar = is_made and isinstance(each, Tensor) and each.numel() == 1 and not each.is_complex()
         if type(each) is float or (is_arithmetic and type(each) is int) or is_scalar:
             yield float(each)
+
+
+@functools.cache
+def _is_arithmetic(func: Any) -> bool:
+    return getattr(getattr(func, "overloadpacket", None), "__name__", "") in _ARITHMETIC
 
 
 def _counts(series: list[float]) -> bool:
