@@ -140,6 +140,18 @@ def test_every_public_name_is_in_the_reference():
     assert sorted(listed) == sorted(samestep.__all__)
 
 
+def test_every_test_that_a_page_names_is_there():
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    rows = [row for row in PAGES["promises"].read_text().splitlines() if row.startswith("| ")]
+    named = {
+        name for row in rows for name in re.findall(r"`(\w+)`", row.removesuffix(" |").rpartition(" | ")[2])
+    }
+    assert len(named) > 50
+    assert [
+        name for name in sorted(named) if not re.search(rf"def (test_)?{name}\(|class {name}\b", tests)
+    ] == []
+
+
 def test_every_page_is_in_the_navigation():
     named = set(re.findall(r"(\w+)\.md$", (ROOT / "mkdocs.yml").read_text(), re.M))
     assert named == PAGES.keys() - {"README"}
