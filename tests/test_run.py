@@ -216,5 +216,5 @@ def test_one_tower_that_has_not_run():
     towers = Towers(make(), 2)
     turns = towers(batch_of())
     hand_in(towers, next(turns))
-    with pytest.raises(UsageError, match=r"average\(\) at step 0: tower 1 has not run; every tower must run"):
+    with pytest.raises(UsageError, match=r"average\(\) at step 0: tower 1 has not run: expected each tower"):
         towers.average()

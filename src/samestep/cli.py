@@ -65,7 +65,7 @@ class Report:
     run_dir: Path
     """The run folder."""
     output: Path | None = None
-    """The HTML file to write; by default report.html in the run folder."""
+    """The HTML file to write; none is RUN_DIR/report.html."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,8 @@ def _commands() -> Command:
     file = "the path of a Python file that ends in .py"
     choices: dict[str, type | Command] = {
         "train": Command(
-            "Train a recipe, by name or from a Python file; continue an earlier run in the same folder.",
+            "Train a recipe, by name or from a Python file; continue an earlier run in the same folder. "
+            "`samestep train RECIPE --help` lists the options.",
             known,
             noun="recipe",
             others=file,
@@ -122,7 +123,7 @@ def _commands() -> Command:
         "report": Report,
         "check": Command(
             "Train a recipe's first steps on 1, 2 and 3 workers and compare the weights bit for bit. "
-            "Takes the options of train.",
+            "Takes the options of train: `samestep check RECIPE --help`.",
             known,
             noun="recipe",
             others=file,

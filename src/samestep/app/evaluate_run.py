@@ -47,7 +47,10 @@ def evaluate_run(settings: Settings, job: Job, *, weights: Weights = "average", 
     """
     trainer = trainer_of(settings, job)
     if trainer.evaluate is None:
-        raise ConfigError(f"{settings.recipe}: has nothing to evaluate: give its trainer an `evaluate`")
+        raise ConfigError(
+            f"{settings.recipe}: has nothing to evaluate: pass evaluate=samestep.Evaluation(...) to its "
+            "trainer"
+        )
     average = trainer.step.averaged_model
     model = trainer.model if weights == "raw" or average is None else average.module
     objects = TrainingObjects(model=trainer.model, averaged_model=average)

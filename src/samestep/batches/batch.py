@@ -228,7 +228,7 @@ def cut(batch: Any, placement: Placement, job: Job, *, is_read_twice: bool = Fal
         number = whole.fingerprint() if job.world_size > 1 else 0
         local = LocalBatch(whole.rows, Slices(tuple(mine), read, whole.root), fingerprint=number)
     if local.rows == 0:
-        raise BatchError("the batch has no rows")
+        raise BatchError("the batch has no rows: expected at least one")
     return local
 
 

@@ -228,7 +228,10 @@ class ShardedOptimizer(Optimizer, UpdatesShards):
             if not all(each[0] for each in headers):
                 self._half_done = where
             agree(job, words, where=where, error=error)
-            raise DisagreementError(f"{where}: workers differ, but the difference could not be identified")
+            raise DisagreementError(
+                f"{where}: workers differ, but the difference could not be identified: expected the same "
+                "gradients and settings on all workers"
+            )
         sharded = self._last_sharded()
         updated = (
             [p for p in update.parameters if p.grad is not None] if sharded is None else sharded.averaged

@@ -305,5 +305,6 @@ class Exchange:
             agree(self._job, {**self._described, **rest}, where=self.where, error=self._error)
         if self._status != _CHANGED:
             raise DisagreementError(
-                f"{self.where}: workers differ, but the difference could not be identified"
+                f"{self.where}: workers differ, but the difference could not be identified: expected the "
+                "same model, batch and settings on all workers"
             )

@@ -118,7 +118,10 @@ def loss_sum(what: str, loss: Tensor, factor: float, count: float | Tensor) -> C
     _check_scalar(what, loss)
     # A sum over nothing may be a constant, without a graph.
     if not loss.requires_grad and float(count) != 0:
-        raise UsageError(f"{what} does not require grad, so it has no gradient")
+        raise UsageError(
+            f"{what} does not require grad: expected one that is computed from the model's outputs, without "
+            "detach() and torch.no_grad()"
+        )
     total = _at_least_float32(loss) * factor
     return Contribution(total, total.detach().reshape(1), count)
 
@@ -157,7 +160,10 @@ class NamedCounts:
         means = [s * (self.rows / (n * unit)) for s, n in zip(sums, self.totals, strict=True) if n > 0]
         total = reduce(torch.add, means)
         if not total.requires_grad and bool(self.counts[tower].any()):
-            raise UsageError(f"{who}: none of the sums requires grad, so there is no gradient")
+            raise UsageError(
+                f"{who}: none of the sums requires grad: expected sums that are computed from the model's "
+                "outputs, without detach() and torch.no_grad()"
+            )
         return Contribution(total, torch.stack([s.detach().double() for s in sums]) / unit, share)
 
     def _in_order(self, who: str, losses: Any) -> list[Tensor]:
@@ -186,7 +192,9 @@ def _check_scalar(what: str, value: Tensor) -> None:
     if value.is_complex():
         raise UsageError(f"{what} is complex, expected a real number")
     if value.numel() != 1:
-        raise UsageError(f"{what} has shape {tuple(value.shape)}, expected a scalar")
+        raise UsageError(
+            f"{what} has shape {tuple(value.shape)}, expected a scalar, as mean() or sum() returns"
+        )
 
 
 def _at_least_float32(loss: Tensor) -> Tensor:

@@ -64,7 +64,9 @@ def take_apart(outputs: Any) -> tuple[list[Tensor], Outline]:
     """Return the tensors of a nest, and its structure."""
     tensors, spec = pytree.tree_flatten(outputs)
     if not tensors:
-        raise UsageError(f"forward returned a {type(outputs).__name__} without tensors")
+        raise UsageError(
+            f"forward returned a {type(outputs).__name__} without tensors: expected dense tensors, rows first"
+        )
     for each in tensors:
         if not isinstance(each, Tensor) or each.ndim == 0 or each.layout != torch.strided:
             raise UsageError(f"forward returned {_name(each)}: expected dense tensors, rows first")

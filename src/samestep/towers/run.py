@@ -319,7 +319,8 @@ class StepRun:
             which = f"tower{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
             verb = "has" if len(missing) == 1 else "have"
             raise UsageError(
-                f"average() at step {self.step}: {which} {verb} not run; every tower must run once"
+                f"average() at step {self.step}: {which} {verb} not run: expected each tower to run "
+                "once; to leave the step, call abandon() instead"
             )
 
     def finish(self) -> list[Average]:

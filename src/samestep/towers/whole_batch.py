@@ -187,7 +187,10 @@ def _run_second_pass(
             "second: both passes must compute the same"
         )
     if first.needs_grad and not any(tensor.requires_grad for tensor in outputs):
-        raise UsageError(f"{who}: no output of forward requires grad, so there is no gradient")
+        raise UsageError(
+            f"{who}: no output of forward requires grad: expected the model's outputs, without detach() and "
+            "torch.no_grad()"
+        )
     run.check_forward(tower)
     run.watch.check_outputs(who, outputs)
     difference = None if first.repeated is None else first.repeated.difference(outputs)
