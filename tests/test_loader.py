@@ -759,7 +759,7 @@ def test_a_run_that_continues_with_other_data_gets_a_warning(num_steps, num_work
 
 def test_the_warning_comes_once_and_says_what_is_no_fault():
     state = trained_on(Files(), 3)
-    with pytest.warns(UserWarning, match=r"is continued: .*; no fault if the program changes") as found:
+    with pytest.warns(UserWarning, match=r"is continued: .*; ignore this if the program changes") as found:
         state = trained_on(Files(0.5), 3, state)
     assert len(found) == 1
     assert state["position"] == 6

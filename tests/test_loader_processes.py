@@ -23,7 +23,7 @@ from samestep.data.loader_processes import start_loader_process
 CPU = torch.device("cpu")
 LONG_S = 30
 GONE = r"LoaderError: a loader process of worker 0 is gone: DataLoader worker \(pid(\(s\))? \d+\) "
-SILENT = "LoaderError: worker 0: its loader processes have handed in nothing for {} s: .*"
+SILENT = "LoaderError: worker 0: its loader processes have delivered nothing for {} s: .*"
 GONE_NOW = r"LoaderError: a loader process of worker 0 is gone: (ConnectionResetError|EOFError):.*"
 FORK = {"multiprocessing_context": "fork"}
 ALL_TWICE = re.escape(str([[*range(12)]] * 2))

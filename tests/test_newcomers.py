@@ -164,7 +164,7 @@ def test_why_a_newcomer_failed_is_said_once(launch, capsys):
     job.look()
     assert capsys.readouterr().err.splitlines() == [
         "samestep: error: runs: somebody trains there",
-        "samestep: a newcomer exited with status 2; going on without it",
+        "samestep: a new worker exited with status 2; going on without it",
     ]
     assert job.left_behind() == [1, 2]
 

@@ -98,7 +98,7 @@ class _Raised:
 
 
 class Elastic:
-    """Makes calls that need all workers, and repeats a call without a worker that is lost during it.
+    """Keeps your own training loop going: repeats a call, such as a step, if a worker is lost during it.
 
         state = {"model": model, "towers": towers, "loader": loader, "optimizer": optimizer}
         with samestep.Elastic(**state) as elastic:

@@ -53,6 +53,6 @@ class ComparedExample:
             warn(
                 f"example {number % REPEAT} of the dataset, in epoch {epoch}, is another one "
                 "than in the run that is continued: expected the same data in the same order, and the same "
-                "versions of libraries and CPU model; no fault if the program changes the dataset in the "
+                "versions of libraries and CPU model; ignore this if the program changes the dataset in the "
                 "course of a run, or if examples hold paths of another folder"
             )

@@ -101,7 +101,7 @@ def _named(call: Callable[[], Any], loader: DataLoader[Any], rank: int, timeout_
         if loader.timeout >= timeout_s or patience.is_over():
             _wake_stopped()
             raise LoaderError(
-                f"worker {rank}: its loader processes have handed in nothing for {timeout_s:g} s: one of "
+                f"worker {rank}: its loader processes have delivered nothing for {timeout_s:g} s: one of "
                 "them is stopped or waits for a file; if reading takes that long, raise the timeout"
             )
 

@@ -323,7 +323,7 @@ class StreamLoader:
         if is_other and self._towers.job.is_first:
             warn(
                 "StreamLoader: the stream begins with different examples than in the run that is continued: "
-                f"expected the same CPU model, and {_HINT}; no fault if the program changes the source in "
+                f"expected the same CPU model, and {_HINT}; ignore this if the program changes the source in "
                 "the course of a run"
             )
         self._checksum, self._is_checked, self._has_read = checksum, True, True

@@ -47,10 +47,11 @@ class Step:
 
     Args:
         towers: the towers of the model to train.
-        loss_fn: called as `loss_fn(model, tower_batch)`; see `LossFunction`.
+        loss_fn: `loss_fn(model, tower_batch)` -> the mean loss over the tower's rows, or a `LossSum`, or,
+            with `counts`, a mapping with a sum for each of their names.
         optimizer: the optimizer; its `step` is called once per step.
         forward: for a loss of the whole batch, called as `forward(model, tower_batch)`; the outputs of all
-            towers are passed to `loss_fn`. See `Towers.whole_batch`.
+            towers are passed to `loss_fn(model, all_outputs, batch)`. See `Towers.whole_batch`.
         clip_norm: clip the averaged gradient to this 2-norm; None does not clip.
         autocast: torch.bfloat16 or torch.float16 for mixed precision; float16 adds a `GradScaler`.
         scheduler: stepped once after each update.

@@ -64,9 +64,10 @@ class Towers:
         num_towers: T, part of the experiment like the batch size.
         job: the job, from `samestep.init`; by default a job of this process alone.
         seed: seed of all towers' random streams.
-        statistics: how batch-norm statistics are combined; see `samestep.buffers.statistics`.
-        buffers: how other buffers that a forward changes are combined, by name pattern; see
-            `samestep.buffers.policies`.
+        statistics: how batch-norm statistics are combined: "mean" over the towers, "pooled" over all rows,
+            or tower 0's, "first"; see docs/statistics.md.
+        buffers: how other buffers that a forward changes are combined, by name pattern: "mean",
+            "first" or "ignore"; see docs/statistics.md.
         bucket_bytes: gradients are sent in buckets of about this many bytes.
         accumulate_dtype: sum gradients in this dtype; by default in each parameter's `grad_dtype`, torch's
             attribute for the dtype of `p.grad`.

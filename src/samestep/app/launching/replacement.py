@@ -249,7 +249,7 @@ def _explain_newcomer(worker: WorkerProcess) -> None:
     if (worker.status or 0) > 0:
         failure = Failure.read(worker.error_file)
         sys.stderr.write("" if failure is None else failure.text)
-        sys.stderr.write(f"samestep: a newcomer exited with status {worker.status}; going on without it\n")
+        sys.stderr.write(f"samestep: a new worker exited with status {worker.status}; going on without it\n")
 
 
 def _is_stopped(worker: WorkerProcess) -> bool:

@@ -85,7 +85,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         report: the report of the last step.
 
     Raises:
-        ConfigError: an argument cannot be used with towers, or T is below 1 or the number of workers.
+        ConfigError: an argument cannot be used with towers, or T is below 1, or below the number of workers.
         NonFiniteError: in `train`, a gradient is NaN or infinite; the error names towers and parameters. With
             float16, such steps are skipped instead.
 
