@@ -193,7 +193,13 @@ def reports_compared_and_counted(job):
     )
 
 
-@refused(DisagreementError, "checkpoint", "worker 0 has hash of the weights in 0.weight", alone=False)
+@refused(
+    DisagreementError,
+    "checkpoint",
+    "worker 0 has hash of the weights in 0.weight",
+    "the same learning rates",
+    alone=False,
+)
 def a_checkpoint_of_weights_that_came_apart(job):
     model = net()
     towers = Towers(model, 7, job=job)

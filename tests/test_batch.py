@@ -193,6 +193,7 @@ def test_workers_with_one_other_value_are_told_so(dtype):
     for outcome in simulate(work, 3):
         assert "DisagreementError" in outcome.text
         assert "batch fingerprint" in outcome.text
+        assert "; expected the whole global batch" in outcome.text
 
 
 class Unsearched(tuple):

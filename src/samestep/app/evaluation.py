@@ -20,6 +20,7 @@ from samestep.buffers.kept_buffers import KeptBuffers
 from samestep.data.readers import COMPARED, BatchedReader, Reader, Request, compared_at, is_batched
 from samestep.errors import ConfigError, UsageError, shown
 from samestep.streams import keep_globals, seed_globals, stream_seed
+from samestep.watching.must_match import of_weights
 from samestep.watching.own_generators import OwnGenerators, is_generator
 from samestep.watching.reach import in_reach
 from samestep.watching.weight_hash import WeightHash
@@ -107,7 +108,7 @@ class Evaluation:
             generators.note()
             with keep_globals(job.device), evaluation_mode(model), _Unchanged(model) as kept, torch.no_grad():
                 parts = _merged(self._measured(model, job, kept))
-                must_match = {**self._must_match, "hash of the weights in": kept.hashes}
+                must_match = {**self._must_match, **of_weights(kept.hashes)}
             generators.check("an evaluation", "batch")
         except Exception as raised:
             error = raised

@@ -70,7 +70,7 @@ class Opening:
         self.plan = plan
         watch = self._replica.watch
         watch.start_step(step, self._job.world_size)
-        rest = MustMatch(self._settings(options), watch, compared)
+        rest = MustMatch(self._settings(options), watch, compared, local.rows, local.fingerprint)
         exchange = Exchange(self._job, plan, numbers, rest=rest, flags=options.flags, pass_ns=pass_ns)
         return StepRun(step, self._replica.settings.seed, local, self._replica, exchange, options.scaler)
 

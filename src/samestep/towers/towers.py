@@ -45,6 +45,7 @@ from samestep.towers.slices import NumRows, in_steps
 from samestep.towers.tower import Tower
 from samestep.towers.whole_batch import Forward, WholeLoss, run_whole_batch
 from samestep.watching.model_settings import ModelSettings, Resumed, settings_of
+from samestep.watching.must_match import of_weights
 from samestep.workers.agreement import agree
 from samestep.workers.job import Job
 from samestep.workers.process import keep_freed_memory
@@ -200,7 +201,7 @@ class Towers:
     def _check_weights(self, where: str) -> None:
         """Check that all workers have the same weights, for the end, where no step follows to check them."""
         if self.job.world_size > 1:
-            agree(self.job, {"hash of the weights in": self._replica.hashes()}, where=where)
+            agree(self.job, of_weights(self._replica.hashes()), where=where)
 
     def _settings_of_model(self) -> ModelSettings | None:
         """Return the model's settings in the last step, for a checkpoint; None before the first step."""

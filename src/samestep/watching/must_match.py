@@ -11,11 +11,19 @@ import torch
 
 from samestep.watching.watch import Watch
 
-__all__ = ["FIRST_EXAMPLE", "MustMatch"]
+__all__ = ["FIRST_EXAMPLE", "MustMatch", "of_weights"]
 
 FIRST_EXAMPLE = "checksum of the batch's first example"
 
-_DRAWN = "torch's global generator also differs: only one worker drew from it, as in an evaluation"
+_BATCH = (
+    "expected the whole global batch on all workers, not a part for each, in the same order: seed shuffles"
+)
+_WEIGHTS_NAME = "hash of the weights in"
+_WEIGHTS = "expected the same learning rates, edits of weights and loaded checkpoints on all workers"
+_DRAWN = (
+    "torch's global generator also differs: it was seeded differently, or only one worker drew from it, as "
+    "in an evaluation"
+)
 _DATA = (
     "expected the same data in the same order on all workers: sort directory listings, seed shuffles and "
     "splits, and give every worker the whole dataset"
@@ -27,6 +35,11 @@ _LOSS = (
 _MODES = "call train(), or eval(), on all workers, also after an evaluation on only one of them"
 
 
+def of_weights(hashes: Mapping[str, int]) -> dict[str, object]:
+    """Return hashes of weights by tensor, and the hint for an error, as `agree` takes them."""
+    return {_WEIGHTS_NAME: hashes, f"?{_WEIGHTS_NAME}: {_WEIGHTS}": hashes}
+
+
 @dataclass(frozen=True)
 class MustMatch:
     """Settings by name, and the weights. Their hash travels with a step's first message."""
@@ -34,6 +47,8 @@ class MustMatch:
     settings: Mapping[str, Any]
     watch: Watch
     first_example: int = 0
+    rows: int = 0
+    batch: int = 0  # its fingerprint
 
     def hash(self) -> int:
         """Return a 32-bit hash of settings and weights."""
@@ -59,11 +74,13 @@ class MustMatch:
         generator = zlib.crc32(bytes(torch.get_rng_state().tolist()))
         return {
             **{name: repr(value) for name, value in self.settings.items()},
-            "hash of the weights in": self.watch.hashes_to_explain(),
+            **of_weights(self.watch.hashes_to_explain()),
             "the layer": self.watch.settings,
             f"?{FIRST_EXAMPLE}: {_DATA}": self.first_example,
             "modes": modes,
             f"?modes: {_MODES}": modes,
+            f"?rows: {_BATCH}": self.rows,
+            f"?batch fingerprint: {_BATCH}": self.batch,
             f"?batch fingerprint: {_DRAWN}": generator,
             "loss of the whole batch": self.watch.loss,
             f"?loss of the whole batch: {_LOSS}": self.watch.loss,
