@@ -197,7 +197,7 @@ def reports_compared_and_counted(job):
     DisagreementError,
     "checkpoint",
     "worker 0 has hash of the weights in 0.weight",
-    "the same learning rates",
+    "the same optimizer steps",
     alone=False,
 )
 def a_checkpoint_of_weights_that_came_apart(job):

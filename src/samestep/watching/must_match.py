@@ -19,7 +19,7 @@ _BATCH = (
     "expected the whole global batch on all workers, not a part for each, in the same order: seed shuffles"
 )
 _WEIGHTS_NAME = "hash of the weights in"
-_WEIGHTS = "expected the same learning rates, edits of weights and loaded checkpoints on all workers"
+_WEIGHTS = "expected the same optimizer steps, learning rates, edits and loaded checkpoints on all workers"
 _DRAWN = (
     "torch's global generator also differs: it was seeded differently, or only one worker drew from it, as "
     "in an evaluation"

@@ -97,7 +97,7 @@ class Job:
         if self.is_closed:
             return
         try:
-            self.barrier("end")
+            self.barrier("the end of the job")
         except LostWorkerError:
             if self.renewable is None or not self.renewable.has_finished():
                 raise  # otherwise the run is complete, and a loss has no effect
