@@ -46,7 +46,7 @@ class PassCounts:
 
     def start_step(self) -> None:
         """Forget the step before."""
-        self._by_shapes: dict[object, list[list[_Number]]] = {}
+        self._by_shapes: dict[tuple[torch.Size, ...], list[list[_Number]]] = {}
         self._earlier: list[list[_Number]] = []
         self._own: list[_Number] = []
         self._taken: list[float] = []
@@ -54,7 +54,11 @@ class PassCounts:
     def start_pass(self, rows: Iterable[Tensor]) -> None:
         """Begin a pass over these rows."""
         self._earlier.append(self._own)
-        self._earlier = self._by_shapes.setdefault(tuple(tensor.shape for tensor in rows), [])
+        held = list(rows)
+        if any(tensor.is_nested for tensor in held):  # has no shape
+            self._earlier = []
+        else:
+            self._earlier = self._by_shapes.setdefault(tuple(tensor.shape for tensor in held), [])
         self._own, self._taken = [], []
 
     def take(self, func: Any, arguments: Iterable[Any]) -> bool:
