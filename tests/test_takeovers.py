@@ -69,10 +69,11 @@ class MeetingLater(samestep.Callback):
         trainer.job.barrier("a message of the callback")
 
 
+@pytest.mark.parametrize("events", mostly_long([range(32, 56, 4), range(20, 60, 2)], 1), ids=str)
 @pytest.mark.parametrize(
     ("callback", "method"), [(Meeting, "after_step"), (MeetingLater, "after_evaluation")]
 )
-def test_a_worker_that_is_lost_in_messages_of_a_callback_ends_the_run(callback, method, tmp_path):
+def test_a_worker_that_is_lost_in_messages_of_a_callback_ends_the_run(callback, method, events, tmp_path):
     def count(model, batch):
         return {"mean": (model(batch).sum(), len(batch))}
 
@@ -91,7 +92,7 @@ def test_a_worker_that_is_lost_in_messages_of_a_callback_ends_the_run(callback, 
         return samestep.Trainer(step, loader, run_dir=tmp_path / f"{event}", steps=3, **settings).run().digest
 
     texts = []
-    for event in range(20, 60, 2):
+    for event in events:
         outcomes = Town(2, 0, Faults(killed={0: event})).run(work)
         texts += [outcome.text for outcome in outcomes if isinstance(outcome.error, samestep.Error)]
     assert any(f"a worker was lost while a callback's {method} exchanged messages" in text for text in texts)
