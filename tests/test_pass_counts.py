@@ -39,7 +39,7 @@ mul = torch.ops.aten.mul.Tensor
 def test_numbers_that_change_in_equal_steps_or_by_one_factor_count_passes(numbers, counts):
     passes = PassCounts()
     for number in numbers:
-        passes.start_pass([torch.ones(2)])
+        passes.start_pass(7, [torch.ones(2)])
         passes.take(mul, [torch.ones(2), 0.5])
         found = passes.take(mul, [torch.ones(2), number])
     assert found == counts
@@ -48,17 +48,24 @@ def test_numbers_that_change_in_equal_steps_or_by_one_factor_count_passes(number
 def test_passes_with_rows_of_other_shapes_or_other_operators_are_not_compared():
     passes = PassCounts()
     for number in (1, 2, 3):
-        passes.start_pass([torch.ones(number)])
+        passes.start_pass(7, [torch.ones(number)])
         assert not passes.take(mul, [torch.ones(2), number])
     for number, func in ((1, mul), (2, torch.ops.aten.div.Tensor), (3, mul)):
-        passes.start_pass([torch.ones(5)])
+        passes.start_pass(7, [torch.ones(5)])
         assert not passes.take(func, [torch.ones(2), number])
+
+
+def test_the_index_of_the_tower_is_no_count():
+    passes = PassCounts()
+    for tower in range(7):
+        passes.start_pass(tower, [torch.ones(2)])
+        assert not passes.take(mul, [torch.ones(2), tower])
 
 
 class Counter(Program):
     """A weight of the loss that grows with each pass, as with a count of micro-batches."""
 
-    num_passes = 0
+    num_passes = 3
 
     def loss(self, x, y):
         self.num_passes += 1

@@ -166,7 +166,7 @@ class FlowWatch(TorchDispatchMode):
         for storage in self._shared:
             self._origins.forget(storage)
         held = list(rows)
-        self._counts.start_pass(held)
+        self._counts.start_pass(tower, held)
         for tensor in held:
             self._origins.note(tensor, Origin(1 << tower, ""))
         self.beside.start_pass(num_rows, held)
@@ -192,8 +192,10 @@ class FlowWatch(TorchDispatchMode):
         self._follows = False
         self.means.clear()
 
-    def check(self, who: str, loss: Tensor) -> None:
+    def check(self, who: str, loss: Tensor, *, has_warned: bool = False) -> None:
         """Raise if this pass's loss depends on state from another tower's pass.
+
+        If a counter has been named (`has_warned`), there is no second warning of what is computed from it.
 
         Raises:
             UsageError: names the towers and the tensor.
@@ -212,7 +214,7 @@ class FlowWatch(TorchDispatchMode):
             raise UsageError(f"{depends}: {_INSTEAD_OF_KEPT}")
         if beside & LEFT_NUMBER:
             self._kept_numbers.check(who)
-        if beside & COUNTED_NUMBER:
+        if beside & COUNTED_NUMBER and not has_warned:
             self._counts.check(who)
         if self._continued and not self._has_warned:  # but no loss uses them, or only by `.item()`
             self._has_warned = True

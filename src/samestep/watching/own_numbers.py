@@ -45,6 +45,11 @@ class OwnNumbers:
         self._changed: dict[_Place, bool] = {}  # in this step; True if only ever to the tower's index
         self._reported: set[_Place] = set()
 
+    @property
+    def has_warned(self) -> bool:
+        """Whether there has been a warning of numbers that passes change."""
+        return bool(self._reported)
+
     def start_step(self) -> None:
         """Forget what the previous step's passes have changed."""
         self._changed.clear()

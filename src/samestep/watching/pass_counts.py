@@ -37,11 +37,13 @@ class _Number(NamedTuple):
 class PassCounts:
     """The numbers in the passes of a step, in the order in which operators take them.
 
-    Passes over rows of other shapes are not compared, because numbers may be computed from these.
+    Passes over rows of other shapes are not compared, because numbers may be computed from these. The tower's
+    index is no count.
     """
 
     def __init__(self) -> None:
         self._has_warned = False
+        self._tower = -1
         self.start_step()
 
     def start_step(self) -> None:
@@ -51,8 +53,9 @@ class PassCounts:
         self._own: list[_Number] = []
         self._taken: list[float] = []
 
-    def start_pass(self, rows: Iterable[Tensor]) -> None:
-        """Begin a pass over these rows."""
+    def start_pass(self, tower: int, rows: Iterable[Tensor]) -> None:
+        """Begin a tower's pass over these rows."""
+        self._tower = tower
         self._earlier.append(self._own)
         held = list(rows)
         if any(tensor.is_nested for tensor in held):  # has no shape
@@ -72,7 +75,7 @@ class PassCounts:
             before = [numbers[number.at] for numbers in self._earlier if number.at < len(numbers)]
             is_same_place = len(before) == len(self._earlier) and all(each.func is func for each in before)
             series = [*(each.value for each in before), value]
-            if is_same_place and _counts(series):
+            if is_same_place and value != self._tower and _counts(series):
                 self._taken, found = self._taken or series, True
         return found
 

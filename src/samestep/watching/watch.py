@@ -221,7 +221,7 @@ class Watch:
         else:
             self.outside.check(who)
         if self._follows:
-            self.flow.check(who, loss)
+            self.flow.check(who, loss, has_warned=self.numbers.has_warned)
 
     def check_outputs(self, who: str, outputs: Iterable[Tensor]) -> None:
         """Check the outputs of a pass for a whole-batch loss, in a step whose values are followed."""
