@@ -213,7 +213,7 @@ while True:
             "samestep.init('cpu') if WORKER == 1 else time.sleep(60)",
             "time.sleep(60)",  # or importing
         ],
-        2,
+        1,
     ),
 )
 def test_workers_of_a_launcher_that_is_killed_end_too(start, tmp_path, doing):

@@ -32,6 +32,7 @@ def the_others_report(workers, victim, how):
     return min(steps)
 
 
+@pytest.mark.long  # found in the same way as one that hangs
 def test_a_stopped_worker_is_found_within_the_timeout(start, whole, tmp_path):
     workers = start(3, "--timeout", TIMEOUT_S, "--checkpoint-every", "4")
     workers.wait_for_step(5)
