@@ -23,7 +23,9 @@ def calls(names):
 @pytest.mark.parametrize(
     ("made", "start"),
     [
-        ("a", None),
+        ("", None),
+        ("a", "a"),
+        ("ea", "e"),
         ("aa", "a"),
         ("abab", "a"),
         ("eabab", "a"),  # e before the loop

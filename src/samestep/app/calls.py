@@ -85,10 +85,11 @@ def _shown(value: Any, names: Mapping[int, str]) -> str:
 class FirstAgain(Generic[K]):
     """The first of a loop's calls, by some key: the first that is made a second time.
 
-    A program may have several loops: another call takes its place if it is made twice in the meantime.
+    Until there is one, it is the program's first call. A program may have several loops: another call takes
+    its place if it is made twice in the meantime.
 
     Attributes:
-        key: the key of that call; None until a call has been made twice.
+        key: the key of that call; None before any call.
         refused: keys of calls that turned out not to be the first.
     """
 
@@ -99,7 +100,7 @@ class FirstAgain(Generic[K]):
 
     def note(self, key: K) -> None:
         """Take note of a call."""
-        if key in self._since and key not in self.refused:
+        if self.key is None or (key in self._since and key not in self.refused):
             self.key = key
         if key == self.key:
             self._since.clear()
@@ -121,7 +122,7 @@ class LoopStart:
 
     @property
     def name(self) -> str | None:
-        """The name of the first call; None if it is not known yet."""
+        """The name of the first call; None before any call."""
         return self._by_name.key
 
     def note(self, call: Call, number: int) -> None:
