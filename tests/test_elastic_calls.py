@@ -66,10 +66,10 @@ def test_a_call_that_newcomers_turned_out_not_to_start_with_is_no_start_any_more
 
 def test_calls_are_told_apart_by_function_place_and_plain_arguments():
     model = nn.Linear(1, 1)
-    place, state = Place("train.py:7", 12), {"model": model}
-    call = call_of(nn.Linear.forward, place, (model, 3, "a", [1], 0.5, None), state)
+    place, names = Place("train.py:7", 12), {id(model): "model"}
+    call = call_of(nn.Linear.forward, place, (model, 3, "a", [1], 0.5, None), names)
     assert str(call) == "Linear.forward(model, 3, 'a', list, 0.5, None) in train.py:7"
-    other = call_of(nn.Linear.forward, place, (nn.Linear(1, 1), 3, "a", [1], 0.5, None), state)
+    other = call_of(nn.Linear.forward, place, (nn.Linear(1, 1), 3, "a", [1], 0.5, None), names)
     assert call == other
     assert not call.can_be(other, ())
     assert call_of(partial(max, 1, key=None), place, (2,), {}).can_be(
@@ -79,7 +79,7 @@ def test_calls_are_told_apart_by_function_place_and_plain_arguments():
     assert call != elsewhere
     assert call.can_be(elsewhere, ())  # made at another place by this worker alone
     assert not call.can_be(elsewhere, {elsewhere})
-    assert str(call_of(model, None, (), state)) == "Linear()"
+    assert str(call_of(model, None, (), names)) == "Linear()"
 
 
 def made(job, number=0):

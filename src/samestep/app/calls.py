@@ -63,10 +63,9 @@ class Call:
 
 
 def call_of(
-    work: Callable[..., Any], place: Place | None, arguments: Iterable[Any], state: Mapping[str, Any]
+    work: Callable[..., Any], place: Place | None, arguments: Iterable[Any], names: Mapping[int, str]
 ) -> Call:
-    """Return the call of `work` at `place`; arguments that are objects in `state` are shown by name."""
-    names = {id(value): name for name, value in state.items()}
+    """Return the call of `work` at `place`; `names` has the names of some objects, by their id."""
     function: Any = work
     while isinstance(function, functools.partial):
         arguments = (*function.args, *function.keywords.values(), *arguments)
@@ -76,7 +75,7 @@ def call_of(
 
 
 def _shown(value: Any, names: Mapping[int, str]) -> str:
-    """Return the value of a plain argument, the name of an object in the state, otherwise the type."""
+    """Return the value of a plain argument, the object's name if it has one, otherwise the type."""
     if isinstance(value, bool | int | float | str | None):
         return repr(value)
     return names.get(id(value), type(value).__name__)

@@ -165,14 +165,11 @@ class Elastic:
         check_kind("averaged_model", averaged_model, (nn.Module, NoneType), "a module with the averages")
         _check({"loader": loader, **state})
         self._job, self._towers = towers.job, towers
-        first: dict[str, Any] = {
-            "model": model,
-            "towers": towers,
-            "loader": loader,
-            "averaged_model": averaged_model,
-        }
-        self._objects = TrainingObjects(**first, state=state)
-        self._named = {name: value for name, value in (first | state).items() if value is not None}
+        self._objects = TrainingObjects(
+            model=model, towers=towers, loader=loader, averaged_model=averaged_model, state=state
+        )
+        passed = {"model": model, "towers": towers, "loader": loader, "averaged_model": averaged_model}
+        self._names = {id(each): name for name, each in (passed | state).items()}
         self._renewable = renewable_of(self._job, self._objects)
         kept = [each for each in (towers, loader, *state.values()) if each is not None]
         self._small = [each for each in kept if not isinstance(each, nn.Module)]
@@ -222,7 +219,7 @@ class Elastic:
         if self._renewable is None:
             result = work(*args, **kwargs)
         else:
-            call = call_of(work, Place.of_caller(), (*args, *kwargs.values()), self._named)
+            call = call_of(work, Place.of_caller(), (*args, *kwargs.values()), self._names)
             self._make(call, lambda: work(*args, **kwargs))
             result = self._result
         self._unknown.look()
@@ -354,7 +351,7 @@ class Elastic:
         assert self._renewable is not None
         is_sent_away = self._job.rank in newcomers
         if is_to_tell:
-            sys.stderr.write(f"samestep: {why}, so they exit\n")
+            sys.stderr.write(f"samestep: {why}, so they exit (docs/elastic.md)\n")
         self._renewable.send_away(newcomers)  # before raising: the others wait for a list without them
         raise SystemExit(0) if is_sent_away else LostWorkerError(why)
 

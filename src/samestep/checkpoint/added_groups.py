@@ -20,10 +20,10 @@ def names_of_groups(optimizers: Mapping[str, Any], modules: Mapping[str, nn.Modu
     found = {}
     for name, optimizer in optimizers.items():
         if isinstance(optimizer, Optimizer):
-            groups = [[names.get(id(each)) for each in group["params"]] for group in optimizer.param_groups]
-            if not any(None in group for group in groups):
-                found[name] = groups
-    return found  # type: ignore[return-value]
+            groups = [group["params"] for group in optimizer.param_groups]
+            if all(id(parameter) in names for group in groups for parameter in group):
+                found[name] = [[names[id(parameter)] for parameter in group] for group in groups]
+    return found
 
 
 def add_groups(optimizers: Mapping[str, Any], modules: Mapping[str, nn.Module], names: GroupNames) -> None:

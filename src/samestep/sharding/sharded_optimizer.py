@@ -288,7 +288,8 @@ class ShardedOptimizer(Optimizer, UpdatesShards):
             self._check_groups()
             if self._dropped == self._towers.step and all(s[0].parameter.grad is None for s in self._shards):
                 raise UsageError(
-                    "step() has no gradients, because a Step has already taken this update, and dropped them"
+                    "step() has no gradients, because a Step has already taken this update, and dropped "
+                    "them: leave out this call"
                 )
             update.look()
             if self._towers.job.world_size > 1:

@@ -27,10 +27,9 @@ _ARITHMETIC = {"mul", "div", "add", "sub", "rsub", "pow", "mul_", "div_", "add_"
 
 
 class _Number(NamedTuple):
-    """A number that an operator takes, and its place in the pass."""
+    """A number that an operator takes."""
 
     func: Any
-    at: int
     value: float
 
 
@@ -70,9 +69,9 @@ class PassCounts:
             return False
         found = False
         for value in _numbers(func, arguments):
-            number = _Number(func, len(self._own), value)
-            self._own.append(number)
-            before = [numbers[number.at] for numbers in self._earlier if number.at < len(numbers)]
+            at = len(self._own)
+            self._own.append(_Number(func, value))
+            before = [numbers[at] for numbers in self._earlier if at < len(numbers)]
             is_same_place = len(before) == len(self._earlier) and all(each.func is func for each in before)
             series = [*(each.value for each in before), value]
             if is_same_place and value != self._tower and _counts(series):
