@@ -701,5 +701,6 @@ def test_parameter_groups_that_a_call_adds_are_removed_before_it_is_repeated_and
             loop(elastic, model, towers, optimizer)
         return samestep.digest(model), [group["lr"] for group in optimizer.param_groups]
 
-    town = Town(3, seed, Faults(killed={seed % 3: 24 + 2 * seed}), arrivals=[40 * seed])
+    # The newcomer comes once another worker is lost: there are only three towers.
+    town = Town(3, seed, Faults(killed={seed % 3: 24 + 2 * seed}), arrivals=[200 + 40 * seed])
     check_outcomes(town, work, LostWorkerError)  # of a newcomer that comes too late
