@@ -10,7 +10,7 @@ import samestep
 from samestep import ShardedOptimizer, Towers
 from samestep.errors import AbandonedError, DisagreementError, LostWorkerError, UsageError
 from samestep.sharding import update
-from samestep.watching import watch, weight_hash
+from samestep.watching import watched_tensors, weight_hash
 
 from .cases import mostly_long
 from .simulation import Faults, simulate, values
@@ -32,7 +32,7 @@ class LateHashes(weight_hash.Hashes):
 @pytest.fixture(autouse=True)
 def late_hashes(monkeypatch):
     monkeypatch.setattr(weight_hash, "Hashes", LateHashes)
-    monkeypatch.setattr(watch, "Hashes", LateHashes)
+    monkeypatch.setattr(watched_tensors, "Hashes", LateHashes)
     monkeypatch.setattr(update, "Hashes", LateHashes)
 
 

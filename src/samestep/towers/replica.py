@@ -122,7 +122,7 @@ class Replica:
 
     def plan(self, kind: Kind) -> Plan:
         """Return a step's plan for the model in its current state."""
-        self.watch.note()
+        self.watch.tensors.note()
         if self._has_changed() or not self.buffers.are_current:
             self.model.zero_grad()  # a parameter that was frozen must not keep its last gradient
             self._look_at_model()
@@ -178,7 +178,7 @@ class Replica:
 
     def hashes(self) -> dict[str, int]:
         """Return a hash of each parameter and buffer; none if the next step will share new tensors."""
-        return {} if self._has_other_entries() else self.watch.hashes_of_all()
+        return {} if self._has_other_entries() else self.watch.tensors.hashes_of_all()
 
     def sparse_parameters(self) -> set[int]:
         """Return the ids of parameters that may get sparse gradients, including frozen ones."""
@@ -204,7 +204,7 @@ class Replica:
         self.watch.look_at_model(self.buffers.fixed, self.buffers.shared)
         self._plans = {}
         self._seen, self._seen_quickly = self._kinds(), self._quick_kinds()
-        self._num_entries = self.watch.num_entries
+        self._num_entries = self.watch.tensors.num_entries
 
     def _check_model(self) -> None:
         for name, tensor in self._named_tensors():
@@ -257,7 +257,7 @@ class Replica:
 
     def _has_changed(self) -> bool:
         """Whether the model changed since the last check; shapes are compared only if memory moved."""
-        if self.watch.num_entries != self._num_entries or self._has_other_entries():
+        if self.watch.tensors.num_entries != self._num_entries or self._has_other_entries():
             return True
         quick = self._quick_kinds()
         if quick == self._seen_quickly:
@@ -274,7 +274,7 @@ class Replica:
 
     def _quick_kinds(self) -> tuple[object, ...]:
         """Return values that change with the parameters' settings or addresses."""
-        return list(map(_QUICK, self._all)), self.watch.pointers
+        return list(map(_QUICK, self._all)), self.watch.tensors.pointers
 
     def _kinds(self) -> list[object]:
         return [(p.requires_grad, p.dtype, p.shape, p.stride(), p.device, p.grad_dtype) for p in self._all]
@@ -296,4 +296,4 @@ class Replica:
                 tensor.copy_(value)
         self._new = {}
         self._plans = {kind: plan.with_all_shared() for kind, plan in self._plans.items()}
-        self.watch.note()
+        self.watch.tensors.note()

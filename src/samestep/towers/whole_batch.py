@@ -63,7 +63,8 @@ def run_whole_batch(
     if compares_loss:
         run.watch.note_loss(value)
     value = value.to(run.job.device)
-    run.watch.note(rehash=True)  # the loss may write to weights and buffers, because all workers do the same
+    # The loss may write to weights and buffers, because all workers do the same.
+    run.watch.tensors.note(rehash=True)
     for tower in run.turns():
         # The loss counts once, for tower 0. No variable here may keep a tower's outputs alive.
         count = float(tower.index == 0)
@@ -114,7 +115,7 @@ def _run_first_passes(run: StepRun, kept: KeptBuffers, forward: Forward) -> dict
             finally:
                 run.watch.stop_looking()
                 kept.restore()
-                run.watch.note()  # restoring buffers writes to them
+                run.watch.tensors.note()  # restoring buffers writes to them
     # Otherwise the second pass reuses casts of the weights that were made without grad, and gets no gradient:
     # https://github.com/pytorch/pytorch/issues/112583
     torch.clear_autocast_cache()

@@ -52,7 +52,8 @@ class MustMatch:
 
     def hash(self) -> int:
         """Return a 32-bit hash of settings and weights."""
-        return zlib.crc32(repr([*self.settings.items(), self.watch.hashes, self.watch.settings]).encode())
+        values = [*self.settings.items(), self.watch.tensors.hashes, self.watch.settings]
+        return zlib.crc32(repr(values).encode())
 
     def hash_of_passes(self) -> int:
         """Return a 32-bit hash of the layers' modes in the passes so far, and of a whole-batch loss."""
@@ -66,7 +67,7 @@ class MustMatch:
 
     def late_hash(self) -> int:
         """Return a 32-bit hash of the weights in the previous step, on a GPU; 0 if unknown."""
-        return self.watch.late_hash
+        return self.watch.tensors.late_hash
 
     def in_words(self) -> dict[str, object]:
         """Return all of this by name, and after a "?" the hints that an error adds if they differ."""
@@ -74,7 +75,7 @@ class MustMatch:
         generator = zlib.crc32(bytes(torch.get_rng_state().tolist()))
         return {
             **{name: repr(value) for name, value in self.settings.items()},
-            **of_weights(self.watch.hashes_to_explain()),
+            **of_weights(self.watch.tensors.hashes_to_explain()),
             "the layer": self.watch.settings,
             f"?{FIRST_EXAMPLE}: {_DATA}": self.first_example,
             "modes": modes,
