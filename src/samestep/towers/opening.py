@@ -88,8 +88,8 @@ class Opening:
                 exchange.fail(error)
             if self._has_regrouped:
                 exchange.change_to(replace(plan.with_all_shared(), version=0))
-                changes = gather_objects(self._job.transport, self._replica.changes, exchange.where)
-                self._replica.take_changes(changes)
+                new = gather_objects(self._job.transport, self._replica.new.state, exchange.where)
+                self._replica.take_over(new)
                 plan, self._has_regrouped = self._replica.plan(kind), False
             else:
                 exchange.change_to(plan)

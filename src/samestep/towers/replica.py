@@ -19,17 +19,17 @@ from samestep.buffers.policies import Policy, check_policies
 from samestep.buffers.statistics import Mode, check_norms
 from samestep.errors import ConfigError
 from samestep.summation.gradient_sum import GradientSum
-from samestep.summation.layout import Layout, unexpanded
+from samestep.summation.layout import Layout
 from samestep.summation.placement import Placement
 from samestep.summation.plan import ParameterLayout, Plan, grad_dtype
 from samestep.summation.sparse import find_sparse, sparse_weights
 from samestep.towers.division import Division
+from samestep.towers.new_tensors import NewTensors, named_tensors
 from samestep.towers.root import check_module, check_wrappers
 from samestep.watching.hooks import HookCheck
 from samestep.watching.means import Means
 from samestep.watching.optimizer_steps import averaged_parameters
 from samestep.watching.watch import Watch
-from samestep.workers.collectives import broadcast
 from samestep.workers.default_group import has_group
 from samestep.workers.environment import under_launcher, warn_if_unranked, world_size
 from samestep.workers.job import Job
@@ -108,9 +108,7 @@ class Replica:
         self.settings = settings
         self._listed_sparse: list[str] = find_sparse(model, sparse_parameters)
         self._sum: GradientSum | None = None
-        self._known: set[object] = set()
-        self._new: dict[str, str] = {}
-        self.version = 0
+        self.new = NewTensors(model)
         self._plans: dict[Kind, Plan] = {}
         self.has_reentrant = False  # whether a backward may add to a parameter's gradient twice
         self.means = Means()
@@ -134,8 +132,8 @@ class Replica:
             plan = Plan.of(kind.placement, self._layouts, self.buffers.layout, self.settings.bucket_bytes)
             owners = None if kind.division is None else kind.division.owners_in(plan, self.parameters)
             plan = plan if owners is None else plan.sharded(owners)
-            new = tuple(self._new.items())
-            self._plans[plain] = replace(plan, layers=self._layers, new_tensors=new, version=self.version)
+            new, version = tuple(self.new.kinds.items()), self.new.version
+            self._plans[plain] = replace(plan, layers=self._layers, new_tensors=new, version=version)
         if kind not in self._plans:
             self._plans[kind] = replace(
                 self._plans[plain], sums=kind.sums, is_whole_batch=kind.is_whole_batch
@@ -147,18 +145,9 @@ class Replica:
         layouts = tuple(self._lay_out("", parameter, is_sparse=False) for parameter in parameters)
         return Plan.of(placement, layouts, bucket_bytes=self.settings.bucket_bytes)
 
-    @property
-    def changes(self) -> tuple[int, dict[str, str]]:
-        """How often tensors have been added, and which ones do not have worker 0's values yet."""
-        return self.version, self._new
-
-    def take_changes(self, changes: Sequence[tuple[int, dict[str, str]]]) -> None:
-        """Take over the `changes` of all workers in the first step after a regroup.
-
-        Those that have joined know of none, and some may lack values that others got before one was lost.
-        """
-        self.version = max(version for version, _ in changes)
-        self._new = {name: kind for _, new in changes for name, kind in new.items()}
+    def take_over(self, new: Sequence[tuple[int, dict[str, str]]]) -> None:
+        """Take over what all workers know of new tensors, in the first step after a regroup."""
+        self.new.take_over(new)
         self._plans = {}
 
     def forget_plans(self) -> None:
@@ -188,9 +177,8 @@ class Replica:
     def _look_at_model(self) -> None:
         """Record the model's current parameters and buffers."""
         self._check_model()
-        modules = list(self.model.modules())
-        self._note_new_tensors(modules)
-        self._registries = [r for m in modules for r in (m._parameters, m._modules) if r]
+        self.new.note()
+        self._registries = [r for m in self.model.modules() for r in (m._parameters, m._modules) if r]
         self._entries = self._current_entries()
         self._all = [p for p in dict.fromkeys(self._entries) if isinstance(p, nn.Parameter)]
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -207,7 +195,7 @@ class Replica:
         self._num_entries = self.watch.tensors.num_entries
 
     def _check_model(self) -> None:
-        for name, tensor in self._named_tensors():
+        for name, tensor in named_tensors(self.model):
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             if nn.parameter.is_lazy(tensor):
                 raise ConfigError(f"{kind} {name} has no shape yet: run the model once before making Towers")
@@ -225,29 +213,6 @@ class Replica:
             raise ConfigError(
                 f"{type(self.model).__name__} has no parameter that requires grad: there is nothing to train"
             )
-
-    def _named_tensors(self) -> list[tuple[str, Tensor]]:
-        return [*self.model.named_parameters(), *self.model.named_buffers()]
-
-    def _note_new_tensors(self, modules: Sequence[nn.Module]) -> None:
-        """Record the parameters and buffers that were added since the last call.
-
-        Parameters are compared by identity, because a new layer may have the name and shape of an old one;
-        buffers by module and attribute, because a forward may replace the tensor.
-        """
-        known, new = self._known, set[int]()
-        self._known = set[object]()
-        for module in modules:
-            for name, buffer in module._buffers.items():
-                self._known.add((id(module), name))
-                if (id(module), name) not in known:
-                    new.add(id(buffer))
-            parameters = set(map(id, module._parameters.values()))
-            self._known |= parameters
-            new |= parameters - known
-        found = {n: f"{tuple(t.shape)} {t.dtype}" for n, t in self._named_tensors() if id(t) in new}
-        self._new |= found
-        self.version += bool(found)
 
     def _lay_out(self, name: str, parameter: Tensor, is_sparse: bool) -> ParameterLayout:
         dtype = self.settings.accumulate_dtype or grad_dtype(parameter)
@@ -281,19 +246,6 @@ class Replica:
 
     def start_from_first_worker(self) -> None:
         """Copy worker 0's values of all new parameters and buffers to all workers."""
-        tensors = [unexpanded(tensor) for name, tensor in self._named_tensors() if name in self._new]
-        # If a worker is lost meanwhile, the others send these again, from another worker: so into copies, but
-        # for the whole model at the start, as no worker can be lost there.
-        is_start = len(tensors) == len(self._named_tensors())
-        layout = torch.contiguous_format
-        values = [each.contiguous() if is_start else each.clone(memory_format=layout) for each in tensors]
-        # As bytes, because no backend supports all dtypes. `as_strided`, because a tensor of one element may
-        # have any strides.
-        flat = [value.as_strided((value.numel(),), (1,)).view(torch.uint8) for value in values]
-        broadcast(self.job.transport, flat, "the first worker's weights")
-        for tensor, value in zip(tensors, values, strict=True):
-            if value is not tensor:
-                tensor.copy_(value)
-        self._new = {}
+        self.new.start_from_first_worker(self.job.transport)
         self._plans = {kind: plan.with_all_shared() for kind, plan in self._plans.items()}
         self.watch.tensors.note()
