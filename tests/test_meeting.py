@@ -113,11 +113,11 @@ def test_a_host_tells_how_it_reaches_the_store(monkeypatch):
 
 def found(monkeypatch, of_worker=lambda rank: None):
     """Let two workers look for each other, each after a call of its own; return whom each reaches."""
-    allocate = meeting.allocate
+    try_out = meeting.try_out
     places = {0: "here", 1: "here"}
 
     def work(job):
-        monkeypatch.setattr(meeting, "allocate", allocate)
+        monkeypatch.setattr(meeting, "try_out", try_out)
         monkeypatch.setattr(meeting, "_namespace", lambda kind: places[job.rank] + kind)
         places[job.rank] = of_worker(job.rank) or "here"
         connections, channels = meeting.meet(job.transport, shares_memory=True)
@@ -147,7 +147,7 @@ def test_those_of_other_hosts_or_containers_do_not(monkeypatch):
 def test_without_shared_memory_the_network_does_it_and_worker_0_says_why(monkeypatch):
     def refused(rank):
         if rank == 1:
-            monkeypatch.setattr(meeting, "allocate", refuse)
+            monkeypatch.setattr(meeting, "try_out", refuse)
 
     expected = (
         r"^worker 1 shares no memory with other workers of its host \(.*Operation not permitted\): "

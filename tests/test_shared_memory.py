@@ -191,20 +191,44 @@ def test_tensors_outlive_the_connections():
     assert (row == 7).all()
 
 
-def test_without_memory_it_goes_through_sockets_and_that_is_said_once(monkeypatch):
-    def refuse(descriptor, start, size):
-        raise OSError(28, "No space left on device")
+def refuse(*_, **__):
+    raise OSError(1, "Operation not permitted")
 
+
+@pytest.mark.parametrize("missing", ["memfd_create", "posix_fallocate", "mmap", None])
+def test_without_memory_it_goes_through_sockets_and_that_is_said_once(monkeypatch, missing):
     with Team(2) as team:
-        monkeypatch.setattr(os, "posix_fallocate", refuse)
+        if missing is None:
+            monkeypatch.delattr(os, "memfd_create")
+        elif missing == "mmap":
+            monkeypatch.setattr(torch, "from_file", raising_runtime_error)
+            monkeypatch.setattr(segments.mmap, "mmap", refuse)
+        else:
+            monkeypatch.setattr(os, missing, refuse)
+        reason = "Function not implemented" if missing is None else "Operation not permitted"
+        before = len(os.listdir("/proc/self/fd"))
         with pytest.warns(
-            UserWarning, match=r"^worker \d: no shared memory for 400000 bytes \(No space"
+            UserWarning, match=rf"^worker \d: no shared memory for 400000 bytes \({reason}\): gra"
         ) as said:
             sent = [team[rank].empty(100_000, LIKE).fill_(rank) for rank in (0, 1)]
         assert sorted(str(each.message)[:9] for each in said) == ["worker 0:", "worker 1:"]
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             received = [team[rank].empty(100_000, LIKE) for rank in (0, 1)]
+        swap(team, sent, received)
+        assert [found.unique().tolist() for found in received] == [[1], [0]]
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def raising_runtime_error(*_, **__):
+    raise RuntimeError("unable to open file </proc/self/fd/9> in read-write mode")
+
+
+def test_what_torch_cannot_map_is_mapped_otherwise(monkeypatch):
+    monkeypatch.setattr(torch, "from_file", raising_runtime_error)
+    with Team(2) as team:
+        sent = [team[rank].empty(10_000, LIKE).fill_(rank) for rank in (0, 1)]
+        received = [torch.full((10_000,), -1.0) for _ in (0, 1)]
         swap(team, sent, received)
         assert [found.unique().tolist() for found in received] == [[1], [0]]
 
@@ -237,6 +261,8 @@ def test_memory_that_cannot_be_mapped_is_not_read_as_zeros(few_descriptors, num_
         received = torch.full((10_000,), -1.0)
         post = team[1].post({}, {0: [received]}, "it")
         few_descriptors(num_free)
+        with pytest.warns(UserWarning, match="Too many open files"):  # an error here would not be announced
+            team[1].empty(10_000, LIKE)
         for _ in range(2):
             with pytest.raises(
                 DisagreementError,

@@ -6,8 +6,9 @@ https://man7.org/linux/man-pages/man2/memfd_create.2.html.
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
-import re
 import weakref
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from samestep.memory.channel import Channel
 
-__all__ = ["Bytes", "Segment", "Segments", "allocate", "as_bytes", "mapped"]
+__all__ = ["Bytes", "Segment", "Segments", "allocate", "as_bytes", "mapped", "try_out"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -33,7 +34,13 @@ def as_bytes(tensor: Tensor) -> Bytes:
 
 
 def allocate(size: int) -> int:
-    """Return the file descriptor of new shared memory, all of it reserved, so that writes cannot fail."""
+    """Return the file descriptor of new shared memory, all of it reserved, so that writes cannot fail.
+
+    Raises:
+        OSError: there is no such memory, as on systems other than Linux.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     descriptor = os.memfd_create("samestep", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(descriptor, 0, size)
@@ -46,20 +53,27 @@ def allocate(size: int) -> int:
 def mapped(descriptor: int, size: int) -> Bytes:
     """Map shared memory as an array, which keeps the mapping alive.
 
-    Python's `mmap` would keep a descriptor open for each, of which a process may have only so many.
+    Python's `mmap` would keep a descriptor open for each, of which a process may have only so many. It is
+    used if torch fails, which gives no error number: it fails with the number, or it does the same.
 
     Raises:
         OSError: it cannot be mapped.
     """
     try:
         whole = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=size, dtype=torch.uint8)
-    except RuntimeError as error:
-        number = re.search(r"\((\d+)\)$", str(error).partition("\n")[0])
-        if number is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+    except RuntimeError:
+        return np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
     found: Bytes = whole.numpy()
     return found
+
+
+def try_out(size: int) -> None:
+    """Reserve and map shared memory, and free it; raise an `OSError` if this process cannot."""
+    descriptor = allocate(size)
+    try:
+        mapped(descriptor, size)
+    finally:
+        os.close(descriptor)
 
 
 @dataclass

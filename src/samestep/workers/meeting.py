@@ -17,7 +17,7 @@ from pathlib import Path
 
 from samestep.errors import warn
 from samestep.memory.channel import Channel
-from samestep.memory.segments import allocate
+from samestep.memory.segments import try_out
 from samestep.workers.collectives import gather_objects
 from samestep.workers.listeners import open_listener
 from samestep.workers.transport import Transport
@@ -143,7 +143,7 @@ def _listen(
         local.bind(name := b"\0samestep-" + secrets.token_hex(_TOKEN_BYTES).encode())
         local.listen(socket.SOMAXCONN)
         local.settimeout(_ACCEPT_S)
-        os.close(allocate(mmap.PAGESIZE))
+        try_out(mmap.PAGESIZE)
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         return listener, local, _Endpoint(port, name, (boot, *map(_namespace, ("net", "pid", "user"))))
     except (AttributeError, OSError) as error:

@@ -8,7 +8,6 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from samestep.app.memory import total_bytes
 from samestep.checkpoint.file_lock import hold, let_go
 from samestep.errors import ConfigError, one_line
 from samestep.identity import fingerprint
+from samestep.memory.segments import try_out
 from samestep.workers.listeners import loopback_listener
 
 __all__ = ["Finding", "find", "in_gb"]
@@ -129,15 +129,10 @@ def _shared_memory() -> Finding:
 
 
 def _reserve() -> str:
-    if not hasattr(os, "memfd_create"):
-        return "no memfd_create"
-    with ExitStack() as stack:
-        try:
-            descriptor = os.memfd_create("samestep-doctor")
-            stack.callback(os.close, descriptor)
-            os.posix_fallocate(descriptor, 0, _RESERVED_BYTES)
-        except OSError as error:
-            return f"memory cannot be reserved: {error.strerror}"
+    try:
+        try_out(_RESERVED_BYTES)
+    except OSError as error:
+        return f"memory cannot be reserved: {error.strerror}"
     return f"{_RESERVED_BYTES >> 20} MiB could be reserved"
 
 
