@@ -13,6 +13,7 @@ from hypothesis import given, strategies as st
 from torch import nn, optim
 from torch.optim import SGD, Adagrad, Adam, AdamW
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils import _pytree as pytree
 
 import samestep
 from samestep import (
@@ -246,6 +247,21 @@ class Own(SGD):
         return {**super().state_dict(), "own": 1}
 
 
+class Splitting(SGD):
+    """Makes two groups of one."""
+
+    def __init__(self, params):
+        params = [p for group in params for p in group["params"]]
+        super().__init__([{"params": params[:1]}, {"params": params[1:]}], lr=0.1)
+
+
+class Filtering(SGD):
+    """Leaves out biases."""
+
+    def add_param_group(self, group):
+        super().add_param_group({**group, "params": [p for p in group["params"] if p.ndim > 1]})
+
+
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     [
@@ -267,6 +283,8 @@ class Own(SGD):
         (Own, {"lr": 0.1}, "Own cannot be sharded: it keeps state that belongs to no single parameter"),
         (optim.LBFGS, {"lr": 0.1}, r"LBFGS cannot be sharded: .* missing 1 required positional argument"),
         (AdamW, {"differentiable": True}, "differentiable = True: no gradient flows"),
+        (Splitting, {}, "Splitting cannot be sharded: it leaves out parameters, or makes other groups"),
+        (Filtering, {"lr": 0.1}, "Filtering cannot be sharded: it leaves out parameters, or makes"),
         (torch.optim, {}, "optimizer_class = <module .*>: expected a class, such as torch.optim.AdamW"),
     ],
 )
@@ -339,6 +357,34 @@ def test_each_element_is_one_worker_s(sizes, num_workers):
 # ---- what users do beside it -----------------------------------------------------------------------------
 
 
+class Slow(SGD):
+    """Has another default for groups that are added."""
+
+    def add_param_group(self, group):
+        group.setdefault("lr", 0.01)
+        super().add_param_group(group)
+
+
+def growing_loop(job, *, sharded):
+    model = Net()
+    towers = Towers(model, 5, job=job)
+    optimizer = make(towers, Slow, sharded=sharded, params=[model.conv.weight], lr=0.1)
+    optimizer.add_param_group({"params": model.second.parameters(), "momentum": 0.9})
+    for step in range(3):
+        take_step(towers, step)
+        for parameter in {*model.parameters()} - {p for g in optimizer.param_groups for p in g["params"]}:
+            parameter.grad = None
+        optimizer.step()
+    return samestep.digest(model), optimizer.state_dict()
+
+
+def test_a_class_decides_on_the_defaults_of_groups_that_are_added():
+    digest, state = growing_loop(ALONE, sharded=False)
+    for found in values(lambda job: growing_loop(job, sharded=True), 2):
+        assert found[0] == digest
+        assert same(found[1], state)
+
+
 def embedding_loop(job, kind, settings, *, sharded):
     torch.manual_seed(0)
     embedding, head = nn.Embedding(40, 8, sparse=True), nn.Linear(8, 30)
@@ -353,17 +399,23 @@ def embedding_loop(job, kind, settings, *, sharded):
         towers.average()
         assert embedding.weight.grad.is_sparse
         optimizer.step()
-    return samestep.digest(model)
+    state = pytree.tree_map_only(torch.Tensor, torch.Tensor.to_dense, optimizer.state_dict())
+    return samestep.digest(model), state
 
 
 @pytest.mark.parametrize(
-    "kind", mostly_long([optim.SparseAdam, SGD, Adagrad], 1), ids=["SparseAdam", "SGD", "Adagrad"]
+    ("kind", "settings"),
+    mostly_long([(SGD, {"momentum": 0.9}), (optim.SparseAdam, {}), (SGD, {}), (Adagrad, {})], 2),
+    ids=["SGD with sparse momentum", "SparseAdam", "SGD", "Adagrad"],
 )
-def test_sparse_gradients(kind):
-    plain = embedding_loop(ALONE, kind, {"lr": 0.1}, sharded=False)
+def test_sparse_gradients(kind, settings):
+    settings = {"lr": 0.1, **settings}
+    digest, state = embedding_loop(ALONE, kind, settings, sharded=False)
     for num_workers in (1, 2, 3):
-        found = values(lambda job: embedding_loop(job, kind, {"lr": 0.1}, sharded=True), num_workers)
-        assert found == [plain] * num_workers
+        found = values(lambda job: embedding_loop(job, kind, settings, sharded=True), num_workers)
+        for own_digest, own_state in found:
+            assert own_digest == digest
+            assert same(own_state, state)
 
 
 def scaled_loop(job, *, sharded, fused):

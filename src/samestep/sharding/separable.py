@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from samestep.errors import ConfigError, one_line
+from samestep.sharding.shards import Shard
 from samestep.streams import keep_globals, seed_globals
 
-__all__ = ["check_separable"]
+__all__ = ["check_groups", "check_separable"]
 
 _NUM_STEPS = 3
 
@@ -71,6 +72,16 @@ def check_separable(
     if not (is_plain and all(isinstance(key, Tensor) for key in optimizer.state)):
         raise ConfigError(
             f"{name} cannot be sharded: it keeps state that belongs to no single parameter; use it unsharded"
+        )
+
+
+def check_groups(optimizer: Optimizer, given: Sequence[Sequence[Shard]]) -> None:
+    """Raise a `ConfigError` if an optimizer has not kept the groups of parameters that it was given."""
+    kept = [[id(tensor) for tensor in group["params"]] for group in optimizer.param_groups]
+    if kept != [[id(shard.tensor) for shard in shards] for shards in given]:
+        raise ConfigError(
+            f"{type(optimizer).__name__} cannot be sharded: it leaves out parameters, or makes other groups "
+            "of them; pass the groups that it makes as params, with a class that keeps them"
         )
 
 

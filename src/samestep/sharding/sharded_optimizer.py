@@ -33,7 +33,7 @@ from samestep.batches.fingerprint import fingerprint
 from samestep.errors import ConfigError, DisagreementError, UsageError, shown
 from samestep.sharding.cuts import divide
 from samestep.sharding.own_state import OwnState
-from samestep.sharding.separable import check_separable
+from samestep.sharding.separable import check_groups, check_separable
 from samestep.sharding.shards import Shard, gather
 from samestep.sharding.update import Update
 from samestep.streams import GlobalStreams
@@ -133,6 +133,7 @@ class ShardedOptimizer(Optimizer, UpdatesShards):
         if made not in (*_ELEMENTWISE, SparseAdam):  # SparseAdam takes no dense gradients
             check_separable(made, groups, defaults, self._towers.job.device)
         self._inner = made(groups, **defaults)
+        check_groups(self._inner, self._own)
         self.defaults = self._inner.defaults
         self._keep_state(self._inner.state)
         self._take_settings()
@@ -189,9 +190,12 @@ class ShardedOptimizer(Optimizer, UpdatesShards):
             return
         error: Exception | None = None
         try:
+            given = {"params", *param_group}  # to which torch adds defaults
             super().add_param_group(param_group)
             (group,) = self._shard(self.param_groups[-1:])
-            self._inner.add_param_group(group)
+            self._inner.add_param_group({name: group[name] for name in group.keys() & given})
+            check_groups(self._inner, self._own)
+            self._take_settings()
         except Exception as found:
             error = found
         self._agree("add_param_group", error)

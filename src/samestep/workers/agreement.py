@@ -173,16 +173,20 @@ def _send_nest(
     *,
     is_wanted: bool = True,
 ) -> Any:
-    """Send a worker's nest; tensors are sent separately, because pickling them takes twice the memory."""
+    """Send a worker's nest; dense tensors are sent separately, because pickling takes twice the memory."""
     is_source = job.rank == source
-    outline = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), nest) if is_source else None
+    outline = pytree.tree_map(lambda e: e.to("meta") if _is_dense(e) else e, nest) if is_source else None
     outline = gather_objects(job.transport, outline, what)[source]
     if not is_source and is_wanted:
-        nest = pytree.tree_map_only(Tensor, lambda meta: torch.empty_like(meta, device="cpu"), outline)
-    tensors = [t for t in pytree.tree_leaves(nest) if isinstance(t, Tensor) and t.numel()]
+        nest = pytree.tree_map(lambda e: torch.empty_like(e, device="cpu") if _is_dense(e) else e, outline)
+    tensors = [tensor for tensor in pytree.tree_leaves(nest) if _is_dense(tensor) and tensor.numel()]
     values = [tensor.contiguous() for tensor in tensors]
     send(values)
     for tensor, value in zip(tensors, values, strict=True):
         if value is not tensor:
             tensor.copy_(value)
     return nest
+
+
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided
