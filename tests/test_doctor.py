@@ -1,6 +1,7 @@
 """`samestep doctor`, with stand-ins for what takes long."""
 
 import os
+import re
 import signal
 import tempfile
 import threading
@@ -69,6 +70,38 @@ def test_variables_that_matter_are_found_and_no_others(look, monkeypatch):
     assert "GLOO_SOCKET_IFNAME = eth7" in seen["network"].text
 
 
+def test_an_interface_that_gloo_cannot_use_is_found_as_in_a_run(look, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    seen = look()["network"]
+    assert "gloo cannot use the network (GLOO_SOCKET_IFNAME = 'eth7'): expected the name of an" in seen.text
+    assert not seen.holds
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_temporary_folder_that_cannot_be_used_is_named(look, monkeypatch):
+    monkeypatch.setenv("TMPDIR", "/nowhere")
+    assert look()["temporary folder"].text.endswith(", because TMPDIR = '/nowhere' cannot be written to")
+    monkeypatch.setenv("TMPDIR", tempfile.gettempdir())
+    assert look()["temporary folder"].text.endswith(" free")
+
+
+@pytest.mark.parametrize(
+    ("version", "why"),
+    [
+        (None, r", but the machine has some: torch \S+ was built for CPUs, install one for CUDA"),
+        ("13.0", r", but the machine has some: see CUDA_VISIBLE_DEVICES \('7'\), and `nvidia-smi`"),
+    ],
+)
+def test_gpus_that_torch_does_not_see_are_told_of(look, monkeypatch, tmp_path_factory, version, why):
+    folder = tmp_path_factory.mktemp("dev")
+    (folder / "nvidia0").touch()
+    monkeypatch.setattr(found, "_DEVICES", folder)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", version)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    assert re.fullmatch(f"none that torch sees{why}", look()["GPUs"].text)
+
+
 @pytest.mark.parametrize(
     ("where", "error", "said"),
     [
@@ -81,7 +114,7 @@ def test_variables_that_matter_are_found_and_no_others(look, monkeypatch):
         (
             (found.tempfile, "TemporaryFile"),
             OSError(30, "read-only"),
-            "current folder: cannot be written to: read-only",
+            "current folder: cannot be written to (read-only): choose another by --run-dir",
         ),
         ((found.tempfile, "gettempdir"), FileNotFoundError("none"), "temporary folder: none: FAILED"),
         ((os, "getloadavg"), OSError("no load"), "cores: not known: no load"),
@@ -98,7 +131,7 @@ def test_what_is_missing_is_named(look, monkeypatch, where, error, said):
 
 def test_a_folder_without_locks_is_named(look, monkeypatch):
     monkeypatch.setattr(found, "hold", lambda descriptor: None)
-    assert look()["current folder"].text == "files cannot be locked"
+    assert look()["current folder"].text.startswith("files cannot be locked: never start two runs")
 
 
 def test_a_torch_without_gloo_does_not_do(look, monkeypatch):

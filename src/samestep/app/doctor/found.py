@@ -17,9 +17,10 @@ import torch.distributed as dist
 from samestep.app.launching.num_workers import num_cores
 from samestep.app.memory import total_bytes
 from samestep.checkpoint.file_lock import hold, let_go
-from samestep.errors import ConfigError, one_line
+from samestep.errors import Error, one_line, shown
 from samestep.identity import fingerprint
 from samestep.memory.segments import try_out
+from samestep.workers.default_group import MAKE_S, make_group, run_interruptibly
 from samestep.workers.listeners import loopback_listener
 
 __all__ = ["Finding", "find", "in_gb"]
@@ -33,7 +34,7 @@ _PREFIXES = (
 """Prefixes of environment variables that affect kernels, threads, memory or communication."""
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-_SHARED = Path("/dev/shm")
+_DEVICES, _SHARED = Path("/dev"), Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -98,12 +99,24 @@ def _memory() -> Finding:
 
 def _gpus() -> Iterator[Finding]:
     if not torch.cuda.is_available():
-        yield Finding("GPUs", "none that torch sees")
+        yield Finding("GPUs", f"none that torch sees{_why_hidden()}")
         return
     for number in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(number)
         text = f"{found.name}, {in_gb(found.total_memory)}, capability {found.major}.{found.minor}"
         yield Finding(f"GPU {number}", text)
+
+
+def _why_hidden() -> str:
+    """Say why torch sees none of the GPUs that NVIDIA's driver has."""
+    if not any(_DEVICES.glob("nvidia[0-9]*")):
+        return ""
+    if torch.version.cuda is None:
+        return (
+            f", but the machine has some: torch {torch.__version__} was built for CPUs, install one for CUDA"
+        )
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return f", but the machine has some: see CUDA_VISIBLE_DEVICES ({shown(chosen)}), and `nvidia-smi`"
 
 
 def _backends() -> Finding:
@@ -137,11 +150,15 @@ def _reserve() -> str:
 
 
 def _temporary_folder() -> Finding:
+    name, chosen = "temporary folder", os.environ.get("TMPDIR")
     try:
         folder = tempfile.gettempdir()
-        return Finding("temporary folder", f"{folder}, {in_gb(shutil.disk_usage(folder).free)} free")
+        text = f"{folder}, {in_gb(shutil.disk_usage(folder).free)} free"
     except OSError as error:
-        return Finding("temporary folder", one_line(str(error)), holds=False)
+        return Finding(name, one_line(str(error)), holds=False)
+    if chosen and Path(folder).resolve() != Path(chosen).resolve():
+        text += f", because TMPDIR = {shown(chosen)} cannot be written to"
+    return Finding(name, text)
 
 
 def _network() -> Finding:
@@ -150,9 +167,17 @@ def _network() -> Finding:
     text = f"{names}; GLOO_SOCKET_IFNAME {'not set' if chosen is None else '= ' + one_line(chosen)}"
     try:
         loopback_listener().close()
-    except ConfigError as error:
+        if dist.is_available() and dist.is_gloo_available():
+            run_interruptibly(_make_gloo, "a process group")
+    except Error as error:
         return Finding("network", f"{text}; {error}", holds=False)
     return Finding("network", f"{text}; 127.0.0.1 answers")
+
+
+def _make_gloo() -> None:
+    """Make a process group, as runs do, and end it."""
+    make_group(dist.HashStore(), "", 0, 1, MAKE_S, MAKE_S)  # type: ignore[attr-defined]
+    dist.destroy_process_group()
 
 
 def _locks() -> Finding:
@@ -163,5 +188,7 @@ def _locks() -> Finding:
             held = hold(file.fileno())
             let_go(file.fileno())
     except OSError as error:
-        return Finding(name, f"cannot be written to: {error.strerror}")
-    return Finding(name, f"files can{'' if held else 'not'} be locked")
+        return Finding(name, f"cannot be written to ({error.strerror}): choose another by --run-dir")
+    if not held:
+        return Finding(name, "files cannot be locked: never start two runs with one run folder at a time")
+    return Finding(name, "files can be locked")
