@@ -105,9 +105,10 @@ def measure_slices(source: str, num_towers: int, *, is_kept: bool) -> float:
     job = samestep.init("cpu")
     if not is_kept:
         give_back_freed_memory()
-    towers = samestep.Towers(Pooled(), num_towers, job=job)
+    model = Pooled()
+    towers = samestep.Towers(model, num_towers, job=job)
     rows = SLICE_ROWS * num_towers
-    optimizer = torch.optim.SGD(towers.parameters, lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     step = samestep.Step(towers, lambda model, x: model(x).square().mean(), optimizer)
     batches: Iterable[Any]
     if source == "global":
