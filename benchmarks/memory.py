@@ -103,10 +103,10 @@ def give_back_freed_memory() -> None:
 def measure_slices(source: str, num_towers: int, *, is_kept: bool) -> float:
     """Return by how many slices steps raise the peak, on the worker with the largest increase."""
     job = samestep.init("cpu")
-    if not is_kept:
-        give_back_freed_memory()
     model = Pooled()
     towers = samestep.Towers(model, num_towers, job=job)
+    if not is_kept:
+        give_back_freed_memory()  # after what asks glibc to keep it
     rows = SLICE_ROWS * num_towers
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     step = samestep.Step(towers, lambda model, x: model(x).square().mean(), optimizer)
