@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from samestep.errors import ConfigError
 from samestep.identity import digest, plain_names
 
 WEIGHTS = {"a": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "b": torch.tensor(5, dtype=torch.int64)}
@@ -40,6 +41,29 @@ def test_zero_has_two_signs():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.bool, torch.complex64])
 def test_all_dtypes_have_a_digest(dtype):
     assert digest({"a": torch.ones(3, dtype=dtype)}) != digest({"a": torch.zeros(3, dtype=dtype)})
+
+
+def test_views_that_torch_computes_when_read_count_with_their_values():
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    assert digest({"a": values.conj()}) == digest({"a": values.conj().resolve_conj()})
+    assert digest({"a": values.conj().imag}) == digest({"a": torch.tensor([-2.0, 4.0])})
+
+
+def test_tensors_can_be_resized_afterwards():  # those whose memory NumPy has seen can not
+    weight = torch.zeros(2)
+    digest({"a": weight})
+    assert weight.resize_(5).shape == (5,)
+
+
+def test_a_tensor_without_memory_of_its_own_is_refused():
+    class Wrapper(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            return args[0]
+
+    wrapper = torch.Tensor._make_wrapper_subclass(Wrapper, (2,))
+    with pytest.raises(ConfigError, match="a Wrapper has no memory of its own: expected a plain tensor"):
+        digest({"a": wrapper})
 
 
 def test_the_memory_format_does_not_matter():

@@ -122,6 +122,14 @@ def test_many_small_tensors_and_large_ones_outside():
             assert all(torch.equal(a, b) for a, b in zip(received[rank], outgoing[1 - rank], strict=True))
 
 
+def test_what_was_sent_and_received_can_be_resized():  # as observers of quantisation do in their first pass
+    with Team(2) as team:
+        tensors = [torch.zeros(1), torch.zeros(1)]
+        received = [torch.ones(1), torch.ones(1)]
+        swap(team, tensors, received)
+        assert all(tensor.resize_(4).shape == (4,) for tensor in [*tensors, *received])
+
+
 def test_an_interrupt_at_any_line_of_a_wait_loses_nothing():
     at, got_there = 1, True
     while got_there:

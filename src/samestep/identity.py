@@ -32,6 +32,7 @@ __all__ = [
     "digest",
     "fingerprint",
     "is_compiled",
+    "memory_of",
     "plain_names",
     "precisions",
     "uncompiled",
@@ -73,8 +74,7 @@ def digest(model: nn.Module | Mapping[str, Tensor]) -> str:
         if not isinstance(tensor, Tensor):  # a module's extra state
             continue
         sha256.update(f"{name}\0{tuple(tensor.shape)}\0{tensor.dtype}\0".encode())
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        sha256.update(flat.view(torch.uint8).numpy().data)
+        sha256.update(memory_of(tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()))
     return sha256.hexdigest()
 
 
@@ -98,17 +98,24 @@ def checksum(content: Any) -> int:
     return zlib.crc32(blocks.sum(0), zlib.crc32(blocks.sum(1), crc))
 
 
-def checksum_of(tensor: Tensor, elements: slice = slice(None)) -> int:
-    """Return the checksum of a contiguous tensor on the host, or of a range of its elements.
+def memory_of(tensor: Tensor, elements: slice = slice(None)) -> memoryview:
+    """Return the memory of a contiguous tensor on the host, or of a range of its elements; it keeps it alive.
 
-    It reads the memory directly, because after `Tensor.numpy` torch would refuse to resize the tensor.
+    `Tensor.numpy` is not used, because torch would then refuse to resize the tensor.
     """
     start, stop, _ = elements.indices(tensor.numel())
-    if stop <= start:
-        return 0
-    size = tensor.element_size()
-    memory = _Memory.from_address(tensor.data_ptr() + start * size)
-    return checksum(memoryview(memory)[: (stop - start) * size])
+    size, address = tensor.element_size(), tensor.data_ptr()
+    if not address and start < stop:
+        raise ConfigError(f"a {type(tensor).__name__} has no memory of its own: expected a plain tensor")
+    memory = _Memory.from_address(address + start * size)
+    memory.tensor = tensor  # type: ignore[attr-defined]
+    return memoryview(memory)[: max(0, stop - start) * size].cast("B")
+
+
+def checksum_of(tensor: Tensor, elements: slice = slice(None)) -> int:
+    """Return the checksum of a contiguous tensor on the host, or of a range of its elements."""
+    memory = memory_of(tensor, elements)
+    return checksum(memory) if memory.nbytes else 0
 
 
 # torch.compile wraps a module in another one, as a child of this name:

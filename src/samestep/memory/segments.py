@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from samestep.identity import memory_of
 from samestep.memory.channel import Channel
 
 __all__ = ["Bytes", "Segment", "Segments", "allocate", "as_bytes", "mapped", "try_out"]
@@ -29,8 +30,7 @@ _KEPT = 256
 
 def as_bytes(tensor: Tensor) -> Bytes:
     """Return the memory of a contiguous tensor on the CPU."""
-    found: Bytes = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return found
+    return np.frombuffer(memory_of(tensor), np.uint8)
 
 
 def allocate(size: int) -> int:
