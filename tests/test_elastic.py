@@ -1,6 +1,7 @@
 """Loops with `Elastic`, which continue after losses; `tests/takeovers.py` runs longer programs."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -135,20 +136,35 @@ def test_workers_that_make_different_calls_raise():
     assert [outcome.text for outcome in outcomes] == [text] * 3
 
 
-def test_a_loop_that_a_newcomer_starts_from_the_beginning_is_an_error():
-    def work(job):
-        state, [part] = made(job, "one")
-        with samestep.Elastic(**state) as elastic:
-            for _ in range(8):  # not `while towers.step < 8`
-                elastic(take_step, *part)
-        return part[1].step
+def loop_with_a_counter(job, *, stops_early=False):
+    """Take 8 steps, not `while towers.step < 8`; newcomers begin with 0."""
+    state, [part] = made(job, "one")
+    num_steps = 2 if stops_early and job.is_newcomer else 8
+    with samestep.Elastic(**state) as elastic:
+        for _ in range(num_steps):
+            elastic(take_step, *part)
+    return samestep.digest(part[0])
 
+
+@pytest.mark.parametrize("seed", mostly_long([3, *range(12)], 1))
+def test_a_newcomer_whose_loop_goes_on_after_the_end_exits(capsys, seed):
+    town = Town(2, seed, Faults(killed={0: 26} if seed % 4 == 0 else {}), arrivals=[200])
+    check_outcomes(town, loop_with_a_counter, LostWorkerError)  # of one that comes too late
+    if seed == 3:
+        assert town.workers[2].goes_on
+        assert isinstance(town.workers[2].outcome.error, SystemExit)
+        text = capsys.readouterr().err
+        assert "the end of the Elastic block: workers that have joined go on with take_step(model, " in text
+        assert text.count("so they exit (docs/elastic.md)") == 1
+
+
+def test_a_newcomer_whose_loop_ends_before_the_others_is_an_error():
     town = Town(2, 3, arrivals=[200])
-    outcomes = town.run(work)
+    outcomes = town.run(partial(loop_with_a_counter, stops_early=True))
     assert town.workers[2].goes_on
-    assert all(isinstance(outcome.error, DisagreementError) for outcome in outcomes), outcomes[0].text
-    text = "step 8: worker 2 has call = a step, the others have the end of the Elastic block"
-    assert [str(outcome.error) for outcome in outcomes] == [text] * 3
+    for outcome in outcomes:
+        assert isinstance(outcome.error, DisagreementError)
+        assert "worker 2 has call = the end of the Elastic block, the others have a step" in outcome.text
 
 
 @pytest.mark.parametrize("events", mostly_long([range(22, 26), range(20, 28)], 1), ids=str)

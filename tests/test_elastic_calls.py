@@ -17,7 +17,7 @@ from .town import Town, check_outcomes
 
 def calls(names):
     """Return the calls of a program as `LoopStart` sees them, one per letter."""
-    return [Call(name, Place("train.py:1", 0)) for name in names]
+    return [Call(name, Place("train.py:1", (0,))) for name in names]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_the_start_of_the_loop_is_its_first_call_that_is_made_again(made, start)
 
 def test_the_start_may_be_a_call_of_the_same_name_at_another_place():
     found = LoopStart()
-    before, step, evaluate = (Call(name, Place("train.py:1", at)) for at, name in enumerate("ese"))
+    before, step, evaluate = (Call(name, Place("train.py:1", (at,))) for at, name in enumerate("ese"))
     for number, call in enumerate((before, step, evaluate, step)):
         found.note(call, number)
     assert found.is_at(step)
@@ -66,7 +66,7 @@ def test_a_call_that_newcomers_turned_out_not_to_start_with_is_no_start_any_more
 
 def test_calls_are_told_apart_by_function_place_and_plain_arguments():
     model = nn.Linear(1, 1)
-    place, names = Place("train.py:7", 12), {id(model): "model"}
+    place, names = Place("train.py:7", (7, 7, 4, 12)), {id(model): "model"}
     call = call_of(nn.Linear.forward, place, (model, 3, "a", [1], 0.5, None), names)
     assert str(call) == "Linear.forward(model, 3, 'a', list, 0.5, None) in train.py:7"
     other = call_of(nn.Linear.forward, place, (nn.Linear(1, 1), 3, "a", [1], 0.5, None), names)
@@ -75,11 +75,42 @@ def test_calls_are_told_apart_by_function_place_and_plain_arguments():
     assert call_of(partial(max, 1, key=None), place, (2,), {}).can_be(
         call_of(max, place, (1, None, 2), {}), ()
     )
-    elsewhere = replace(call, place=Place("train.py:7", 20))
+    elsewhere = replace(call, place=Place("train.py:7", (7, 7, 14, 20)))
     assert call != elsewhere
     assert call.can_be(elsewhere, ())  # made at another place by this worker alone
     assert not call.can_be(elsewhere, {elsewhere})
     assert str(call_of(model, None, (), names)) == "Linear()"
+
+
+def test_what_lambdas_take_from_around_them_counts_as_arguments():
+    def arguments(work):
+        return call_of(work, None, (), {}).arguments
+
+    k, batch = 3, samestep.LocalBatch(4, {}, position=7, fingerprint=0xAB)
+    assert arguments(lambda: print(k, batch)) == ("batch 7:000000ab", "3")
+    assert arguments(lambda k=2: k) == ("2",)
+    assert arguments(lambda: later) == ()
+
+    def step():
+        return k
+
+    assert arguments(step) == ()
+    later = 0  # has no value when the lambda above is passed
+
+
+def test_the_condition_of_a_loop_is_one_place_although_python_compiles_it_twice():
+    places = []
+
+    def call():
+        places.append(Place.of_caller())
+        return len(places) < 3
+
+    while call():
+        pass
+    assert len(places) == 3
+    assert len(set(places)) == 1
+    call(), call()
+    assert len(set(places)) == 3
 
 
 def made(job, number=0):
@@ -189,6 +220,47 @@ LOOPS = [
 def test_newcomers_start_with_the_call_that_the_others_make(loop, seed):
     town = Town(2, seed, Faults(killed={seed % 2: 20 + 3 * seed}), arrivals=[40 * seed, 300])
     check_outcomes(town, partial(with_two_models, loop=loop), samestep.errors.LostWorkerError)
+
+
+def parts_with_loaders(job, *batch_sizes):
+    model, towers, optimizer = made(job)
+    rows = torch.arange(26.0).view(13, 2) / 10
+    loaders = [samestep.TowerLoader(rows, size, towers) for size in batch_sizes]
+
+    def step(batch):
+        for tower in towers(batch):
+            tower.backward(model(tower.batch).square().mean())
+        towers.average()
+        optimizer.step()
+
+    return {"model": model, "towers": towers, "optimizer": optimizer}, loaders, step
+
+
+def several_steps_with_a_batch(job):
+    state, [loader], step = parts_with_loaders(job, 5)
+    with samestep.Elastic(**state, loader=loader) as elastic:
+        while loader.epoch < 2:
+            for batch in loader:
+                for _ in range(2):
+                    elastic(lambda batch=batch: step(batch))
+    return samestep.digest(state["model"])
+
+
+def loaders_one_after_the_other(job):
+    state, loaders, step = parts_with_loaders(job, 4, 8)
+    with samestep.Elastic(**state, first=loaders[0], second=loaders[1]) as elastic:
+        for loader in loaders:
+            while loader.epoch < 2:
+                for batch in loader:
+                    elastic(step, batch)
+    return samestep.digest(state["model"])
+
+
+@pytest.mark.parametrize("seed", mostly_long(range(12), 3))
+@pytest.mark.parametrize("work", [several_steps_with_a_batch, loaders_one_after_the_other])
+def test_newcomers_start_with_the_batch_that_the_others_use(work, seed):
+    town = Town(2, seed, Faults(killed={seed % 2: 20 + 3 * seed}), arrivals=[40 + 40 * seed])
+    check_outcomes(town, work, samestep.errors.LostWorkerError)
 
 
 def test_a_newcomer_whose_loop_has_a_counter_of_its_own_is_sent_away(capsys):

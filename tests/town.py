@@ -128,8 +128,10 @@ class Town(World):
         """Do what the launcher's `Replacement` does when a worker has ended."""
         if number in self.cut:
             return
-        self.is_done |= self.workers[number].outcome.error is None
-        is_survivable = is_killed or self.is_done or self.workers[number].is_newcomer
+        worker = self.workers[number]
+        has_exited = isinstance(worker.outcome.error, SystemExit) and worker.goes_on
+        self.is_done |= worker.outcome.error is None or has_exited
+        is_survivable = is_killed or self.is_done or worker.is_newcomer
         self.leave_behind(lambda each: each in self.gone, is_survivable=is_survivable)
 
     def leave_behind(self, is_lost: Callable[[int], bool], *, is_survivable: bool = True) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import CellType, CodeType, FunctionType
 from typing import Any, Generic, TypeVar
+
+from samestep.batches.batch import LocalBatch
 
 __all__ = ["Call", "LoopStart", "Place", "call_of"]
 
@@ -20,11 +23,12 @@ class Place:
 
     Attributes:
         line: the file's name and the line, such as "train.py:12".
-        instruction: the position of the instruction in the bytecode, as a line may make several calls.
+        columns: where the call's text begins and ends, as a line may make several calls. Instructions do not
+            tell: Python compiles the condition of a `while` twice.
     """
 
     line: str
-    instruction: int
+    columns: tuple[int | None, ...] = ()
 
     @classmethod
     def of_caller(cls) -> Place | None:
@@ -34,7 +38,14 @@ class Place:
             frame = frame and frame.f_back
         if frame is None:
             return None
-        return cls(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}", frame.f_lasti)
+        line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        return cls(line, _positions(frame.f_code)[frame.f_lasti // 2])
+
+
+@functools.cache
+def _positions(code: CodeType) -> Sequence[tuple[int | None, ...]]:
+    """Return the place of each instruction in the source: lines and columns."""
+    return list(code.co_positions())
 
 
 @dataclass(frozen=True)
@@ -70,14 +81,24 @@ def call_of(
     while isinstance(function, functools.partial):
         arguments = (*function.args, *function.keywords.values(), *arguments)
         function = function.func
+    if isinstance(function, FunctionType) and function.__name__ == "<lambda>":
+        arguments = (*arguments, *_held(function))
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return Call(name, place, tuple(_shown(each, names) for each in arguments))
+
+
+def _held(function: FunctionType) -> list[Any]:
+    """Return what a lambda takes from around it: `k` in `lambda: step(k)` and in `lambda k=k: step(k)`."""
+    cells = [cell for cell in function.__closure__ or () if cell != CellType()]  # an empty one raises
+    return [*(function.__defaults__ or ()), *(cell.cell_contents for cell in cells)]
 
 
 def _shown(value: Any, names: Mapping[int, str]) -> str:
     """Return the value of a plain argument, the object's name if it has one, otherwise the type."""
     if isinstance(value, bool | int | float | str | None):
         return repr(value)
+    if isinstance(value, LocalBatch):
+        return f"batch {value.position}:{value.fingerprint:08x}"
     return names.get(id(value), type(value).__name__)
 
 

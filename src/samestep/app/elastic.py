@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import NoneType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
@@ -28,8 +29,9 @@ from samestep.batches.batch import LocalBatch
 from samestep.checkpoint.handover import check_state, send_state, take_state
 from samestep.checkpoint.objects import TrainingObjects
 from samestep.checkpoint.switches import Switches
+from samestep.data.loader import TowerLoader
 from samestep.data.stream_loader import StreamLoader
-from samestep.errors import ConfigError, LostWorkerError, UsageError, one_line
+from samestep.errors import ConfigError, DisagreementError, LostWorkerError, UsageError, one_line
 from samestep.streams import GlobalStreams
 from samestep.towers.towers import Towers
 from samestep.workers.collectives import gather_objects
@@ -66,6 +68,7 @@ class _Progress:
         call: the call that has begun.
         start: which call newcomers start with.
         is_new: whether the worker has joined and its first call has not been compared yet.
+        has_joined: whether it has joined at any time.
         is_torn: whether this call has had an effect that cannot be undone.
     """
 
@@ -74,6 +77,7 @@ class _Progress:
     call: Call
     start: LoopStart
     is_new: bool
+    has_joined: bool
     is_torn: bool
 
     @property
@@ -175,12 +179,13 @@ class Elastic:
         self._small = [each for each in kept if not isinstance(each, nn.Module)]
         self._all_towers = [each for each in kept if isinstance(each, Towers)]
         self._unknown = UnknownOptimizers(self._all_towers, kept)
-        self._is_new = self._job.is_newcomer
+        self._is_new = self._has_joined = self._job.is_newcomer
         self._num_done = -1 if self._is_new else 0
         self._result: Any = None
         self._call = _NONE
         self._start = LoopStart()
-        self._newcomers: Sequence[int] = ()  # workers whose first call is to be compared
+        self._joined: Sequence[int] = ()  # workers that have joined at any time
+        self._newcomers: Sequence[int] = ()  # those whose first call is to be compared
         self._known: set[Call] = set()  # calls that have returned picklable results
         self._before: _Noted
         self._after: _Noted
@@ -214,7 +219,7 @@ class Elastic:
     def __call__(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return `work(*args, **kwargs)`, or another worker's result of it; all workers must call this."""
         check_callable("what to call", work, "a function, with its arguments after it: elastic(step, batch)")
-        if isinstance(self._objects.loader, StreamLoader):
+        if any(isinstance(each, StreamLoader) for each in self._small):
             _check_in_call((*args, *kwargs.values()))
         if self._renewable is None:
             result = work(*args, **kwargs)
@@ -248,12 +253,14 @@ class Elastic:
         if self._newcomers:
             self._compare_first_calls(call)
         if call.name != self._start.name:
-            self._towers._come_to(call.name)
+            with self._without_latecomers(call):
+                self._towers._come_to(call.name)
         if self._job.is_first and self._start.is_at(call) and renewable.is_due():
             # Once worker 0 regroups, the others lose their connection to it, and regroup as well.
             raise LostWorkerError(_DUE)
         try:
-            result = work()
+            with self._without_latecomers(call):
+                result = work()
         except LostWorkerError:
             raise
         except Exception as error:  # on all workers, if the program may go on
@@ -286,6 +293,21 @@ class Elastic:
             self._send_away(wrong, why, is_to_tell=self._job.rank == trained[0])
         self._accept_newcomers()
 
+    @contextmanager
+    def _without_latecomers(self, call: Call) -> Iterator[None]:
+        """If the others' programs have ended, let workers exit that have joined and go on with this call."""
+        try:
+            yield
+        except DisagreementError as error:
+            if self._joined and _END.name in str(error):
+                calls = gather_objects(self._job.transport, call, "the calls at the end")
+                ended = [worker for worker, each in enumerate(calls) if each == _END]
+                late = [worker for worker in range(len(calls)) if worker not in ended]
+                if late and set(late) <= set(self._joined) and ended[-1] < late[0]:
+                    why = f"{_END.name}: workers that have joined go on with {calls[late[0]]}"
+                    self._send_away(late, why, is_to_tell=self._job.rank == ended[0])
+            raise
+
     def _accept_newcomers(self) -> None:
         assert self._renewable is not None
         if self._is_new:
@@ -309,7 +331,8 @@ class Elastic:
     @property
     def _progress(self) -> _Progress:
         done = (self._num_done, self._result)
-        return _Progress(*done, self._call, self._start, self._is_new, self._is_torn)
+        joined = (self._is_new, self._has_joined)
+        return _Progress(*done, self._call, self._start, *joined, self._is_torn)
 
     def _catch_up(self) -> None:
         """Exchange progress with the others; take the state of a worker that is ahead of this one."""
@@ -327,6 +350,7 @@ class Elastic:
         self._newcomers = [
             w for w, p in enumerate(progress) if p.is_new and (w in arrived or w not in behind)
         ]
+        self._joined = [worker for worker, each in enumerate(progress) if each.has_joined]
         self._call, self._start = ahead.call, ahead.start
         self._num_done, self._result = ahead.num_done, ahead.result
         for towers in self._all_towers:
@@ -376,9 +400,12 @@ class Elastic:
         return any(isinstance(each, Towers) and each.step != state["step"] for each, state in before)
 
     def _at_entry(self, before: _Noted, after: _Noted) -> _Noted:
-        """Return the state before a call, except that the loader is to yield the call's batch again."""
+        """Return the state before a call, except that loaders are to yield the call's batches again."""
         both = zip(self._small, before.states, after.states, strict=True)
-        states = [end if each is self._objects.loader else begin for each, begin, end in both]
+        states = [
+            end if each is self._objects.loader or isinstance(each, TowerLoader) else begin
+            for each, begin, end in both
+        ]
         return replace(before, states=states)
 
     def _note(self) -> _Noted:
@@ -399,7 +426,7 @@ def _check(state: dict[str, Any]) -> None:
 
 
 def _check_in_call(arguments: Sequence[Any]) -> None:
-    if any(isinstance(each, LocalBatch) for each in arguments):
+    if any(isinstance(each, LocalBatch) and each.again is None for each in arguments):
         raise UsageError(
             "a StreamLoader's batch was read outside of the call, and its messages cannot be repeated: call "
             "loader.next_batch() inside the call"
