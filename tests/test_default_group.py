@@ -14,6 +14,11 @@ from samestep.workers.device import gpu_of
 NCCL = "cpu:gloo,cuda:nccl"
 
 
+@pytest.fixture(autouse=True)
+def _nccl(monkeypatch):
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+
+
 def agree(gpus):
     """Let workers with these GPUs meet, each with a connection of its own; return backends and warnings."""
     first = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -41,6 +46,14 @@ def agree(gpus):
 )
 def test_all_agree_and_nothing_is_said(gpus, backend):
     assert agree(gpus) == ([backend] * len(gpus), [])
+
+
+def test_a_pytorch_without_nccl_stays_with_gloo_which_is_said_once(monkeypatch):
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    assert agree(["", ""]) == (["gloo"] * 2, [])
+    backends, (said,) = agree(["a", "b"])
+    assert backends == ["gloo"] * 2
+    assert said.startswith("the PyTorch of worker 0 has no NCCL: all gradients travel through host memory")
 
 
 @pytest.mark.parametrize(

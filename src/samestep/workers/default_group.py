@@ -66,19 +66,28 @@ def make_group(store: Store, gpu: str, rank: int, world_size: int, timeout_s: fl
 
 
 def _agree_on_backend(store: Store, gpu: str, rank: int, world_size: int) -> str:
-    """Return the backends: NCCL for CUDA tensors if every worker has its own GPU, otherwise gloo alone.
+    """Return the backends: NCCL for CUDA tensors if every worker has it and its own GPU, otherwise gloo alone.
 
     gloo sends CUDA tensors through host memory. NCCL does not allow two workers on one GPU.
     """
-    store.set(f"gpu/{rank}", gpu)
-    gpus = [seen.decode() for seen in store.multi_get([f"gpu/{worker}" for worker in range(world_size)])]
+    store.set(f"gpu/{rank}", f"{dist.is_nccl_available():d}{gpu}")
+    found = [seen.decode() for seen in store.multi_get([f"gpu/{worker}" for worker in range(world_size)])]
+    gpus = [each[1:] for each in found]
+    without_nccl = [worker for worker, each in enumerate(found) if each[0] == "0"]
     shared = _shared(gpus)
     if shared and rank == 0:
         warn(
             f"{shared} share one GPU: all gradients travel through host memory (gloo instead of NCCL); give "
             "each worker a GPU of its own"
         )
-    return "cpu:gloo,cuda:nccl" if all(gpus) and not shared else "gloo"
+    if not all(gpus) or shared:
+        return "gloo"
+    if without_nccl and rank == 0:
+        warn(
+            f"the PyTorch of worker {without_nccl[0]} has no NCCL: all gradients travel through host memory "
+            "(gloo instead of NCCL); install a PyTorch that was built with NCCL"
+        )
+    return "gloo" if without_nccl else "cpu:gloo,cuda:nccl"
 
 
 def _shared(gpus: Sequence[str]) -> str:
