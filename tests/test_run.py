@@ -156,6 +156,18 @@ def test_average_within_the_loop_ends_it():
     take_step(towers, batch_of())
 
 
+def test_averages_may_be_written_to_even_if_average_was_called_in_inference_mode():
+    def work(job):
+        towers = Towers(make(), 5, job=job)
+        for tower in towers(batch_of()):
+            hand_in(towers, tower)
+        with torch.inference_mode():
+            towers.average()
+        return nn.utils.clip_grad_norm_(towers.model.parameters(), 0.1).item()
+
+    assert len({norm for num in (1, 2) for norm in values(work, num)}) == 1
+
+
 # ---- steps that fail ---------------------------------------------------------------------------------
 
 

@@ -434,6 +434,9 @@ class Towers:
             DisagreementError, LostWorkerError: workers differ, or one failed or was lost.
             BatchError: the towers' counts add up to 0 (see `on_zero_count`), or are negative or not finite.
         """
+        if torch.is_inference_mode_enabled():  # clipping could not write to gradients that are made in it
+            with torch.inference_mode(False):
+                return self.average()
         run = self._run
         if run is None:
             raise UsageError("average() without a batch: loop over towers(batch) first")

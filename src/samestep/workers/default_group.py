@@ -66,7 +66,7 @@ def make_group(store: Store, gpu: str, rank: int, world_size: int, timeout_s: fl
 
 
 def _agree_on_backend(store: Store, gpu: str, rank: int, world_size: int) -> str:
-    """Return the backends: NCCL for CUDA tensors if every worker has it and its own GPU, otherwise gloo alone.
+    """Return the backends: NCCL for CUDA tensors if all workers have it and a GPU each, otherwise gloo alone.
 
     gloo sends CUDA tensors through host memory. NCCL does not allow two workers on one GPU.
     """
