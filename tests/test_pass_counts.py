@@ -39,7 +39,7 @@ mul = torch.ops.aten.mul.Tensor
 def test_numbers_that_change_in_equal_steps_or_by_one_factor_count_passes(numbers, counts):
     passes = PassCounts()
     for number in numbers:
-        passes.start_pass(7, [torch.ones(2)])
+        passes.start_pass([torch.ones(2)])
         passes.take(mul, [torch.ones(2), 0.5])
         found = passes.take(mul, [torch.ones(2), number])
     assert found == counts
@@ -48,18 +48,22 @@ def test_numbers_that_change_in_equal_steps_or_by_one_factor_count_passes(number
 def test_passes_with_rows_of_other_shapes_or_other_operators_are_not_compared():
     passes = PassCounts()
     for number in (1, 2, 3):
-        passes.start_pass(7, [torch.ones(number)])
+        passes.start_pass([torch.ones(2, number)])
+        assert not passes.take(mul, [torch.ones(2), number])
+    for number in (0.0011, 0.0021, 0.0031):
+        passes.start_pass([torch.ones(round(1000 * number), 2)])
         assert not passes.take(mul, [torch.ones(2), number])
     for number, func in ((1, mul), (2, torch.ops.aten.div.Tensor), (3, mul)):
-        passes.start_pass(7, [torch.ones(5)])
+        passes.start_pass([torch.ones(5)])
         assert not passes.take(func, [torch.ones(2), number])
 
 
-def test_the_index_of_the_tower_is_no_count():
+def test_passes_with_a_row_more_or_less_are_compared():
     passes = PassCounts()
-    for tower in range(7):
-        passes.start_pass(tower, [torch.ones(2)])
-        assert not passes.take(mul, [torch.ones(2), tower])
+    for number in range(5):
+        passes.start_pass([torch.ones(4 - number % 2, 2)])
+        found = passes.take(mul, [torch.ones(2), number / 30])
+    assert found
 
 
 class Counter(Program):
@@ -69,6 +73,7 @@ class Counter(Program):
 
     def loss(self, x, y):
         self.num_passes += 1
+        assert x.isfinite().all()  # a value that the pass reads, so that passes may differ
         return super().loss(x, y) + self.penalty(self.model(x).square().mean())
 
     def penalty(self, size):
@@ -90,7 +95,12 @@ class InPlace(Counter):
         return size.clone().mul_(self.num_passes)
 
 
-@pytest.mark.parametrize("program", [Counter, Temperature, AsTensor, InPlace])
+class ByThirtieths(Counter):
+    def penalty(self, size):
+        return self.num_passes / 30 * size
+
+
+@pytest.mark.parametrize("program", [Counter, Temperature, AsTensor, InPlace, ByThirtieths])
 def test_a_loss_that_depends_on_a_count_of_passes_is_told_of_once(program):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -105,6 +115,18 @@ def test_with_several_workers_a_worker_that_runs_several_towers_tells_of_it():
         warnings.simplefilter("always")
         simulate(Temperature, 2)
     assert any("if it counts passes" in str(each.message) for each in caught)
+
+
+class ByIndex(Program):
+    """A weight for each tower."""
+
+    def run(self, tower):
+        self.weight = 0.01 * 1.3**tower.index
+        assert tower.batch["x"].isfinite().all()
+        super().run(tower)
+
+    def loss(self, x, y):
+        return super().loss(x, y) * self.weight
 
 
 class ForTheLog(Counter):
@@ -147,7 +169,7 @@ class ByData(Program):
 
 
 @pytest.mark.parametrize("num_workers", mostly_long([2, 1, 3], 1))
-@pytest.mark.parametrize("program", [ForTheLog, ByTheStep, Drawn, BySize, ByData])
+@pytest.mark.parametrize("program", [ByIndex, ForTheLog, ByTheStep, Drawn, BySize, ByData])
 def test_other_numbers_give_no_warning(program, num_workers):
     outcomes = simulate(program, num_workers)
     assert [outcome.error for outcome in outcomes] == [None] * num_workers

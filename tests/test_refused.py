@@ -608,6 +608,7 @@ ONLY_APART = {
 
 
 @pytest.mark.filterwarnings("ignore:passes changed")  # some count how often they run
+@pytest.mark.filterwarnings("ignore:.*its loss was computed in another way")
 @pytest.mark.parametrize("num_workers", mostly_long([3, 1, 2], 1))
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_all_workers_are_told(name, num_workers):

@@ -28,7 +28,7 @@ from samestep.batches.columns import (
 )
 from samestep.batches.copier import Copier, copied
 from samestep.batches.fingerprint import fingerprint
-from samestep.batches.nest import entries, mapped, rebuilt, tensors
+from samestep.batches.nest import PLAIN, entries, mapped, rebuilt, tensors
 from samestep.errors import BatchError, UsageError, shown
 from samestep.summation.placement import Placement, even_ranges
 from samestep.workers.job import Job
@@ -93,6 +93,12 @@ class LocalBatch:
         for each in tensors(batch) if root is None else _in_columns(root, batch):
             if isinstance(each, Tensor) and (root is not None or (each.dim() and each.size(0) == rows)):
                 yield each
+
+    def has_only_tensors(self, batch: Any, rows: int) -> bool:
+        """Say whether towers' batches differ only in tensors, of this many rows in this one."""
+        if isinstance(self.slices, Slices) and self.slices.root is not None:
+            return all(isinstance(column.value, Tensor) for column in columns(self.slices.root))
+        return _is_of_tensors(batch, rows)
 
     def to(self, device: torch.device) -> LocalBatch:
         """Return the same batch with its tensors on a device; each tower's are moved on access."""
@@ -333,6 +339,13 @@ def _in_columns(node: Node, part: Any) -> Iterator[Tensor | NDArray[Any]]:
                 yield from tensors(list(each.flat)) if each.dtype.hasobject else ()
             else:
                 yield each
+
+
+def _is_of_tensors(value: Any, rows: int) -> bool:
+    if isinstance(value, Tensor):
+        return value.dim() > 0 and value.size(0) == rows
+    held = None if isinstance(value, PLAIN) else entries(value)
+    return held is not None and all(_is_of_tensors(each, rows) for each in held.values())
 
 
 def _whole(value: Any, copier: Copier) -> Any:

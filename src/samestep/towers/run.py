@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import InitVar, dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,7 +121,7 @@ class StepRun:
                 self._turn = tower = Tower(index, batch, len(rows[index]), self)
                 self._check.start()
                 if not self._is_replay:
-                    self.watch.follow(index, tower.rows, self.local.row_tensors(batch, tower.rows))
+                    self._follow(tower, batch)
                 del batch
                 yield tower
                 self.watch.end_pass()
@@ -131,6 +132,15 @@ class StepRun:
                 with self._failing_together():
                     self._check_done(tower)
                 del tower  # frees its rows before the next tower's are read
+
+    def _follow(self, tower: Tower, batch: Any) -> None:
+        rows = self.local.row_tensors(batch, tower.rows)
+        is_comparable = self.local.has_only_tensors(batch, tower.rows)
+        self.watch.follow(tower._index, tower.rows, rows, is_comparable=is_comparable)
+
+    def note_index(self) -> None:
+        """Note that the program has read the index of the current tower."""
+        self.watch.flow.reads.note_index()
 
     def _begin_passes(self) -> None:
         """End other steps' passes in this thread: during these, global generators are seeded for a tower."""
@@ -193,6 +203,7 @@ class StepRun:
         """Run backward from a tower's mean loss, or from its named sums; see `Tower.backward`."""
         with self._failing_together():
             self._check_turn(tower)
+            self.watch.note_losses(loss.values() if isinstance(loss, Mapping) else [loss])
             means = self.watch.flow.means.of_loss(loss)
             found = self.losses.from_mean(tower, loss)
         self._take(tower, found)
@@ -203,6 +214,7 @@ class StepRun:
         """Run backward from a tower's summed loss; see `Tower.backward_sum`."""
         with self._failing_together():
             self._check_turn(tower)
+            self.watch.note_losses([total])
             found = self.losses.from_sum(tower, total, count)
         self._take(tower, found)
 

@@ -17,7 +17,7 @@ class Tower:
     """One logical slice of the batch, as the loop over `towers(batch)` yields it.
 
     Attributes:
-        index: 0 <= index < T.
+        index: 0 <= index < T, read-only.
         batch: the tower's rows, nested like the global batch.
         rows: the number of rows, at least 1.
 
@@ -34,10 +34,16 @@ class Tower:
     """
 
     def __init__(self, index: int, batch: Any, rows: int, run: StepRun) -> None:
-        self.index = index
+        self._index = index
         self.batch = batch
         self.rows = rows
         self._run = run
+
+    @property
+    def index(self) -> int:
+        """The tower's number; a pass that reads it may differ from those of other towers."""
+        self._run.note_index()
+        return self._index
 
     def backward(self, loss: Tensor | Mapping[str, Tensor]) -> None:
         """Run backward from the tower's loss, and keep the gradient for `Towers.average`.

@@ -16,16 +16,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
 from samestep.errors import warn
-from samestep.identity import checksum_of
 from samestep.watching.held_number import HeldNumber, is_number, is_simple
-from samestep.watching.origins import is_plain, storage_of
+from samestep.watching.origins import storage_of
 from samestep.watching.reach import Named, in_reach
+from samestep.watching.values import MOST_ELEMENTS, checksum_of_value, is_readable
 
 __all__ = ["COUNTED_NUMBER", "LEFT_NUMBER", "Beside", "Difference", "Found", "find_difference"]
-
-_MOST_ELEMENTS = 2**16
-"""Of larger tensors, about this many elements are compared."""
-
 _MOST_NUMBERS = 64
 """Larger tensors are not searched for numbers."""
 
@@ -126,7 +122,7 @@ class Beside:
     def _hold(self, value: _Value, index: int) -> int | None:
         """Return the value's index: `index` for a new one; None if it cannot be followed."""
         if isinstance(value, Tensor):
-            storage = 0 if is_lazy(value) or not _is_readable(value) else storage_of(value)
+            storage = 0 if is_lazy(value) or not is_readable(value) else storage_of(value)
             if not storage:
                 return None
             if storage not in self._held:
@@ -135,7 +131,8 @@ class Beside:
         if isinstance(value, np.ndarray):
             held = self._arrays.setdefault(value.ctypes.data, _Held(value, {}))
             return held.indices.setdefault((0, value.size), index)
-        return self._numbers.setdefault(float(value), index)
+        # By another object, because references to this one are counted.
+        return self._numbers.setdefault(float(value) * 1.0, index)
 
     def clear(self) -> None:
         """Forget all."""
@@ -167,7 +164,7 @@ class Beside:
 
     def read(self, tensor: Tensor) -> int:
         """Note a tensor that an operator reads; return its bit, or 0 for an unknown tensor."""
-        if not (self._held or self._arrays) or not _is_readable(tensor):
+        if not (self._held or self._arrays) or not is_readable(tensor):
             return 0
         held, place = self._held.get(storage_of(tensor)), _place(tensor)
         if held is None and self._arrays:
@@ -177,12 +174,12 @@ class Beside:
 
     def _note_read(self, index: int, tensor: Tensor) -> int:
         if index not in self._of_pass:
-            self._of_pass[index] = _Read(_checksum(tensor), tuple(tensor.shape))
+            self._of_pass[index] = _Read(checksum_of_value(tensor), tuple(tensor.shape))
         return _bit(index)
 
     def read_copy(self, tensor: Tensor) -> int:
         """Note a tensor that `torch.tensor` has made; return the bits of the array or numbers in it."""
-        if tensor.numel() > _MOST_ELEMENTS or not tensor.is_cpu:
+        if tensor.numel() > MOST_ELEMENTS or not tensor.is_cpu:
             return 0
         for held in self._arrays.values():
             index = held.indices.get((0, tensor.numel()))
@@ -298,17 +295,5 @@ def _has_values(tensor: Tensor, array: object) -> bool:
     return torch.equal(torch.from_numpy(array.copy()).to(tensor.dtype), tensor)
 
 
-def _is_readable(tensor: Tensor) -> bool:
-    """Whether a tensor lies in memory as its strides say, and a GPU may be waited for."""
-    if tensor.layout is not torch.strided or not is_plain(tensor):
-        return False
-    return tensor.is_cpu or (tensor.is_cuda and not torch.cuda.is_current_stream_capturing())
-
-
 def _place(tensor: Tensor) -> tuple[int, int]:
     return int(tensor.storage_offset()), tensor.numel()
-
-
-def _checksum(tensor: Tensor) -> int:
-    values = tensor.detach().contiguous().view(-1)
-    return checksum_of(values[:: max(1, len(values) // _MOST_ELEMENTS)].cpu().contiguous())

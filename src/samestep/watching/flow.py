@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -11,36 +10,23 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from samestep.errors import UsageError, warn
 from samestep.watching.beside import COUNTED_NUMBER, LEFT_NUMBER, Beside
 from samestep.watching.kept_numbers import KeptNumbers
+from samestep.watching.operator_calls import Call, tensors_in
 from samestep.watching.origins import NOWHERE, Origin, Origins, storage_of
 from samestep.watching.pass_counts import PassCounts
 from samestep.watching.pass_means import PassMeans
+from samestep.watching.pass_operators import PassOperators
 from samestep.watching.reach import Named, in_reach
+from samestep.watching.reads import Reads
 
 aten = torch.ops.aten
 
 __all__ = ["FlowWatch", "not_followed"]
-
-_DRAWING = "normal_ uniform_ random_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_"
-_OVERWRITING = {"copy_", "fill_", "zero_", "set_", "_foreach_copy_", "_foreach_zero_", *_DRAWING.split()}
-
-_LOOKUPS = {"index", "index_select", "gather", "take", "embedding"}
-
-_INDEXED: Mapping[str, Callable[[Sequence[Any], Tensor, int], object]] = {
-    "index_put_": lambda args, part, number: aten.index_put_(part, args[1], part.new_tensor(number)),
-    "index_copy_": lambda args, part, number: part.index_fill_(args[1], args[2], number),
-    "index_fill_": lambda args, part, number: part.index_fill_(args[1], args[2], number),
-    "scatter_": lambda args, part, number: part.scatter_(args[1], args[2], number),
-    "masked_fill_": lambda args, part, number: part.masked_fill_(args[1], number),
-    "masked_scatter_": lambda args, part, number: part.masked_fill_(args[1], number),
-}
-"""For operators that write to some elements: writes a number to the same elements, given their arguments."""
 
 _is_off = ContextVar("_is_off", default=False)
 
@@ -53,17 +39,6 @@ def not_followed() -> Iterator[None]:
         yield
     finally:
         _is_off.reset(token)
-
-
-class _Kind(NamedTuple):
-    """What an operator does with its arguments."""
-
-    writes: tuple[tuple[int, str], ...]  # the arguments that it writes to, by position and name
-    overwrites: bool  # whether their old values are lost
-    is_random: bool
-    takes_shapes_only: bool
-    takes_parts: bool  # looks up rows, or gives a view of its arguments
-    write: Callable[[Sequence[Any], Tensor, int], object] | None  # see `_INDEXED`
 
 
 class _Drawn(NamedTuple):
@@ -85,11 +60,6 @@ _INSTEAD_OF_KEPT = (
     "batch, or keep it in a buffer with a policy, Towers(..., buffers={pattern: policy})"
 )
 
-_HIGHER_ORDER = _Kind(
-    (), overwrites=False, is_random=False, takes_shapes_only=False, takes_parts=False, write=None
-)
-"""Of higher-order operators: what happens inside the functions that they call is not followed."""
-
 
 class FlowWatch(TorchDispatchMode):
     """Follows the towers' rows and random numbers through the operators of their passes.
@@ -101,6 +71,8 @@ class FlowWatch(TorchDispatchMode):
     Attributes:
         beside: what passes read beside the model.
         means: those that this pass has computed.
+        reads: what this pass reads that may differ between towers.
+        operators: how passes compute their losses.
     """
 
     supports_higher_order_operators = True
@@ -121,6 +93,8 @@ class FlowWatch(TorchDispatchMode):
         self._has_warned = False
         self.beside = Beside()
         self.means = PassMeans()
+        self.reads = Reads()
+        self.operators = PassOperators(self.reads)
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -139,6 +113,7 @@ class FlowWatch(TorchDispatchMode):
         self._drawn.clear()
         self._kept_numbers.start_step()
         self._counts.start_step()
+        self.operators.start_step()
         self._updated = ""
 
     def start_pass(
@@ -146,8 +121,10 @@ class FlowWatch(TorchDispatchMode):
         tower: int,
         num_rows: int,
         rows: Iterable[Tensor],
-        shared: Iterable[Tensor],
+        shared: Sequence[Tensor],
         functions: Iterable[Named] = (),
+        *,
+        is_comparable: bool = False,
     ) -> None:
         """Follow a tower's pass until `stop`; not under another dispatch mode, which may not expect this one.
 
@@ -157,6 +134,7 @@ class FlowWatch(TorchDispatchMode):
             rows: the tensors that hold them.
             shared: the model's parameters and buffers: `Watch` compares them, or samestep restores them.
             functions: what the pass runs, beside the functions on this thread's stack.
+            is_comparable: whether other passes over rows of the same shapes may be expected to be alike.
         """
         self._tower, self._continued = tower, 0
         self._kept_numbers.start_pass(functions)
@@ -166,16 +144,19 @@ class FlowWatch(TorchDispatchMode):
         for storage in self._shared:
             self._origins.forget(storage)
         held = list(rows)
-        self._counts.start_pass(tower, held)
+        self._counts.start_pass(held)
         for tensor in held:
             self._origins.note(tensor, Origin(1 << tower, ""))
         self.beside.start_pass(num_rows, held)
         self._follows = _get_current_dispatch_mode() in (None, self) and not _is_off.get()
         self.resume()
+        self.reads.start(is_known=is_comparable and self._follows)
+        self.operators.start_pass(tower, held, shared)
 
     def pause(self) -> None:
         """Follow nothing, until `resume`."""
         self._is_paused = True
+        self.reads.stop()
         if _get_current_dispatch_mode() is self:  # not if the pass has entered a mode of its own since
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
@@ -191,6 +172,7 @@ class FlowWatch(TorchDispatchMode):
         self.pause()
         self._follows = False
         self.means.clear()
+        self.operators.stop_pass()
 
     def check(self, who: str, loss: Tensor, *, has_warned: bool = False) -> None:
         """Raise if this pass's loss depends on state from another tower's pass.
@@ -214,7 +196,7 @@ class FlowWatch(TorchDispatchMode):
             raise UsageError(f"{depends}: {_INSTEAD_OF_KEPT}")
         if beside & LEFT_NUMBER:
             self._kept_numbers.check(who)
-        if beside & COUNTED_NUMBER and not has_warned:
+        if beside & COUNTED_NUMBER and not (has_warned or self.operators.has_warned):
             self._counts.check(who)
         if self._continued and not self._has_warned:  # but no loss uses them, or only by `.item()`
             self._has_warned = True
@@ -222,6 +204,11 @@ class FlowWatch(TorchDispatchMode):
                 f"{who} drew from {_GENERATOR}{self._name()} that continues from another tower's draws, so "
                 f"its numbers depend on the number of workers: {_INSTEAD_OF_DRAWN}"
             )
+
+    def end_turn(self, who: str, *, has_warned: bool) -> None:
+        """Warn if this pass has computed its loss in a different way, unless there was another warning."""
+        if not (has_warned or self._has_warned or self._kept_numbers.has_warned or self._counts.has_warned):
+            self.operators.check(who)
 
     def _name(self) -> str:
         """Return the program's name for the continued generator, in brackets."""
@@ -253,14 +240,23 @@ class FlowWatch(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._is_paused:
             return func(*args, **kwargs)
-        generator = kwargs.get("generator")
+        self.reads.is_paused = True
+        try:
+            return self._run(Call.of(func, args, kwargs))
+        finally:
+            self.reads.is_paused = False
+
+    def _run(self, call: Call) -> Any:
+        self.operators.start(call)
+        generator = call.kwargs.get("generator")
         if not isinstance(generator, torch.Generator):
-            result, drawn = func(*args, **kwargs), NOWHERE
+            result, drawn = call.run(), NOWHERE
         else:
             drawn = self._start_drawing(generator)
-            result = func(*args, **kwargs)
+            result = call.run()
             self._drawn[id(generator)] = _Drawn(generator, generator.get_state(), drawn.towers)
-        self._follow(func, args, kwargs, result, drawn)
+        self.operators.finish(call, result)
+        self._follow(call, result, drawn)
         return result
 
     def _start_drawing(self, generator: torch.Generator) -> Origin:
@@ -272,41 +268,35 @@ class FlowWatch(TorchDispatchMode):
         self._continued = id(generator)
         return Origin(last.towers | own, _GENERATOR)
 
-    def _follow(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, drawn: Origin
-    ) -> None:
-        self.means.note(func, args, kwargs, result)
-        kind, own = _kind_of(func) if isinstance(func, OpOverload) else _HIGHER_ORDER, 1 << self._tower
-        values = [args[at] if at < len(args) else kwargs.get(name) for at, name in kind.writes]
-        written = list(_tensors(values))
-        given = list(_tensors((*args, *kwargs.values())))
+    def _follow(self, call: Call, result: Any, drawn: Origin) -> None:
+        func, kind, given, written = call.func, call.kind, call.given, call.written
+        self.means.note(func, call.args, call.kwargs, result)
+        own = 1 << self._tower
         self._note_parameters(given)
         taken: list[Tensor] = [] if kind.takes_shapes_only else given
-        adds = any(each is True for each in (*args[3:4], kwargs.get("accumulate")))  # `index_put_`
-        overwrites = kind.overwrites and not adds
-        if overwrites:
+        if call.overwrites:
             taken = [tensor for tensor in taken if not any(tensor is each for each in written)]
-        values_of = (*args, *kwargs.values())
-        beside = LEFT_NUMBER * self._kept_numbers.take(func, values_of)
-        beside |= COUNTED_NUMBER * self._counts.take(func, values_of)
+        beside = LEFT_NUMBER * self._kept_numbers.take(func, call.values)
+        if not self.reads.index:
+            beside |= COUNTED_NUMBER * self._counts.take(func, call.values)
         if self.beside.holds_any:
             for tensor in written:
                 self.beside.forget(storage_of(tensor))
-            beside |= self._read_beside(func, [] if kind.takes_parts else taken, values_of)
+            beside |= self._read_beside(func, [] if kind.takes_parts else taken, call.values)
         towers = drawn.towers | own * kind.is_random
         origin = self._join(func, taken, drawn._replace(towers=towers, beside=beside))
         if func is aten._local_scalar_dense.default and origin.towers & own:
             self._kept_numbers.has_read = True
-        is_average = not overwrites and any(storage_of(tensor) in self._shared for tensor in taken)
+        is_average = not call.overwrites and any(storage_of(tensor) in self._shared for tensor in taken)
         for tensor in written:
             of_this = origin
             if is_average or storage_of(tensor) in self._parameters:
                 self._note_update(tensor, origin.towers)
                 of_this = origin._replace(towers=origin.towers | own)
-            self._origins.note(tensor, of_this, kind.write and partial(kind.write, args))
+            self._origins.note(tensor, of_this, kind.write and partial(kind.write, call.args))
         # `torch.tensor` hands its result to an operator that returns it.
         before = set() if func is aten.lift_fresh.default else set(map(storage_of, given))
-        for tensor in _tensors((result,)):
+        for tensor in tensors_in((result,)):
             if storage_of(tensor) not in before:
                 self._origins.note(tensor, origin)
 
@@ -345,33 +335,6 @@ class FlowWatch(TorchDispatchMode):
         """Note an update of weights outside the model that another tower's pass has updated, too."""
         if towers & ~(1 << self._tower):
             self._updated = f"a tensor of shape {list(tensor.shape)} that is not part of the model"
-
-
-@functools.cache
-def _kind_of(func: OpOverload) -> _Kind:
-    arguments = enumerate(func._schema.arguments)
-    writes = [
-        (at, each) for at, each in arguments if each.alias_info is not None and each.alias_info.is_write
-    ]
-    name = func.overloadpacket.__name__
-    indexed = None if "reduce" in func._overloadname else _INDEXED.get(name)
-    return _Kind(
-        tuple((at, each.name) for at, each in writes),
-        name in _OVERWRITING or indexed is not None or any(each.kwarg_only for _, each in writes),
-        torch.Tag.nondeterministic_seeded in func.tags,
-        name.endswith("_like") or name.startswith("new_"),
-        name in _LOOKUPS or bool(func.is_view),
-        indexed,
-    )
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among an operator's arguments or results."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
 
 
 def _indices(bits: int) -> list[int]:

@@ -28,8 +28,8 @@ class HeldNumber:
 
     @property
     def is_held(self) -> bool:
-        """Whether the program has not replaced it since `note`."""
-        return self._count() >= self._num_references
+        """Whether the program had it at the last `note`, and has not replaced it since."""
+        return self._count() >= self._num_references > _OWN
 
     def _count(self) -> int:
         return sys.getrefcount(self._number[0])

@@ -36,13 +36,14 @@ class KeptNumbers:
     """The numbers that passes of a step leave and take.
 
     Attributes:
+        has_warned: whether there has been a warning.
         has_read: whether this pass has read a tensor that depends on its rows.
     """
 
     def __init__(self, search: Callable[..., list[Named]] = in_reach) -> None:
         self._search = search
         self._taken: set[str] = set()  # names of numbers that this pass has taken
-        self._has_warned = False
+        self.has_warned = False
         self.start_step()
 
     def start_step(self) -> None:
@@ -55,7 +56,7 @@ class KeptNumbers:
     def start_pass(self, functions: Iterable[Named]) -> None:
         """Note the numbers in reach of the loop and of `functions`, and those that the pass before left."""
         self._left, self._taken = {}, set()
-        if self._has_warned or (self._is_idle and not self.has_read):  # a search takes milliseconds
+        if self.has_warned or (self._is_idle and not self.has_read):  # a search takes milliseconds
             return
         now = dict(_numbered(self._search(is_number, functions)))
         changed = {key for key, value in now.items() if self._last.get(key, value) != value}
@@ -90,8 +91,8 @@ class KeptNumbers:
 
     def check(self, who: str) -> None:
         """Warn, once, of the numbers that a pass has taken, if its loss depends on them."""
-        if not self._has_warned:
-            self._has_warned = True
+        if not self.has_warned:
+            self.has_warned = True
             warn(
                 f"{who}: its loss depends on {', '.join(sorted(self._taken))}, a number that another tower's "
                 "pass has left; with another number of workers it would be from a different tower: update it "

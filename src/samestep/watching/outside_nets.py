@@ -40,6 +40,9 @@ class OutsideNets:
         model: its modules are not outside.
         modes: is notified of the model's layers that run.
         numbers: is notified of other modules that run.
+
+    Attributes:
+        is_compiled: whether anything is that passes can reach.
     """
 
     def __init__(self, model: nn.Module, modes: Modes, numbers: OwnNumbers) -> None:
@@ -48,7 +51,7 @@ class OutsideNets:
         self._inside = weakref.WeakSet(modules)
         # A compiled module runs no hooks of its submodules, warns about this one, and would be compiled
         # again for the steps that have it.
-        self._is_compiled = any(map(is_compiled, modules))
+        self.is_compiled = any(map(is_compiled, modules))
         self._seen: weakref.WeakKeyDictionary[nn.Module, list[_Seen]] = weakref.WeakKeyDictionary()
         self._num_passes = 0
         # Nets that have run in a single pass so far, in this step.
@@ -66,12 +69,12 @@ class OutsideNets:
 
     def note_compiled(self, in_reach: Iterable[Named]) -> None:
         """Install no hook from now on if anything that passes can reach is compiled."""
-        self._is_compiled = self._is_compiled or any(is_compiled(value) for _, value in in_reach)
+        self.is_compiled = self.is_compiled or any(is_compiled(value) for _, value in in_reach)
 
     def start_looking(self) -> None:
         """Note every module that runs, until `stop_looking`."""
         self._num_passes += 1
-        if not self._is_compiled:
+        if not self.is_compiled:
             _global_forward_pre_hooks[self._key] = self._note
 
     def stop_looking(self) -> None:

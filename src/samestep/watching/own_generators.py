@@ -42,6 +42,9 @@ class OwnGenerators:
     """Generators that are attributes of a model's modules, and those of Python and NumPy in reach of passes.
 
     `FlowWatch` sees other torch generators when operators draw from them.
+
+    Attributes:
+        has_warned: whether there has been a warning.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -53,13 +56,13 @@ class OwnGenerators:
         ]
         self._reached: list[Named] = []
         self._before: list[str | None] = []
-        self._has_warned = False
+        self.has_warned = False
 
     def start_step(self, in_reach: Iterable[Named]) -> None:
         """Watch the generators among the objects that this step's passes can reach."""
         held = {id(value) for _, value in self._held}
         self._reached = []
-        for name, value in () if self._has_warned else in_reach:
+        for name, value in () if self.has_warned else in_reach:
             if _is_own(value) and id(value) not in held:
                 held.add(id(value))
                 self._reached.append((name, value))
@@ -73,7 +76,7 @@ class OwnGenerators:
         triples = zip([*self._held, *self._reached], self._before, self._states(), strict=True)
         drawn = [name for (name, _), old, new in triples if new != old]
         if drawn:
-            self._held, self._reached, self._before, self._has_warned = [], [], [], True
+            self._held, self._reached, self._before, self.has_warned = [], [], [], True
             warn(
                 f"{who} drew from {', '.join(drawn)}, a random generator of its own, which continues from "
                 f"{unit} to {unit} on a worker, so its numbers depend on the number of workers: draw from "

@@ -33,55 +33,66 @@ class _Number(NamedTuple):
     value: float
 
 
-class PassCounts:
-    """The numbers in the passes of a step, in the order in which operators take them.
+class _Pass(NamedTuple):
+    """The numbers in a pass, in the order in which operators take them."""
 
-    Passes over rows of other shapes are not compared, because numbers may be computed from these. The tower's
-    index is no count.
+    shapes: tuple[torch.Size, ...]  # of its rows
+    numbers: list[_Number]
+
+
+class PassCounts:
+    """The numbers in the passes of a step.
+
+    They are compared between passes over rows that differ at most in how many they are. At least two must
+    have the same shapes, because numbers may be computed from these.
+
+    Attributes:
+        has_warned: whether there has been a warning.
     """
 
     def __init__(self) -> None:
-        self._has_warned = False
-        self._tower = -1
+        self.has_warned = False
         self.start_step()
 
     def start_step(self) -> None:
         """Forget the step before."""
-        self._by_shapes: dict[tuple[torch.Size, ...], list[list[_Number]]] = {}
-        self._earlier: list[list[_Number]] = []
-        self._own: list[_Number] = []
+        self._passes: dict[tuple[torch.Size, ...], list[_Pass]] = {}
+        self._earlier: list[_Pass] = []
+        self._own = _Pass((), [])
         self._taken: list[float] = []
 
-    def start_pass(self, tower: int, rows: Iterable[Tensor]) -> None:
+    def start_pass(self, rows: Iterable[Tensor]) -> None:
         """Begin a tower's pass over these rows."""
-        self._tower = tower
-        self._earlier.append(self._own)
         held = list(rows)
-        if any(tensor.is_nested for tensor in held):  # has no shape
-            self._earlier = []
-        else:
-            self._earlier = self._by_shapes.setdefault(tuple(tensor.shape for tensor in held), [])
-        self._own, self._taken = [], []
+        shapes = () if any(tensor.is_nested for tensor in held) else tuple(tensor.shape for tensor in held)
+        passes = self._passes.setdefault(tuple(shape[1:] for shape in shapes), [])
+        self._earlier, self._own, self._taken = passes[:], _Pass(shapes, []), []
+        if shapes:
+            passes.append(self._own)
 
     def take(self, func: Any, arguments: Iterable[Any]) -> bool:
         """Return whether an operator takes a number that counts passes, as far as is known so far."""
-        if self._has_warned:
+        if self.has_warned:
             return False
         found = False
         for value in _numbers(func, arguments):
-            at = len(self._own)
-            self._own.append(_Number(func, value))
-            before = [numbers[at] for numbers in self._earlier if at < len(numbers)]
+            at = len(self._own.numbers)
+            self._own.numbers.append(_Number(func, value))
+            before = [each.numbers[at] for each in self._earlier if at < len(each.numbers)]
             is_same_place = len(before) == len(self._earlier) and all(each.func is func for each in before)
             series = [*(each.value for each in before), value]
-            if is_same_place and value != self._tower and _counts(series):
+            if is_same_place and self._has_like() and _counts(series):
                 self._taken, found = self._taken or series, True
         return found
 
+    def _has_like(self) -> bool:
+        shapes = [each.shapes for each in (*self._earlier, self._own)]
+        return len(set(shapes)) < len(shapes)
+
     def check(self, who: str) -> None:
         """Warn, once, of the numbers that a pass has taken, if its loss depends on them."""
-        if not self._has_warned:
-            self._has_warned = True
+        if not self.has_warned:
+            self.has_warned = True
             *before, last = self._taken[-_FEW:]
             warn(
                 f"{who}: its loss depends on the number {last:.6g}, where the passes before had "

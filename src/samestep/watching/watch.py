@@ -117,11 +117,17 @@ class Watch:
             self._generators.note()
             self.numbers.start_pass(tower)
 
-    def follow(self, tower: int, num_rows: int, rows: Iterable[Tensor]) -> None:
-        """Follow the values of a tower's rows, in some of the steps that look."""
+    def follow(self, tower: int, num_rows: int, rows: Iterable[Tensor], *, is_comparable: bool) -> None:
+        """Follow the values of a tower's rows, in some of the steps that look; see `FlowWatch.start_pass`."""
         if self._follows:
             shared = [*self._model.parameters(), *self._model.buffers()]
-            self.flow.start_pass(tower, num_rows, rows, shared, self._forwards)
+            is_comparable = is_comparable and not self.outside.is_compiled
+            self.flow.start_pass(tower, num_rows, rows, shared, self._forwards, is_comparable=is_comparable)
+
+    def note_losses(self, losses: Iterable[Any]) -> None:
+        """Note the losses that a program passes in, or outputs, in a step whose values are followed."""
+        if self._follows:
+            self.flow.operators.note_losses(losses)
 
     def stop_looking(self) -> None:
         """Stop recording which modules run, once a tower has passed its loss or an error ends its pass."""
@@ -173,6 +179,8 @@ class Watch:
         if self.looks:
             self.numbers.check()
             self._optimizers.check(who)
+        if self._follows:
+            self.flow.end_turn(who, has_warned=self.numbers.has_warned or self._generators.has_warned)
 
     def end_step(self, who: str) -> None:
         """Check again after the last backward."""

@@ -1,0 +1,107 @@
+"""Operators as a dispatch mode receives them: what they do with their arguments."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+aten = torch.ops.aten
+
+__all__ = ["Call", "Kind", "tensors_in"]
+
+_DRAWING = "normal_ uniform_ random_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_"
+_OVERWRITING = {"copy_", "fill_", "zero_", "set_", "_foreach_copy_", "_foreach_zero_", *_DRAWING.split()}
+
+_LOOKUPS = {"index", "index_select", "gather", "take", "embedding"}
+
+_INDEXED: Mapping[str, Callable[[Sequence[Any], Tensor, int], object]] = {
+    "index_put_": lambda args, part, number: aten.index_put_(part, args[1], part.new_tensor(number)),
+    "index_copy_": lambda args, part, number: part.index_fill_(args[1], args[2], number),
+    "index_fill_": lambda args, part, number: part.index_fill_(args[1], args[2], number),
+    "scatter_": lambda args, part, number: part.scatter_(args[1], args[2], number),
+    "masked_fill_": lambda args, part, number: part.masked_fill_(args[1], number),
+    "masked_scatter_": lambda args, part, number: part.masked_fill_(args[1], number),
+}
+"""For operators that write to some elements: writes a number to the same elements, given their arguments."""
+
+
+class Kind(NamedTuple):
+    """What an operator does with its arguments."""
+
+    writes: tuple[tuple[int, str], ...]  # the arguments that it writes to, by position and name
+    overwrites: bool  # whether their old values are lost
+    is_random: bool
+    takes_shapes_only: bool
+    takes_parts: bool  # looks up rows, or gives a view of its arguments
+    write: Callable[[Sequence[Any], Tensor, int], object] | None  # see `_INDEXED`
+
+
+_HIGHER_ORDER = Kind(
+    (), overwrites=False, is_random=False, takes_shapes_only=False, takes_parts=False, write=None
+)
+"""Of higher-order operators: what happens inside the functions that they call is not followed."""
+
+
+class Call(NamedTuple):
+    """An operator and its arguments."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    kind: Kind
+    written: Sequence[Tensor]  # the arguments that it writes to
+    overwrites: bool  # whether their old values are lost
+
+    @classmethod
+    def of(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        """Return the call of any operator."""
+        kind = _kind_of(func) if isinstance(func, OpOverload) else _HIGHER_ORDER
+        values = [args[at] if at < len(args) else kwargs.get(name) for at, name in kind.writes]
+        adds = any(each is True for each in (*args[3:4], kwargs.get("accumulate")))  # `index_put_`
+        return cls(func, args, kwargs, kind, list(tensors_in(values)), kind.overwrites and not adds)
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The values of all arguments."""
+        return (*self.args, *self.kwargs.values())
+
+    @property
+    def given(self) -> list[Tensor]:
+        """The tensors among the arguments."""
+        return list(tensors_in(self.values))
+
+    def run(self) -> Any:
+        """Run the operator."""
+        return self.func(*self.args, **self.kwargs)
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among an operator's arguments or results."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
+
+
+@functools.cache
+def _kind_of(func: OpOverload) -> Kind:
+    arguments = enumerate(func._schema.arguments)
+    writes = [
+        (at, each) for at, each in arguments if each.alias_info is not None and each.alias_info.is_write
+    ]
+    name = func.overloadpacket.__name__
+    indexed = None if "reduce" in func._overloadname else _INDEXED.get(name)
+    return Kind(
+        tuple((at, each.name) for at, each in writes),
+        name in _OVERWRITING or indexed is not None or any(each.kwarg_only for _, each in writes),
+        torch.Tag.nondeterministic_seeded in func.tags,
+        name.endswith("_like") or name.startswith("new_"),
+        name in _LOOKUPS or bool(func.is_view),
+        indexed,
+    )

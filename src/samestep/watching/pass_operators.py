@@ -1,0 +1,213 @@
+"""Finds passes that compute their losses in different ways, although nothing that they read differs.
+
+A pass may choose its operators, and the numbers that they take, by what it reads in Python: values of
+tensors, random numbers, the tower's index. If two passes over rows of the same shapes read none of these,
+their losses are the same function of rows, weights and random numbers. Otherwise, this function depends on
+what an earlier pass has left, such as a count of passes, or on the time, and so on the number of workers.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from samestep.batches.columns import version_of
+from samestep.errors import warn
+from samestep.watching.operator_calls import Call, tensors_in
+from samestep.watching.origins import storage_of
+from samestep.watching.reads import Reads
+from samestep.watching.values import checksum_of_value, is_readable
+
+__all__ = ["PassOperators"]
+
+_READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_UNTAGGED = {"_pack_padded_sequence", "_ctc_loss", "_cudnn_ctc_loss"}
+_LIBRARIES = {"torch", "samestep"}
+_Reference: TypeAlias = StorageWeakRef | None
+_PLAIN = (int, float, str, type(None), torch.dtype)
+
+
+class _Operator(NamedTuple):
+    """An operator of a pass."""
+
+    inputs: Sequence[int]  # the numbers of the results that it takes
+    text: str
+
+
+class _Loss(NamedTuple):
+    """A pass's loss: the number of its result, and the operators of the pass by results, in order."""
+
+    tower: int
+    number: int
+    operators: Mapping[int, _Operator]
+
+    def ancestors(self) -> set[int]:
+        """Return the numbers of all results that the loss was computed from, and its own."""
+        found, open_ = set[int](), [self.number]
+        while open_:
+            number = open_.pop()
+            if number not in found:
+                found.add(number)
+                open_ += self.operators[number].inputs if number in self.operators else ()
+        return found
+
+
+class PassOperators:
+    """The operators of a step's passes that compute from rows and random numbers.
+
+    Each result has a number: a hash of the operator, of the numbers that it takes, and of its inputs. Other
+    inputs count by their values, because a pass may use what an earlier one has computed, such as a mask.
+    Once a pass has read what may differ, the rest of it is not followed.
+
+    Attributes:
+        has_warned: whether there has been a warning.
+    """
+
+    def __init__(self, reads: Reads) -> None:
+        self._reads = reads
+        self.has_warned = self._is_followed = False
+        self.start_step()
+
+    def start_step(self) -> None:
+        """Forget the step before."""
+        self._first: dict[tuple[Any, ...], _Loss] = {}  # by the rows' shapes
+        self._pair: tuple[_Loss, _Loss] | None = None
+
+    def start_pass(self, tower: int, rows: Sequence[Tensor], shared: Iterable[Tensor]) -> None:
+        """Begin a tower's pass. `shared` are the model's parameters and buffers."""
+        self._is_followed = not (self.has_warned or self._reads.found)
+        self._results: dict[
+            int, tuple[int, StorageWeakRef | None]
+        ] = {}  # by storage; references keep addresses
+        self._empty: dict[int, StorageWeakRef | None] = {}  # storages with arbitrary values
+        self._values: dict[tuple[Any, ...], tuple[int, StorageWeakRef | None]] = {}
+        self._operators: dict[int, _Operator] = {}
+        if self._is_followed:
+            self._tower = tower
+            self._kind = tuple((tensor.shape, tensor.dtype) for tensor in rows)
+            self._shared = {storage_of(tensor): number for number, tensor in enumerate(shared)}
+            for number, tensor in enumerate(rows):
+                self._results[storage_of(tensor)] = number, _reference(tensor)
+
+    def stop_pass(self) -> None:
+        """Forget the pass, except its loss."""
+        self._is_followed = False
+        self._results, self._empty, self._values, self._operators = {}, {}, {}, {}
+
+    def start(self, call: Call) -> None:
+        """Note an operator before it runs, and perhaps writes to its arguments."""
+        self._number: int | None = None
+        if not self._is_followed:
+            return
+        self._reads.found |= _reads_values(call)
+        taken = [] if call.kind.takes_shapes_only else map(storage_of, call.given)
+        if self._reads.found or not (call.kind.is_random or any(each in self._results for each in taken)):
+            return
+        self._overwritten = set(map(storage_of, call.written)) if call.overwrites else set()
+        described = tuple(map(self._described, call.values))
+        if not self._reads.found:
+            self._number = zlib.crc32(repr((str(call.func), described)).encode())
+
+    def finish(self, call: Call, result: Any) -> None:
+        """Note what the operator has computed."""
+        if not self._is_followed:
+            return
+        storages = set(map(storage_of, call.given))
+        made = [*call.written, *(each for each in tensors_in((result,)) if storage_of(each) not in storages)]
+        for tensor in call.written:
+            self._empty.pop(storage_of(tensor), None)
+        if self._number is not None:
+            operator = self._operator(call)
+            for index, tensor in enumerate(filter(storage_of, made)):
+                self._operators[self._number + index] = operator
+                self._results[storage_of(tensor)] = self._number + index, _reference(tensor)
+        elif self._reads.found:
+            for tensor in call.written:
+                self._results.pop(storage_of(tensor), None)
+        elif str(call.func).startswith(("aten.empty", "aten.new_empty")):
+            self._empty.update(
+                (storage_of(tensor), _reference(tensor)) for tensor in filter(storage_of, made)
+            )
+
+    def _operator(self, call: Call) -> _Operator:
+        numbers = [f"{each:.6g}" for each in call.values if type(each) in (int, float)]
+        text = f"{call.func.overloadpacket}({', '.join(numbers)}) in {_line()}"
+        inputs = [self._results[each][0] for each in map(storage_of, call.given) if each in self._results]
+        return _Operator(inputs, text)
+
+    def _described(self, value: Any) -> Any:
+        """Return a value that is the same for the same argument in another pass."""
+        if isinstance(value, (list, tuple)):
+            return tuple(map(self._described, value))
+        if not isinstance(value, Tensor):
+            return value if isinstance(value, _PLAIN) else ""
+        storage, place = storage_of(value), (int(value.storage_offset()), tuple(value.shape))
+        if storage in self._results:
+            return self._results[storage][0], place
+        if storage in self._shared:
+            return "model", self._shared[storage], place
+        if storage in self._overwritten:
+            return "", place[1]
+        if storage in self._empty or not is_readable(value):  # it is not known what is there
+            self._reads.found = True
+            return ""
+        key = (storage, place, value.stride(), version_of(value))
+        if key not in self._values:
+            self._values[key] = checksum_of_value(value), _reference(value)
+        return self._values[key][0], place[1]
+
+    def note_losses(self, losses: Iterable[Any]) -> None:
+        """Note the losses of the pass, or its outputs for a loss of the whole batch."""
+        if not (self._is_followed and self._reads.is_complete()):
+            return
+        for index, tensor in enumerate(each for each in losses if isinstance(each, Tensor)):
+            if (storage := storage_of(tensor)) in self._results:
+                own = _Loss(self._tower, self._results[storage][0], self._operators)
+                first = self._first.setdefault((self._kind, index), own)
+                if first.number != own.number:
+                    self._pair = self._pair or (first, own)
+
+    def check(self, who: str) -> None:
+        """Warn, once, if the loss of the pass differs from an earlier one's."""
+        if self._pair is None or self.has_warned:
+            return
+        self.has_warned = True
+        first, own = self._pair
+        ours, theirs = own.ancestors(), first.ancestors()
+        operators, new = (own.operators, ours - theirs) if ours - theirs else (first.operators, theirs - ours)
+        text = next(operator.text for number, operator in operators.items() if number in new)
+        warn(
+            f"{who}: its loss was computed in another way than that of tower {first.tower}, from {text} on, "
+            "although both have rows of the same shapes, and neither pass had read values of tensors, random "
+            "numbers or tower.index: it depends on what another pass has left, such as a count of passes, or "
+            "on the time, and so on the number of workers; compute it from towers.step, tower.index or the "
+            "rows, or before the loop"
+        )
+
+
+def _reads_values(call: Call) -> bool:
+    """Say whether Python sees values of tensors, or sizes that depend on them; or it is not known."""
+    func = call.func
+    if not isinstance(func, OpOverload) or func.overloadpacket.__name__ in _UNTAGGED:
+        return True
+    return not _READING.isdisjoint(func.tags) or any(each.layout is not torch.strided for each in call.given)
+
+
+def _reference(tensor: Tensor) -> _Reference:
+    return StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else None
+
+
+def _line() -> str:
+    """Return the program's line that runs an operator."""
+    frame = sys._getframe(1)
+    while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES:
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno}"

@@ -1,0 +1,79 @@
+"""Notes whether a pass has read, in Python, something that may differ between towers."""
+
+from __future__ import annotations
+
+import random
+import sys
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from samestep.watching.own_generators import state_of
+
+__all__ = ["Reads"]
+
+_VALUES = {"numpy", "tolist", "data_ptr", "_to_dlpack"}  # reads of tensors that no operator shows
+_SEEDS = {"initial_seed", "seed"}  # of torch's generators, which are seeded for each tower
+_KNOWN = {"torch", "numpy", *sys.stdlib_module_names}
+_COMPILED = "_empty_strided"  # begins the names of functions that allocate in compiled code
+_methods: tuple[Any, ...] = (random.random, np.random.rand)
+_PYTHON, _NUMPY = (method.__self__ for method in _methods)
+
+
+class Reads:
+    """Whether this pass has read values of tensors, random numbers, or the tower's index.
+
+    Operators show most reads of tensors. Others, such as `Tensor.tolist`, are seen as calls of C functions,
+    by Python's hook for profilers. Functions of other extensions, and compiled code, may read anything.
+
+    Attributes:
+        found: whether the pass has read any of these, or may have, as far as is known.
+        index: whether it has read the tower's index.
+        is_paused: whether calls are not the program's.
+    """
+
+    def __init__(self) -> None:
+        self.found = self.index = self.is_paused = False
+        self._hook = self._note  # the same object each time
+        self._numpy: str | None = None
+
+    def start(self, *, is_known: bool) -> None:
+        """Begin a pass, after the global generators were seeded for its tower.
+
+        Nothing is known of what it reads, unless `is_known`, or if a profiler is running.
+        """
+        self.index = False
+        self.found = not is_known or sys.getprofile() is not None
+        if not self.found:
+            self._numpy = state_of(_NUMPY)
+            sys.setprofile(self._hook)
+
+    def stop(self) -> None:
+        """Ignore calls from now on."""
+        if sys.getprofile() is self._hook:
+            sys.setprofile(None)
+
+    def note_index(self) -> None:
+        """Note that the program has read the tower's index."""
+        self.found = self.index = True
+
+    def is_complete(self) -> bool:
+        """Say whether no call was missed, nor a draw from NumPy's global generator, which no call shows."""
+        return sys.getprofile() is self._hook and state_of(_NUMPY) == self._numpy
+
+    def _note(self, frame: FrameType, event: str, function: Any) -> None:
+        if event == "c_call" and not (self.is_paused or self.found) and _reads(function):
+            self.found = True
+
+
+def _reads(function: Any) -> bool:
+    owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+    if owner is _PYTHON or (issubclass(type(owner), torch.Generator) and name in _SEEDS):
+        return True
+    if issubclass(type(owner), Tensor) or name in _VALUES:
+        return name in _VALUES
+    module = str(getattr(function, "__module__", None) or type(owner).__module__)
+    return module.partition(".")[0] not in _KNOWN or name.startswith(_COMPILED)

@@ -1,0 +1,27 @@
+"""Reads the values of tensors in order to compare them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from samestep.identity import checksum_of
+from samestep.watching.origins import is_plain
+
+__all__ = ["MOST_ELEMENTS", "checksum_of_value", "is_readable"]
+
+MOST_ELEMENTS = 2**16
+"""Of larger tensors, about this many elements are compared."""
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether a tensor lies in memory as its strides say, and a GPU may be waited for."""
+    if tensor.layout is not torch.strided or not is_plain(tensor):
+        return False
+    return tensor.is_cpu or (tensor.is_cuda and not torch.cuda.is_current_stream_capturing())
+
+
+def checksum_of_value(tensor: Tensor) -> int:
+    """Return a hash of a tensor that is readable."""
+    values = tensor.detach().contiguous().view(-1)
+    return checksum_of(values[:: max(1, len(values) // MOST_ELEMENTS)].cpu().contiguous())

@@ -1,0 +1,353 @@
+"""Passes that compute their losses in another way than others without having read what differs: a warning."""
+
+import functools
+import itertools
+import os
+import random
+import sys
+import time
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from samestep.watching.operator_calls import Call
+from samestep.watching.pass_operators import PassOperators
+from samestep.watching.reads import Reads
+
+from .cases import mostly_long
+from .nets import net
+from .simulation import simulate
+from .test_flow import Program
+
+ANOTHER_WAY = "its loss was computed in another way than that of tower "
+
+
+def warnings_of(program, num_workers):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outcomes = simulate(program, num_workers)
+    assert [outcome.error for outcome in outcomes] == [None] * num_workers
+    return [str(each.message) for each in caught], {outcome.value.digest for outcome in outcomes}
+
+
+# ---- wrong: what a pass computes depends on earlier passes, or on the time -------------------------
+
+
+class EveryOther(Program):
+    """A term in every other pass."""
+
+    def build(self):
+        self.calls = itertools.count()
+        return net()
+
+    def loss(self, x, y):
+        loss = super().loss(x, y)
+        return loss if next(self.calls) % 2 else loss + self.model(x).abs().mean()
+
+
+class Weighted(Program):
+    """A weight that is a simple fraction of the number of passes."""
+
+    num_passes = 0
+
+    def loss(self, x, y):
+        self.num_passes += 1
+        return super().loss(x, y) + self.num_passes / 30 * self.model(x).square().mean()
+
+
+class Rolled(EveryOther):
+    def loss(self, x, y):
+        return F.cross_entropy(self.model(x.roll(next(self.calls), 1)), y)
+
+
+class HeadsInTurns(EveryOther):
+    def build(self):
+        super().build()
+        return nn.ModuleList([net(), net()])
+
+    def loss(self, x, y):
+        return F.cross_entropy(self.model[next(self.calls) % 2](x), y)
+
+
+class ByTheClock(Program):
+    def loss(self, x, y):
+        return super().loss(x, y) * (1 + time.perf_counter() % 1)
+
+
+class FromTheSystem(Program):
+    def loss(self, x, y):
+        return super().loss(x, y) * (1 + random.SystemRandom().random())
+
+
+class ArrayThatChanges(Program):
+    """An array that each pass changes, without reading its rows."""
+
+    def build(self):
+        self.scale = np.ones(6, np.float32)
+        return net()
+
+    def loss(self, x, y):
+        self.scale *= 0.9
+        return super().loss(x * torch.from_numpy(self.scale), y)
+
+
+class LoggedFirst(Weighted):
+    """Reads the loss, but only after it was computed."""
+
+    def loss(self, x, y):
+        loss = super().loss(x, y)
+        self.shown = loss.item()
+        return loss
+
+
+@pytest.mark.parametrize("num_workers", mostly_long([2, 1, 3], 1))
+@pytest.mark.parametrize(
+    "program",
+    [
+        *(EveryOther, Weighted, Rolled, HeadsInTurns, ByTheClock, FromTheSystem, ArrayThatChanges),
+        LoggedFirst,
+    ],
+)
+def test_what_a_pass_computes_by_itself_is_told_of_once_on_each_worker(program, num_workers):
+    told, _ = warnings_of(program, num_workers)
+    found = [each for each in told if ANOTHER_WAY in each]
+    assert len(found) == num_workers
+    assert all("in test_pass_operators.py, line " in each for each in found)
+
+
+def test_a_warning_names_the_number_and_the_line():
+    told, _ = warnings_of(Weighted, 1)
+    line = Weighted.loss.__code__.co_firstlineno + 2
+    assert told[0].startswith(
+        f"step 0, tower 1: {ANOTHER_WAY}0, from aten.mul(0.0666667) in test_pass_operators.py, line {line} on"
+    )
+
+
+def test_a_profiler_of_the_programs_own_goes_on():
+    reads, hook = Reads(), lambda *_: None
+    sys.setprofile(hook)
+    reads.start(is_known=True)
+    reads.stop()
+    found = sys.getprofile()
+    sys.setprofile(None)
+    assert reads.found
+    assert found is hook
+
+
+def test_a_profiler_that_a_pass_starts_hides_what_it_reads():
+    reads = Reads()
+    reads.start(is_known=True)
+    assert reads.is_complete()
+    sys.setprofile(None)
+    assert not reads.is_complete()
+
+
+# ---- right: what a pass computes depends on what it has read --------------------------------------
+
+
+class ByIndex(Program):
+    def run(self, tower):
+        self.is_even = tower.index % 2 == 0
+        super().run(tower)
+
+    def loss(self, x, y):
+        return super().loss(x.flip(1) if self.is_even else x, y)
+
+
+class ByRows(Program):
+    """Chooses by values of the rows, read in several ways."""
+
+    def loss(self, x, y):
+        loss = super().loss(x, y)
+        loss = loss * (1 + sum(y.tolist()) / 7)
+        loss = loss * (1 + int(np.asarray(x).argmax()))
+        loss = loss * (1 + y.numpy().mean().item())
+        return loss + len(x[y > 0]) / 9 * self.model(x).mean()
+
+
+class ByLabels(Program):
+    def loss(self, x, y):
+        labels = y.tolist()
+        return super().loss(x, y) * (1 + labels[0])
+
+
+class ByOutputs(Program):
+    def loss(self, x, y):
+        return super().loss(x, y) * (2 if self.model(x).mean() > 0 else 1)
+
+
+class ByPython(Program):
+    def loss(self, x, y):
+        return super().loss(x, y) * random.uniform(0.5, 1)
+
+
+class ByNumPy(Program):
+    def loss(self, x, y):
+        return super().loss(x, y) * float(np.random.beta(0.4, 0.4))
+
+
+class BySeed(Program):
+    def loss(self, x, y):
+        return super().loss(x, y) * random.Random(torch.initial_seed()).random()
+
+
+class Noisy(Program):
+    def loss(self, x, y):
+        return super().loss(
+            F.dropout(x + 0.1 * torch.randn_like(x), 0.3), y[torch.randperm(len(y)).argsort()]
+        )
+
+
+class GrowingMask(Program):
+    """A mask that the first pass makes, and longer passes make again."""
+
+    mask = torch.zeros(0, 0)
+
+    def loss(self, x, y):
+        if len(x) > len(self.mask):
+            self.mask = torch.ones(2 * len(x), 2 * len(x)).tril()
+        return F.cross_entropy(self.mask[: len(x), : len(x)] @ self.model(x) / len(x), y)
+
+
+class CachedMask(Program):
+    def build(self):
+        self.mask = functools.cache(lambda n: torch.linspace(0, 1, n).exp()[:, None])
+        return net()
+
+    def loss(self, x, y):
+        return super().loss(x * self.mask(len(x)), y)
+
+
+class CachedFromWeights(Program):
+    """Outputs of a frozen net for fixed inputs, which the first pass computes."""
+
+    def build(self):
+        self.other = net().requires_grad_(False)
+        return net()
+
+    def loss(self, x, y):
+        texts = self.keep("texts", lambda: self.other(torch.eye(6)))
+        return super().loss(x, y) + F.mse_loss(self.model(x), x @ texts)
+
+
+class Scratch(Program):
+    """Memory that each pass overwrites, and that may grow."""
+
+    def loss(self, x, y):
+        memory = self.keep("memory", lambda: torch.empty(8, 6))
+        memory[: len(x)] = x
+        total = torch.zeros(3)
+        for row in self.model(memory[: len(x)]):
+            total = total.add_(row)
+        filled = torch.empty(len(x), 3)
+        filled[:, :1] = x[:, :1]
+        filled[:, 1:].zero_()
+        return super().loss(x, y) + total.square().mean() + (self.model(x) * filled).mean()
+
+
+class Logging(Program):
+    """Work for the log in some passes, which no loss uses."""
+
+    count = 0
+    total = torch.zeros(())
+
+    def loss(self, x, y):
+        self.count += 1
+        loss = super().loss(x, y)
+        if self.count % 3 == 1:
+            self.norm = sum(p.norm() for p in self.model.parameters()) * self.count
+        self.total = self.total + loss.detach() / self.count
+        return loss
+
+
+class Labels(Program):
+    """Rows in Python, which are different for each tower."""
+
+    def batch(self, step):
+        batch = super().batch(step)
+        return {**batch, "weights": [each / 7 for each in range(len(batch["x"]))]}
+
+    def run(self, tower):
+        x, y, weights = (tower.batch[name] for name in ("x", "y", "weights"))
+        tower.backward(self.loss(x, y) * (1 + sum(weights)))
+
+
+class InNumPy(Labels):
+    def batch(self, step):
+        batch = super().batch(step)
+        return {**batch, "weights": np.array(batch["weights"])}
+
+
+class Packed(Program):
+    """Sequences of different lengths."""
+
+    def build(self):
+        return nn.ModuleList([nn.GRU(1, 3, batch_first=True), net()])
+
+    def loss(self, x, y):
+        packed = nn.utils.rnn.pack_padded_sequence(
+            x[..., None], y + 2, batch_first=True, enforce_sorted=False
+        )
+        outputs, _ = self.model[0](packed)
+        return F.cross_entropy(self.model[1](x), y) + outputs.data.sum() / len(outputs.data)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        *(ByIndex, ByRows, ByLabels, ByOutputs, ByPython, ByNumPy, BySeed, Noisy, GrowingMask, CachedMask),
+        *(CachedFromWeights, Scratch, Logging, Labels, InNumPy, Packed),
+    ],
+)
+def test_what_a_pass_may_choose_by_gives_no_warning(program):
+    found = [warnings_of(program, num_workers) for num_workers in (1, 3)]
+    assert not [each for told, _ in found for each in told if ANOTHER_WAY in each]
+    assert len(set.union(*(digests for _, digests in found))) == 1
+
+
+# ---- the parts -------------------------------------------------------------------------------------
+
+
+def test_memory_that_unknown_code_writes_to_is_not_compared():
+    """As extensions do that are no operators of torch: they allocate, and then write."""
+    reads = Reads()
+    operators = PassOperators(reads)
+    for tower in range(2):
+        rows, aten = torch.ones(2), torch.ops.aten
+        reads.start(is_known=True)
+        operators.start_pass(tower, [rows], [])
+        empty = run(operators, aten.empty_like.default, rows)
+        empty.data.fill_(tower)
+        loss = run(operators, aten.mul.Tensor, empty, rows)
+        operators.note_losses([loss])
+        reads.stop()
+        assert reads.found
+    operators.check("a pass")  # no warning
+
+
+def run(operators, func, *args):
+    call = Call.of(func, args, {})
+    operators.start(call)
+    result = call.run()
+    operators.finish(call, result)
+    return result
+
+
+def test_calls_that_may_read_what_differs():
+    reads, x = Reads(), torch.ones(2)
+
+    def found(action):
+        reads.start(is_known=True)
+        action()
+        reads.stop()
+        return reads.found
+
+    for action in (x.tolist, x.numpy, random.random, torch.initial_seed, lambda: np.asarray(x), x.data_ptr):
+        assert found(action), action
+    for action in (x.size, time.time, lambda: os.urandom(4), lambda: hash("a"), random.SystemRandom().random):
+        assert not found(action), action
+    assert sys.getprofile() is None
