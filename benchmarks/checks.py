@@ -37,7 +37,7 @@ from step import SUBJECTS, Subject, loss_of, pictures, sgd
 
 def start_no_look(watch: Watch, *_: object) -> None:
     """Begin a step without checks."""
-    watch.looks = watch._follows = False
+    watch.looks = watch.follows = False
 
 
 def nothing(*_: object, **__: object) -> None:

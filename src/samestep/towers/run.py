@@ -120,7 +120,7 @@ class StepRun:
                 self.watch.start_pass(index)
                 self._turn = tower = Tower(index, batch, len(rows[index]), self)
                 self._check.start()
-                if not self._is_replay:
+                if not self._is_replay and self.watch.follows:
                     self._follow(tower, batch)
                 del batch
                 yield tower
@@ -351,18 +351,20 @@ class StepRun:
             self.drop()
             raise
 
-    def check_beside(self) -> None:
+    def check_beside(self, *, bits_must_match: bool) -> None:
         """Raise on all workers if what losses depend on beside the model differs between them.
 
-        If no worker runs several towers, it may be what each tower has for itself: then warn, once.
+        If no worker runs several towers, it may be what each tower has for itself: then warn, once; also if
+        workers compute their losses in different ways.
         """
         if not self.exchange.differs_beside:
             return
-        where = self.exchange.where
-        own = self.watch.flow.beside.found()
-        found = gather_objects(self.job.transport, own, f"{where}, comparison")
+        where, flow = self.exchange.where, self.watch.flow
+        own = flow.beside.found(), flow.operators.losses if bits_must_match else {}
+        found, losses = zip(*gather_objects(self.job.transport, own, f"{where}, comparison"), strict=True)
         difference = find_difference(found)
         if difference is None:
+            flow.operators.check_workers(where, losses)
             return
         message = (
             f"{where}: losses depend on {difference}; each worker may have computed it from its own "
@@ -372,7 +374,7 @@ class StepRun:
         )
         if difference.is_certain:
             raise DisagreementError(message)
-        self.watch.flow.beside.warn(f"{message}; keep what is of one tower in a dict, by tower.index")
+        flow.beside.warn(f"{message}; keep what is of one tower in a dict, by tower.index")
 
     def wrong_counts(self) -> BatchError | None:
         """Return an error if the towers' counts are wrong."""

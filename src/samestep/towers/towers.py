@@ -443,7 +443,7 @@ class Towers:
         with self._ending_on_error(run):
             run.check_complete()
             averages = run.finish()
-            run.check_beside()
+            run.check_beside(bits_must_match=self._bits_must_match)
         self._last = result = StepResult(run)
         error = run.wrong_counts()
         if error is not None:

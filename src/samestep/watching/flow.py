@@ -113,7 +113,6 @@ class FlowWatch(TorchDispatchMode):
         self._drawn.clear()
         self._kept_numbers.start_step()
         self._counts.start_step()
-        self.operators.start_step()
         self._updated = ""
 
     def start_pass(
@@ -207,8 +206,9 @@ class FlowWatch(TorchDispatchMode):
 
     def end_turn(self, who: str, *, has_warned: bool) -> None:
         """Warn if this pass has computed its loss in a different way, unless there was another warning."""
-        if not (has_warned or self._has_warned or self._kept_numbers.has_warned or self._counts.has_warned):
-            self.operators.check(who)
+        has_warned |= self._has_warned or self._kept_numbers.has_warned or self._counts.has_warned
+        self.operators.is_explained |= has_warned
+        self.operators.check(who)
 
     def _name(self) -> str:
         """Return the program's name for the continued generator, in brackets."""

@@ -62,8 +62,9 @@ class MustMatch:
         return modes if loss is None or modes == 0 else zlib.crc32(f"{modes} {loss}".encode())
 
     def hash_beside(self) -> int:
-        """Return a 32-bit number of what the losses so far depend on beside the model, 0 for nothing."""
-        return self.watch.flow.beside.hash()
+        """Return a 32-bit number of what losses depend on beside the model, and how; 0 for nothing."""
+        hashes = self.watch.flow.beside.hash(), self.watch.flow.operators.hash()
+        return zlib.crc32(repr(hashes).encode()) if any(hashes) else 0
 
     def late_hash(self) -> int:
         """Return a 32-bit hash of the weights in the previous step, on a GPU; 0 if unknown."""

@@ -26,10 +26,11 @@ from samestep.watching.origins import storage_of
 from samestep.watching.reads import Reads
 from samestep.watching.values import checksum_of_value, is_readable
 
-__all__ = ["PassOperators"]
+__all__ = ["Losses", "PassOperators"]
 
 _READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _UNTAGGED = {"_pack_padded_sequence", "_ctc_loss", "_cudnn_ctc_loss"}
+_ALIKE = "both have rows of the same shapes, and neither pass had read values, random numbers or tower.index"
 _LIBRARIES = {"torch", "samestep"}
 _Reference: TypeAlias = StorageWeakRef | None
 _PLAIN = (int, float, str, type(None), torch.dtype)
@@ -42,15 +43,21 @@ class _Operator(NamedTuple):
     text: str
 
 
-class _Loss(NamedTuple):
+class Loss(NamedTuple):
     """A pass's loss: the number of its result, and the operators of the pass by results, in order."""
 
     tower: int
     number: int
     operators: Mapping[int, _Operator]
 
-    def ancestors(self) -> set[int]:
-        """Return the numbers of all results that the loss was computed from, and its own."""
+    def first_unlike(self, other: Loss) -> str:
+        """Return the first operator that only one of two losses depends on: this one, or the other."""
+        own, others = self._needed(), other._needed()
+        operators, new = (self.operators, own - others) if own - others else (other.operators, others - own)
+        return next(operator.text for number, operator in operators.items() if number in new)
+
+    def _needed(self) -> set[int]:
+        """Return the numbers of all results that the loss depends on, and its own."""
         found, open_ = set[int](), [self.number]
         while open_:
             number = open_.pop()
@@ -58,6 +65,10 @@ class _Loss(NamedTuple):
                 found.add(number)
                 open_ += self.operators[number].inputs if number in self.operators else ()
         return found
+
+
+Losses: TypeAlias = Mapping[tuple[Any, ...], Loss]
+"""A worker's losses by kind: the shapes and dtypes of a tower's rows, and the place among several losses."""
 
 
 class PassOperators:
@@ -68,27 +79,28 @@ class PassOperators:
     Once a pass has read what may differ, the rest of it is not followed.
 
     Attributes:
+        losses: of the step's passes, the first of each kind.
         has_warned: whether there has been a warning.
+        is_explained: whether another check has warned of what may be the cause of differences.
     """
 
     def __init__(self, reads: Reads) -> None:
         self._reads = reads
-        self.has_warned = self._is_followed = False
+        self.has_warned = self.is_explained = self._is_followed = False
         self.start_step()
 
     def start_step(self) -> None:
         """Forget the step before."""
-        self._first: dict[tuple[Any, ...], _Loss] = {}  # by the rows' shapes
-        self._pair: tuple[_Loss, _Loss] | None = None
+        self.losses: dict[tuple[Any, ...], Loss] = {}
+        self._pair: tuple[Loss, Loss] | None = None
 
     def start_pass(self, tower: int, rows: Sequence[Tensor], shared: Iterable[Tensor]) -> None:
         """Begin a tower's pass. `shared` are the model's parameters and buffers."""
         self._is_followed = not (self.has_warned or self._reads.found)
-        self._results: dict[
-            int, tuple[int, StorageWeakRef | None]
-        ] = {}  # by storage; references keep addresses
-        self._empty: dict[int, StorageWeakRef | None] = {}  # storages with arbitrary values
-        self._values: dict[tuple[Any, ...], tuple[int, StorageWeakRef | None]] = {}
+        # By storage; the references keep its address from being reused.
+        self._results: dict[int, tuple[int, _Reference]] = {}
+        self._values: dict[tuple[Any, ...], tuple[int, _Reference]] = {}
+        self._empty: dict[int, _Reference] = {}  # those with arbitrary values
         self._operators: dict[int, _Operator] = {}
         if self._is_followed:
             self._tower = tower
@@ -112,6 +124,7 @@ class PassOperators:
         if self._reads.found or not (call.kind.is_random or any(each in self._results for each in taken)):
             return
         self._overwritten = set(map(storage_of, call.written)) if call.overwrites else set()
+        self._takes_parts = call.kind.takes_parts
         described = tuple(map(self._described, call.values))
         if not self._reads.found:
             self._number = zlib.crc32(repr((str(call.func), described)).encode())
@@ -133,9 +146,7 @@ class PassOperators:
             for tensor in call.written:
                 self._results.pop(storage_of(tensor), None)
         elif str(call.func).startswith(("aten.empty", "aten.new_empty")):
-            self._empty.update(
-                (storage_of(tensor), _reference(tensor)) for tensor in filter(storage_of, made)
-            )
+            self._empty.update((storage_of(each), _reference(each)) for each in filter(storage_of, made))
 
     def _operator(self, call: Call) -> _Operator:
         numbers = [f"{each:.6g}" for each in call.values if type(each) in (int, float)]
@@ -154,7 +165,7 @@ class PassOperators:
             return self._results[storage][0], place
         if storage in self._shared:
             return "model", self._shared[storage], place
-        if storage in self._overwritten:
+        if storage in self._overwritten or self._takes_parts:  # rows that are looked up count as rows
             return "", place[1]
         if storage in self._empty or not is_readable(value):  # it is not known what is there
             self._reads.found = True
@@ -170,27 +181,52 @@ class PassOperators:
             return
         for index, tensor in enumerate(each for each in losses if isinstance(each, Tensor)):
             if (storage := storage_of(tensor)) in self._results:
-                own = _Loss(self._tower, self._results[storage][0], self._operators)
-                first = self._first.setdefault((self._kind, index), own)
+                own = Loss(self._tower, self._results[storage][0], self._operators)
+                first = self.losses.setdefault((self._kind, index), own)
                 if first.number != own.number:
                     self._pair = self._pair or (first, own)
 
     def check(self, who: str) -> None:
         """Warn, once, if the loss of the pass differs from an earlier one's."""
-        if self._pair is None or self.has_warned:
-            return
+        if self._pair is not None and not (self.has_warned or self.is_explained):
+            first, own = self._pair
+            self._warn(
+                f"{who}: its loss was computed in another way than that of tower {first.tower}, from "
+                f"{own.first_unlike(first)} on, although {_ALIKE}: it depends on what another pass has left, "
+                "such as a count of passes, or on the time, and so on the number of workers; compute it from "
+                "towers.step, tower.index or the rows, or before the loop"
+            )
+
+    def check_workers(self, where: str, all_losses: Sequence[Losses]) -> None:
+        """Warn, once, if workers have computed losses in different ways, given those of each worker."""
+        found = None if self.has_warned or self.is_explained else _find_unlike(all_losses)
+        if found is not None:
+            (worker, loss), (other, others) = found
+            self._warn(
+                f"{where}: worker {other} computed the loss of tower {others.tower} in another way than "
+                f"worker {worker} that of tower {loss.tower}, from {others.first_unlike(loss)} on, although "
+                f"{_ALIKE}: it depends on the worker, as with its rank, a hook or a setting that only one "
+                "worker has, or the order of a set"
+            )
+
+    def _warn(self, message: str) -> None:
         self.has_warned = True
-        first, own = self._pair
-        ours, theirs = own.ancestors(), first.ancestors()
-        operators, new = (own.operators, ours - theirs) if ours - theirs else (first.operators, theirs - ours)
-        text = next(operator.text for number, operator in operators.items() if number in new)
-        warn(
-            f"{who}: its loss was computed in another way than that of tower {first.tower}, from {text} on, "
-            "although both have rows of the same shapes, and neither pass had read values of tensors, random "
-            "numbers or tower.index: it depends on what another pass has left, such as a count of passes, or "
-            "on the time, and so on the number of workers; compute it from towers.step, tower.index or the "
-            "rows, or before the loop"
-        )
+        warn(message)
+
+    def hash(self) -> int:
+        """Return a 32-bit hash of how losses were computed; 0 if it is not known."""
+        numbers = sorted((repr(kind), loss.number) for kind, loss in self.losses.items())
+        return zlib.crc32(repr(numbers).encode()) if numbers else 0
+
+
+def _find_unlike(all_losses: Sequence[Losses]) -> tuple[tuple[int, Loss], tuple[int, Loss]] | None:
+    """Return two workers, and their losses of one kind that were computed in different ways."""
+    for kind in dict.fromkeys(kind for losses in all_losses for kind in losses):
+        first, *rest = ((worker, losses[kind]) for worker, losses in enumerate(all_losses) if kind in losses)
+        for other in rest:
+            if other[1].number != first[1].number:
+                return first, other
+    return None
 
 
 def _reads_values(call: Call) -> bool:

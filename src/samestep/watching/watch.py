@@ -33,6 +33,7 @@ class Watch:
     Attributes:
         tensors: the model's parameters and buffers.
         modes: the layers' modes, training or evaluation.
+        follows: whether values are followed in this step.
         flow: the values that a pass leaves and another one uses, in some of the steps that look.
         settings: of torch's own layers, by layer, in every 32nd step.
         loss: of the whole batch, which all workers compute; None until it is known in this step.
@@ -51,7 +52,7 @@ class Watch:
         self.tensors = WatchedTensors()
         self._optimizers = OptimizerSettings()
         self.flow = FlowWatch()
-        self.looks = self._follows = False
+        self.looks = self.follows = False
 
     def look_at_model(self, fixed: Sequence[NamedBuffer], shared: Sequence[NamedBuffer]) -> None:
         """Watch the model as it is from now on: when it is new, and after a change between two steps.
@@ -88,18 +89,19 @@ class Watch:
         # With several workers, step 1 as well: it uses what the program has made of step 0.
         compares = num_workers > 1 and (do_all_follow or step == 1)
         self.looks = is_first or do_all_look
-        self._follows = is_first or do_all_follow or compares
+        self.follows = is_first or do_all_follow or compares
         self.settings = self.numbers.settings() if do_all_look else {}
         self.modes.start_step(notes_autocast=do_all_follow)
         self.outside.start_step()
         if self.looks:
-            found = in_reach(_is_looked_for, self._forwards) if self._follows else []
+            found = in_reach(_is_looked_for, self._forwards) if self.follows else []
             self.numbers.start_step()
             self._generators.start_step(found)
             self._optimizers.start_step(found)
             self.outside.note_compiled(found)
         self.flow.beside.clear()
-        if self._follows:
+        self.flow.operators.start_step()
+        if self.follows:
             self.flow.start_step()
         if compares:
             self.flow.beside.start_step(self._forwards)
@@ -118,34 +120,33 @@ class Watch:
             self.numbers.start_pass(tower)
 
     def follow(self, tower: int, num_rows: int, rows: Iterable[Tensor], *, is_comparable: bool) -> None:
-        """Follow the values of a tower's rows, in some of the steps that look; see `FlowWatch.start_pass`."""
-        if self._follows:
-            shared = [*self._model.parameters(), *self._model.buffers()]
-            is_comparable = is_comparable and not self.outside.is_compiled
-            self.flow.start_pass(tower, num_rows, rows, shared, self._forwards, is_comparable=is_comparable)
+        """Follow the values of a tower's rows in a step that `follows`; see `FlowWatch.start_pass`."""
+        shared = [*self._model.parameters(), *self._model.buffers()]
+        is_comparable = is_comparable and not self.outside.is_compiled
+        self.flow.start_pass(tower, num_rows, rows, shared, self._forwards, is_comparable=is_comparable)
 
     def note_losses(self, losses: Iterable[Any]) -> None:
         """Note the losses that a program passes in, or outputs, in a step whose values are followed."""
-        if self._follows:
+        if self.follows:
             self.flow.operators.note_losses(losses)
 
     def stop_looking(self) -> None:
         """Stop recording which modules run, once a tower has passed its loss or an error ends its pass."""
         if self.looks:
             self.outside.stop_looking()
-        if self._follows:
+        if self.follows:
             self.flow.pause()
 
     def go_on(self) -> None:
         """Follow a pass again after its backward: the program may still make values and keep them."""
-        if self._follows:
+        if self.follows:
             self.flow.resume()
 
     def end_pass(self) -> None:
         """End a tower's pass, if one has begun."""
         if self.looks:
             self.outside.stop_looking()
-        if self._follows:
+        if self.follows:
             self.flow.stop()
 
     def check_pass(self, who: str, loss: Tensor, *, is_outer: bool) -> None:
@@ -161,12 +162,12 @@ class Watch:
             self._generators.check()
         else:
             self.outside.check(who)
-        if self._follows:
+        if self.follows:
             self.flow.check(who, loss, has_warned=self.numbers.has_warned)
 
     def check_outputs(self, who: str, outputs: Iterable[Tensor]) -> None:
         """Check the outputs of a pass for a whole-batch loss, in a step whose values are followed."""
-        for tensor in outputs if self._follows else ():
+        for tensor in outputs if self.follows else ():
             self.flow.check(who, tensor)
 
     def check(self, who: str) -> None:
@@ -179,7 +180,7 @@ class Watch:
         if self.looks:
             self.numbers.check()
             self._optimizers.check(who)
-        if self._follows:
+        if self.follows:
             self.flow.end_turn(who, has_warned=self.numbers.has_warned or self._generators.has_warned)
 
     def end_step(self, who: str) -> None:
@@ -188,7 +189,7 @@ class Watch:
         if self.looks:
             self.numbers.check()  # the loop may have ended with a `break`
             self._optimizers.start_step(())  # or go on after average(), where settings may change
-        if self._follows:
+        if self.follows:
             self.flow.end_step(who)
         self.tensors.end_step(who)
 
