@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-__all__ = ["Named", "in_reach"]
+__all__ = ["Named", "in_reach", "let_go_of_variables"]
 
 Named = tuple[str, Any]
 """An object's name, and the object."""
@@ -66,6 +66,14 @@ def in_reach(is_wanted: Callable[[Any], bool], functions: Iterable[Named] = ()) 
                 for part in islice(_PARTS.get(type(value), _parts_of_object)(name, value), _MOST_PARTS):
                     (data if _is_data(value, part[1]) else values).append((*part, steps + 1))
     return found
+
+
+def let_go_of_variables() -> None:
+    """Empty the dicts of variables that a hook for profilers has left in this thread's frames."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        _locals_of(frame)
+        frame = frame.f_back
 
 
 def _is_data(value: Any, part: object) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from samestep.watching.own_generators import state_of
+from samestep.watching.reach import let_go_of_variables
 
 __all__ = ["Reads"]
 
@@ -37,6 +38,7 @@ class Reads:
 
     def __init__(self) -> None:
         self.found = self.index = self.is_paused = False
+        self._has_hooked = False  # in this pass
         self._hook = self._note  # the same object each time
         self._numpy: str | None = None
 
@@ -47,7 +49,8 @@ class Reads:
         """
         self.index = False
         self.found = not is_known or sys.getprofile() is not None
-        if not self.found:
+        self._has_hooked = not self.found
+        if self._has_hooked:
             self._numpy = state_of(_NUMPY)
             sys.setprofile(self._hook)
 
@@ -55,6 +58,8 @@ class Reads:
         """Ignore calls from now on."""
         if sys.getprofile() is self._hook:
             sys.setprofile(None)
+        if self._has_hooked:
+            let_go_of_variables()
 
     def note_index(self) -> None:
         """Note that the program has read the tower's index."""
