@@ -80,6 +80,20 @@ def test_a_newer_list_is_looked_up_now_and_then(store, monkeypatch):
     assert worker.has_newer()
 
 
+def test_a_list_that_is_older_than_the_group_says_nothing_about_a_loss(store, monkeypatch):
+    monkeypatch.setattr(members, "_LOOK_S", 60)
+    roster = Roster(store, range(2))
+    workers = [Members(store, number) for number in range(3)]
+    advance(*workers[:2])
+    assert workers[0].loss() is None
+    roster.let_in([2])
+    advance(*workers)
+    assert workers[0].loss() is None
+    roster.without([2])
+    monkeypatch.setattr(members, "_LOOK_S", 0)
+    assert workers[0].loss() == "worker 2 is gone (reported by the launchers)"
+
+
 def test_a_worker_whose_launcher_is_gone_finds_no_newer_list(store, monkeypatch):
     def newest(self):
         raise DistError("Broken pipe")

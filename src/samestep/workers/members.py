@@ -168,7 +168,7 @@ class Members:
                 self.say(Key.HERE, found.number, self.own)
             missing = [] if found is self.current else self._missing(found)
             if found is not self.current and not missing:
-                self.current = found
+                self.current = self._seen = found  # an older list lacks workers that have joined since
                 return PrefixStore(f"group/{found.number}", self._store)
             if patience.is_over():
                 if not may_accuse:
