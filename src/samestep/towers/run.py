@@ -194,10 +194,10 @@ class StepRun:
                 parameter.grad = gradient
 
     def _check_done(self, tower: Tower) -> None:
-        if tower.index not in self._done:
+        if tower._index not in self._done:
             raise self._check.not_handed_in(tower)
         if not self._is_replay:
-            self.watch.end_turn(f"step {self.step}, tower {tower.index}")
+            self.watch.end_turn(f"step {self.step}, tower {tower._index}")
 
     def take_mean(self, tower: Tower, loss: Tensor | Mapping[str, Tensor]) -> None:
         """Run backward from a tower's mean loss, or from its named sums; see `Tower.backward`."""
@@ -243,8 +243,8 @@ class StepRun:
                 f"{tower!r}: a loop over other Towers began during this tower's turn: run one loop after the "
                 "other, or put both models into one nn.ModuleList with one Towers"
             )
-        if tower.index in self._done or tower is not self._turn:
-            why = "has run backward already" if tower.index in self._done else "is not the current tower"
+        if tower._index in self._done or tower is not self._turn:
+            why = "has run backward already" if tower._index in self._done else "is not the current tower"
             raise UsageError(
                 f"{tower!r} {why}: call backward once for each tower, inside the loop over towers(batch)"
             )
@@ -276,29 +276,29 @@ class StepRun:
 
         `leaves` are the leaf tensors of the graph that `backward` traverses.
         """
-        self._done.add(tower.index)
+        self._done.add(tower._index)
         self.watch.stop_looking()
         if self._is_replay:
             if backward is not None:
                 backward()
             return
         self.losses.note(loss)
-        who = f"step {self.step}, tower {tower.index}"
+        who = f"step {self.step}, tower {tower._index}"
         first, last = self._ends
-        is_last = tower.index == last
+        is_last = tower._index == last
         with self._failing_together():
-            self.watch.check_pass(who, loss.total, is_outer=is_last or tower.index == first)
-            counters, moments = self._buffers.counters(), self._buffers.moments(tower.index, tower.rows)
-        self._scalars[tower.index] = TowerScalars(loss.count, loss.sums, counters, moments)
+            self.watch.check_pass(who, loss.total, is_outer=is_last or tower._index == first)
+            counters, moments = self._buffers.counters(), self._buffers.moments(tower._index, tower.rows)
+        self._scalars[tower._index] = TowerScalars(loss.count, loss.sums, counters, moments)
         if is_last:
             self._start_exchange()
         # Only the first tower can be checked: later, `p.grad` may hold a sibling's sum, which would hide that
         # a gradient arrives in two parts.
-        is_checked = self.watch.looks and tower.index == first
+        is_checked = self.watch.looks and tower._index == first
         at_once = not (self._replica.has_reentrant or is_checked)
         if is_checked:
             self._check.start_backward()
-        self._gradients.backward(tower.index, backward, is_last=is_last, at_once=at_once)
+        self._gradients.backward(tower._index, backward, is_last=is_last, at_once=at_once)
         if is_checked:
             with self._failing_together():
                 self._check.check_backward(who)

@@ -240,11 +240,8 @@ class FlowWatch(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._is_paused:
             return func(*args, **kwargs)
-        self.reads.is_paused = True
-        try:
+        with self.reads.ignored():
             return self._run(Call.of(func, args, kwargs))
-        finally:
-            self.reads.is_paused = False
 
     def _run(self, call: Call) -> Any:
         self.operators.start(call)

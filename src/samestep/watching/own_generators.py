@@ -27,10 +27,17 @@ def state_of(value: Any) -> str | None:
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return repr(value.getstate())
     if isinstance(value, np.random.Generator):
-        return repr(value.bit_generator.state)
+        return repr(_without_arrays(value.bit_generator.state))
     if isinstance(value, np.random.RandomState):
-        return repr(value.get_state(legacy=False))
+        return repr(_without_arrays(value.get_state(legacy=False)))
     return None
+
+
+def _without_arrays(state: Any) -> Any:
+    """Return a state of NumPy's in which arrays, which are slow to print, are bytes."""
+    if isinstance(state, dict):
+        return {name: _without_arrays(each) for name, each in state.items()}
+    return state.tobytes() if isinstance(state, np.ndarray) else state
 
 
 def is_generator(value: Any) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -33,11 +35,10 @@ class Reads:
     Attributes:
         found: whether the pass has read any of these, or may have, as far as is known.
         index: whether it has read the tower's index.
-        is_paused: whether calls are not the program's.
     """
 
     def __init__(self) -> None:
-        self.found = self.index = self.is_paused = False
+        self.found = self.index = False
         self._has_hooked = False  # in this pass
         self._hook = self._note  # the same object each time
         self._numpy: str | None = None
@@ -61,16 +62,31 @@ class Reads:
         if self._has_hooked:
             let_go_of_variables()
 
+    @contextmanager
+    def ignored(self) -> Iterator[None]:
+        """Ignore the calls in this block, which are not the program's."""
+        is_hooked = sys.getprofile() is self._hook
+        if is_hooked:
+            sys.setprofile(None)
+        try:
+            yield
+        finally:
+            if is_hooked:
+                sys.setprofile(self._hook)
+
     def note_index(self) -> None:
         """Note that the program has read the tower's index."""
         self.found = self.index = True
 
     def is_complete(self) -> bool:
         """Say whether no call was missed, nor a draw from NumPy's global generator, which no call shows."""
-        return sys.getprofile() is self._hook and state_of(_NUMPY) == self._numpy
+        if sys.getprofile() is not self._hook:
+            return False
+        with self.ignored():
+            return state_of(_NUMPY) == self._numpy
 
     def _note(self, frame: FrameType, event: str, function: Any) -> None:
-        if event == "c_call" and not (self.is_paused or self.found) and _reads(function):
+        if event == "c_call" and not self.found and _reads(function):
             self.found = True
 
 
