@@ -251,6 +251,33 @@ def test_state_that_cannot_be_sent_is_an_error_before_a_worker_joins():
         assert "object" in outcome.text
 
 
+class History:
+    """Keeps a list, and gets a new one whenever its state is loaded."""
+
+    def __init__(self):
+        self.losses = []
+
+    def state_dict(self):
+        return {"losses": self.losses}
+
+    def load_state_dict(self, state):
+        self.losses = state["losses"]
+
+
+@pytest.mark.parametrize("events", mostly_long([range(14, 30, 2), range(9, 60)], 1), ids=str)
+def test_a_list_that_the_program_found_before_a_call_is_still_in_use_after_it(events):
+    def work(job):
+        state, [part] = made(job, "one")
+        history = History()
+        with samestep.Elastic(**state, history=history) as elastic:
+            while part[1].step < 5:
+                history.losses.append(elastic(take_step, *part))
+        return history.losses
+
+    for event in events:
+        check_outcomes(Town(3, event, Faults(killed={event % 3: event})), work)
+
+
 class Centred(nn.Linear):
     """Keeps a mean in a buffer that checkpoints leave out."""
 

@@ -1,5 +1,6 @@
 """Which calls of an `Elastic` newcomers start with, and calls that raise."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -67,27 +68,27 @@ def test_a_call_that_newcomers_turned_out_not_to_start_with_is_no_start_any_more
 def test_calls_are_told_apart_by_function_place_and_plain_arguments():
     model = nn.Linear(1, 1)
     place, names = Place("train.py:7", (7, 7, 4, 12)), {id(model): "model"}
-    call = call_of(nn.Linear.forward, place, (model, 3, "a", [1], 0.5, None), names)
+    call = call_of(partial(nn.Linear.forward, model, 3, "a", [1], 0.5, None), place, names)
     assert str(call) == "Linear.forward(model, 3, 'a', list, 0.5, None) in train.py:7"
-    other = call_of(nn.Linear.forward, place, (nn.Linear(1, 1), 3, "a", [1], 0.5, None), names)
+    other = call_of(partial(nn.Linear.forward, nn.Linear(1, 1), 3, "a", [1], 0.5, None), place, names)
     assert call == other
     assert not call.can_be(other, ())
-    assert call_of(partial(max, 1, key=None), place, (2,), {}).can_be(
-        call_of(max, place, (1, None, 2), {}), ()
+    assert call_of(partial(partial(max, 1, key=None), 2), place, {}).can_be(
+        call_of(partial(max, 1, 2, None), place, {}), ()
     )
     elsewhere = replace(call, place=Place("train.py:7", (7, 7, 14, 20)))
     assert call != elsewhere
     assert call.can_be(elsewhere, ())  # made at another place by this worker alone
     assert not call.can_be(elsewhere, {elsewhere})
-    assert str(call_of(model, None, (), names)) == "Linear()"
+    assert str(call_of(model, None, names)) == "Linear()"
 
 
 def test_what_lambdas_take_from_around_them_counts_as_arguments():
     def arguments(work):
-        return call_of(work, None, (), {}).arguments
+        return call_of(work, None, {}).arguments
 
     k, batch = 3, samestep.LocalBatch(4, {}, position=7, fingerprint=0xAB)
-    assert arguments(lambda: print(k, batch)) == ("batch 7:000000ab", "3")
+    assert arguments(lambda: print(k, batch)) == ("batch 000000ab", "3")
     assert arguments(lambda k=2: k) == ("2",)
     assert arguments(lambda: later) == ()
 
@@ -276,8 +277,79 @@ def test_a_newcomer_whose_loop_has_a_counter_of_its_own_is_sent_away(capsys):
     check_outcomes(town, work)
     assert not town.workers[2].goes_on
     text = capsys.readouterr().err
-    assert "take_step(model, towers, optimizer, 0.5) in test_elastic_calls.py:" in text
-    assert "new workers start with take_step(model, towers, optimizer, 1.0) in test_elastic_calls.py" in text
+    assert "take_step(model, towers, optimizer, 0.5, lr=0.1) in test_elastic_calls.py:" in text
+    assert (
+        "new workers start with take_step(model, towers, optimizer, 1.0, lr=0.1) in test_elastic_calls.py"
+        in text
+    )
+    assert text.count("so they exit") == 1
+
+
+def with_tensors(job, loop):
+    model, towers, optimizer = made(job)
+
+    def step(batch):
+        for tower in towers(batch):
+            tower.backward(model(tower.batch).square().mean())
+        towers.average()
+        optimizer.step()
+
+    with samestep.Elastic(model=model, towers=towers, optimizer=optimizer) as elastic:
+        loop(elastic, step, towers, optimizer)
+    return samestep.digest(model), torch.rand(1).item()
+
+
+def small_batches(elastic, step, towers, optimizer):
+    small = [torch.full((1 + n % 2, 2), float(n)) for n in range(50)]
+    for batch in towers.slices(small[5 * towers.step :]):
+        elastic(step, batch)
+
+
+def draws_before_the_call(elastic, step, towers, optimizer):
+    while towers.step < 10:
+        elastic(step, torch.randn(6, 2))
+
+
+def draws_in_the_call_and_after_it(elastic, step, towers, optimizer):
+    while towers.step < 10:
+        elastic(lambda: step(torch.randn(6, 2)))
+        torch.randn(1)
+
+
+@pytest.mark.parametrize("seed", mostly_long(range(8), 2))
+@pytest.mark.parametrize("loop", [small_batches, draws_before_the_call, draws_in_the_call_and_after_it])
+def test_newcomers_make_and_draw_the_batch_that_the_others_have(loop, seed):
+    town = Town(2, seed, Faults(killed={seed % 2: 16 + seed}), arrivals=[100])
+    check_outcomes(town, partial(with_tensors, loop=loop), samestep.errors.LostWorkerError)
+    assert town.workers[2].goes_on
+
+
+def batches_without_a_position(elastic, step, towers, optimizer):
+    for number in range(10):
+        elastic(step, torch.full((6, 2), float(number)))
+
+
+def batches_in_a_nest(elastic, step, towers, optimizer):
+    for number in range(10):
+        pair = [{"x": torch.full((6, 2), float(number))}, "unused"]
+        elastic(lambda pair=pair: step(pair[0]["x"]))
+
+
+def a_rate_that_falls_before_the_call(elastic, step, towers, optimizer):
+    while towers.step < 10:
+        optimizer.param_groups[0]["lr"] *= 0.5
+        elastic(step, torch.ones(6, 2))
+
+
+@pytest.mark.parametrize(
+    "loop", [batches_without_a_position, batches_in_a_nest, a_rate_that_falls_before_the_call]
+)
+def test_a_newcomer_that_starts_with_other_tensors_or_learning_rates_is_sent_away(capsys, loop):
+    town = Town(2, 3, arrivals=[100])
+    check_outcomes(town, partial(with_tensors, loop=loop))
+    assert not town.workers[2].goes_on
+    text = capsys.readouterr().err
+    assert re.search(r"tensors \w{8}, lr=[\d.]+\) in .*: new workers start with .*tensors \w{8}, lr=", text)
     assert text.count("so they exit") == 1
 
 

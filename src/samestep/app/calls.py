@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import CellType, CodeType, FunctionType
 from typing import Any, Generic, TypeVar
 
-from samestep.batches.batch import LocalBatch
+import numpy as np
+from torch import Tensor
+from torch.optim import Optimizer
 
-__all__ = ["Call", "LoopStart", "Place", "call_of"]
+from samestep.batches.batch import LocalBatch
+from samestep.batches.columns import Whole
+from samestep.batches.fingerprint import fingerprint
+
+__all__ = ["Call", "LoopStart", "Place", "call_of", "with_values"]
 
 K = TypeVar("K")
 
@@ -73,18 +79,31 @@ class Call:
         return (first.name, first.arguments) == (self.name, self.arguments) and first not in others
 
 
-def call_of(
-    work: Callable[..., Any], place: Place | None, arguments: Iterable[Any], names: Mapping[int, str]
-) -> Call:
+def call_of(work: Callable[..., Any], place: Place | None, names: Mapping[int, str]) -> Call:
     """Return the call of `work` at `place`; `names` has the names of some objects, by their id."""
-    function: Any = work
-    while isinstance(function, functools.partial):
-        arguments = (*function.args, *function.keywords.values(), *arguments)
-        function = function.func
-    if isinstance(function, FunctionType) and function.__name__ == "<lambda>":
-        arguments = (*arguments, *_held(function))
+    function, arguments = _taken_apart(work)
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return Call(name, place, tuple(_shown(each, names) for each in arguments))
+
+
+def with_values(call: Call, work: Callable[..., Any], optimizers: Iterable[Optimizer]) -> Call:
+    """Return a call with more to compare: the tensors in the arguments of `work`, and learning rates."""
+    _, arguments = _taken_apart(work)
+    held = [tensor for each in arguments for tensor in _tensors(each)]
+    shown = [f"tensors {fingerprint(Whole(held)):08x}"] if held else []
+    rates = [group["lr"] for each in optimizers for group in each.param_groups if "lr" in group]
+    return replace(call, arguments=(*call.arguments, *shown, *(f"lr={float(rate)}" for rate in rates)))
+
+
+def _taken_apart(work: Callable[..., Any]) -> tuple[Any, list[Any]]:
+    """Return the function behind `functools.partial`, and all arguments."""
+    arguments: list[Any] = []
+    while isinstance(work, functools.partial):
+        arguments = [*work.args, *work.keywords.values(), *arguments]
+        work = work.func
+    if isinstance(work, FunctionType) and work.__name__ == "<lambda>":
+        arguments += _held(work)
+    return work, arguments
 
 
 def _held(function: FunctionType) -> list[Any]:
@@ -98,8 +117,19 @@ def _shown(value: Any, names: Mapping[int, str]) -> str:
     if isinstance(value, bool | int | float | str | None):
         return repr(value)
     if isinstance(value, LocalBatch):
-        return f"batch {value.position}:{value.fingerprint:08x}"
+        return f"batch {value.fingerprint:08x}"
     return names.get(id(value), type(value).__name__)
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    """Yield the tensors and arrays in an argument, and the fingerprints of loaders' batches."""
+    if isinstance(value, Tensor | np.ndarray):
+        yield value
+    elif isinstance(value, LocalBatch):
+        yield value.fingerprint
+    elif isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(each)
 
 
 class FirstAgain(Generic[K]):

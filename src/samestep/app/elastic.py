@@ -15,12 +15,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import NoneType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 from torch import nn
+from torch.optim import Optimizer
 
-from samestep.app.calls import Call, LoopStart, Place, call_of
+from samestep.app.calls import Call, LoopStart, Place, call_of, with_values
 from samestep.app.regroup import meet_again, renewable_of, report_regroup
 from samestep.app.small_states import copied, set_small_state, small_state
 from samestep.app.unknown_optimizers import UnknownOptimizers
@@ -173,10 +175,13 @@ class Elastic:
             model=model, towers=towers, loader=loader, averaged_model=averaged_model, state=state
         )
         passed = {"model": model, "towers": towers, "loader": loader, "averaged_model": averaged_model}
+        large = (nn.Module, Optimizer, Towers)  # the rest of the state is small, and handed over as that
+        self._large = replace(self._objects, state={n: v for n, v in state.items() if isinstance(v, large)})
         self._names = {id(each): name for name, each in (passed | state).items()}
         self._renewable = renewable_of(self._job, self._objects)
         kept = [each for each in (towers, loader, *state.values()) if each is not None]
         self._small = [each for each in kept if not isinstance(each, nn.Module)]
+        self._optimizers = [each for each in kept if isinstance(each, Optimizer)]
         self._all_towers = [each for each in kept if isinstance(each, Towers)]
         self._unknown = UnknownOptimizers(self._all_towers, kept)
         self._is_new = self._has_joined = self._job.is_newcomer
@@ -224,8 +229,8 @@ class Elastic:
         if self._renewable is None:
             result = work(*args, **kwargs)
         else:
-            call = call_of(work, Place.of_caller(), (*args, *kwargs.values()), self._names)
-            self._make(call, lambda: work(*args, **kwargs))
+            made = partial(work, *args, **kwargs)
+            self._make(call_of(made, Place.of_caller(), self._names), made)
             result = self._result
         self._unknown.look()
         return result
@@ -237,7 +242,9 @@ class Elastic:
 
     def _make(self, call: Call, work: Callable[[], Any]) -> None:
         self._call, number = call, self._num_done
-        self._before = self._note()
+        due, self._before = self._before, self._note()
+        if self._is_new:
+            self._before = replace(self._before, generators=due.generators)
         self._start.note(call, number)
         while self._num_done == number:
             try:
@@ -251,7 +258,7 @@ class Elastic:
         renewable = self._renewable
         assert renewable is not None
         if self._newcomers:
-            self._compare_first_calls(call)
+            self._compare_first_calls(with_values(call, work, self._optimizers))
         if call.name != self._start.name:
             with self._without_latecomers(call):
                 self._towers._come_to(call.name)
@@ -291,6 +298,8 @@ class Elastic:
                 self._start.refuse(due, first)
             why = f"{due}: new workers start with {first}"
             self._send_away(wrong, why, is_to_tell=self._job.rank == trained[0])
+        if self._is_new:  # the others may have drawn more since their last call
+            self._before.generators.restore()
         self._accept_newcomers()
 
     @contextmanager
@@ -383,10 +392,10 @@ class Elastic:
         """Send the state of worker `source` to the workers `targets`."""
         noted = (self._before, self._after) if self._job.rank == source else ()
         more = [(each.states, each.switches.by_name(self._objects), each.generators) for each in noted]
-        sent = send_state(self._objects, self._job, source, targets, more)
+        sent = send_state(self._large, self._job, source, targets, more)
         if sent is not None:
             state, more = sent
-            take_state(state, self._objects)
+            take_state(state, self._large)
             before, after = (_Noted(s, Switches.of(self._objects, named), g) for s, named, g in more)
             self._put_back(after if self._num_done >= 0 else self._at_entry(before, after))
             self._before, self._after = before, after
@@ -400,13 +409,13 @@ class Elastic:
         return any(isinstance(each, Towers) and each.step != state["step"] for each, state in before)
 
     def _at_entry(self, before: _Noted, after: _Noted) -> _Noted:
-        """Return the state before a call, except that loaders are to yield the call's batches again."""
+        """Return the state before a call, except that its batches are to be taken, or drawn, again."""
         both = zip(self._small, before.states, after.states, strict=True)
         states = [
             end if each is self._objects.loader or isinstance(each, TowerLoader) else begin
             for each, begin, end in both
         ]
-        return replace(before, states=states)
+        return replace(before, states=states, generators=after.generators)
 
     def _note(self) -> _Noted:
         states = [copied(small_state(each)) for each in self._small]

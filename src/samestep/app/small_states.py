@@ -9,10 +9,12 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from samestep.batches.nest import are_same
 from samestep.checkpoint.added_groups import remove_groups
 from samestep.checkpoint.objects import state_of
 from samestep.data.loader import TowerLoader
 from samestep.data.stream_loader import StreamLoader
+from samestep.towers.towers import Towers
 
 __all__ = ["copied", "set_small_state", "small_state"]
 
@@ -42,10 +44,14 @@ def copied(state: Any) -> Any:
 
 
 def set_small_state(each: Any, state: Any) -> None:
-    """Restore what `small_state` returned; `state` may be used again."""
+    """Restore what `small_state` returned; `state` may be used again.
+
+    An object of the user's that has this state keeps it: its lists may be in use, as in
+    `history.losses.append(elastic(step))`, which finds the list before the call.
+    """
     if isinstance(each, Optimizer):
         _set_options(each, state)
-    else:
+    elif isinstance(each, Towers | TowerLoader | StreamLoader) or not are_same(state_of(each), state):
         each.load_state_dict(copy.deepcopy(state))
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["NUMBERS", "PLAIN", "entries", "is_sequence", "mapped", "rebuilt", "tensors"]
+__all__ = ["NUMBERS", "PLAIN", "are_same", "entries", "is_sequence", "mapped", "rebuilt", "tensors"]
 
 NUMBERS = (type(None), bool, int, float, complex, np.generic, torch.dtype, torch.device)
 PLAIN = (*NUMBERS, str, bytes, Enum)
@@ -82,6 +82,22 @@ def tensors(value: Any) -> Iterator[Tensor | NDArray[Any]]:
     elif not isinstance(value, PLAIN):
         for entry in (entries(value) or {}).values():
             yield from tensors(entry)
+
+
+def are_same(one: Any, other: Any) -> bool:
+    """Whether two nests hold the same plain values, tensors and arrays; False if they hold others, too."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return (one.dtype, one.device) == (other.dtype, other.device) and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, PLAIN):
+        return repr(one) == repr(other)  # NaN is the same
+    these, those = entries(one), entries(other)
+    if these is None or those is None or list(these) != list(those):
+        return False
+    return all(map(are_same, these.values(), those.values()))
 
 
 def is_sequence(value: Any) -> bool:
