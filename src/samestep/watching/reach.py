@@ -6,7 +6,6 @@ import inspect
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import islice
 from types import CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType
@@ -50,21 +49,24 @@ def in_reach(is_wanted: Callable[[Any], bool], functions: Iterable[Named] = ()) 
     del frame  # a frame in its own variables is a reference cycle
     found: list[Named] = []
     seen, wanted = set[int](), set[int]()
+    has_parts = _HasParts()
     while (values or data) and len(seen) < _MOST_VALUES:
         name, value, steps = (values or data).popleft()
         if id(value) in wanted:
             found.append((name, value))
         if id(value) in seen:
             continue
-        with suppress(Exception):  # a user's object may be anything
+        try:
             if is_wanted(value):
                 seen.add(id(value))
                 wanted.add(id(value))
                 found.append((name, value))
-            elif steps < _MOST_STEPS and _has_parts(type(value)):
+            elif steps < _MOST_STEPS and has_parts[type(value)]:
                 seen.add(id(value))
                 for part in islice(_PARTS.get(type(value), _parts_of_object)(name, value), _MOST_PARTS):
                     (data if _is_data(value, part[1]) else values).append((*part, steps + 1))
+        except Exception:  # a user's object may be anything
+            continue
     return found
 
 
@@ -81,11 +83,13 @@ def _is_data(value: Any, part: object) -> bool:
     return type(value) in _CONTAINERS and (type(part) in _CONTAINERS or len(value) > _MANY)
 
 
-def _has_parts(kind: type) -> bool:
-    if kind in _PARTS:
-        return True
-    has_attributes = kind.__dictoffset__ != 0 and not issubclass(kind, (ModuleType, type, Tensor))
-    return has_attributes and not _is_proxy(kind)
+class _HasParts(dict[type, bool]):
+    """Says whether objects of a type have parts: asked once for each type in one search."""
+
+    def __missing__(self, kind: type) -> bool:
+        has_attributes = kind.__dictoffset__ != 0 and not issubclass(kind, (ModuleType, type, Tensor))
+        self[kind] = found = kind in _PARTS or (has_attributes and not _is_proxy(kind))
+        return found
 
 
 def _is_proxy(kind: type) -> bool:
