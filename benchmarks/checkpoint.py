@@ -35,20 +35,20 @@ from step import on_all_cores
 ROWS_PER_TOWER = 32
 
 
-def perceptron(num_parameters: int) -> nn.Module:
-    """Return two square layers with about `num_parameters` parameters."""
-    width = math.isqrt(num_parameters // 2)
+def perceptron(width: int) -> nn.Module:
+    """Return two square layers."""
     return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
 
 
 def training(megabytes: int, job: samestep.Job) -> tuple[TrainingObjects, Callable[[], object]]:
     """Return the objects of a training run, and a step of it."""
     torch.manual_seed(0)
-    model = perceptron(megabytes * 10**6 // 8)
+    width = math.isqrt(megabytes * 10**6 // 16)  # of two layers and as much momentum, 4 bytes each
+    model = perceptron(width)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
     towers = samestep.Towers(model, job.world_size, job=job)
     step = samestep.Step(towers, lambda model, x: F.mse_loss(model(x), x), optimizer)
-    batch = torch.randn(ROWS_PER_TOWER * job.world_size, model[0].in_features)
+    batch = torch.randn(ROWS_PER_TOWER * job.world_size, width)
     objects = TrainingObjects(model=model, towers=towers, state={"optimizer": optimizer})
     return objects, partial(step, batch)
 
@@ -58,7 +58,7 @@ def block(
 ) -> tuple[float, float]:
     """Take steps; return the total seconds, and the seconds of the snapshot (0 without one)."""
     start_s = snapshot_s = time.perf_counter()
-    if objects is not None:
+    if objects is not None and objects.towers is not None:
         writer.write(objects.towers.step, partial(take_snapshot, objects))
         snapshot_s = time.perf_counter()
     for _ in range(num_steps):
@@ -76,7 +76,9 @@ def in_ms(values: Sequence[float]) -> str:
 def measure(arguments: argparse.Namespace, run_dir: Path, job: samestep.Job) -> str:
     """Return the report."""
     objects, step = training(arguments.megabytes, job)
-    without_s, with_s, snapshots_s = [], [], []
+    without_s: list[float] = []
+    with_s: list[float] = []
+    snapshots_s: list[float] = []
     with RunLock(run_dir, job) as lock, CheckpointWriter(lock, keep_last=1) as writer:
         block(step, 5, writer, objects)
         num_steps = steps_for_a_checkpoint(step, writer, objects, job)

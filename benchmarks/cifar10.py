@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
 
@@ -46,7 +46,7 @@ DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 # ---- samestep ----------------------------------------------------------------------------------------
 
 
-def ours(arguments: argparse.Namespace, job: samestep.Job, precision: str) -> Iterator[None]:
+def ours(arguments: argparse.Namespace, job: samestep.Job, precision: str) -> Generator[None, None, None]:
     """Take steps of the recipe, as in the loop of `samestep train`."""
     with tempfile.TemporaryDirectory() as folder:
         settings = Cifar10Settings(
@@ -93,19 +93,19 @@ class Pictures(Dataset[tuple[Tensor, int]]):
 def plain_net() -> Cifar10Net:
     """Return the net with torch's convolution and normalisation, and each ReLU after its convolution."""
     net = Cifar10Net()
-    weights = net.conv2.state_dict()
-    net.conv2 = nn.Conv2d(64, 64, 5, padding=2)
-    net.conv2.load_state_dict(weights)
+    convolution = nn.Conv2d(64, 64, 5, padding=2)
+    convolution.load_state_dict(net.get_submodule("conv2").state_dict())
+    net.conv2 = convolution
     norm = partial(nn.LocalResponseNorm, 9, alpha=0.001, beta=0.75, k=1.0)
     net.pool1, net.relu1 = net.relu1, net.pool1
     net.norm1, net.norm2, net.flatten = norm(), norm(), nn.Flatten()
     return net
 
 
-def plain(arguments: argparse.Namespace, job: samestep.Job, precision: str) -> Iterator[None]:
+def plain(arguments: argparse.Namespace, job: samestep.Job, precision: str) -> Generator[None, None, None]:
     """Take steps of a plain PyTorch training loop."""
     dataset = Pictures(Cifar10("train", ensure_cifar10(arguments.data_dir)))
-    sampler = DistributedSampler(dataset)
+    sampler = DistributedSampler[tuple[Tensor, int]](dataset)
     loader = DataLoader(
         dataset,
         BATCH_ROWS // job.world_size,
@@ -133,7 +133,7 @@ def plain(arguments: argparse.Namespace, job: samestep.Job, precision: str) -> I
 # ---- the machine -------------------------------------------------------------------------------------
 
 
-def matmul(_: argparse.Namespace, __: samestep.Job, precision: str) -> Iterator[None]:
+def matmul(_: argparse.Namespace, __: samestep.Job, precision: str) -> Generator[None, None, None]:
     """Multiply matrices of 1024×1024."""
     matrix = torch.randn(1024, 1024).to(DTYPES[precision] or torch.float32)
     while True:
@@ -156,7 +156,7 @@ def flops_per_row() -> int:
 # ---- measuring ---------------------------------------------------------------------------------------
 
 
-WORK: dict[str, Callable[[argparse.Namespace, samestep.Job, str], Iterator[None]]] = {
+WORK: dict[str, Callable[[argparse.Namespace, samestep.Job, str], Generator[None, None, None]]] = {
     "samestep": ours,
     "pytorch": plain,
     "matmul": matmul,

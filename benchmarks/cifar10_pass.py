@@ -92,7 +92,8 @@ def seconds(work: Callable[[], object]) -> float:
 def measure(precision: str, num_rows: int, num_repeats: int) -> None:
     """Print the table of one precision."""
     torch.manual_seed(0)
-    net = Cifar10Net().to(memory_format=torch.channels_last)
+    net = Cifar10Net()
+    net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     matrix = torch.randn(1024, 1024).to(DTYPES[precision])
     source = torch.randn(COPIED_BYTES // 4)
     target = torch.empty_like(source)

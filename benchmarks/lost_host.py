@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import samestep
 
@@ -58,7 +59,7 @@ class Job:
     def __init__(self, folder: Path, num_hosts: int, num_workers: int) -> None:
         self._folder = folder
         self._num_hosts, self._num_workers = num_hosts, num_workers
-        self._store = torch.distributed.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+        self._store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
         self._hosts: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
@@ -81,8 +82,8 @@ class Job:
     def wait_for_all(self) -> None:
         """Wait until all workers have trained together for some steps."""
         pids = [pid for host in self._hosts for pid in _wait_for_children(host.pid, self._num_workers)]
-        for pid in pids:
-            _wait_until(lambda pid=pid: _have_trained(self.begun(pid), self._num_hosts * self._num_workers))
+        total = self._num_hosts * self._num_workers
+        _wait_until(lambda: all(_have_trained(self.begun(pid), total) for pid in pids))
 
     def time_lost(self) -> float:
         """Kill the host that joined last; return the seconds until all others have begun their step again."""
@@ -94,11 +95,21 @@ class Job:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         host.wait()
-        left = len(others)
-        for pid in others:
-            _wait_until(lambda pid=pid: _time_of_next(self.begun(pid), killed_s, left) is not None)
-        times = [_time_of_next(self.begun(pid), killed_s, left) or 0.0 for pid in others]
+        times = [self._wait_for_next(pid, killed_s, len(others)) for pid in others]
         return max(times) - killed_s
+
+    def _wait_for_next(self, pid: int, after_s: float, num_workers: int) -> float:
+        times: list[float] = []
+
+        def is_found() -> bool:
+            begun = self.begun(pid)
+            times.extend(
+                time_s for time_s, _, workers in begun if time_s > after_s and workers == num_workers
+            )
+            return bool(times)
+
+        _wait_until(is_found)
+        return times[0]
 
     def end(self) -> None:
         """Kill all launchers, and with them their workers."""
@@ -109,10 +120,6 @@ class Job:
 
 def _have_trained(begun: list[Begun], num_workers: int) -> bool:
     return [workers for _, _, workers in begun[-STEPS_BETWEEN:]] == [num_workers] * STEPS_BETWEEN
-
-
-def _time_of_next(begun: list[Begun], after_s: float, num_workers: int) -> float | None:
-    return next((time_s for time_s, _, workers in begun if time_s > after_s and workers == num_workers), None)
 
 
 def _children(pid: int) -> list[int]:

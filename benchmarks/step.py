@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +31,9 @@ from samestep.app.doctor.measure import accumulating
 from samestep.recipes.digits.recipe import DigitsNet
 
 Batch = tuple[Tensor, Tensor]
-Step = Callable[[Batch], None]
+Step = Callable[[Batch], object]
 
-SETTINGS: dict[str, dict[str, bool | float]] = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
     "views": {"gradient_as_bucket_view": True},
     "views, static": {"gradient_as_bucket_view": True, "static_graph": True},
@@ -114,12 +115,12 @@ SUBJECTS = {
 }
 
 
-def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+def loss_of(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     """Return the mean cross-entropy."""
     return F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
 
 
-def ours(model: nn.Module, optimizer: Optimizer, num_towers: int, job: samestep.Job, **settings: int) -> Step:
+def ours(model: nn.Module, optimizer: Optimizer, num_towers: int, job: samestep.Job, **settings: Any) -> Step:
     """Return samestep's step, a function of the global batch; `settings` go to `Towers`."""
     towers = samestep.Towers(model, num_towers, job=job, **settings)
 
@@ -133,7 +134,7 @@ def ours(model: nn.Module, optimizer: Optimizer, num_towers: int, job: samestep.
 
 
 def theirs(
-    model: nn.Module, optimizer: Optimizer, num_towers: int, job: samestep.Job, **settings: bool | float
+    model: nn.Module, optimizer: Optimizer, num_towers: int, job: samestep.Job, **settings: Any
 ) -> Step:
     """Return DistributedDataParallel's step, with accumulation under `no_sync`."""
     return accumulating(DistributedDataParallel(model, **settings), optimizer, loss_of, num_towers, job)

@@ -10,6 +10,7 @@ import argparse
 import statistics
 import tempfile
 import time
+from typing import Any
 
 import torch
 import transformers
@@ -19,22 +20,28 @@ from samestep.integrations.transformers import Trainer
 TOWERS = 4
 
 
-class Clock(transformers.TrainerCallback):
+class Clock(transformers.TrainerCallback):  # type: ignore[misc]
     """Records how long each step takes."""
 
-    def __init__(self):
-        self.seconds = []
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
 
-    def on_step_begin(self, *_, **__):
+    def on_step_begin(self, *_: object, **__: object) -> None:
         """Start."""
         self.begin_s = time.perf_counter()
 
-    def on_step_end(self, *_, **__):
+    def on_step_end(self, *_: object, **__: object) -> None:
         """Stop."""
         self.seconds.append(time.perf_counter() - self.begin_s)
 
 
-def seconds_per_step(kind, options, sizes, num_steps, rows):
+def seconds_per_step(
+    kind: Any,
+    options: dict[str, int],
+    sizes: dict[str, int],
+    num_steps: int,
+    rows: list[dict[str, list[int]]],
+) -> list[float]:
     """Train a new model; return how long each step took, without the first two."""
     transformers.set_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
@@ -54,7 +61,7 @@ def seconds_per_step(kind, options, sizes, num_steps, rows):
     return clock.seconds[2:]
 
 
-def main():
+def main() -> None:
     """Train with each in turn, and print the times."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -73,8 +80,11 @@ def main():
     }
     words = torch.randint(4096, (512, given.words), generator=torch.Generator().manual_seed(0)).tolist()
     rows = [{"input_ids": each, "labels": each} for each in words]
-    kinds = {"theirs": (transformers.Trainer, {}), "samestep": (Trainer, {"towers": TOWERS})}
-    found = {name: [] for name in kinds}
+    kinds: dict[str, tuple[Any, dict[str, int]]] = {
+        "theirs": (transformers.Trainer, {}),
+        "samestep": (Trainer, {"towers": TOWERS}),
+    }
+    found: dict[str, list[float]] = {name: [] for name in kinds}
     for _ in range(given.rounds):
         for name, (kind, options) in kinds.items():
             found[name] += seconds_per_step(kind, options, sizes, given.steps, rows)
