@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from samestep.watching.operator_calls import Call
 from samestep.watching.pass_operators import PassOperators
@@ -95,6 +96,30 @@ class ArrayThatChanges(Program):
         return super().loss(x * torch.from_numpy(self.scale), y)
 
 
+class Seeding(EveryOther):
+    """Another seed for each pass, by a count of passes: that of the global generators."""
+
+    def loss(self, x, y):
+        torch.manual_seed(next(self.calls))
+        return super().loss(x + torch.randn_like(x), y)
+
+
+class SeedingItsOwn(EveryOther):
+    """The same for a generator that the pass creates."""
+
+    def loss(self, x, y):
+        generator = torch.Generator().manual_seed(next(self.calls))
+        return Program.loss(self, x[torch.randperm(len(x), generator=generator)], y)
+
+
+class SeedingForAWhile(EveryOther):
+    def loss(self, x, y):
+        with torch.random.fork_rng():
+            torch.manual_seed(next(self.calls))
+            x = F.dropout(x, 0.3)
+        return Program.loss(self, x, y)
+
+
 class LoggedFirst(Weighted):
     """Reads the loss, but only after it was computed."""
 
@@ -109,7 +134,7 @@ class LoggedFirst(Weighted):
     "program",
     [
         *(EveryOther, Weighted, Rolled, HeadsInTurns, ByTheClock, FromTheSystem, ArrayThatChanges),
-        LoggedFirst,
+        *(LoggedFirst, SeedingItsOwn, SeedingForAWhile),
     ],
 )
 def test_what_a_pass_computes_by_itself_is_told_of_once_on_each_worker(program, num_workers):
@@ -166,6 +191,19 @@ class HookOnOneWorker(ByRank):
         return model
 
 
+class SeededByRank(ByRank):
+    """One generator for all passes of a worker."""
+
+    num_towers = 2
+
+    def build(self):
+        self.generator = torch.Generator().manual_seed(self.rank)
+        return net()
+
+    def loss(self, x, y):
+        return F.cross_entropy(self.model(x + torch.rand(len(x), 6, generator=self.generator)), y)
+
+
 class HookForTheLog(ByRank):
     """One worker's hook that no loss depends on."""
 
@@ -187,6 +225,16 @@ def test_what_a_worker_computes_by_itself_is_told_of_once_on_each(program, num_w
     assert len(told) == num_workers
     assert all("computed the loss of tower " in each for each in told)
     assert all("it depends on the worker, as with its rank, a hook" in each for each in told)
+
+
+def test_a_generator_seeded_by_rank_is_told_of_where_each_worker_has_one_tower():
+    told, _ = warnings_of(SeededByRank, 2)
+    assert len([each for each in told if "from aten.rand(), seeded by 1, in" in each]) == 2
+
+
+def test_a_seed_that_counts_passes_is_named():
+    told, _ = warnings_of(Seeding, 1)
+    assert "from aten.randn_like(), seeded by 2, in test_pass_operators.py" in told[0]
 
 
 @pytest.mark.parametrize("num_workers", mostly_long([2, 7], 1))
@@ -241,6 +289,35 @@ class ByNumPy(Program):
 class BySeed(Program):
     def loss(self, x, y):
         return super().loss(x, y) * random.Random(torch.initial_seed()).random()
+
+
+class SeededByIndex(Program):
+    def run(self, tower):
+        self.generator = torch.Generator().manual_seed(tower.index)
+        torch.manual_seed(tower.index)
+        super().run(tower)
+
+    def loss(self, x, y):
+        return super().loss(F.dropout(x, 0.3) + torch.rand(len(x), 6, generator=self.generator), y)
+
+
+class SeededAlike(Program):
+    """The same noise in all passes, and that of the tower again after it."""
+
+    def loss(self, x, y):
+        torch.manual_seed(7)
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            x = x + torch.randn(6)
+        return super().loss(F.dropout(x, 0.3), y)
+
+
+class Recomputing(Program):
+    """Draws the same numbers again, by their seed."""
+
+    def loss(self, x, y):
+        outputs = checkpoint(lambda x: F.dropout(self.model(x), 0.3), x, use_reentrant=False)
+        return F.cross_entropy(outputs, y)
 
 
 class Noisy(Program):
@@ -349,6 +426,7 @@ class Packed(Program):
     [
         *(ByIndex, ByRows, ByLabels, ByOutputs, ByPython, ByNumPy, BySeed, Noisy, GrowingMask, CachedMask),
         *(CachedFromWeights, Scratch, Logging, Labels, InNumPy, Packed),
+        *(SeededByIndex, SeededAlike, Recomputing),
     ],
 )
 def test_what_a_pass_may_choose_by_gives_no_warning(program):

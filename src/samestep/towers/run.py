@@ -57,6 +57,7 @@ class StepRun:
         self._replica = replica
         self._check = PassCheck(replica.parameters, replica.buffers)
         replica.means.start_step()
+        replica.scaled.start_step()
         self._is_dropped = self._is_replay = False
         self.is_interrupted = False  # whether another step's passes began in this thread meanwhile
         self.parameters = replica.parameters
@@ -204,11 +205,15 @@ class StepRun:
         with self._failing_together():
             self._check_turn(tower)
             self.watch.note_losses(loss.values() if isinstance(loss, Mapping) else [loss])
+            scaling = self.watch.flow.means.scaling_of(loss)
             means = self.watch.flow.means.of_loss(loss)
             found = self.losses.from_mean(tower, loss)
         self._take(tower, found)
         with self._failing_together():
             self._replica.means.compare(repr(tower), tower.rows, means)
+            self._replica.scaled.note(scaling)
+            if tower._index == self._ends[1]:
+                self._replica.scaled.check(repr(tower), self.plan.placement)
 
     def take_sum(self, tower: Tower, total: Tensor, count: float | Tensor) -> None:
         """Run backward from a tower's summed loss; see `Tower.backward_sum`."""

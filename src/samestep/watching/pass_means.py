@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 
 from samestep.watching.graph import graph_of
 from samestep.watching.means import Mean
+from samestep.watching.scaled_losses import Scaling
 
 __all__ = ["PassMeans"]
 
@@ -30,18 +31,22 @@ _MOST_ELEMENTS = 64
 
 
 class PassMeans:
-    """The means that a pass has computed. Tensors are known by their ids, and kept alive until `clear`."""
+    """The means that a pass has computed, and how they were scaled.
+
+    Tensors are known by their ids, and kept alive until `clear`.
+    """
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[Mean, Tensor]] = {}
         self._made_of: dict[int, Tensor] = {}  # small tensors that were computed from these means
         self._totals: dict[int, tuple[Tensor, Tensor]] = {}  # sums and means of weights, and the weights
         self._normalized: dict[int, tuple[float, Tensor]] = {}  # weights, and by what they were divided
+        self._scaled: dict[int, tuple[Scaling, Tensor]] = {}
         self._rows = 0
 
     def clear(self) -> None:
         """Forget the pass."""
-        for held in (self._found, self._made_of, self._totals, self._normalized):
+        for held in (self._found, self._made_of, self._totals, self._normalized, self._scaled):
             held.clear()
 
     def start_pass(self, rows: int) -> None:
@@ -58,6 +63,7 @@ class PassMeans:
         """
         value = args[0] if args else None
         if isinstance(func, OpOverload) and isinstance(value, Tensor):
+            self._note_scaled(func, value, args, result)
             mean = self._mean(func, value, args, kwargs, result)
             if mean is not None:
                 held = result if isinstance(result, Tensor) else result[0]
@@ -97,6 +103,16 @@ class PassMeans:
             if id(each) in self._normalized:
                 self._normalized[id(result)] = self._normalized[id(each)][0] / (_number(factor) or 1), result
 
+    def _note_scaled(self, func: OpOverload, value: Tensor, args: Sequence[Any], result: Any) -> None:
+        """Note a number that was computed from means, and is scaled by a whole number of an integer type."""
+        if func in _DIVISIONS | _PRODUCTS and id(value) in self._made_of and result.numel() == 1:
+            number, how = args[1], "divided" if func in _DIVISIONS else "multiplied"
+            if isinstance(number, Tensor):
+                number = number.item() if number.numel() == 1 else None
+            scaling = Scaling.of(how, value, number) if isinstance(number, int) else None
+            if scaling is not None:
+                self._scaled[id(result)] = scaling, result
+
     def _of_division(self, value: Tensor, divisor: Any) -> Mean | None:
         number = _number(divisor)
         if value.numel() != 1 or number is None:
@@ -127,6 +143,10 @@ class PassMeans:
                     return None
             return self._of_quotient(each, 1 / number) if number < 1 else None
         return None
+
+    def scaling_of(self, loss: Any) -> Scaling | None:
+        """Return how means were scaled to give the loss, if they were."""
+        return self._scaled[id(loss)][0] if id(loss) in self._scaled else None
 
     def of_loss(self, loss: Any) -> list[Mean]:
         """Return the means that a loss is made of, in order, and forget all.

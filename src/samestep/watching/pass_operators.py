@@ -1,15 +1,13 @@
 """Finds passes that compute their losses in different ways, although nothing that they read differs.
 
-A pass may choose its operators, and the numbers that they take, by what it reads in Python: values of
-tensors, random numbers, the tower's index. If two passes over rows of the same shapes read none of these,
+A pass may choose its operators, and the numbers and seeds that they take, by what it reads in Python: values
+of tensors, random numbers, the tower's index. If two passes over rows of the same shapes read none of these,
 their losses are the same function of rows, weights and random numbers. Otherwise, this function depends on
 what an earlier pass has left, such as a count of passes, or on the time, and so on the number of workers.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -23,15 +21,16 @@ from samestep.batches.columns import version_of
 from samestep.errors import warn
 from samestep.watching.operator_calls import Call, tensors_in
 from samestep.watching.origins import storage_of
+from samestep.watching.program_line import ProgramLine
 from samestep.watching.reads import Reads
 from samestep.watching.values import checksum_of_value, is_readable
 
 __all__ = ["Losses", "PassOperators"]
 
 _READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_MASKS = {torch.bool, torch.uint8}
 _UNTAGGED = {"_pack_padded_sequence", "_ctc_loss", "_cudnn_ctc_loss"}
 _ALIKE = "both have rows of the same shapes, and neither pass had read values, random numbers or tower.index"
-_LIBRARIES = {"torch", "samestep"}
 _Reference: TypeAlias = StorageWeakRef | None
 _PLAIN = (int, float, str, type(None), torch.dtype)
 
@@ -104,6 +103,8 @@ class PassOperators:
         self._operators: dict[int, _Operator] = {}
         if self._is_followed:
             self._tower = tower
+            with self._reads.ignored():
+                self._own_seed = torch.default_generator.initial_seed()
             self._kind = tuple((tensor.shape, tensor.dtype) for tensor in rows)
             self._shared = {storage_of(tensor): number for number, tensor in enumerate(shared)}
             for number, tensor in enumerate(rows):
@@ -126,8 +127,9 @@ class PassOperators:
         self._overwritten = set(map(storage_of, call.written)) if call.overwrites else set()
         self._takes_parts = call.kind.takes_parts
         described = tuple(map(self._described, call.values))
+        self._seed = self._other_seed(call) if call.kind.is_random else None
         if not self._reads.found:
-            self._number = zlib.crc32(repr((str(call.func), described)).encode())
+            self._number = zlib.crc32(repr((str(call.func), described, self._seed)).encode())
 
     def finish(self, call: Call, result: Any) -> None:
         """Note what the operator has computed."""
@@ -150,9 +152,16 @@ class PassOperators:
 
     def _operator(self, call: Call) -> _Operator:
         numbers = [f"{each:.6g}" for each in call.values if type(each) in (int, float)]
-        text = f"{call.func.overloadpacket}({', '.join(numbers)}) in {_line()}"
+        seed = "" if self._seed is None else f", seeded by {self._seed},"
+        text = f"{call.func.overloadpacket}({', '.join(numbers)}){seed} in {ProgramLine.current()}"
         inputs = [self._results[each][0] for each in map(storage_of, call.given) if each in self._results]
         return _Operator(inputs, text)
+
+    def _other_seed(self, call: Call) -> int | None:
+        """Return the seed of an operator that draws; None if it is the tower's, or not known."""
+        generator = call.kwargs.get("generator") or _global_generator(call)
+        seed = None if generator is None else generator.initial_seed()
+        return None if seed == self._own_seed else seed
 
     def _described(self, value: Any) -> Any:
         """Return a value that is the same for the same argument in another pass."""
@@ -234,16 +243,21 @@ def _reads_values(call: Call) -> bool:
     func = call.func
     if not isinstance(func, OpOverload) or func.overloadpacket.__name__ in _UNTAGGED:
         return True
+    if func is torch.ops.aten.index.Tensor and not any(each.dtype in _MASKS for each in call.given[1:]):
+        return False
     return not _READING.isdisjoint(func.tags) or any(each.layout is not torch.strided for each in call.given)
+
+
+def _global_generator(call: Call) -> torch.Generator | None:
+    """Return the global generator of the device on which an operator runs; None if it is not known."""
+    found = (each.device for each in call.given)
+    device = next(found, None) or call.kwargs.get("device") or torch.device("cpu")
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generator: torch.Generator = torch.cuda.default_generators[index]
+        return generator
+    return torch.default_generator if device.type == "cpu" else None
 
 
 def _reference(tensor: Tensor) -> _Reference:
     return StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else None
-
-
-def _line() -> str:
-    """Return the program's line that runs an operator."""
-    frame = sys._getframe(1)
-    while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES:
-        frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno}"

@@ -1,0 +1,71 @@
+"""Finds losses that a program scales by the number of workers or towers, as other training loops need it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from samestep.errors import warn
+from samestep.summation.placement import Placement
+from samestep.watching.program_line import ProgramLine
+
+__all__ = ["ScaledLosses", "Scaling"]
+
+
+class Scaling(NamedTuple):
+    """A mean loss that was divided or multiplied by a whole number."""
+
+    how: str  # "divided" or "multiplied"
+    number: int
+    line: str  # where
+
+    @classmethod
+    def of(cls, how: str, mean: Tensor, number: int) -> Scaling | None:
+        """Return the operator that is running, given the mean, or what was computed from means.
+
+        None if the number is written in that line, as in `loss / 2`; if the source is not known; or if it
+        makes another mean: of a sum, or of as many terms.
+        """
+        line, node = ProgramLine.current(), mean.grad_fn
+        if number < 2 or node is None or node.name().startswith("SumBackward") or _num_terms(node) == number:
+            return None
+        written = line.numbers()
+        return None if written is None or number in written else cls(how, number, str(line))
+
+
+def _num_terms(node: object) -> int:
+    """Return how many terms were added one after the other."""
+    if not str(getattr(node, "name", str)()).startswith("AddBackward"):
+        return 1
+    return sum(_num_terms(each) for each, _ in getattr(node, "next_functions", ()) if each is not None)
+
+
+class ScaledLosses:
+    """Warns, once, if all passes of a step scale their losses by the number of workers or towers."""
+
+    def __init__(self) -> None:
+        self._has_warned = False
+        self.start_step()
+
+    def start_step(self) -> None:
+        """Forget the passes of another step."""
+        self._found = set[Scaling | None]()
+
+    def note(self, scaling: Scaling | None) -> None:
+        """Note how a pass scaled its loss."""
+        self._found.add(scaling)
+
+    def check(self, who: str, placement: Placement) -> None:
+        """Warn if all passes up to this one have scaled their losses by the number of workers or towers."""
+        (scaling, *others) = self._found
+        if scaling is None or others or self._has_warned:
+            return
+        counts = {placement.num_towers: "towers", placement.num_workers: "workers"}
+        if scaling.number in counts:
+            self._has_warned = True
+            warn(
+                f"{who}: its loss was {scaling.how} by {scaling.number}, in {scaling.line}, which is the "
+                f"number of {counts[scaling.number]}: tower.backward takes the mean over the tower's rows, "
+                "and samestep averages over towers, so no such factor is needed: pass the mean itself"
+            )
