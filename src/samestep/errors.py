@@ -27,6 +27,7 @@ import reprlib
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from types import FrameType
 
 __all__ = [
     "AbandonedError",
@@ -155,13 +156,14 @@ def shown(value: object, max_chars: int = 80) -> str:
 def warn(message: str) -> None:
     """Warn at the innermost line of user code on the stack, whether it called samestep or torch."""
     frame, level = inspect.currentframe(), 1
-    while frame is not None and _is_ours(frame.f_globals.get("__name__", "")):
+    while frame is not None and is_ours(frame):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
 
 
-def _is_ours(module: str) -> bool:
-    return module.partition(".")[0] in ("samestep", "torch")
+def is_ours(frame: FrameType) -> bool:
+    """Say whether a frame runs code of samestep or torch."""
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in ("samestep", "torch")
 
 
 def calls_differ(one: tuple[int, str], other: tuple[int, str]) -> DisagreementError:

@@ -106,10 +106,10 @@ class PassMeans:
     def _note_scaled(self, func: OpOverload, value: Tensor, args: Sequence[Any], result: Any) -> None:
         """Note a number that was computed from means, and is scaled by a whole number of an integer type."""
         if func in _DIVISIONS | _PRODUCTS and id(value) in self._made_of and result.numel() == 1:
-            number, how = args[1], "divided" if func in _DIVISIONS else "multiplied"
-            if isinstance(number, Tensor):
-                number = number.item() if number.numel() == 1 else None
-            scaling = Scaling.of(how, value, number) if isinstance(number, int) else None
+            other, how = args[1], "divided" if func in _DIVISIONS else "multiplied"
+            is_float = other.is_floating_point() if isinstance(other, Tensor) else isinstance(other, float)
+            number = None if is_float else _number(other)
+            scaling = None if number is None else Scaling.of(how, value, int(number))
             if scaling is not None:
                 self._scaled[id(result)] = scaling, result
 
@@ -145,7 +145,7 @@ class PassMeans:
         return None
 
     def scaling_of(self, loss: Any) -> Scaling | None:
-        """Return how means were scaled to give the loss, if they were."""
+        """Return how means were scaled to give the loss, if they were; before `of_loss`, which forgets it."""
         return self._scaled[id(loss)][0] if id(loss) in self._scaled else None
 
     def of_loss(self, loss: Any) -> list[Mean]:

@@ -243,9 +243,11 @@ def _reads_values(call: Call) -> bool:
     func = call.func
     if not isinstance(func, OpOverload) or func.overloadpacket.__name__ in _UNTAGGED:
         return True
-    if func is torch.ops.aten.index.Tensor and not any(each.dtype in _MASKS for each in call.given[1:]):
-        return False
-    return not _READING.isdisjoint(func.tags) or any(each.layout is not torch.strided for each in call.given)
+    if any(each.layout is not torch.strided for each in call.given):
+        return True
+    if func is torch.ops.aten.index.Tensor:
+        return any(each.dtype in _MASKS for each in call.given[1:])
+    return not _READING.isdisjoint(func.tags)
 
 
 def _global_generator(call: Call) -> torch.Generator | None:

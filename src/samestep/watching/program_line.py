@@ -8,9 +8,10 @@ import re
 import sys
 from typing import NamedTuple
 
+from samestep.errors import is_ours
+
 __all__ = ["ProgramLine"]
 
-_LIBRARIES = {"torch", "samestep"}
 _NUMBER = re.compile(r"(?<![\w.])(\d+\.?\d*|\.\d+)(?![\w.])")
 
 
@@ -24,7 +25,7 @@ class ProgramLine(NamedTuple):
     def current(cls) -> ProgramLine:
         """Return the line that is running."""
         frame = sys._getframe(1)
-        while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES:
+        while frame.f_back and is_ours(frame):
             frame = frame.f_back
         return cls(frame.f_code.co_filename, frame.f_lineno)
 

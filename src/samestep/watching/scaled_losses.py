@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from samestep.errors import warn
 from samestep.summation.placement import Placement
@@ -27,18 +28,24 @@ class Scaling(NamedTuple):
         None if the number is written in that line, as in `loss / 2`; if the source is not known; or if it
         makes another mean: of a sum, or of as many terms.
         """
-        line, node = ProgramLine.current(), mean.grad_fn
-        if number < 2 or node is None or node.name().startswith("SumBackward") or _num_terms(node) == number:
+        node = mean.grad_fn
+        if number < 2 or node is None or node.name().startswith("SumBackward") or _adds(number, node):
             return None
+        line = ProgramLine.current()
         written = line.numbers()
         return None if written is None or number in written else cls(how, number, str(line))
 
 
-def _num_terms(node: object) -> int:
-    """Return how many terms were added one after the other."""
-    if not str(getattr(node, "name", str)()).startswith("AddBackward"):
-        return 1
-    return sum(_num_terms(each) for each, _ in getattr(node, "next_functions", ()) if each is not None)
+def _adds(number: int, node: Node) -> bool:
+    """Say whether a node adds so many terms, one after the other."""
+    terms, nodes = 0, [node]
+    while nodes and terms <= number:  # a sum may be long, and may add a sum to itself
+        node = nodes.pop()
+        if node.name().startswith("AddBackward"):
+            nodes += [each for each, _ in node.next_functions if each is not None]
+        else:
+            terms += 1
+    return terms == number
 
 
 class ScaledLosses:
@@ -65,7 +72,7 @@ class ScaledLosses:
         if scaling.number in counts:
             self._has_warned = True
             warn(
-                f"{who}: its loss was {scaling.how} by {scaling.number}, in {scaling.line}, which is the "
-                f"number of {counts[scaling.number]}: tower.backward takes the mean over the tower's rows, "
-                "and samestep averages over towers, so no such factor is needed: pass the mean itself"
+                f"{who}: its loss was {scaling.how} by {scaling.number}, in {scaling.line}, and this is "
+                f"the number of {counts[scaling.number]}: tower.backward takes the mean over the tower's "
+                "rows, and samestep averages over towers, so no such factor is needed; pass the mean itself"
             )
