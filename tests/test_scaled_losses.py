@@ -140,11 +140,11 @@ class OfLongSums(Program):
 
     def loss(self, x, y):
         mean = self.model(x).square().mean()
-        total = sum((mean for _ in range(3000)), mean * 0)
+        total = sum((mean for _ in range(1100)), mean * 0)
         doubled = 2.0**-80 * mean
         for _ in range(80):
             doubled = doubled + doubled
-        return (total + doubled) / 3002
+        return (total + doubled) / 1102
 
 
 class Weighted(Program):
