@@ -73,7 +73,7 @@ class Counter(Program):
 
     def loss(self, x, y):
         self.num_passes += 1
-        assert x.isfinite().all()  # a value that the pass reads, so that passes may differ
+        self.mean = x.mean().item()  # a value that the pass reads, so that passes may differ
         return super().loss(x, y) + self.penalty(self.model(x).square().mean())
 
     def penalty(self, size):
@@ -122,7 +122,7 @@ class ByIndex(Program):
 
     def run(self, tower):
         self.weight = 0.01 * 1.3**tower.index
-        assert tower.batch["x"].isfinite().all()
+        self.mean = tower.batch["x"].mean().item()
         super().run(tower)
 
     def loss(self, x, y):

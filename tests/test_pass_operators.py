@@ -129,12 +129,34 @@ class LoggedFirst(Weighted):
         return loss
 
 
+class AfterAMask(EveryOther):
+    """Reads values that are the same in all passes, as language models do to see if rows are padded."""
+
+    def loss(self, x, y):
+        mask = y > -1
+        if mask.all() and not torch.equal(x, -x):
+            return super().loss(x[mask], y[mask])
+        return x.sum()
+
+
+class Settings(dict):
+    """Looks up names in the way of a dict, in a module that is not one of Python's."""
+
+    def get(self, name):
+        return super().get(name, 1)
+
+
+class AfterALookup(EveryOther):
+    def loss(self, x, y):
+        return super().loss(x, y) * Settings().get("weight")
+
+
 @pytest.mark.parametrize("num_workers", mostly_long([2, 1, 3], 1))
 @pytest.mark.parametrize(
     "program",
     [
         *(EveryOther, Weighted, Rolled, HeadsInTurns, ByTheClock, FromTheSystem, ArrayThatChanges),
-        *(LoggedFirst, SeedingItsOwn, SeedingForAWhile),
+        *(LoggedFirst, AfterAMask, AfterALookup, SeedingItsOwn, SeedingForAWhile),
     ],
 )
 def test_what_a_pass_computes_by_itself_is_told_of_once_on_each_worker(program, num_workers):
@@ -274,6 +296,38 @@ class ByLabels(Program):
 class ByOutputs(Program):
     def loss(self, x, y):
         return super().loss(x, y) * (2 if self.model(x).mean() > 0 else 1)
+
+
+class BestOfThree(Program):
+    """Chooses between losses that have been computed."""
+
+    def loss(self, x, y):
+        losses = [F.cross_entropy(self.model(each), y) for each in (x, x.flip(0), x.flip(1))]
+        return min(losses, key=float)
+
+
+class BestOfThreeGoesOn(BestOfThree):
+    def loss(self, x, y):
+        return super().loss(x, y) + self.model(x).square().mean()
+
+
+class BySize(Program):
+    """Chooses by how many rows are selected."""
+
+    def loss(self, x, y):
+        chosen = y[y > 0]
+        return super().loss(x, y) * (2 if len(chosen) > 1 else 1)
+
+
+@torch.library.custom_op("samestep_tests::select_positive", mutates_args=())
+def select_positive(x: torch.Tensor) -> torch.Tensor:
+    """Return the elements above zero, as an extension does whose schema says nothing of sizes."""
+    return x[x > 0]
+
+
+class ByOwnOperator(Program):
+    def loss(self, x, y):
+        return super().loss(x, y) * len(select_positive(x.flatten()))
 
 
 class ByPython(Program):
@@ -424,7 +478,22 @@ class Packed(Program):
 @pytest.mark.parametrize(
     "program",
     [
-        *(ByIndex, ByRows, ByLabels, ByOutputs, ByPython, ByNumPy, BySeed, Noisy, GrowingMask, CachedMask),
+        *(
+            BestOfThree,
+            BestOfThreeGoesOn,
+            BySize,
+            ByOwnOperator,
+            ByIndex,
+            ByRows,
+            ByLabels,
+            ByOutputs,
+            ByPython,
+            ByNumPy,
+            BySeed,
+            Noisy,
+            GrowingMask,
+            CachedMask,
+        ),
         *(CachedFromWeights, Scratch, Logging, Labels, InNumPy, Packed),
         *(SeededByIndex, SeededAlike, Recomputing),
     ],
@@ -474,6 +543,14 @@ def test_calls_that_may_read_what_differs():
 
     for action in (x.tolist, x.numpy, random.random, torch.initial_seed, lambda: np.asarray(x), x.data_ptr):
         assert found(action), action
-    for action in (x.size, time.time, lambda: os.urandom(4), lambda: hash("a"), random.SystemRandom().random):
+    for action in (
+        x.size,
+        Settings(a=1).keys,
+        lambda: Settings().get("a"),
+        time.time,
+        lambda: os.urandom(4),
+        lambda: hash("a"),
+        random.SystemRandom().random,
+    ):
         assert not found(action), action
     assert sys.getprofile() is None

@@ -1,5 +1,8 @@
 """What programs bring to their Trainer: classes beside it, losses and models of their own, other columns."""
 
+import itertools
+import warnings
+
 import pytest
 import torch
 
@@ -124,6 +127,26 @@ class Counting(Trainer):
 def test_a_number_of_the_programs_class_that_passes_change_gives_a_warning(tmp_path):
     with pytest.warns(UserWarning, match="passes changed num_computed of Counting"):
         trainer_of(gpt2(), tmp_path, sentences(9), kind=Counting).train()
+
+
+class InTurns(Trainer):
+    """Weighs the losses of successive passes in turn."""
+
+    weights = itertools.cycle([1.0, 0.5])
+
+    def compute_loss(self, model, inputs, **options):
+        return super().compute_loss(model, inputs, **options) * next(self.weights)
+
+
+@pytest.mark.parametrize("make", [gpt2, llama, classifier])
+def test_passes_are_compared_although_models_look_at_their_masks(make, tmp_path):
+    words = list(range(1, 9))
+    rows = [{"input_ids": words, "labels": 1 if make is classifier else words}] * 16
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer_of(make(), tmp_path, rows, kind=InTurns).train()
+    told = [str(each.message) for each in caught]
+    assert len([each for each in told if "computed in another way than that of tower 0" in each]) == 1
 
 
 class TestANetBesideTheModel:

@@ -146,7 +146,7 @@ class _Recorder:
 
     def open_tower(self, step: int, tower: Tower) -> None:
         """Start a tower's turn."""
-        self._open(When(step, f"tower {tower.index}"), tower.batch)
+        self._open(When(step, f"tower {tower._index}"), tower.batch)
         for name, rows in _named_rows(tower.batch):
             self._write_tensor("rows", name, rows)
 

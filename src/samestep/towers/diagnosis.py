@@ -32,7 +32,7 @@ def first_nonfinite(towers: Towers, run_tower: Callable[[Tower], None]) -> list[
     with contextlib.suppress(Exception), contextlib.closing(towers._replay()) as turns:
         for tower in turns:
             run_tower(tower)
-            found[tower.index - run.own_towers.start] = _first(run.parameters)
+            found[tower._index - run.own_towers.start] = _first(run.parameters)
     indices = run.gather(found, "towers")[:, 0].tolist()
     return [None if index == _NONE else run.plan.parameters[index].name for index in indices]
 

@@ -73,7 +73,7 @@ class Losses:
         """Return the contribution of a tower's mean loss, or of its named sums; see `Tower.backward`."""
         share = tower.rows / self.unit
         if self.named is not None:
-            return self.named.loss_sum(repr(tower), loss, tower.index, share, self.unit)
+            return self.named.loss_sum(repr(tower), loss, tower._index, share, self.unit)
         if isinstance(loss, Mapping):
             raise UsageError(
                 f"{tower!r}: loss is a mapping, but the step was started without counts: start it with "

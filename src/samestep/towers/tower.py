@@ -85,4 +85,4 @@ class Tower:
         self._run.take_sum(self, total, count)
 
     def __repr__(self) -> str:
-        return f"Tower(index={self.index}, rows={self.rows})"
+        return f"Tower(index={self._index}, rows={self.rows})"

@@ -67,9 +67,9 @@ def run_whole_batch(
     run.watch.tensors.note(rehash=True)
     for tower in run.turns():
         # The loss counts once, for tower 0. No variable here may keep a tower's outputs alive.
-        count = float(tower.index == 0)
+        count = float(tower._index == 0)
         total = Contribution(value, (value * count).reshape(1), count)
-        run.add(tower, total, *_run_second_pass(run, tower, own.pop(tower.index), forward))
+        run.add(tower, total, *_run_second_pass(run, tower, own.pop(tower._index), forward))
 
 
 @dataclass

@@ -1,9 +1,10 @@
 """Finds passes that compute their losses in different ways, although nothing that they read differs.
 
 A pass may choose its operators, and the numbers and seeds that they take, by what it reads in Python: values
-of tensors, random numbers, the tower's index. If two passes over rows of the same shapes read none of these,
-their losses are the same function of rows, weights and random numbers. Otherwise, this function depends on
-what an earlier pass has left, such as a count of passes, or on the time, and so on the number of workers.
+of tensors, random numbers, the tower's index. If two passes over rows of the same shapes read the same
+values, and none of the others, their losses are the same function of rows, weights and random numbers.
+Otherwise, this function depends on what an earlier pass has left, such as a count of passes, or on the time,
+and so on the number of workers.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ __all__ = ["Losses", "PassOperators"]
 _READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _MASKS = {torch.bool, torch.uint8}
 _UNTAGGED = {"_pack_padded_sequence", "_ctc_loss", "_cudnn_ctc_loss"}
-_ALIKE = "both have rows of the same shapes, and neither pass had read values, random numbers or tower.index"
+_ALIKE = (
+    "both have rows of the same shapes, and both passes had read the same values of tensors in Python, and "
+    "no random numbers or tower.index"
+)
+_MOST_KINDS = 16  # of losses that are kept in a step
 _Reference: TypeAlias = StorageWeakRef | None
 _PLAIN = (int, float, str, type(None), torch.dtype)
 
@@ -67,7 +72,8 @@ class Loss(NamedTuple):
 
 
 Losses: TypeAlias = Mapping[tuple[Any, ...], Loss]
-"""A worker's losses by kind: the shapes and dtypes of a tower's rows, and the place among several losses."""
+"""A worker's losses by kind: the shapes and dtypes of a tower's rows, a hash of the values that the pass has
+read, and the place among several losses."""
 
 
 class PassOperators:
@@ -75,7 +81,7 @@ class PassOperators:
 
     Each result has a number: a hash of the operator, of the numbers that it takes, and of its inputs. Other
     inputs count by their values, because a pass may use what an earlier one has computed, such as a mask.
-    Once a pass has read what may differ, the rest of it is not followed.
+    Once a pass has read what may differ, and what is not known, the rest of it is not followed.
 
     Attributes:
         losses: of the step's passes, the first of each kind.
@@ -102,7 +108,7 @@ class PassOperators:
         self._empty: dict[int, _Reference] = {}  # those with arbitrary values
         self._operators: dict[int, _Operator] = {}
         if self._is_followed:
-            self._tower = tower
+            self._tower, self._values_read, self._newest = tower, 0, (-1, 0)
             with self._reads.ignored():
                 self._own_seed = torch.default_generator.initial_seed()
             self._kind = tuple((tensor.shape, tensor.dtype) for tensor in rows)
@@ -120,7 +126,7 @@ class PassOperators:
         self._number: int | None = None
         if not self._is_followed:
             return
-        self._reads.found |= _reads_values(call)
+        self._reads.found |= _may_read_anything(call)
         taken = [] if call.kind.takes_shapes_only else map(storage_of, call.given)
         if self._reads.found or not (call.kind.is_random or any(each in self._results for each in taken)):
             return
@@ -135,6 +141,9 @@ class PassOperators:
         """Note what the operator has computed."""
         if not self._is_followed:
             return
+        if not self._reads.found and _reads_values(call):
+            seen = [tuple(each.shape) for each in tensors_in((result,))] or result
+            self._values_read = zlib.crc32(repr(seen).encode(), self._values_read)
         storages = set(map(storage_of, call.given))
         made = [*call.written, *(each for each in tensors_in((result,)) if storage_of(each) not in storages)]
         for tensor in call.written:
@@ -144,6 +153,8 @@ class PassOperators:
             for index, tensor in enumerate(filter(storage_of, made)):
                 self._operators[self._number + index] = operator
                 self._results[storage_of(tensor)] = self._number + index, _reference(tensor)
+                if tensor.is_floating_point() and tensor.numel() == 1:
+                    self._newest = self._number + index, self._values_read
         elif self._reads.found:
             for tensor in call.written:
                 self._results.pop(storage_of(tensor), None)
@@ -191,9 +202,15 @@ class PassOperators:
         for index, tensor in enumerate(each for each in losses if isinstance(each, Tensor)):
             if (storage := storage_of(tensor)) in self._results:
                 own = Loss(self._tower, self._results[storage][0], self._operators)
-                first = self.losses.setdefault((self._kind, index), own)
+                # Values that were read after the newest number, such as `loss.item()`, had no part in it.
+                newest, values_before = self._newest
+                values = values_before if own.number == newest else self._values_read
+                kind = self._kind, values, index
+                first = self.losses.get(kind, own)
                 if first.number != own.number:
                     self._pair = self._pair or (first, own)
+                elif len(self.losses) < _MOST_KINDS:
+                    self.losses[kind] = first
 
     def check(self, who: str) -> None:
         """Warn, once, if the loss of the pass differs from an earlier one's."""
@@ -238,16 +255,19 @@ def _find_unlike(all_losses: Sequence[Losses]) -> tuple[tuple[int, Loss], tuple[
     return None
 
 
+def _may_read_anything(call: Call) -> bool:
+    """Say whether it is not known which values of tensors Python sees by an operator."""
+    if not isinstance(call.func, OpOverload) or call.func.overloadpacket.__name__ in _UNTAGGED:
+        return True
+    return any(each.layout is not torch.strided for each in call.given)
+
+
 def _reads_values(call: Call) -> bool:
-    """Say whether Python sees values of tensors, or sizes that depend on them; or it is not known."""
-    func = call.func
-    if not isinstance(func, OpOverload) or func.overloadpacket.__name__ in _UNTAGGED:
-        return True
-    if any(each.layout is not torch.strided for each in call.given):
-        return True
-    if func is torch.ops.aten.index.Tensor:
+    """Say whether an operator's result, or its size, tells Python values of tensors."""
+    if call.func is torch.ops.aten.index.Tensor:
         return any(each.dtype in _MASKS for each in call.given[1:])
-    return not _READING.isdisjoint(func.tags)
+    # Other operators than torch's may not say whether sizes depend on values.
+    return call.func.namespace != "aten" or not _READING.isdisjoint(call.func.tags)
 
 
 def _global_generator(call: Call) -> torch.Generator | None:

@@ -6,7 +6,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, MethodDescriptorType
 from typing import Any
 
 import numpy as np
@@ -96,5 +96,11 @@ def _reads(function: Any) -> bool:
         return True
     if issubclass(type(owner), Tensor) or name in _VALUES:
         return name in _VALUES
-    module = str(getattr(function, "__module__", None) or type(owner).__module__)
+    module = str(getattr(function, "__module__", None) or _origin(type(owner), name))
     return module.partition(".")[0] not in _KNOWN or name.startswith(_COMPILED)
+
+
+def _origin(kind: type, method: str) -> str:
+    """Return the module of the C class that a method comes from, such as `dict` for that of a subclass."""
+    found = (each for each in kind.__mro__ if isinstance(vars(each).get(method), MethodDescriptorType))
+    return next(found, kind).__module__

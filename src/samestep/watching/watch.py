@@ -130,6 +130,10 @@ class Watch:
         if self.follows:
             self.flow.operators.note_losses(losses)
 
+    def note_explained(self) -> None:
+        """Note that a warning has named what may make losses differ from pass to pass."""
+        self.flow.operators.is_explained = True
+
     def stop_looking(self) -> None:
         """Stop recording which modules run, once a tower has passed its loss or an error ends its pass."""
         if self.looks:

@@ -260,9 +260,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """Run this worker's towers; warn of numbers that a program's class keeps in this object."""
         self._numbers.start_step()
         for tower in turns:
-            self._numbers.start_pass(tower.index)
+            self._numbers.start_pass(tower._index)
             self._run(model, tower)
             self._numbers.check()
+            if self._numbers.has_warned:
+                self.towers._replica.watch.note_explained()
             del tower  # its rows, before those of the next one are read
 
     def _run(self, model: nn.Module, tower: Tower) -> None:
