@@ -157,7 +157,9 @@ def test_losses_are_those_of_the_reports(tmp_path):
     same(scalars(folder, "step/gradient norm"), {r.step + 1: r.grad_norm for r in reports})
 
 
-def test_the_smoothed_loss_counts_every_step_whatever_is_written(tmp_path):
+@pytest.mark.parametrize("most", [1, 2, 100])
+def test_the_smoothed_loss_counts_every_step_however_many_reports_are_kept(monkeypatch, tmp_path, most):
+    monkeypatch.setattr("samestep.app.scalars._MOST_REPORTS", most)
     reports = take_steps(tmp_path, Tiny().build(JOB), 6, every=3)
 
     def smoothed(step):

@@ -20,6 +20,7 @@ Terms = Callable[[nn.Module], Mapping[str, float | Tensor]]
 """terms(model) -> {name: value} of the loss terms that depend only on the weights."""
 
 _DECAY = 0.9
+_MOST_REPORTS = 100  # that are kept until `read`: small tensors of many steps fragment the heap
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,10 @@ class Scalars:
     _recent: list[tuple[Report, Before]] = field(default_factory=list)
 
     def add(self, report: Report, before: Before) -> None:
-        """Add a step; its losses stay on the device until `read`, because each copy waits for the GPU."""
+        """Add a step; its losses stay on the device for some steps, because each copy waits for the GPU."""
         self._throughput.add(report.rows)
+        if len(self._recent) == _MOST_REPORTS:
+            self._smooth()
         self._recent.append((report, before))
 
     def leave_out(self, seconds: float) -> None:
@@ -66,7 +69,7 @@ class Scalars:
         rates = before.learning_rates
         names = [f"step/learning rate{f'/{index}' * (len(rates) > 1)}" for index in range(len(rates))]
         found = {
-            **self._losses(report.names),
+            **self._losses(),
             **{f"towers/{tower}/loss": loss for tower, loss in enumerate(report.tower_losses)},
             **dict(zip(names, rates, strict=True)),
             "step/rows per second": rows_per_s,
@@ -77,11 +80,18 @@ class Scalars:
         }
         return {name: value for name, value in found.items() if math.isfinite(value)}
 
-    def _losses(self, names: Sequence[str]) -> dict[str, float]:
-        """Update the smoothed losses with all steps; return them and the losses of the newest step."""
+    def _losses(self) -> dict[str, float]:
+        """Return the losses of the newest step, and the smoothed ones."""
+        newest = self._smooth()
+        return {f"loss/{name}": value for name, value in newest.items()} | {
+            f"loss/{name} (smoothed)": self._smoothed[name].value for name in newest
+        }
+
+    def _smooth(self) -> dict[str, float]:
+        """Update the smoothed losses with all recent steps, and return the losses of the newest one."""
         sums = torch.stack([report.loss_sums for report, _ in self._recent])
         counts = torch.stack([report.counts for report, _ in self._recent])
-        all_terms = [before.terms for _, before in self._recent]
+        names, all_terms = self._recent[-1][0].names, [before.terms for _, before in self._recent]
         self._recent.clear()
         named: dict[str, float] = {}
         for total, means, terms in zip(
@@ -91,9 +101,7 @@ class Scalars:
             named |= {name: float(value) for name, value in terms.items()}
             for name, value in named.items():
                 self._smoothed.setdefault(name, _Smoothed()).add(value)
-        return {f"loss/{name}": value for name, value in named.items()} | {
-            f"loss/{name} (smoothed)": self._smoothed[name].value for name in named
-        }
+        return named
 
 
 @dataclass
