@@ -80,8 +80,9 @@ def test_a_line_says_where_towers_have_moved(tmp_path, capsys):
 @pytest.mark.parametrize("name", ["COLUMNS", "LINES"])
 @pytest.mark.parametrize("value", ["0", "1", "-1", "²", "", "9" * 30])
 def test_whatever_the_environment_says_of_the_terminal_there_is_room(monkeypatch, capsys, name, value):
-    monkeypatch.setenv(name, value)
-    console = _console()
-    assert min(console.size) > 0
-    console.print("step 1", soft_wrap=True)
+    with monkeypatch.context() as environment:  # pytest, too, reads it, to report the end of a test
+        environment.setenv(name, value)
+        console = _console()
+        assert min(console.size) > 0
+        console.print("step 1", soft_wrap=True)
     assert capsys.readouterr().out == "step 1\n"
