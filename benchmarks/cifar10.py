@@ -227,12 +227,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=100, help="measured in each process")
     parser.add_argument("--towers", type=int, help="of samestep; by default one a worker")
+    parser.add_argument(
+        "--precisions", nargs="+", choices=DTYPES, default=list(DTYPES), help="slow where the CPU has no bf16"
+    )
     parser.add_argument("--loader-processes", type=int, default=0, help="of plain PyTorch, for each worker")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         return be_worker(arguments)
-    names = [f"{name} {precision}" for precision in DTYPES for name in WORK]
+    names = [f"{name} {precision}" for precision in arguments.precisions for name in WORK]
     names += ["tensorflow fp32"] if arguments.tensorflow_python else []
     rates: dict[str, list[float]] = {name: [] for name in names}
     for round_number in range(arguments.rounds):
