@@ -57,6 +57,24 @@ def an_embedding_with_max_norm(job):
     train(model, job, loss=loss)
 
 
+class Scale(nn.Linear):
+    """A layer whose first rows give its first values."""
+
+    is_new = True
+
+    def forward(self, x):
+        if self.is_new:
+            self.bias.data = -F.linear(x, self.weight).mean(0)
+            self.is_new = False
+        return super().forward(x)
+
+
+@refused(UsageError, "step 0", "wrote to 0.bias", "run the model once before making Towers")
+def a_layer_that_takes_its_first_values_from_rows(job):
+    torch.manual_seed(0)
+    train(nn.Sequential(Scale(6, 3)), job)
+
+
 def wide():
     """A model of which a step hashes a small part: what the other checks find, they find alone."""
     torch.manual_seed(0)

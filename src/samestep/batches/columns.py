@@ -175,8 +175,8 @@ def parse(value: Any, path: str = "batch", in_list: str = "") -> Node:
     if held is None:
         raise BatchError(
             f"{path} is {_named(value)}, which cannot be cut along rows: expected nested tensors, arrays, "
-            f"lists with one entry per row, and numbers; use samestep.Whole({path}) to give it to every "
-            "tower unchanged"
+            f"lists with one entry per row, and numbers; let samestep.TowerLoader collate each tower's rows "
+            f"separately, or use samestep.Whole({path}) to give it to every tower unchanged"
         )
     in_list = path if isinstance(value, list) else in_list
     return Branch(value, {key: parse(each, path + _step(value, key), in_list) for key, each in held.items()})

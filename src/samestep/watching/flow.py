@@ -23,6 +23,7 @@ from samestep.watching.pass_means import PassMeans
 from samestep.watching.pass_operators import PassOperators
 from samestep.watching.reach import Named, in_reach
 from samestep.watching.reads import Reads
+from samestep.watching.row_sums import RowSums
 
 aten = torch.ops.aten
 
@@ -71,6 +72,7 @@ class FlowWatch(TorchDispatchMode):
     Attributes:
         beside: what passes read beside the model.
         means: those that this pass has computed.
+        sums: those over rows.
         reads: what this pass reads that may differ between towers.
         operators: how passes compute their losses.
     """
@@ -93,6 +95,7 @@ class FlowWatch(TorchDispatchMode):
         self._has_warned = False
         self.beside = Beside()
         self.means = PassMeans()
+        self.sums = RowSums()
         self.reads = Reads()
         self.operators = PassOperators(self.reads)
 
@@ -135,14 +138,15 @@ class FlowWatch(TorchDispatchMode):
             functions: what the pass runs, beside the functions on this thread's stack.
             is_comparable: whether other passes over rows of the same shapes may be expected to be alike.
         """
+        held = list(rows)
         self._tower, self._continued = tower, 0
         self._kept_numbers.start_pass(functions)
         self.means.start_pass(num_rows)
+        self.sums.start_pass(num_rows, held)
         self._parameters.clear()
         self._shared = set(map(storage_of, shared))
         for storage in self._shared:
             self._origins.forget(storage)
-        held = list(rows)
         self._counts.start_pass(held)
         for tensor in held:
             self._origins.note(tensor, Origin(1 << tower, ""))
@@ -171,6 +175,7 @@ class FlowWatch(TorchDispatchMode):
         self.pause()
         self._follows = False
         self.means.clear()
+        self.sums.clear()
         self.operators.stop_pass()
 
     def check(self, who: str, loss: Tensor, *, has_warned: bool = False) -> None:
@@ -268,6 +273,7 @@ class FlowWatch(TorchDispatchMode):
     def _follow(self, call: Call, result: Any, drawn: Origin) -> None:
         func, kind, given, written = call.func, call.kind, call.given, call.written
         self.means.note(func, call.args, call.kwargs, result)
+        self.sums.note(call, result)
         own = 1 << self._tower
         self._note_parameters(given)
         taken: list[Tensor] = [] if kind.takes_shapes_only else given

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +13,10 @@ from torch._ops import OpOverload
 
 aten = torch.ops.aten
 
-__all__ = ["Call", "Kind", "tensors_in"]
+__all__ = ["MEAN", "SUM", "Call", "Kind", "argument", "number_of", "reduction_of", "tensors_in"]
+
+MEAN, SUM = 1, 2
+"""Torch's numbers for reduction="mean" and "sum"."""
 
 _DRAWING = "normal_ uniform_ random_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_"
 _OVERWRITING = {"copy_", "fill_", "zero_", "set_", "_foreach_copy_", "_foreach_zero_", *_DRAWING.split()}
@@ -87,6 +91,32 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from tensors_in(value)
+
+
+def reduction_of(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the reduction of torch's loss functions, as its number; None for other operators."""
+    return argument(func, "reduction", args, kwargs, MEAN)
+
+
+def argument(
+    func: OpOverload, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], default: Any = None
+) -> Any:
+    """Return an argument by its name; None if the operator has none of this name."""
+    at = _positions(func).get(name)
+    return None if at is None else args[at] if at < len(args) else kwargs.get(name, default)
+
+
+@functools.cache
+def _positions(func: OpOverload) -> Mapping[str, int]:
+    return {each.name: at for at, each in enumerate(func._schema.arguments)}
+
+
+def number_of(value: object) -> float | None:
+    """Return a positive number, of Python or in a tensor without a gradient; None for anything else."""
+    if isinstance(value, Tensor):
+        is_number = value.numel() == 1 and not (value.requires_grad or value.is_complex())
+        value = value.item() if is_number else None
+    return float(value) if isinstance(value, (int, float)) and 0 < value < math.inf else None
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,13 +12,13 @@ from torch._ops import OpOverload
 
 from samestep.watching.graph import graph_of
 from samestep.watching.means import Mean
+from samestep.watching.operator_calls import MEAN, number_of, reduction_of
 from samestep.watching.scaled_losses import Scaling
 
 __all__ = ["PassMeans"]
 
 aten = torch.ops.aten
 
-_MEAN = 1  # torch's number for reduction="mean"
 _OF_LABELS = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
 _MEANS = {aten.mean.default, aten.mean.dim}
 _SUMS = {aten.sum.default, aten.sum.dim_IntList}
@@ -101,20 +100,21 @@ class PassMeans:
     def _note_weighted(self, value: Tensor, other: Any, result: Tensor) -> None:
         for each, factor in ((value, other), (other, value)):
             if id(each) in self._normalized:
-                self._normalized[id(result)] = self._normalized[id(each)][0] / (_number(factor) or 1), result
+                divisor = self._normalized[id(each)][0]
+                self._normalized[id(result)] = divisor / (number_of(factor) or 1), result
 
     def _note_scaled(self, func: OpOverload, value: Tensor, args: Sequence[Any], result: Any) -> None:
         """Note a number that was computed from means, and is scaled by a whole number of an integer type."""
         if func in _DIVISIONS | _PRODUCTS and id(value) in self._made_of and result.numel() == 1:
             other, how = args[1], "divided" if func in _DIVISIONS else "multiplied"
             is_float = other.is_floating_point() if isinstance(other, Tensor) else isinstance(other, float)
-            number = None if is_float else _number(other)
+            number = None if is_float else number_of(other)
             scaling = None if number is None else Scaling.of(how, value, int(number))
             if scaling is not None:
                 self._scaled[id(result)] = scaling, result
 
     def _of_division(self, value: Tensor, divisor: Any) -> Mean | None:
-        number = _number(divisor)
+        number = number_of(divisor)
         if value.numel() != 1 or number is None:
             return None
         if id(value) in self._found and number < 1:  # as in `(loss * mask).mean() / mask.mean()`
@@ -131,7 +131,7 @@ class PassMeans:
 
     def _of_product(self, value: Tensor, other: Any) -> Mean | None:
         for each, factor in ((value, other), (other, value)):
-            number = _number(factor)
+            number = number_of(factor)
             if number is None or not isinstance(each, Tensor) or each.numel() != 1 or not each.requires_grad:
                 continue
             if id(each) in self._found and number != 1:
@@ -171,8 +171,7 @@ def _of_reduction(
 ) -> Mean | None:
     if func in _MEANS:
         return _of_all(values) if isinstance(result, Tensor) and result.numel() == 1 else None
-    at = _reduction_at(func)
-    if at is None or (args[at] if at < len(args) else kwargs.get("reduction", _MEAN)) != _MEAN:
+    if reduction_of(func, args, kwargs) != MEAN:
         return None
     if func in _OF_LABELS:
         count, (_, labels, weights, *_) = float(result[1]), args
@@ -184,20 +183,6 @@ def _of_reduction(
 
 def _of_all(values: Tensor) -> Mean:
     return Mean("entries", "", values.numel(), values.shape[0] if values.dim() else None)
-
-
-@functools.cache
-def _reduction_at(func: OpOverload) -> int | None:
-    names = [argument.name for argument in func._schema.arguments]
-    return names.index("reduction") if "reduction" in names else None
-
-
-def _number(value: object) -> float | None:
-    """Return a positive number, of Python or in a tensor without a gradient; None for anything else."""
-    if isinstance(value, Tensor):
-        is_number = value.numel() == 1 and not (value.requires_grad or value.is_complex())
-        value = value.item() if is_number else None
-    return float(value) if isinstance(value, (int, float)) and 0 < value < math.inf else None
 
 
 def _by_count(divisor: float) -> Mean | None:

@@ -24,6 +24,10 @@ from samestep.watching.weight_hash import Hashes, WeightHash
 __all__ = ["WatchedTensors"]
 
 _MOST_NAMES = 4
+_TO_START = (
+    "; if a layer sets its first values from the rows that it sees first, run the model once before making "
+    "Towers"
+)
 
 _version = operator.attrgetter("_version")
 
@@ -110,7 +114,7 @@ class WatchedTensors:
         written = self._differing(_version, self._versions) | self._differing(Tensor.data_ptr, self.pointers)
         if written or any(map(operator.is_not, now, self._tensors)):
             pairs = zip(now, self._tensors, strict=True)
-            self._fail(who, [new is not old or id(old) in written for new, old in pairs])
+            self._fail(who, self._step, [new is not old or id(old) in written for new, old in pairs])
 
     def _differing(self, read: Callable[[Tensor], int], before: list[int]) -> set[int]:
         now = list(map(read, self._present))
@@ -135,9 +139,9 @@ class WatchedTensors:
         changed = {name for name, value in ended.after.by_name().items() if old.get(name, value) != value}
         has_changed = [place.name in changed for place in self._places]
         if any(has_changed):
-            self._fail(f"step {ended.step}: a pass", has_changed)
+            self._fail(f"step {ended.step}: a pass", ended.step, has_changed)
 
-    def _fail(self, who: str, has_changed: Sequence[bool]) -> None:
+    def _fail(self, who: str, step: int, has_changed: Sequence[bool]) -> None:
         triples = zip(self._places, self._tensors, has_changed, strict=True)
         changed = [(place, old) for place, old, has in triples if has]
         parameters = [place for place, _ in changed if isinstance(place, NamedParameter)]
@@ -145,7 +149,7 @@ class WatchedTensors:
             raise UsageError(
                 f"{who} wrote to {_names(parameters)}: all towers of a step must see the same parameters, "
                 "and with another number of workers, different towers would see the change; write to "
-                "parameters after average(), as optimizer.step() does"
+                f"parameters after average(), as optimizer.step() does{'' if step else _TO_START}"
             )
         buffers = [(place, old) for place, old in changed if isinstance(place, NamedBuffer)]
         empty = [place for place, old in buffers if old is None]

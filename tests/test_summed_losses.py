@@ -1,0 +1,234 @@
+"""Losses that are sums over a tower's rows, where `Tower.backward` takes their mean: a warning."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributions import Normal
+
+from samestep import LossSum, Step, Towers
+
+from .cases import mostly_long
+from .nets import batch_of
+from .test_flow import Program
+from .test_pass_operators import warnings_of
+
+SUMMED = "its loss is a sum over rows, made in test_summed_losses.py, line "
+
+
+def told_of(program, num_workers):
+    return [each for each in warnings_of(program, num_workers)[0] if SUMMED in each]
+
+
+class ByReduction(Program):
+    def loss(self, x, y):
+        return F.cross_entropy(self.model(x), y, reduction="sum")
+
+
+class ByTerms(Program):
+    def loss(self, x, y):
+        return F.mse_loss(self.model(x), x[:, :3], reduction="none").sum()
+
+
+class OfHalves(Program):
+    def loss(self, x, y):
+        return 0.5 * torch.sum((self.model(x) - x[:, :3]) ** 2)
+
+
+class OfTwoSums(Program):
+    """As in a variational autoencoder."""
+
+    def loss(self, x, y):
+        mean, log_variance = self.model(x)[:, :1], self.model(x)[:, 1:]
+        sample = mean + torch.randn_like(mean) * (0.5 * log_variance).exp()
+        error = F.binary_cross_entropy(sample.sigmoid(), x[:, :2].sigmoid(), reduction="sum")
+        divergence = -0.5 * torch.sum(1 + log_variance - mean.pow(2) - log_variance.exp())
+        return error + 3 * divergence
+
+
+class OfStackedSums(Program):
+    def loss(self, x, y):
+        z = self.model(x)
+        return torch.stack([F.cross_entropy(z, y, reduction="sum"), z.square().sum()]).sum()
+
+
+class OfLikelihoods(Program):
+    """Divided by a number of samples."""
+
+    def loss(self, x, y):
+        return -Normal(self.model(x), 1.5).log_prob(x[:, :3]).sum() / 1
+
+
+class OfTokens(Program):
+    def build(self):
+        torch.manual_seed(0)
+        return nn.Linear(1, 5)
+
+    def loss(self, x, y):
+        logits = self.model(x[:, :, None])
+        labels = (x > 0).long()
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+class Weighted(Program):
+    def loss(self, x, y):
+        return (F.cross_entropy(self.model(x), y, reduction="none") * x[:, 0].abs()).sum()
+
+
+class OfAStep(Program):
+    def __init__(self, job):
+        torch.manual_seed(0)
+        self.model = self.build()
+        towers = Towers(self.model, self.num_towers, job=job)
+        step = Step(towers, self.loss_of, torch.optim.SGD(self.model.parameters(), 0.1))
+        step(self.batch(0))
+        self.digest = ""
+
+    def loss_of(self, model, batch):
+        return F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum")
+
+
+@pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
+@pytest.mark.parametrize(
+    "program",
+    [
+        ByReduction,
+        ByTerms,
+        OfHalves,
+        OfTwoSums,
+        OfStackedSums,
+        OfLikelihoods,
+        OfTokens,
+        Weighted,
+        OfAStep,
+    ],
+)
+def test_a_sum_that_is_passed_as_a_mean_is_told_of_once_on_each_worker(program, num_workers):
+    told = told_of(program, num_workers)
+    assert len(told) == num_workers
+    assert all("call tower.backward_sum(total, tower.rows)" in each for each in told)
+
+
+# ---- right: means, and sums that are passed as such ---------------------------------------------------
+
+
+class PassedAsSum(Program):
+    def run(self, tower):
+        total = F.cross_entropy(self.model(tower.batch["x"]), tower.batch["y"], reduction="sum")
+        tower.backward_sum(total, tower.rows)
+
+
+class ReturnedAsSum(OfAStep):
+    def loss_of(self, model, batch):
+        return LossSum(super().loss_of(model, batch), len(batch["y"]))
+
+
+class Divided(ByReduction):
+    def loss(self, x, y):
+        return super().loss(x, y) / len(y)
+
+
+class DividedInPlace(ByReduction):
+    def loss(self, x, y):
+        loss = super().loss(x, y)
+        loss /= len(y)
+        return loss
+
+
+class Multiplied(ByReduction):
+    def loss(self, x, y):
+        return 1 / len(y) * super().loss(x, y)
+
+
+class OfDividedTerms(Program):
+    def loss(self, x, y):
+        return (F.cross_entropy(self.model(x), y, reduction="none") / len(y)).sum()
+
+
+class OfTermsByATensor(Program):
+    def loss(self, x, y):
+        return (F.cross_entropy(self.model(x), y, reduction="none") / torch.full((len(y),), len(y))).sum()
+
+
+class ByShares(Program):
+    def loss(self, x, y):
+        return (F.cross_entropy(self.model(x), y, reduction="none") * x[:, 0].softmax(0)).sum()
+
+
+class ByLearnedShares(Program):
+    def loss(self, x, y):
+        z = self.model(x)
+        return (F.cross_entropy(z, y, reduction="none") * z[:, 0].softmax(0)).sum()
+
+
+class OfRowsOfSums(Program):
+    def loss(self, x, y):
+        return (self.model(x) - x[:, :3]).square().sum(1).mean()
+
+
+class WithAPenalty(Program):
+    """On weights of which there are as many as rows."""
+
+    def loss(self, x, y):
+        return super().loss(x, y) + 0.1 * sum(each.square().sum() for each in self.model.parameters())
+
+
+class WithASum(Program):
+    def loss(self, x, y):
+        z = self.model(x)
+        return F.cross_entropy(z, y) + 0.1 * z.square().sum()
+
+
+class OfCorrelations(Program):
+    """A sum over features, of which there are as many as rows."""
+
+    num_towers = 7
+
+    def batch(self, step):
+        return batch_of(step, 21)
+
+    def loss(self, x, y):
+        z = self.model(x)
+        correlations = z.T @ z / len(z)
+        return (correlations.diagonal() - 1).square().sum() + correlations.sum()
+
+
+class OfOneRow(ByReduction):
+    def batch(self, step):
+        return batch_of(step, 7)
+
+
+class OfMeansOverRows(Program):
+    """The entropy of the mean prediction, for as many classes as rows."""
+
+    def batch(self, step):
+        return batch_of(step, 21)
+
+    def loss(self, x, y):
+        mean = self.model(x).softmax(1).mean(0)
+        return (mean * mean.log()).sum()
+
+
+@pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
+@pytest.mark.parametrize(
+    "program",
+    [
+        PassedAsSum,
+        ReturnedAsSum,
+        Divided,
+        DividedInPlace,
+        Multiplied,
+        OfDividedTerms,
+        OfTermsByATensor,
+        ByShares,
+        ByLearnedShares,
+        OfRowsOfSums,
+        WithAPenalty,
+        WithASum,
+        OfCorrelations,
+        OfOneRow,
+        OfMeansOverRows,
+    ],
+)
+def test_other_losses_are_not_told_of(program, num_workers):
+    assert not told_of(program, num_workers)
