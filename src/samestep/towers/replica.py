@@ -29,8 +29,8 @@ from samestep.towers.root import check_module, check_wrappers
 from samestep.watching.hooks import HookCheck
 from samestep.watching.means import Means
 from samestep.watching.optimizer_steps import averaged_parameters
+from samestep.watching.row_losses import RowLosses
 from samestep.watching.scaled_losses import ScaledLosses
-from samestep.watching.summed_losses import SummedLosses
 from samestep.watching.watch import Watch
 from samestep.workers.default_group import has_group
 from samestep.workers.environment import under_launcher, warn_if_unranked, world_size
@@ -114,8 +114,8 @@ class Replica:
         self._plans: dict[Kind, Plan] = {}
         self.has_reentrant = False  # whether a backward may add to a parameter's gradient twice
         self.means = Means()
+        self.row_losses = RowLosses()
         self.scaled = ScaledLosses()
-        self.summed = SummedLosses()
         self.watch = Watch(model)
         check_wrappers(model)
         check_norms(model, settings.statistics)

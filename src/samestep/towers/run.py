@@ -58,7 +58,7 @@ class StepRun:
         self._check = PassCheck(replica.parameters, replica.buffers)
         replica.means.start_step()
         replica.scaled.start_step()
-        replica.summed.start_step()
+        replica.row_losses.start_step()
         self._is_dropped = self._is_replay = False
         self.is_interrupted = False  # whether another step's passes began in this thread meanwhile
         self.parameters = replica.parameters
@@ -208,7 +208,8 @@ class StepRun:
             self.watch.note_losses(loss.values() if isinstance(loss, Mapping) else [loss])
             scaling = self.watch.flow.means.scaling_of(loss)
             means = self.watch.flow.means.of_loss(loss)
-            summed_in = self.watch.flow.sums.line_of(loss)
+            summed_in = self.watch.flow.sums.line_of(loss, tower.rows)
+            pairs = self.watch.flow.pairs.in_loss(loss)
             found = self.losses.from_mean(tower, loss)
         self._take(tower, found)
         with self._failing_together():
@@ -216,10 +217,10 @@ class StepRun:
             self._replica.scaled.note(scaling)
             if tower.rows > 1:  # otherwise, a sum over rows is a mean
                 is_mean = any(mean.divisor >= tower.rows for mean in means)
-                self._replica.summed.note(None if is_mean else summed_in)
+                self._replica.row_losses.note(None if is_mean else summed_in, pairs)
             if tower._index == self._ends[1]:
                 self._replica.scaled.check(repr(tower), self.plan.placement)
-                self._replica.summed.check(repr(tower))
+                self._replica.row_losses.check(repr(tower))
 
     def take_sum(self, tower: Tower, total: Tensor, count: float | Tensor) -> None:
         """Run backward from a tower's summed loss; see `Tower.backward_sum`."""

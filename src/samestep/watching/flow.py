@@ -23,7 +23,9 @@ from samestep.watching.pass_means import PassMeans
 from samestep.watching.pass_operators import PassOperators
 from samestep.watching.reach import Named, in_reach
 from samestep.watching.reads import Reads
+from samestep.watching.row_pairs import RowPairs
 from samestep.watching.row_sums import RowSums
+from samestep.watching.rows import Rows
 
 aten = torch.ops.aten
 
@@ -73,6 +75,7 @@ class FlowWatch(TorchDispatchMode):
         beside: what passes read beside the model.
         means: those that this pass has computed.
         sums: those over rows.
+        pairs: of rows.
         reads: what this pass reads that may differ between towers.
         operators: how passes compute their losses.
     """
@@ -95,7 +98,8 @@ class FlowWatch(TorchDispatchMode):
         self._has_warned = False
         self.beside = Beside()
         self.means = PassMeans()
-        self.sums = RowSums()
+        self._rows = Rows()
+        self.sums, self.pairs = RowSums(self._rows), RowPairs(self._rows)
         self.reads = Reads()
         self.operators = PassOperators(self.reads)
 
@@ -142,7 +146,7 @@ class FlowWatch(TorchDispatchMode):
         self._tower, self._continued = tower, 0
         self._kept_numbers.start_pass(functions)
         self.means.start_pass(num_rows)
-        self.sums.start_pass(num_rows, held)
+        self._rows.start_pass(num_rows, held)
         self._parameters.clear()
         self._shared = set(map(storage_of, shared))
         for storage in self._shared:
@@ -175,7 +179,8 @@ class FlowWatch(TorchDispatchMode):
         self.pause()
         self._follows = False
         self.means.clear()
-        self.sums.clear()
+        for each in (self._rows, self.sums, self.pairs):
+            each.clear()
         self.operators.stop_pass()
 
     def check(self, who: str, loss: Tensor, *, has_warned: bool = False) -> None:
@@ -273,7 +278,8 @@ class FlowWatch(TorchDispatchMode):
     def _follow(self, call: Call, result: Any, drawn: Origin) -> None:
         func, kind, given, written = call.func, call.kind, call.given, call.written
         self.means.note(func, call.args, call.kwargs, result)
-        self.sums.note(call, result)
+        self.sums.note(call, result, takes_rows=self._rows.note(call, result))
+        self.pairs.note(call, result)
         own = 1 << self._tower
         self._note_parameters(given)
         taken: list[Tensor] = [] if kind.takes_shapes_only else given

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from samestep.watching.operator_calls import SUM, Call, argument, number_of, reduction_of, tensors_in
-from samestep.watching.origins import is_plain, storage_of
+from samestep.watching.operator_calls import SUM, Call, number_of, reduction_of, tensors_in
+from samestep.watching.origins import storage_of
 from samestep.watching.program_line import ProgramLine
+from samestep.watching.rows import Rows, is_dense
 
 __all__ = ["RowSums"]
-
-_FIRST = {"mm": 0, "mv": 0, "bmm": 0, "addmm": 1, "addmv": 1, "baddbmm": 1}
-"""Matrix products, and which of their arguments has the rows of the result."""
 
 _KEEPING = {"add", "sub", "rsub", "neg", "add_", "sub_", "neg_", "sum", "stack", "view", "_to_copy", "clone"}
 """Operators whose result is still a sum over rows."""
@@ -39,50 +33,32 @@ class _Sum(NamedTuple):
 
 
 class RowSums:
-    """The sums over rows that a pass has computed.
+    """The sums over rows that a pass has computed."""
 
-    A tensor "has rows" if its first dimension is that of the tower's rows, or is divided into as many equal
-    parts, one for each row, such as the tokens of a sentence.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
         self.clear()
 
     def clear(self) -> None:
         """Forget the pass."""
-        self._num_rows = 0
-        # The elements from one row to the next, by storage; references keep its address from being reused.
-        self._strides: dict[int, tuple[int, StorageWeakRef]] = {}
         self._factors: dict[int, float] = {}  # by which terms were multiplied, by storage
         self._sums: dict[int, _Sum] = {}
 
-    def start_pass(self, num_rows: int, rows: Iterable[Tensor]) -> None:
-        """Note the sums of a pass over these rows; with one row, a sum is a mean."""
-        self.clear()
-        if num_rows > 1:
-            self._num_rows = num_rows
-            for tensor in rows:
-                self._note_rows(tensor)
-
-    def note(self, call: Call, result: Any) -> None:
-        """Note an operator that has run."""
-        if not self._strides or not isinstance(call.func, OpOverload):
-            return
-        name = call.func.overloadpacket.__name__
+    def note(self, call: Call, result: Any, *, takes_rows: bool) -> None:
+        """Note an operator that has run; `takes_rows` says whether it took tensors with rows in front."""
+        name = getattr(getattr(call.func, "overloadpacket", None), "__name__", "")
         sums = [self._sums[id(each)] for each in tensors_in(call.args) if id(each) in self._sums]
         if sums:
             self._note_sum(name, call, sums, result)
-            return
-        taken = call.args[_FIRST[name] : _FIRST[name] + 1] if name in _FIRST else call.args
-        if any(map(self._has_rows, tensors_in(taken))):
+        elif takes_rows:
             self._note_terms(name, call, result)
 
-    def line_of(self, loss: Any) -> str | None:
+    def line_of(self, loss: Any, num_rows: int) -> str | None:
         """Return where a loss was summed over the rows, and forget the pass; None if it was not.
 
         It is a mean if it was divided by the number of rows or more.
         """
-        found, num_rows = self._sums.get(id(loss)), self._num_rows
+        found = self._sums.get(id(loss))
         self.clear()
         return found.line if found is not None and found.factor * num_rows > 1 + _ROUNDING else None
 
@@ -98,42 +74,14 @@ class RowSums:
             self._sums[id(result)] = largest._replace(tensor=result)
 
     def _note_terms(self, name: str, call: Call, result: Any) -> None:
-        if not _is_over_rows(call):
-            for tensor in tensors_in((result,)):
-                self._note_rows(tensor)
-                if name in _SCALING:
-                    before = math.prod(self._factors.get(storage_of(each), 1) for each in call.given)
-                    self._factors[storage_of(tensor)] = before * _factor_in(name, call)
-        terms = call.args[0]
+        if name in _SCALING and self._rows.dimension_of(result) == 0:
+            before = math.prod(self._factors.get(storage_of(each), 1) for each in call.given)
+            self._factors[storage_of(result)] = before * _factor_in(name, call)
         if name == "sum" or reduction_of(call.func, call.args, call.kwargs) == SUM:
-            total = result if isinstance(result, Tensor) else result[0]
-            if total.numel() == 1 and terms.requires_grad and self._has_rows(terms):
+            terms, total = call.args[0], result if isinstance(result, Tensor) else result[0]
+            if total.numel() == 1 and terms.requires_grad and self._rows.dimension_of(terms) == 0:
                 factor = self._factors.get(storage_of(terms), 1)
                 self._sums[id(total)] = _Sum(total, str(ProgramLine.current()), factor)
-
-    def _note_rows(self, tensor: Tensor) -> None:
-        storage = storage_of(tensor)
-        if storage and storage not in self._strides and self._is_divided(tensor):
-            stride = tensor.stride(0) * (len(tensor) // self._num_rows)
-            self._strides[storage] = stride, StorageWeakRef(tensor.untyped_storage())
-
-    def _has_rows(self, tensor: Tensor) -> bool:
-        held = self._strides.get(storage_of(tensor))
-        if held is None or not self._is_divided(tensor):
-            return False
-        return held[0] == tensor.stride(0) * (len(tensor) // self._num_rows)
-
-    def _is_divided(self, tensor: Tensor) -> bool:
-        if not _is_dense(tensor) or tensor.dim() == 0:
-            return False
-        return len(tensor) > 0 and len(tensor) % self._num_rows == 0
-
-
-def _is_over_rows(call: Call) -> bool:
-    """Say whether an operator combines rows: it works along the first dimension."""
-    dims = argument(call.func, "dim", call.args, call.kwargs, 0)
-    num_dims = next(tensors_in(call.args)).dim()
-    return any(each in (0, -num_dims) for each in (dims if isinstance(dims, (list, tuple)) else [dims]))
 
 
 def _factor_in(name: str, call: Call) -> float:
@@ -150,8 +98,4 @@ def _factor_in(name: str, call: Call) -> float:
 
 
 def _is_small(tensor: Tensor) -> bool:
-    return _is_dense(tensor) and not tensor.is_complex() and 1 < tensor.numel() <= _MOST_ELEMENTS
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and is_plain(tensor) and not tensor.is_nested
+    return is_dense(tensor) and not tensor.is_complex() and 1 < tensor.numel() <= _MOST_ELEMENTS

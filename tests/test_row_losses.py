@@ -1,4 +1,4 @@
-"""Losses that are sums over a tower's rows, where `Tower.backward` takes their mean: a warning."""
+"""Losses that are sums over a tower's rows, or compare them with each other: a warning."""
 
 import pytest
 import torch
@@ -13,11 +13,12 @@ from .nets import batch_of
 from .test_flow import Program
 from .test_pass_operators import warnings_of
 
-SUMMED = "its loss is a sum over rows, made in test_summed_losses.py, line "
+SUMMED = "its loss is a sum over rows, made in test_row_losses.py, line "
+COMPARED = "its loss compares rows with each other, through a tensor of "
 
 
-def told_of(program, num_workers):
-    return [each for each in warnings_of(program, num_workers)[0] if SUMMED in each]
+def told_of(program, num_workers, what=SUMMED):
+    return [each for each in warnings_of(program, num_workers)[0] if what in each]
 
 
 class ByReduction(Program):
@@ -232,3 +233,100 @@ class OfMeansOverRows(Program):
 )
 def test_other_losses_are_not_told_of(program, num_workers):
     assert not told_of(program, num_workers)
+    assert not told_of(program, num_workers, COMPARED)
+
+
+# ---- pairs of rows --------------------------------------------------------------------------------------
+
+
+class Contrastive(Program):
+    def similarities(self, left, right):
+        return left @ right.T
+
+    def loss(self, x, y):
+        z = F.normalize(self.model(x))
+        return F.cross_entropy(self.similarities(z, F.normalize(x[:, :3])), torch.arange(len(z)))
+
+
+class OfItself(Contrastive):
+    def similarities(self, left, right):
+        return torch.einsum("id,jd->ij", left, left)
+
+
+class OfTwoViews(Program):
+    """As SimCLR does."""
+
+    def loss(self, x, y):
+        z = F.normalize(torch.cat([self.model(x), self.model(x + torch.randn_like(x))]))
+        similarities = (z @ z.T).fill_diagonal_(-9)
+        return F.cross_entropy(similarities, torch.arange(len(z)).roll(len(x)))
+
+
+class ByDistance(Contrastive):
+    def similarities(self, left, right):
+        return -torch.cdist(left, right)
+
+
+class ByDifference(Contrastive):
+    def similarities(self, left, right):
+        return -(left[:, None] - right[None]).square().sum(2)
+
+
+class ByCosine(Contrastive):
+    def similarities(self, left, right):
+        return F.cosine_similarity(left[:, None], right, dim=2)
+
+
+class BroadcastByMistake(Program):
+    """[rows, 1] less [rows]."""
+
+    def loss(self, x, y):
+        return (self.model(x)[:, :1] - x[:, 0]).square().mean()
+
+
+@pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
+@pytest.mark.parametrize(
+    "program", [Contrastive, OfItself, OfTwoViews, ByDistance, ByDifference, ByCosine, BroadcastByMistake]
+)
+def test_a_loss_of_pairs_of_rows_is_told_of_once_on_each_worker(program, num_workers):
+    told = told_of(program, num_workers, COMPARED)
+    assert len(told) == num_workers
+    assert all("call towers.whole_batch(batch, forward, loss)" in each for each in told)
+
+
+class WithAMetric(Program):
+    """Accuracy of nearest neighbours, and labels that are compared."""
+
+    def loss(self, x, y):
+        z = self.model(x)
+        distances = torch.cdist(z.detach(), z.detach())
+        self.correct = (y[distances.topk(2, largest=False).indices[:, 1]] == y).float().mean()
+        same = (y[:, None] == y[None]).float().mean(1)
+        return (F.cross_entropy(z, y, reduction="none") * same.sign()).mean()
+
+
+class WithAttention(Program):
+    """Of the features of each row."""
+
+    def build(self):
+        torch.manual_seed(0)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.embed, self.head = nn.Linear(1, 4), nn.Linear(4, 3)
+        return nn.ModuleList([self.attention, self.embed, self.head])
+
+    def loss(self, x, y):
+        tokens = self.embed(x[:, :, None])
+        return F.cross_entropy(self.head(self.attention(tokens, tokens, tokens)[0].mean(1)), y)
+
+
+class WithFactors(Program):
+    def loss(self, x, y):
+        z = self.model(x)
+        z = z * x[:, :1] + (z[:, :, None] * x[:, None, :3]).sum(2)
+        return F.cross_entropy(z, y)
+
+
+@pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
+@pytest.mark.parametrize("program", [WithAMetric, WithAttention, WithFactors])
+def test_rows_that_are_compared_beside_the_loss_or_within_are_not_told_of(program, num_workers):
+    assert not told_of(program, num_workers, COMPARED)

@@ -1,0 +1,93 @@
+"""Follows the rows of a tower: which dimension of a tensor they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from samestep.watching.operator_calls import Call, argument, tensors_in
+from samestep.watching.origins import is_plain, storage_of
+
+__all__ = ["BY_ELEMENT", "Rows", "is_dense"]
+
+BY_ELEMENT = {"add", "sub", "mul", "div"}
+
+_FIRST = {"mm": 0, "mv": 0, "bmm": 0, "addmm": 1, "addmv": 1, "baddbmm": 1}
+"""Matrix products, and which of their arguments has the rows of the result."""
+
+
+class Rows:
+    """The tensors of a pass that have its rows.
+
+    A tensor "has rows" in a dimension that is the tower's rows, or that is divided into as many equal parts,
+    one for each row, such as the tokens of a sentence. Results of operators are followed if this is their
+    first dimension; views of these may have it in any, and so may what is computed from these by element.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the pass."""
+        self._num_rows = 0
+        # The elements from one row to the next, by storage; references keep its address from being reused.
+        self._strides: dict[int, tuple[int, StorageWeakRef]] = {}
+
+    def start_pass(self, num_rows: int, rows: Iterable[Tensor]) -> None:
+        """Follow these rows; a single one can't be told from other dimensions of size one."""
+        self.clear()
+        if num_rows > 1:
+            self._num_rows = num_rows
+            for tensor in rows:
+                self._note(tensor, 0)
+
+    def note(self, call: Call, result: Any) -> bool:
+        """Note an operator that has run; return whether it took any tensor that has rows in front."""
+        if not self._strides or not isinstance(call.func, OpOverload):
+            return False
+        name = call.func.overloadpacket.__name__
+        taken = call.args[_FIRST[name] : _FIRST[name] + 1] if name in _FIRST else call.args
+        found = {self.dimension_of(each): each.dim() for each in tensors_in(taken)}
+        joins = name == "cat" and list(found) == [0]  # two views of each row, say, one after the other
+        if 0 in found and (joins or not _is_over_rows(call)):
+            for tensor in tensors_in((result,)):
+                self._note(tensor, 0)
+        elif name in BY_ELEMENT:
+            dims = [at for at, num_dims in found.items() if at is not None and num_dims == result.dim()]
+            if len(dims) == 1:
+                self._note(result, dims[0])
+        return 0 in found
+
+    def dimension_of(self, tensor: Tensor) -> int | None:
+        """Return the dimension that is the rows; None if there is none, or it is not known."""
+        held = self._strides.get(storage_of(tensor))
+        if held is None or not is_dense(tensor):
+            return None
+        for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+            if size and size % self._num_rows == 0 and stride * (size // self._num_rows) == held[0]:
+                return dimension
+        return None
+
+    def _note(self, tensor: Tensor, dimension: int) -> None:
+        storage = storage_of(tensor)
+        is_new = storage and storage not in self._strides and is_dense(tensor) and tensor.dim() > dimension
+        if is_new and (size := tensor.shape[dimension]) and size % self._num_rows == 0:
+            stride = tensor.stride(dimension) * (size // self._num_rows)
+            self._strides[storage] = stride, StorageWeakRef(tensor.untyped_storage())
+
+
+def _is_over_rows(call: Call) -> bool:
+    """Say whether an operator combines rows: it works along the first dimension."""
+    dims = argument(call.func, "dim", call.args, call.kwargs, 0)
+    num_dims = next(tensors_in(call.args)).dim()
+    return any(each in (0, -num_dims) for each in (dims if isinstance(dims, (list, tuple)) else [dims]))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Say whether a tensor lies in its storage as its strides say."""
+    return tensor.layout is torch.strided and is_plain(tensor) and not tensor.is_nested
