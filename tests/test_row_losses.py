@@ -319,6 +319,23 @@ class WithAttention(Program):
         return F.cross_entropy(self.head(self.attention(tokens, tokens, tokens)[0].mean(1)), y)
 
 
+class WithAFourierTransform(Program):
+    """Of the features of each row; its real part is a view of complex numbers."""
+
+    def build(self):
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Linear(1, 4), nn.Linear(12, 3)
+        return nn.ModuleList([self.embed, self.head])
+
+    def batch(self, step):
+        return batch_of(step, 14)
+
+    def loss(self, x, y):
+        z = self.embed(torch.cat([x, x], 1)[:, :, None])
+        z = z + torch.fft.fftn(z, dim=(1, 2)).real
+        return F.cross_entropy(self.head(z.mean(2)), y)
+
+
 class WithFactors(Program):
     def loss(self, x, y):
         z = self.model(x)
@@ -327,6 +344,6 @@ class WithFactors(Program):
 
 
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
-@pytest.mark.parametrize("program", [WithAMetric, WithAttention, WithFactors])
+@pytest.mark.parametrize("program", [WithAMetric, WithAttention, WithAFourierTransform, WithFactors])
 def test_rows_that_are_compared_beside_the_loss_or_within_are_not_told_of(program, num_workers):
     assert not told_of(program, num_workers, COMPARED)

@@ -35,7 +35,7 @@ class Rows:
     def clear(self) -> None:
         """Forget the pass."""
         self._num_rows = 0
-        # The elements from one row to the next, by storage; references keep its address from being reused.
+        # The bytes from one row to the next, by storage; references keep its address from being reused.
         self._strides: dict[int, tuple[int, StorageWeakRef]] = {}
 
     def start_pass(self, num_rows: int, rows: Iterable[Tensor]) -> None:
@@ -69,7 +69,8 @@ class Rows:
         if held is None or not is_dense(tensor):
             return None
         for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-            if size and size % self._num_rows == 0 and stride * (size // self._num_rows) == held[0]:
+            num_bytes = tensor.itemsize * stride * (size // self._num_rows)
+            if size and size % self._num_rows == 0 and num_bytes == held[0]:
                 return dimension
         return None
 
@@ -77,8 +78,8 @@ class Rows:
         storage = storage_of(tensor)
         is_new = storage and storage not in self._strides and is_dense(tensor) and tensor.dim() > dimension
         if is_new and (size := tensor.shape[dimension]) and size % self._num_rows == 0:
-            stride = tensor.stride(dimension) * (size // self._num_rows)
-            self._strides[storage] = stride, StorageWeakRef(tensor.untyped_storage())
+            num_bytes = tensor.itemsize * tensor.stride(dimension) * (size // self._num_rows)
+            self._strides[storage] = num_bytes, StorageWeakRef(tensor.untyped_storage())
 
 
 def _is_over_rows(call: Call) -> bool:
