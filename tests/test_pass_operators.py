@@ -461,6 +461,23 @@ class InNumPy(Labels):
         return {**batch, "weights": np.array(batch["weights"])}
 
 
+IN_PROTOTYPE = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+
+
+class Nested(Program):
+    """Tensors of other lengths in one; those of torch's first kind have no shape."""
+
+    layout = torch.strided
+
+    def loss(self, x, y):
+        rows = torch.nested.as_nested_tensor([*self.model(x)], layout=self.layout)
+        return F.cross_entropy(torch.nested.to_padded_tensor(rows * 2, 0.0), y)
+
+
+class Jagged(Nested):
+    layout = torch.jagged
+
+
 class Packed(Program):
     """Sequences of different lengths."""
 
@@ -494,7 +511,8 @@ class Packed(Program):
             GrowingMask,
             CachedMask,
         ),
-        *(CachedFromWeights, Scratch, Logging, Labels, InNumPy, Packed),
+        *(CachedFromWeights, Scratch, Logging, Labels, InNumPy, Packed, Jagged),
+        pytest.param(Nested, marks=IN_PROTOTYPE),
         *(SeededByIndex, SeededAlike, Recomputing),
     ],
 )

@@ -180,6 +180,9 @@ class PassOperators:
             return tuple(map(self._described, value))
         if not isinstance(value, Tensor):
             return value if isinstance(value, _PLAIN) else ""
+        if value.is_nested:  # it has no shape
+            self._reads.found = True
+            return ""
         storage, place = storage_of(value), (int(value.storage_offset()), tuple(value.shape))
         if storage in self._results:
             return self._results[storage][0], place
