@@ -27,10 +27,8 @@ from samestep.towers.division import Division
 from samestep.towers.new_tensors import NewTensors, named_tensors
 from samestep.towers.root import check_module, check_wrappers
 from samestep.watching.hooks import HookCheck
-from samestep.watching.means import Means
+from samestep.watching.loss_forms import LossForms
 from samestep.watching.optimizer_steps import averaged_parameters
-from samestep.watching.row_losses import RowLosses
-from samestep.watching.scaled_losses import ScaledLosses
 from samestep.watching.watch import Watch
 from samestep.workers.default_group import has_group
 from samestep.workers.environment import under_launcher, warn_if_unranked, world_size
@@ -113,9 +111,7 @@ class Replica:
         self.new = NewTensors(model)
         self._plans: dict[Kind, Plan] = {}
         self.has_reentrant = False  # whether a backward may add to a parameter's gradient twice
-        self.means = Means()
-        self.row_losses = RowLosses()
-        self.scaled = ScaledLosses()
+        self.loss_forms = LossForms()
         self.watch = Watch(model)
         check_wrappers(model)
         check_norms(model, settings.statistics)

@@ -56,9 +56,7 @@ class StepRun:
         self.watch = replica.watch
         self._replica = replica
         self._check = PassCheck(replica.parameters, replica.buffers)
-        replica.means.start_step()
-        replica.scaled.start_step()
-        replica.row_losses.start_step()
+        replica.loss_forms.start_step()
         self._is_dropped = self._is_replay = False
         self.is_interrupted = False  # whether another step's passes began in this thread meanwhile
         self.parameters = replica.parameters
@@ -206,21 +204,13 @@ class StepRun:
         with self._failing_together():
             self._check_turn(tower)
             self.watch.note_losses(loss.values() if isinstance(loss, Mapping) else [loss])
-            scaling = self.watch.flow.means.scaling_of(loss)
-            means = self.watch.flow.means.of_loss(loss)
-            summed_in = self.watch.flow.sums.line_of(loss, tower.rows)
-            pairs = self.watch.flow.pairs.in_loss(loss)
+            form = self.watch.flow.form_of(loss, tower.rows)
             found = self.losses.from_mean(tower, loss)
         self._take(tower, found)
         with self._failing_together():
-            self._replica.means.compare(repr(tower), tower.rows, means)
-            self._replica.scaled.note(scaling)
-            if tower.rows > 1:  # otherwise, a sum over rows is a mean
-                is_mean = any(mean.divisor >= tower.rows for mean in means)
-                self._replica.row_losses.note(None if is_mean else summed_in, pairs)
+            self._replica.loss_forms.note(repr(tower), tower.rows, form)
             if tower._index == self._ends[1]:
-                self._replica.scaled.check(repr(tower), self.plan.placement)
-                self._replica.row_losses.check(repr(tower))
+                self._replica.loss_forms.check(repr(tower), self.plan.placement)
 
     def take_sum(self, tower: Tower, total: Tensor, count: float | Tensor) -> None:
         """Run backward from a tower's summed loss; see `Tower.backward_sum`."""

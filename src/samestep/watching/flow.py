@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from samestep.errors import UsageError, warn
 from samestep.watching.beside import COUNTED_NUMBER, LEFT_NUMBER, Beside
 from samestep.watching.kept_numbers import KeptNumbers
+from samestep.watching.loss_forms import LossForm
 from samestep.watching.operator_calls import Call, tensors_in
 from samestep.watching.origins import NOWHERE, Origin, Origins, storage_of
 from samestep.watching.pass_counts import PassCounts
@@ -73,9 +74,6 @@ class FlowWatch(TorchDispatchMode):
 
     Attributes:
         beside: what passes read beside the model.
-        means: those that this pass has computed.
-        sums: those over rows.
-        pairs: of rows.
         reads: what this pass reads that may differ between towers.
         operators: how passes compute their losses.
     """
@@ -97,9 +95,9 @@ class FlowWatch(TorchDispatchMode):
         self._counts = PassCounts()
         self._has_warned = False
         self.beside = Beside()
-        self.means = PassMeans()
+        self._means = PassMeans()
         self._rows = Rows()
-        self.sums, self.pairs = RowSums(self._rows), RowPairs(self._rows)
+        self._sums, self._pairs = RowSums(self._rows), RowPairs(self._rows)
         self.reads = Reads()
         self.operators = PassOperators(self.reads)
 
@@ -145,7 +143,7 @@ class FlowWatch(TorchDispatchMode):
         held = list(rows)
         self._tower, self._continued = tower, 0
         self._kept_numbers.start_pass(functions)
-        self.means.start_pass(num_rows)
+        self._means.start_pass(num_rows)
         self._rows.start_pass(num_rows, held)
         self._parameters.clear()
         self._shared = set(map(storage_of, shared))
@@ -178,8 +176,7 @@ class FlowWatch(TorchDispatchMode):
         """End a pass."""
         self.pause()
         self._follows = False
-        self.means.clear()
-        for each in (self._rows, self.sums, self.pairs):
+        for each in (self._means, self._rows, self._sums, self._pairs):
             each.clear()
         self.operators.stop_pass()
 
@@ -213,6 +210,15 @@ class FlowWatch(TorchDispatchMode):
                 f"{who} drew from {_GENERATOR}{self._name()} that continues from another tower's draws, so "
                 f"its numbers depend on the number of workers: {_INSTEAD_OF_DRAWN}"
             )
+
+    def form_of(self, loss: Any, num_rows: int) -> LossForm:
+        """Return what this pass's loss is made of, and forget it, so that no tensor is kept for it."""
+        return LossForm(
+            self._means.scaling_of(loss),
+            self._means.of_loss(loss),
+            self._sums.line_of(loss, num_rows),
+            self._pairs.in_loss(loss),
+        )
 
     def end_turn(self, who: str, *, has_warned: bool) -> None:
         """Warn if this pass has computed its loss in a different way, unless there was another warning."""
@@ -277,9 +283,9 @@ class FlowWatch(TorchDispatchMode):
 
     def _follow(self, call: Call, result: Any, drawn: Origin) -> None:
         func, kind, given, written = call.func, call.kind, call.given, call.written
-        self.means.note(func, call.args, call.kwargs, result)
-        self.sums.note(call, result, takes_rows=self._rows.note(call, result))
-        self.pairs.note(call, result)
+        self._means.note(func, call.args, call.kwargs, result)
+        self._sums.note(call, result, takes_rows=self._rows.note(call, result))
+        self._pairs.note(call, result)
         own = 1 << self._tower
         self._note_parameters(given)
         taken: list[Tensor] = [] if kind.takes_shapes_only else given

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["NOWHERE", "Origin", "Origins", "Write", "is_plain", "storage_of"]
+__all__ = ["NOWHERE", "Origin", "Origins", "Write", "is_dense", "is_plain", "storage_of"]
 
 _MOST_ELEMENTS = 2**24
 """The largest storage whose elements are tracked one by one."""
@@ -140,3 +140,8 @@ def _strided(tensor: Tensor) -> Tensor:
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor lies in its storage as its strides say: a subclass may not."""
     return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape and strides, and lies in its storage as they say."""
+    return tensor.layout is torch.strided and is_plain(tensor) and not tensor.is_nested

@@ -32,8 +32,8 @@ class RowLosses:
                 f"{who}: its loss is a sum over rows, made in {self._sums.pop()}: tower.backward takes the "
                 "mean over the tower's rows, so the gradient depends on the number of towers, and rows of "
                 "larger towers weigh more; call tower.backward_sum(total, tower.rows), or return "
-                "samestep.LossSum(total, count) from a Step's loss_fn, which give the mean over the batch; "
-                "the gradient of its sum is as many times larger as there are rows in the batch"
+                "samestep.LossSum(total, count) from a Step's loss_fn: both give the mean over the batch's "
+                "rows; the gradient of their sum is that, times the number of rows in the batch"
             )
         if self._pairs is not None and not self._has_warned_of_pairs:
             self._has_warned_of_pairs = True

@@ -52,7 +52,7 @@ class RowPairs:
             return False
         tensors = list(tensors_in(call.args))[-2:]
         at = [self._rows.dimension_of(each) for each in tensors]
-        if len(at) < 2 or None in at:
+        if len(at) < 2 or None in at or not any(each.requires_grad for each in tensors):
             return False
         left, right = (
             where - each.dim() for where, each in zip(at, tensors, strict=True) if where is not None

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from samestep.watching.operator_calls import SUM, Call, number_of, reduction_of, tensors_in
-from samestep.watching.origins import storage_of
+from samestep.watching.origins import is_dense, storage_of
 from samestep.watching.program_line import ProgramLine
-from samestep.watching.rows import Rows, is_dense
+from samestep.watching.rows import Rows
 
 __all__ = ["RowSums"]
 

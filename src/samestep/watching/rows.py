@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from samestep.watching.operator_calls import Call, argument, tensors_in
-from samestep.watching.origins import is_plain, storage_of
+from samestep.watching.origins import is_dense, storage_of
 
-__all__ = ["BY_ELEMENT", "Rows", "is_dense"]
+__all__ = ["BY_ELEMENT", "Rows"]
 
 BY_ELEMENT = {"add", "sub", "mul", "div"}
 
@@ -87,8 +86,3 @@ def _is_over_rows(call: Call) -> bool:
     dims = argument(call.func, "dim", call.args, call.kwargs, 0)
     num_dims = next(tensors_in(call.args)).dim()
     return any(each in (0, -num_dims) for each in (dims if isinstance(dims, (list, tuple)) else [dims]))
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Say whether a tensor lies in its storage as its strides say."""
-    return tensor.layout is torch.strided and is_plain(tensor) and not tensor.is_nested

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from samestep.identity import checksum_of
-from samestep.watching.origins import is_plain
+from samestep.watching.origins import is_dense
 
 __all__ = ["MOST_ELEMENTS", "checksum_of_value", "is_readable"]
 
@@ -16,9 +16,8 @@ MOST_ELEMENTS = 2**16
 
 def is_readable(tensor: Tensor) -> bool:
     """Whether a tensor lies in memory as its strides say, and a GPU may be waited for."""
-    if tensor.layout is not torch.strided or not is_plain(tensor):
-        return False
-    return tensor.is_cpu or (tensor.is_cuda and not torch.cuda.is_current_stream_capturing())
+    is_known = tensor.is_cpu or (tensor.is_cuda and not torch.cuda.is_current_stream_capturing())
+    return is_known and is_dense(tensor)
 
 
 def checksum_of_value(tensor: Tensor) -> int:

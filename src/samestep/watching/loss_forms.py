@@ -1,0 +1,54 @@
+"""What the losses of passes are made of, and warnings of those that are no means over a tower's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from samestep.summation.placement import Placement
+from samestep.watching.means import Mean, Means
+from samestep.watching.row_losses import RowLosses
+from samestep.watching.scaled_losses import ScaledLosses, Scaling
+
+__all__ = ["LossForm", "LossForms"]
+
+
+class LossForm(NamedTuple):
+    """What the loss of a pass is made of, as far as its operators were followed.
+
+    Attributes:
+        scaling: how means were scaled to give it, if they were.
+        means: those that it is made of.
+        summed_in: where it was summed over the rows; None if it was not.
+        pairs: the tensor of pairs of rows that it is made of, in words; None if there is none.
+    """
+
+    scaling: Scaling | None
+    means: Sequence[Mean]
+    summed_in: str | None
+    pairs: str | None
+
+
+class LossForms:
+    """Compares the losses of a worker's passes, and warns, once of each kind, of those that are no means."""
+
+    def __init__(self) -> None:
+        self._means, self._scaled, self._rows = Means(), ScaledLosses(), RowLosses()
+
+    def start_step(self) -> None:
+        """Forget the passes of another step."""
+        for each in (self._means, self._scaled, self._rows):
+            each.start_step()
+
+    def note(self, tower: str, rows: int, form: LossForm) -> None:
+        """Note the loss of a tower's pass over so many rows; warn of means over other things than rows."""
+        self._means.compare(tower, rows, form.means)
+        self._scaled.note(form.scaling)
+        if rows > 1:  # otherwise, a sum over rows is a mean
+            is_mean = any(mean.divisor >= rows for mean in form.means)
+            self._rows.note(None if is_mean else form.summed_in, form.pairs)
+
+    def check(self, tower: str, placement: Placement) -> None:
+        """After a worker's last tower, warn of what all its passes do."""
+        self._scaled.check(tower, placement)
+        self._rows.check(tower)
