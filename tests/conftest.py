@@ -1,6 +1,7 @@
 import gc
 import multiprocessing
 import signal
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
@@ -13,8 +14,15 @@ settings.register_profile("samestep", deadline=None, derandomize=True, database=
 settings.load_profile("samestep")
 
 
+# First, as pytest's own hook leaves out what `-m` does not select.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
+    short_cases = Counter()
     for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("long"):
+            if short_cases[item.function] % 3:
+                item.add_marker(pytest.mark.long)
+            short_cases[item.function] += 1
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="torch sees no GPU"))
     # Speed: garbage collection skips what the tests have imported, and runs less often.

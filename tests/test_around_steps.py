@@ -39,6 +39,7 @@ def refused(error, *words, alone=True):
     return register
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([3, 1, 2], 1))
 @pytest.mark.parametrize("name", REFUSED)
 def test_all_workers_are_told(name, num_workers):
@@ -52,6 +53,7 @@ def test_all_workers_are_told(name, num_workers):
         assert all(word in outcome.text for word in words), outcome.text
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([3, 2], 1))
 @pytest.mark.parametrize("name", KEPT)
 def test_any_number_of_workers_takes_the_same_steps(name, num_workers):

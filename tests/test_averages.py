@@ -127,6 +127,7 @@ def compiled_in_part(model):
     return model
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", [compiled, compiled_in_part])
 @pytest.mark.parametrize("compile_first", mostly_long([True, False], 1))
 def test_checkpoints_see_through_torch_compile(tmp_path, change, compile_first):

@@ -184,6 +184,7 @@ class InAFunction(Program):
             kept.clear()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize(
     ("program", "name"),
@@ -212,6 +213,7 @@ def test_what_workers_make_of_their_own_towers_is_refused(program, name, num_wor
     assert simulate(program, 1)[0].error is None
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("program", "name"),
     [
@@ -431,6 +433,7 @@ class Teacher(Program):
                 p.lerp_(q, 0.1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([3, 7, 2], 1))
 @pytest.mark.parametrize(
     "program",

@@ -160,6 +160,7 @@ NO_GENERATOR = "leave out generator=: the global generators are seeded for each 
 PURE = "a tower may depend only on its rows, the weights and the global random generators"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "operator", "cause", "remedy"),
     [
@@ -336,6 +337,7 @@ def test_what_has_no_effect_yet_is_noted():
     ]
 
 
+@pytest.mark.long
 def test_what_cannot_be_sent_to_a_process_is_checked_here():
     result = check(lambda: planted.build(planted.Clean), processes=True)
     assert result.same

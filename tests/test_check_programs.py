@@ -290,6 +290,7 @@ def with_norm():
     return model, loss_of
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:a hook on 0.weight sees")
 @pytest.mark.parametrize(
     ("build", "cause"),
@@ -480,6 +481,7 @@ def test_code_that_is_compiled_again_is_noted():
     assert len(check(lambda: compiled("eager")).notes) == 1
 
 
+@pytest.mark.long
 def test_code_that_is_compiled_for_the_shapes_that_a_worker_has_met():
     def by_history(graph, inputs):
         """Stand in for a compiler whose code for any shape gives other bits than that for one shape."""

@@ -108,6 +108,7 @@ def run_accidents(victim, name, variants):
     return accepted
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FILES)
 def test_accidents(victim, name):
     generator = random.Random(name)
@@ -228,6 +229,7 @@ def test_forged_headers(path, victim, where, value, name):
     check_own_kind(victim)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FILES[1:])
 def test_resealed_accidents(path, victim, name):
     run_resealed(path, victim, name, 40)

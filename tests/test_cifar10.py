@@ -201,6 +201,7 @@ def test_a_run_evaluates_its_averages_on_every_test_picture_once(settings):
     assert float(experiment.terms(experiment.model)["weight decay"].detach()) == pytest.approx(2.37, abs=0.02)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_the_same_bits(settings, tmp_path):
     job = samestep.init("cpu")
     digests = {}

@@ -130,6 +130,7 @@ CALLS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("num_workers", [2, 3, 5])
 def test_a_killed_worker_is_named_and_nobody_hangs(name, num_workers):

@@ -463,6 +463,7 @@ def problem_of(status, said):
     return None
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:tf32=True has no effect")
 @pytest.mark.parametrize(
     ("first", "count"), mostly_long([(FIRST, COUNT // 4), (FIRST + COUNT // 4, 2 * COUNT - COUNT // 4)], 1)

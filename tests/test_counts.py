@@ -82,6 +82,7 @@ def assert_same_gradient(model, expected):
             assert (parameter.grad - gradient).abs().max() <= 1e-10 * max(1, gradient.abs().max())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rows", [17, 10])
 def test_a_mean_over_tokens_is_that_of_the_unsplit_batch(rows):
     model, batch = LanguageModel(), sentences(rows)
@@ -97,6 +98,7 @@ def test_a_mean_over_tokens_is_that_of_the_unsplit_batch(rows):
     assert math.isnan(report.tower_losses[-1])  # the last sentences are empty
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rows", [17, 10])
 def test_means_over_tokens_and_rows_are_those_of_the_unsplit_batch(rows):
     model, batch = LanguageModel(), sentences(rows)

@@ -24,6 +24,7 @@ def set_for_a_gpu(before, wanted):
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("before", "wanted"), [("tf32", "ieee"), ("none", "tf32")])
 def test_tf32_is_what_was_asked_for_by_both_interfaces(elsewhere, before, wanted):
     of_all = ", ".join(f"{kind} {wanted}" for kind in ("matmul", "conv", "rnn"))

@@ -264,6 +264,7 @@ class History:
         self.losses = state["losses"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("events", mostly_long([range(14, 30, 2), range(9, 60)], 1), ids=str)
 def test_a_list_that_the_program_found_before_a_call_is_still_in_use_after_it(events):
     def work(job):
@@ -291,6 +292,7 @@ class Centred(nn.Linear):
         return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", mostly_long(range(12), 3))
 def test_buffers_that_checkpoints_leave_out_are_sent_to_workers_that_join(seed):
     def work(job):
@@ -444,6 +446,7 @@ def unfrozen_later(job, model, towers, optimizer):
     return take
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", mostly_long([1, 0, 2, 3], 1))
 @pytest.mark.parametrize("make", [with_float16, of_the_whole_batch, with_counts, unfrozen_later])
 def test_steps_of_other_kinds(make, seed):
@@ -503,6 +506,7 @@ def take_eight_steps(job):
             elastic(take_step, *parts)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("events", mostly_long([range(8, 24, 3), range(8, 24)], 1), ids=str)
 def test_a_loss_that_the_launcher_sees_first_is_not_reported_as_a_newcomer(capsys, events):
     """Worker 2 ends with its last message of a step, so no worker waits for it when the list changes."""
@@ -513,6 +517,7 @@ def test_a_loss_that_the_launcher_sees_first_is_not_reported_as_a_newcomer(capsy
     assert "joined" not in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seeds", mostly_long([range(6), range(15)], 1), ids=str)
 def test_a_loss_is_reported_although_a_newcomer_has_replaced_the_worker(capsys, seeds):
     texts = []
@@ -601,6 +606,7 @@ def with_a_mode_that_a_call_leaves(job):
     return samestep.digest(model)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", mostly_long(range(40), 3))
 @pytest.mark.parametrize(
     "work",
@@ -676,6 +682,7 @@ def with_another_head(job):
     return samestep.digest(model)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", mostly_long([3, *range(3), *range(4, 36)], 3))
 @pytest.mark.parametrize("work", [adversarial, with_a_new_layer, with_another_head])
 def test_models_that_change_between_calls(work, seed):
@@ -733,6 +740,7 @@ def unfreeze(model, optimizer):
     optimizer.add_param_group({"params": [*model[0].parameters()], "lr": 0.01})
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", mostly_long([7, 9, *range(7), 8, 10, 11], 2))
 @pytest.mark.parametrize("loop", [unfrozen_in_a_call, unfrozen_between_calls])
 def test_parameter_groups_that_a_call_adds_are_removed_before_it_is_repeated_and_handed_over(loop, seed):

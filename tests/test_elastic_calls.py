@@ -216,6 +216,7 @@ LOOPS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", mostly_long(range(8), 2))
 @pytest.mark.parametrize("loop", LOOPS)
 def test_newcomers_start_with_the_call_that_the_others_make(loop, seed):
@@ -257,6 +258,7 @@ def loaders_one_after_the_other(job):
     return samestep.digest(state["model"])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", mostly_long(range(12), 3))
 @pytest.mark.parametrize("work", [several_steps_with_a_batch, loaders_one_after_the_other])
 def test_newcomers_start_with_the_batch_that_the_others_use(work, seed):
@@ -316,6 +318,7 @@ def draws_in_the_call_and_after_it(elastic, step, towers, optimizer):
         torch.randn(1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", mostly_long(range(8), 2))
 @pytest.mark.parametrize("loop", [small_batches, draws_before_the_call, draws_in_the_call_and_after_it])
 def test_newcomers_make_and_draw_the_batch_that_the_others_have(loop, seed):
@@ -341,6 +344,7 @@ def a_rate_that_falls_before_the_call(elastic, step, towers, optimizer):
         elastic(step, torch.ones(6, 2))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "loop", [batches_without_a_position, batches_in_a_nest, a_rate_that_falls_before_the_call]
 )
@@ -358,6 +362,7 @@ class TooHigh(Exception):
         super().__init__(f"{value} is above {limit}")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("make_error", [ValueError, lambda: TooHigh(1, 2)])
 @pytest.mark.parametrize("events", mostly_long([range(20, 26), range(10, 50)], 1), ids=str)
 def test_a_call_that_raises_on_all_workers_is_made_once(make_error, events):

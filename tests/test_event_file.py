@@ -73,6 +73,7 @@ def a_bad_output(folder, monkeypatch):
     return "ZeroDivisionError: integer division or modulo by zero"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "fault",
     mostly_long(
@@ -104,6 +105,7 @@ def test_a_run_goes_on_without_summaries(tmp_path, monkeypatch, capsys, fault, e
     assert len(lines) <= 2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("action", ["delete", "delete all", "move"])
 def test_a_folder_that_goes_away_in_the_middle(tmp_path, capsys, action):
     experiment = Tiny().build(JOB)

@@ -124,6 +124,7 @@ def precisions_where_the_older_interface_refuses():
     return found
 
 
+@pytest.mark.long
 def test_it_can_be_taken_where_the_older_interface_refuses(elsewhere):
     expected = ["matmul none, conv none, rnn none", "matmul bf16, conv none, rnn none"]
     expected = [*expected, "matmul bf16, conv tf32, rnn tf32"]

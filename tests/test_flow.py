@@ -276,6 +276,7 @@ class GradientsThatAddUp(Program):
         return F.mse_loss(self.model(x), self.quick(x).detach())
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("num_workers", WORKERS)
@@ -631,6 +632,7 @@ class OutputsOfBefore(Program):
         return F.cross_entropy(self.model(x) - self.center, y)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([3, 2, 7], 1))
 @pytest.mark.parametrize(
     "program",

@@ -34,6 +34,7 @@ def center_of_all(job):
     return samestep.digest(model), center.tolist()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", [2, 3, 7])
 def test_what_is_computed_of_all_towers_has_the_same_bits_on_any_number_of_workers(num_workers):
     assert values(center_of_all, num_workers) == values(center_of_all, 1) * num_workers

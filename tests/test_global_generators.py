@@ -60,6 +60,7 @@ def resume(path, **options):
     return train(objects, 9)
 
 
+@pytest.mark.long
 def test_a_loop_that_draws_its_batches_goes_on_in_another_process_with_rng_only(elsewhere, tmp_path):
     random.seed(1337)
     np.random.seed(1337)

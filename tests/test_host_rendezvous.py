@@ -29,6 +29,7 @@ def nodes(monkeypatch):
     return replace(Nodes.of("2:3", f"127.0.0.1:{port}"), timeout_s=20)
 
 
+@pytest.mark.long
 def test_hosts_meet_and_nobody_comes_once_the_job_is_over(nodes):
     both = replace(nodes, most=2, most_workers=2)
     with ThreadPoolExecutor(2) as threads:
@@ -99,6 +100,7 @@ def test_hosts_that_meet_without_those_who_train_join_them(is_there, nodes, monk
         each.close()
 
 
+@pytest.mark.long
 def test_too_few_hosts(nodes, capsys):
     with pytest.raises(LostWorkerError, match=r"did not get 2 hosts within 1 s$"):
         Rendezvous(replace(nodes, timeout_s=1), 1)

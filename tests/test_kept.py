@@ -686,6 +686,7 @@ def raising(error, where):
     return fail
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "settings",
     [
@@ -889,6 +890,7 @@ LONG = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:a hook on 0.weight sees each tower's sum")
 @pytest.mark.parametrize("num_workers", mostly_long([3, 2], 1))
 @pytest.mark.parametrize("name", with_long(PROGRAMS, LONG))

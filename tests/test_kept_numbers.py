@@ -104,6 +104,7 @@ class InClosure(Baseline):
         return super().build()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize("program", [Baseline, AsTensor, Filled, InList, InGlobal, InClosure, Annealed])
 def test_a_number_that_another_pass_has_left_is_named_once_on_each_worker(program, num_workers):
@@ -212,6 +213,7 @@ class AfterTheStep(Baseline):
         return super().batch(step)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize(
     "program",

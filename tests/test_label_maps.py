@@ -265,6 +265,7 @@ def test_the_command_line_tells_faults_of_either_split(tmp_path, folder, split, 
     assert not (tmp_path / "run" / "settings.json").exists()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["png", "jpeg"])
 def test_damaged_bytes_are_refused_or_do_no_harm(tmp_path, kind):
     """Whatever byte is another one, and wherever a file ends: an error of ours, or a picture of that size."""

@@ -74,6 +74,7 @@ def leaving(job, leavers):
     return samestep.digest(model)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([3, 1, 2], 2))
 @pytest.mark.parametrize("leavers", [{1: 0}, {1: 1, 2: 0}, {0: 2, 3: 1, 4: 1, 5: 0}])
 def test_steps_that_are_taken_again_give_no_error(leavers, num_workers):
@@ -141,6 +142,7 @@ def sharded(job, failing=None):
     return samestep.digest(model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", mostly_long([3, 1, 2], 2))
 def test_an_update_that_failed_on_one_worker_gives_no_error_after_a_checkpoint_is_loaded(num_workers):
     expected = values(sharded, 1)
@@ -157,6 +159,7 @@ def elastic(job):
     return samestep.digest(model)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", mostly_long(range(20), 4))
 def test_workers_that_join_do_not_know_the_step_before(seed):
     town = Town(3, seed, Faults(killed={seed % 3: 12 + seed}), arrivals=[seed * 20])

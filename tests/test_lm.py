@@ -48,6 +48,7 @@ def net(**options):
 # ---- the loss ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_towers", [1, 4, 5, 9])
 def test_the_gradient_is_that_of_the_mean_over_the_tokens_that_count(num_towers):
     model = net()
@@ -149,6 +150,7 @@ def test_any_number_of_workers_gives_the_same_weights_and_bits(settings, options
     assert len({value for num in (1, 2, 3) for value in values(run, num, num)}) == 1
 
 
+@pytest.mark.long
 def test_a_run_that_is_stopped_goes_on_with_the_same_bits(settings, capsys):
     whole = settings.build(JOB).run()
     printed = capsys.readouterr().out
@@ -164,6 +166,7 @@ def test_a_run_that_is_stopped_goes_on_with_the_same_bits(settings, capsys):
     assert 6 < whole.metrics["bits per byte"] < 8.1
 
 
+@pytest.mark.long
 def test_it_learns(settings):
     trainer = replace(settings, steps=40, batch_size=16, towers=2, learning_rate=0.02, warmup=5).build(JOB)
     assert trainer.run().metrics["bits per byte"] < 3

@@ -145,6 +145,7 @@ def test_every_placement_reads_the_same(num_workers, options):
     assert_same_bits(read_everywhere(num_workers, **options), read_everywhere(1, **options))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dataset", mostly_long([NoisyBatches(), Noisy()], 1))
 @pytest.mark.parametrize(
     "options",
@@ -689,6 +690,7 @@ def collate_with_seed(rows):
     return {**seeds, "collate": torch.tensor([seed, torch.initial_seed()])}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("collate_fn", [None, collate_with_seed])
 def test_the_seed_of_a_loader_process_is_the_examples(collate_fn):
     expected = read(make_loader(AskingWorker(), collate_fn=collate_fn))

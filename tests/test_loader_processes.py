@@ -167,6 +167,7 @@ def break_off(pids, errors, is_killed):
     loader_process.kill()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_killed", [True, False])
 def test_a_loader_process_whose_worker_dies_says_nothing(forkserver, tmp_path, is_killed):
     pids, errors = forkserver.SimpleQueue(), tmp_path / "errors"

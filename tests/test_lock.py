@@ -88,6 +88,7 @@ def test_it_waits_for_a_holder_that_dies_and_the_kernel_lets_go(start, tmp_path)
         assert time.monotonic() - begin < lock.WAIT_S
 
 
+@pytest.mark.long
 def test_children_do_not_hold_what_their_parent_held(start, tmp_path):
     parent, child = start(PARENT, tmp_path)
     try:

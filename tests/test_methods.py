@@ -105,6 +105,7 @@ OF_ONE_PASS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_towers", TOWERS)
 @pytest.mark.parametrize("program", mostly_long(OF_ONE_PASS, 2))
 def test_nets_that_live_for_one_pass_may_change_their_buffers(program, num_towers):
@@ -198,6 +199,7 @@ class Codes(nn.Module):
         return x
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_towers", TOWERS)
 @pytest.mark.parametrize("statistics", mostly_long(["pooled", "mean", "first"], 2))
 def test_a_forward_that_the_backward_runs_again_changes_buffers_once(statistics, num_towers):
@@ -396,6 +398,7 @@ def of_several_tasks(tower, model):
 DIVIDED = r"entries \(a sum divided by their number or weights\): [\d.]+ in Tower\("
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([1, 3, 2], 2))
 @pytest.mark.parametrize(
     ("loss", "words"),
@@ -502,6 +505,7 @@ def by_equal_weights(tower, model):
     return sums + (each * (normalized * len(normalized))).mean()
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("num_rows", [15, 18, 9])
 @pytest.mark.parametrize(
@@ -546,6 +550,7 @@ def test_a_recomputed_loss_is_not_run_again_for_the_look():
 # ---- gradients of inputs, and tensors that are swapped -----------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_towers", TOWERS)
 @pytest.mark.parametrize("set_to_none", mostly_long([True, False], 1))
 def test_adversarial_inputs_by_a_backward_whose_gradients_are_zeroed(set_to_none, num_towers):

@@ -88,6 +88,7 @@ WAYS = [(3, False), (1, True), (3, True), (1, False)]
 """How many workers train it, and whether it is compiled."""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("num_workers", "compiled"), mostly_long(WAYS, 1))
 @pytest.mark.parametrize("what", CHANGES)
 def test_what_loading_does_not_restore_is_named_once(what, compiled, num_workers, tmp_path):
@@ -164,6 +165,7 @@ class Freezing(samestep.Callback):
             trainer.model[0].requires_grad_(requires_grad=False)
 
 
+@pytest.mark.long
 def test_a_layer_that_a_callback_froze_before_an_interruption_is_named(tmp_path):
     def train(job, steps):
         return trainer_of(job, tmp_path / "run", steps=steps, callbacks=[Freezing()]).run()

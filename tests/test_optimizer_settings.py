@@ -239,6 +239,7 @@ def test_a_setting_that_a_later_pass_changes_ends_the_step_on_all_workers(progra
         assert f"changed {named} after the worker's first pass, so its value depends" in outcome.text
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("program", [Loop, FromStep, ForPass, Unlike, InnerLoop, Logged])
 def test_what_follows_the_step_is_no_error(program):
     found = {digest for number in (1, 3) for digest in values(lambda job: program(job).digest, number)}

@@ -89,6 +89,7 @@ def in_a_step(job):
     samestep.Step(towers, loss, torch.optim.SGD(model.parameters(), 0.1))(torch.ones(14, 4))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([3, 1, 2], 1))
 @pytest.mark.parametrize(
     ("program", "named"),
@@ -127,6 +128,7 @@ def draws_what_no_seed_decides(x, tower):
     return x
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "change",
     [seeds_a_generator, draws_from_the_global_ones, draws_what_no_seed_decides],

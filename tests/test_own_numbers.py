@@ -108,6 +108,7 @@ def train(job, make, loss=square, edit=lambda job, model, step: None, num_steps=
     return samestep.digest(model)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([3, 1, 2], 1))
 @pytest.mark.parametrize(
     ("make", "make_loss", "named"),
@@ -174,6 +175,7 @@ def progress(job, model, step):
     model.progress = step / 100
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", mostly_long([5, 1, 2, 3], 1))
 def test_sizes_flags_and_what_follows_the_steps_are_let_through(num_workers):
     found = values(lambda job: train(job, lambda _: Noting(), edit=progress, num_steps=33), num_workers)
@@ -214,6 +216,7 @@ def test_layers_that_are_set_to_other_values_are_refused_at_the_start(num_worker
         assert "has the layer 1 (Dropout) = p=0." in outcome.text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", mostly_long([3, 2], 1))
 def test_what_one_worker_sets_a_layer_to_is_found_within_32_steps(num_workers):
     outcomes = simulate(
@@ -225,6 +228,7 @@ def test_what_one_worker_sets_a_layer_to_is_found_within_32_steps(num_workers):
         assert "worker 1 has the layer 1 (Dropout) = p=0.5, inplace=False" in outcome.text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", mostly_long([3, 2], 1))
 def test_what_all_workers_set_alike_is_let_through(num_workers):
     work = lambda job: train(job, lambda _: dropout(0.1), edit=on_all, num_steps=33)  # noqa: E731

@@ -246,6 +246,7 @@ def test_whoever_is_slow_when_the_bits_stay(clock, monkeypatch, num_workers):
     assert len({cuts for cuts, _ in runs[0][1]}) > 3
 
 
+@pytest.mark.long
 def test_an_abandoned_step_does_not_count(clock):
     """Worker 1 leaves each third step; all take it again, and move the same towers at the same step."""
 
@@ -279,6 +280,7 @@ def test_an_abandoned_step_does_not_count(clock):
     assert values(work, 2, seed=1) == expected
 
 
+@pytest.mark.long
 def test_a_placement_set_by_hand_stays_until_it_is_auto_again(clock):
     def work(job):
         model = a_net()

@@ -151,6 +151,7 @@ class AfterALookup(EveryOther):
         return super().loss(x, y) * Settings().get("weight")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([2, 1, 3], 1))
 @pytest.mark.parametrize(
     "program",
@@ -492,6 +493,7 @@ class Packed(Program):
         return F.cross_entropy(self.model[1](x), y) + outputs.data.sum() / len(outputs.data)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "program",
     [

@@ -199,6 +199,7 @@ LONG = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([3, 2], 1))
 @pytest.mark.parametrize("name", with_long(PROGRAMS, LONG))
 def test_any_number_of_workers_takes_the_same_steps(name, num_workers):

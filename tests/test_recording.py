@@ -54,6 +54,7 @@ def job():
     torch.set_num_threads(threads)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", mostly_long([3, 1], 1))
 def test_every_operator_is_the_same_for_stand_ins(job, num_workers):
     alone = record(everything, job, Trial(0, steps=2, operators=True))

@@ -625,6 +625,7 @@ ONLY_APART = {
 """Programs that are in order where there is one worker."""
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:passes changed")  # some count how often they run
 @pytest.mark.filterwarnings("ignore:.*its loss was computed in another way")
 @pytest.mark.parametrize("num_workers", mostly_long([3, 1, 2], 1))

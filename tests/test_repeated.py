@@ -229,6 +229,7 @@ SAME = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([3, 2], 1))
 @pytest.mark.parametrize("program", SAME.values(), ids=SAME.keys())
 def test_a_forward_that_does_the_same_twice_is_let_through(program, num_workers):

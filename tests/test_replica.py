@@ -157,6 +157,7 @@ def train(job, change):
     return samestep.digest(model)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("all_num_workers", MOSTLY_WORKERS, ids=str)
 @pytest.mark.parametrize("name", mostly_long(CHANGES, 3))
 def test_the_gradient_is_right_and_the_bits_are_the_same_for_any_workers(name, all_num_workers):
@@ -302,6 +303,7 @@ def test_other_cuts_on_one_worker_stop_all_in_that_step(seeds):
         assert text == f"DisagreementError: step 1: {named}"
 
 
+@pytest.mark.long
 @SEEDS
 def test_a_layer_in_eval_mode_on_one_worker_stops_all_in_that_step(seeds):
     for text in fails_on_one(lambda model, towers: model[1].eval(), seeds):
@@ -324,6 +326,7 @@ EDITS = {
 }
 
 
+@pytest.mark.sampled
 @SEEDS
 @pytest.mark.parametrize("named", mostly_long(EDITS, 4))
 def test_an_edit_on_one_worker_stops_all_in_that_step(named, seeds):
@@ -331,6 +334,7 @@ def test_an_edit_on_one_worker_stops_all_in_that_step(named, seeds):
         assert text == f"DisagreementError: step 1: worker 1 has {named}"
 
 
+@pytest.mark.long
 @SEEDS
 def test_a_layer_of_no_parameters_in_place_of_one_alike_on_one_worker_changes_nothing(seeds):
     texts = fails_on_one(lambda model, towers: model.__setitem__(2, nn.Tanh()), seeds)
@@ -372,6 +376,7 @@ def test_a_model_that_cannot_be_trained_on_one_worker_stops_all_in_that_step(see
     assert set(texts) == {f"ConfigError: {reason}", expected}
 
 
+@pytest.mark.sampled
 @SEEDS
 @pytest.mark.parametrize("kind", ["counts", "whole batch"])
 def test_another_kind_of_step_on_one_worker_stops_all_in_that_step(kind, seeds):
@@ -390,6 +395,7 @@ def test_another_kind_of_step_on_one_worker_stops_all_in_that_step(kind, seeds):
             assert "step 1: worker 1 has loss = " in outcome.text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("all_num_workers", MOSTLY_WORKERS, ids=str)
 def test_kinds_of_steps_may_alternate(all_num_workers):
     def work(job):

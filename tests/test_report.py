@@ -135,6 +135,7 @@ def trained(step, time=0.0, loss=1.0, **values):
 # ---- what it shows ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_run_that_was_stopped_and_went_on_with_others_is_shown_as_it_was(tmp_path):
     run(tmp_path, 3, steps=15, max_seconds=1e-9, log_every=1)
     result = run(tmp_path, 1, steps=15, log_every=1, evaluate_every=5)
@@ -154,6 +155,7 @@ def test_a_run_that_was_stopped_and_went_on_with_others_is_shown_as_it_was(tmp_p
     assert all(after[path] == content for path, content in before.items())
 
 
+@pytest.mark.long
 def test_a_start_without_an_end_was_killed_unless_it_is_the_last(tmp_path):
     page = page_of(written(tmp_path, start(), trained(5, 1.0), start(3, 2.0), trained(4, 3.0)))
     assert "killed" in page.texts
@@ -256,6 +258,7 @@ def test_a_page_stays_small_whatever_there_is_of_anything(tmp_path, monkeypatch)
 MARKS = [Mark(0, "step 0: going on"), Mark(2**53, "step 9: towers placed")]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "values",
     mostly_long(

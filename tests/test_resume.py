@@ -139,6 +139,7 @@ def test_a_finished_run_is_only_evaluated(whole, run_dir, capsys):
     assert contents(run_dir / "checkpoints") == before
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stops", [[1, 3, 4], [5]])
 def test_any_stops_give_the_same_checkpoints(whole, tmp_path, monkeypatch, stops):
     """Averages, momentum, schedule, step and position: all of it is in the bytes."""
@@ -185,6 +186,7 @@ def test_none_whole_starts_nothing_over(whole, run_dir, capsys):
     assert (status, lines, digest) == (0, [], digest_of(whole))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_emptied", [False, True])
 def test_a_run_whose_checkpoints_are_gone_does_not_start_over(whole, run_dir, capsys, is_emptied):
     shutil.rmtree(run_dir / "checkpoints")

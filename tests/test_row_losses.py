@@ -89,6 +89,7 @@ class OfAStep(Program):
         return F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
 @pytest.mark.parametrize(
     "program",
@@ -210,6 +211,7 @@ class OfMeansOverRows(Program):
         return (mean * mean.log()).sum()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
 @pytest.mark.parametrize(
     "program",
@@ -284,6 +286,7 @@ class BroadcastByMistake(Program):
         return (self.model(x)[:, :1] - x[:, 0]).square().mean()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
 @pytest.mark.parametrize(
     "program", [Contrastive, OfItself, OfTwoViews, ByDistance, ByDifference, ByCosine, BroadcastByMistake]

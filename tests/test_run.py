@@ -188,6 +188,7 @@ def loses_its_loss(towers, job, batch):
     towers.average()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seeds", mostly_long([range(2), range(2, 6)], 1), ids=str)
 @pytest.mark.parametrize("fails", [reports_a_bad_batch, loses_its_loss])
 @pytest.mark.parametrize(

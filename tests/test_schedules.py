@@ -250,6 +250,7 @@ def test_every_fault_and_ending_occurs_in_some_schedule():
     assert all(seen[f"workers {fault}"] for fault in ("killed", "stopped", "stalled"))
 
 
+@pytest.mark.long
 def test_the_same_seed_gives_the_same_schedule():
     def events(seed):
         trials = []

@@ -90,6 +90,7 @@ def gradients_of_towers(model, batch, num_towers):
     return towers.average(), [parameter.grad for parameter in model.parameters()]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_towers", [1, 3, 5, 7])
 def test_pixels_to_ignore_weigh_nothing(num_towers):
     """The gradient is that of the mean over the other pixels of the batch, cut out one by one."""
@@ -154,6 +155,7 @@ def test_the_learning_rate_falls_to_nothing_along_a_polynomial(settings):
     assert experiment.step.optimizer.param_groups[0]["lr"] == 0
 
 
+@pytest.mark.long
 def test_bfloat16_trains_as_float32_does(settings):
     losses = {}
     for autocast in ("none", "bf16"):

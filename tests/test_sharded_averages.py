@@ -90,11 +90,13 @@ def test_on_each_number_of_workers():
     check(AdamW, {"lr": 0.01})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", mostly_long([torch.bfloat16, torch.float64], 1))
 def test_in_each_precision(dtype):
     check(AdamW, {"lr": 0.01}, (3,), dtype=dtype)
 
 
+@pytest.mark.long
 def test_a_net_of_which_little_was_trained_when_it_was_shared_out(monkeypatch):
     monkeypatch.setattr(buckets, "_SMALL_BYTES", 40_000)
 
@@ -122,11 +124,13 @@ class Plain(SGD):
     """Of a class that nobody knows to be elementwise, so whole parameters are sharded."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", mostly_long([3, 2, 4], 1))
 def test_an_optimizer_of_whole_parameters(num_workers):
     check(Plain, {"lr": 0.01, "momentum": 0.9}, (num_workers,))
 
 
+@pytest.mark.long
 def test_with_sums_that_have_names():
     def loss(model, batch):
         total = nn.functional.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
@@ -144,6 +148,7 @@ def test_with_sums_that_have_names():
     assert values(lambda job: ends(job, sharded=True), 3) == [expected] * 3
 
 
+@pytest.mark.long
 def test_with_a_loss_of_the_whole_batch():
     def forward(model, part):
         return model(part["x"])
@@ -197,6 +202,7 @@ def averages_of(step):
     return {name: p.grad for name, p in step.towers.model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", mostly_long([3, 1], 1))
 def test_gradients_are_there_where_they_are_asked_for(num_workers):
     def ends(job, *, sharded):
@@ -213,6 +219,7 @@ def test_gradients_are_there_where_they_are_asked_for(num_workers):
         assert all(same(found[number], expected[number]) for number in (1, 3))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_global", mostly_long([False, True], 1))
 def test_hooks_see_all_gradients(is_global):
     """They may change them, too, on all workers alike."""
@@ -249,6 +256,7 @@ def test_a_hook_of_one_worker_is_named():
         assert "step 0: worker 1 has averages = on all workers, the others have in sh" in outcome.text
 
 
+@pytest.mark.long
 def test_a_bare_loop_goes_on_from_there():
     """Steps of one's own, between those of `Step`, have all gradients."""
 
@@ -269,6 +277,7 @@ def test_a_bare_loop_goes_on_from_there():
     assert values(lambda job: ends(job, sharded=True), 3) == [expected] * 3
 
 
+@pytest.mark.long
 def test_a_net_that_was_small_when_it_was_shared_out(monkeypatch):
     """Its shards cut the blocks of norms, so all workers get all averages when it has grown."""
     monkeypatch.setattr(buckets, "_SMALL_BYTES", 10_000)
@@ -365,6 +374,7 @@ def test_a_gradient_that_is_not_finite_is_explained():
 # ---- faults -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("every", mostly_long([12, 6, 3], 1))
 @pytest.mark.parametrize("rank", mostly_long([1, 0, 2], 1))
 def test_a_worker_that_is_killed_is_named(rank, every):
@@ -422,6 +432,7 @@ class EveryThird(Seen, samestep.Logger):
     every = 3
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("callback", "logger", "expected"),
     mostly_long([(Reader, None, [1, 2, 3, 4, 5, 6, 7]), (Blind, EveryThird, [3, 6]), (Blind, None, [])], 2),

@@ -150,6 +150,7 @@ def check_alike(kind, settings, all_num_workers=(1, 2, 3, 4), **options):
         assert sum(own for _, _, own in found) == num_bytes
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "settings"), mostly_long(OPTIMIZERS, 4), ids=lambda each: getattr(each, "__name__", "")
 )
@@ -171,6 +172,7 @@ def test_on_each_number_of_workers_and_in_each_precision(kind, settings, dtype):
     check_alike(kind, settings, dtype=dtype)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "settings"),
     mostly_long(
@@ -182,6 +184,7 @@ def test_and_in_half_precision(kind, settings):
     check_alike(kind, settings, (3,), dtype=torch.bfloat16)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", mostly_long([optim.Adafactor, optim.Muon], 1), ids=["Adafactor", "Muon"])
 def test_other_optimizers_update_whole_parameters(kind):
     check_alike(kind, {"lr": 0.01}, (2, 3), params=matrices_of)
@@ -403,6 +406,7 @@ def embedding_loop(job, kind, settings, *, sharded):
     return samestep.digest(model), state
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "settings"),
     mostly_long([(SGD, {"momentum": 0.9}), (optim.SparseAdam, {}), (SGD, {}), (Adagrad, {})], 2),
@@ -565,6 +569,7 @@ def test_a_layer_that_was_replaced_is_named():
         step()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "read",
     [
@@ -723,6 +728,7 @@ def interrupts(optimizer):
     optimizer._step_inner = step
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("what", "own", "others"),
     [
@@ -746,6 +752,7 @@ def test_all_hear_of_it(what, own, others):
             assert (own if rank == 1 else others) in outcome.text
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_gradient", [True, False])
 def test_gradients_and_weights_that_have_come_apart_are_found(is_gradient):
     def change(optimizer):

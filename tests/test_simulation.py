@@ -39,6 +39,7 @@ def one_way(job, send, receive):
 # ---- schedules ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_each_seed_gives_a_schedule_of_its_own():
     schedules = [events_of(seed) for seed in SEEDS]
     assert [events_of(seed) for seed in SEEDS] == schedules

@@ -182,6 +182,7 @@ def run(towers, batch):
     return towers.average()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_towers", mostly_long([1, 5, 7, 2, 32], 3))
 def test_a_step_has_the_values_of_the_dense_one(num_towers):
     for batch in texts(3, 30):

@@ -77,6 +77,7 @@ def test_an_address_without_a_store_is_named(at):
         reach_store(1)
 
 
+@pytest.mark.long
 def test_a_program_that_is_no_store_is_not_waited_for_longer_than_the_timeout(at):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         at(1, silent.getsockname()[1])

@@ -289,6 +289,7 @@ def test_other_workers_write_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_run_that_goes_on_replaces_what_it_repeats(tmp_path, monkeypatch):
     settings = Tiny(run_dir=tmp_path / "stopped", checkpoint_every=4, summary_every=1)
     with monkeypatch.context() as failing:
@@ -308,6 +309,7 @@ def test_a_run_that_goes_on_replaces_what_it_repeats(tmp_path, monkeypatch):
         assert {e.step: e.value for e in events} == scalars(tmp_path / "whole" / "summaries", tag)
 
 
+@pytest.mark.long
 def test_starting_over_deletes_old_summaries(tmp_path):
     train(Tiny(run_dir=tmp_path, summary_every=1), JOB)
     train(Tiny(run_dir=tmp_path, summary_every=4, fresh=True), JOB)

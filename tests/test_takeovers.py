@@ -69,6 +69,7 @@ class MeetingLater(samestep.Callback):
         trainer.job.barrier("a message of the callback")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("events", mostly_long([range(32, 56, 4), range(20, 60, 2)], 1), ids=str)
 @pytest.mark.parametrize(
     ("callback", "method"), [(Meeting, "after_step"), (MeetingLater, "after_evaluation")]

@@ -143,6 +143,7 @@ def test_memory_formats_are_kept():
     assert model[0].weight.grad.is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_towers", mostly_long([1, 7, 13, 16, 2, 3, 4, 8, 32], 4))
 def test_few_gradients_are_alive_at_a_time(num_towers):
     model = nn.ParameterList([torch.ones(250_000)])

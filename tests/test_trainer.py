@@ -177,6 +177,7 @@ class Noise(samestep.Callback):
                 parameter.add_(torch.randn_like(parameter), alpha=0.01 * random.random())
 
 
+@pytest.mark.long
 def test_what_callbacks_draw_goes_on_where_the_run_does(tmp_path):
     def go(run_dir, num_workers, steps, seed):
         def work(job):
@@ -230,6 +231,7 @@ class Editing(samestep.Callback):
             (momentum if self.what == "momentum" else weight.data).mul_(1.5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("editing", "place"),
     mostly_long(
@@ -584,6 +586,7 @@ class Speed(samestep.Logger):
         self.seconds += [scalars["step/seconds"]] if "step/seconds" in scalars else []
 
 
+@pytest.mark.long
 def test_evaluations_and_checkpoints_are_no_part_of_the_speed(tmp_path):
     def slowly(model, batch):
         time.sleep(0.5)

@@ -82,6 +82,7 @@ def distance(gradients, model, loss):
     return float((wrong / sum(each.square().sum() for each in expected.values())).sqrt())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("make", "make_rows"),
     mostly_long([(gpt2, sentences), (classifier, classes), (llama, sentences), (masked, sentences)], 2),
@@ -125,6 +126,7 @@ def test_what_theirs_makes_of_it(tmp_path):
     assert distance(watch.gradients[0], model, loss) > 0.1
 
 
+@pytest.mark.long
 def test_a_label_smoother_and_a_loss_function_of_the_user(tmp_path):
     def loss_of(outputs, labels, num_items_in_batch=None):
         # Of as many rows as in their own, where the last label counts nothing: else sums round otherwise.
@@ -482,6 +484,7 @@ class Sharding(Trainer):
         return self.optimizer
 
 
+@pytest.mark.long
 def test_a_sharded_optimizer_is_saved_by_one_worker_with_all(tmp_path):
     def train(job):
         args = arguments(tmp_path / str(job.world_size), max_steps=2, save_strategy="steps", save_steps=1)

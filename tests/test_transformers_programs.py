@@ -138,6 +138,7 @@ class InTurns(Trainer):
         return super().compute_loss(model, inputs, **options) * next(self.weights)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("make", [gpt2, llama, classifier])
 def test_passes_are_compared_although_models_look_at_their_masks(make, tmp_path):
     words = list(range(1, 9))

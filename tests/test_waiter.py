@@ -167,6 +167,7 @@ def test_a_silent_worker_is_named_and_others_can_be_waited_for(blocked):
     waiter.close()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("peers", "error"),
     [
@@ -192,6 +193,7 @@ def test_what_it_had_sent_may_still_arrive(delay_s):
     waiter.close()
 
 
+@pytest.mark.long
 def test_that_another_one_is_gone_ends_no_wait(blocked):
     waiter = Waiter(1.5)
     waiter.peers = Known(gone=(1, 3))

@@ -45,11 +45,13 @@ def compare(workers, subject, num_workers, *, operators):
     return first_difference(alone, others)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_real_workers_do_the_same(workers, num_workers):
     assert compare(workers, built(planted.Clean), num_workers, operators=True) is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("subject", "cause"),
     [

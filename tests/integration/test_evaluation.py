@@ -3,10 +3,13 @@
 import shutil
 import time
 
+import pytest
+
 from .nursery import SAMESTEP
 from .test_digits import train
 
 
+@pytest.mark.long
 def test_follow_goes_on_until_training_ends(run, nursery, tmp_path):
     train(run, tmp_path, "--workers", "1", "--checkpoint-every", "4")
     last = tmp_path / "checkpoints" / "step-00000012"
@@ -22,6 +25,7 @@ def test_follow_goes_on_until_training_ends(run, nursery, tmp_path):
     assert [line.split(": ")[1] for line in follower.stdout().splitlines()] == ["step 8", "step 12"]
 
 
+@pytest.mark.long
 def test_no_checkpoint_is_said(run, tmp_path):
     train(run, tmp_path, "--workers", "1")
     shutil.rmtree(tmp_path / "checkpoints")

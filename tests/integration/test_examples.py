@@ -23,6 +23,7 @@ def printed(nursery, tmp_path):
     return run
 
 
+@pytest.mark.long
 def test_training_ends_in_the_same_weights(printed):
     alone = printed(EXAMPLES / "towers.py", 1)
     assert printed(EXAMPLES / "towers.py", 2) == alone
@@ -40,6 +41,7 @@ def test_a_loop_of_ones_own_goes_on_without_worker_0(nursery, printed, tmp_path)
     assert "worker 0 is gone" in job.stderr()
 
 
+@pytest.mark.long
 def test_the_histogram_of_all_predictions(printed):
     unsplit, whole, average = printed(EXAMPLES / "histogram.py", 2)
     expected = unsplit.removeprefix("unsplit").strip()

@@ -28,6 +28,7 @@ def stopped_after(workers, tmp_path, reason):
     return step
 
 
+@pytest.mark.long
 def test_one_signalled_worker_stops_all_and_the_run_goes_on_with_the_same_bits(start, whole, tmp_path):
     for num_workers, step, victim, number in [
         (3, 5, 2, signal.SIGTERM),
@@ -58,6 +59,7 @@ def test_max_seconds_and_checkpoint_minutes(start, whole, tmp_path):
     assert digests_of(tmp_path / "run")[STEPS] == whole[STEPS]
 
 
+@pytest.mark.long
 def test_signals_to_a_whole_process_tree_and_their_echoes_count_once(start, tmp_path):
     workers = start(3)
     workers.wait_for_step(3)
@@ -67,6 +69,7 @@ def test_signals_to_a_whole_process_tree_and_their_echoes_count_once(start, tmp_
     stopped_after(workers, tmp_path, "SIGTERM")
 
 
+@pytest.mark.long
 def test_loader_processes_outlive_a_signal_to_the_group_and_end_with_their_worker(start, tmp_path):
     workers = start(2, "--loader-processes", "2", "--steps", "100000", recipe="hanging")
     workers.wait_for_step(2)

@@ -59,6 +59,7 @@ def test_a_killed_worker_is_found(start, whole, tmp_path):
     assert digests_of(tmp_path / "run")[STEPS] == whole[STEPS]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "tries", [*mostly_long([1, 3], 1), pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])]
 )
@@ -93,6 +94,7 @@ def test_a_worker_that_hangs_in_its_own_code_is_found_within_the_timeout(start, 
     assert the_others_report(workers, 1, f"did not answer for {TIMEOUT_S} s") == 5
 
 
+@pytest.mark.long
 def test_a_worker_that_never_comes_is_missed_at_the_start(start):
     workers = start(2, "--timeout", 2)
     workers.signal(signal.SIGSTOP, 1)

@@ -19,6 +19,7 @@ def outcome(printed):  # noqa: F811
     return lambda name, num_workers: read("\n".join(printed(programs / f"{name}.py", num_workers)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "program",
     [

@@ -34,6 +34,7 @@ def checkpoints(run_dir):
     return sorted((run_dir / "checkpoints").glob("step-????????"))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_a_killed_run_goes_on_with_the_same_bits_on_other_workers(run, nursery, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"

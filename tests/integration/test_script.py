@@ -102,6 +102,7 @@ samestep.launch(main, 2)
 """
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("how", "status", "line"),
     [
@@ -211,6 +212,7 @@ samestep.launch(main, 3, towers=5, device="cpu")
 """
 
 
+@pytest.mark.long
 def test_workers_and_newcomers_draw_alike_from_the_start(nursery, tmp_path):
     """None of them has a seed, so that what each builds would be another net."""
     script = tmp_path / "drawing.py"
@@ -258,6 +260,7 @@ mp.start_processes(work, (int(sys.argv[1]), *sys.argv[2:]), int(sys.argv[1]), st
 """
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", mostly_long(["launch", "close", "init"], 2))
 def test_workers_that_have_made_a_process_group_are_those_of_the_job(nursery, tmp_path, how):
     script = tmp_path / "spawning.py"
@@ -302,6 +305,7 @@ samestep.launch(main, int(sys.argv[1]))
 """
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("how", "line"),
     mostly_long(

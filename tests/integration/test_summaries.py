@@ -2,9 +2,12 @@
 
 import re
 
+import pytest
+
 from ..test_summaries import scalars
 
 
+@pytest.mark.long
 def test_several_workers_print_their_towers_in_order_and_one_writes(run, tmp_path):
     options = "--workers 2 --towers 5 --steps 2 --summary-every 1 --log-device-placement --device cpu"
     lines = run("train", "digits", *options.split(), "--run-dir", tmp_path).stdout().splitlines()
