@@ -120,6 +120,22 @@ class SeedingForAWhile(EveryOther):
         return Program.loss(self, x, y)
 
 
+class SeedingPythons(EveryOther):
+    """The same for Python's generator."""
+
+    def loss(self, x, y):
+        random.seed(next(self.calls))
+        return Program.loss(self, x * random.random(), y)
+
+
+class ShufflingPythons(SeedingPythons):
+    def loss(self, x, y):
+        random.seed(f"pass {next(self.calls)}")
+        order = list(range(x.shape[1]))
+        random.shuffle(order)
+        return Program.loss(self, x[:, order], y)
+
+
 class LoggedFirst(Weighted):
     """Reads the loss, but only after it was computed."""
 
@@ -158,6 +174,7 @@ class AfterALookup(EveryOther):
     [
         *(EveryOther, Weighted, Rolled, HeadsInTurns, ByTheClock, FromTheSystem, ArrayThatChanges),
         *(LoggedFirst, AfterAMask, AfterALookup, SeedingItsOwn, SeedingForAWhile),
+        *(SeedingPythons, ShufflingPythons),
     ],
 )
 def test_what_a_pass_computes_by_itself_is_told_of_once_on_each_worker(program, num_workers):
@@ -346,6 +363,35 @@ class BySeed(Program):
         return super().loss(x, y) * random.Random(torch.initial_seed()).random()
 
 
+class BySeedOfPythons(Program):
+    """Seeds Python's generator alike in all passes, and by what is the tower's."""
+
+    def run(self, tower):
+        self.tower = tower
+        super().run(tower)
+
+    def loss(self, x, y):
+        random.seed(7)
+        loss = super().loss(x * random.random(), y)
+        random.seed(self.tower.index)
+        return loss * random.uniform(0.5, 1)
+
+
+class SeededByARandomNumber(Program):
+    def loss(self, x, y):
+        random.seed(random.randrange(99))
+        return super().loss(x, y) * random.uniform(0.5, 1)
+
+
+class SeedingPythonsForAWhile(Program):
+    def loss(self, x, y):
+        state = random.getstate()
+        random.seed(7)
+        x = x * random.random()
+        random.setstate(state)
+        return super().loss(x, y) * random.uniform(0.5, 1)
+
+
 class SeededByIndex(Program):
     def run(self, tower):
         self.generator = torch.Generator().manual_seed(tower.index)
@@ -509,6 +555,9 @@ class Packed(Program):
             ByPython,
             ByNumPy,
             BySeed,
+            BySeedOfPythons,
+            SeededByARandomNumber,
+            SeedingPythonsForAWhile,
             Noisy,
             GrowingMask,
             CachedMask,

@@ -131,7 +131,9 @@ class PassOperators:
         if self._reads.found or not (call.kind.is_random or any(each in self._results for each in taken)):
             return
         self._overwritten = set(map(storage_of, call.written)) if call.overwrites else set()
-        self._takes_parts = call.kind.takes_parts
+        # Rows that are looked up count as rows: their values are not compared.
+        looked_up = call.args[0] if call.kind.takes_parts and call.args else None
+        self._table = storage_of(looked_up) if isinstance(looked_up, Tensor) else None
         described = tuple(map(self._described, call.values))
         self._seed = self._other_seed(call) if call.kind.is_random else None
         if not self._reads.found:
@@ -188,7 +190,7 @@ class PassOperators:
             return self._results[storage][0], place
         if storage in self._shared:
             return "model", self._shared[storage], place
-        if storage in self._overwritten or self._takes_parts:  # rows that are looked up count as rows
+        if storage in self._overwritten or storage == self._table:
             return "", place[1]
         if storage in self._empty or not is_readable(value):  # it is not known what is there
             self._reads.found = True

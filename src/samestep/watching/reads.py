@@ -20,6 +20,7 @@ __all__ = ["Reads"]
 
 _VALUES = {"numpy", "tolist", "data_ptr", "_to_dlpack"}  # reads of tensors that no operator shows
 _SEEDS = {"initial_seed", "seed"}  # of torch's generators, which are seeded for each tower
+_SETS = {"seed", "setstate"}  # of Python's generator: what follows depends on what the pass knows
 _KNOWN = {"torch", "numpy", *sys.stdlib_module_names}
 _COMPILED = "_empty_strided"  # begins the names of functions that allocate in compiled code
 _methods: tuple[Any, ...] = (random.random, np.random.rand)
@@ -30,7 +31,8 @@ class Reads:
     """Whether this pass has read values of tensors, random numbers, or the tower's index.
 
     Operators show most reads of tensors. Others, such as `Tensor.tolist`, are seen as calls of C functions,
-    by Python's hook for profilers. Functions of other extensions, and compiled code, may read anything.
+    by Python's hook for profilers. Functions of other extensions, and compiled code, may read anything. Once
+    the pass has seeded Python's generator, its random numbers are no longer the tower's.
 
     Attributes:
         found: whether the pass has read any of these, or may have, as far as is known.
@@ -40,6 +42,7 @@ class Reads:
     def __init__(self) -> None:
         self.found = self.index = False
         self._has_hooked = False  # in this pass
+        self._has_seeded = False  # Python's generator, in this pass
         self._hook = self._note  # the same object each time
         self._numpy: str | None = None
 
@@ -48,7 +51,7 @@ class Reads:
 
         Nothing is known of what it reads, unless `is_known`, or if a profiler is running.
         """
-        self.index = False
+        self.index = self._has_seeded = False
         self.found = not is_known or sys.getprofile() is not None
         self._has_hooked = not self.found
         if self._has_hooked:
@@ -86,13 +89,18 @@ class Reads:
             return state_of(_NUMPY) == self._numpy
 
     def _note(self, frame: FrameType, event: str, function: Any) -> None:
-        if event == "c_call" and not self.found and _reads(function):
-            self.found = True
+        if event != "c_call" or self.found:
+            return
+        if getattr(function, "__self__", None) is _PYTHON:
+            self._has_seeded |= function.__name__ in _SETS
+            self.found = not self._has_seeded
+        else:
+            self.found = _reads(function)
 
 
 def _reads(function: Any) -> bool:
     owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
-    if owner is _PYTHON or (issubclass(type(owner), torch.Generator) and name in _SEEDS):
+    if issubclass(type(owner), torch.Generator) and name in _SEEDS:
         return True
     if issubclass(type(owner), Tensor) or name in _VALUES:
         return name in _VALUES
