@@ -11,8 +11,6 @@ from samestep.checkpoint.objects import AverageCount
 from samestep.errors import DataError
 from samestep.recipes.cifar10.recipe import WeightAverage
 
-from .cases import mostly_long
-
 KINDS = {
     "of all": AveragedModel,
     "exponential": lambda model: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)),
@@ -129,7 +127,7 @@ def compiled_in_part(model):
 
 @pytest.mark.long
 @pytest.mark.parametrize("change", [compiled, compiled_in_part])
-@pytest.mark.parametrize("compile_first", mostly_long([True, False], 1))
+@pytest.mark.parametrize("compile_first", [True, False])
 def test_checkpoints_see_through_torch_compile(tmp_path, change, compile_first):
     def objects(is_compiled):
         model, _ = build("of all")

@@ -36,8 +36,6 @@ from samestep.recipes.lm import recipe as lm
 from samestep.recipes.segmentation import recipe as segmentation
 from samestep.towers.towers import Towers
 
-from .cases import mostly_long
-
 FIRST, COUNT = map(int, os.environ.get("SAMESTEP_FUZZ", "0:1000").split(":"))
 LIMIT_S = 10.0
 
@@ -466,7 +464,7 @@ def problem_of(status, said):
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:tf32=True has no effect")
 @pytest.mark.parametrize(
-    ("first", "count"), mostly_long([(FIRST, COUNT // 4), (FIRST + COUNT // 4, 2 * COUNT - COUNT // 4)], 1)
+    ("first", "count"), [(FIRST, COUNT // 4), (FIRST + COUNT // 4, 2 * COUNT - COUNT // 4)]
 )
 def test_whatever_is_given_a_command_ends_and_says_why(first, count, stubs, capsys, monkeypatch, memory):
     start_s = time.monotonic()

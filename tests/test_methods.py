@@ -107,7 +107,7 @@ OF_ONE_PASS = [
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_towers", TOWERS)
-@pytest.mark.parametrize("program", mostly_long(OF_ONE_PASS, 2))
+@pytest.mark.parametrize("program", OF_ONE_PASS)
 def test_nets_that_live_for_one_pass_may_change_their_buffers(program, num_towers):
     assert len(digests(program, num_towers)) == 1
 
@@ -552,7 +552,7 @@ def test_a_recomputed_loss_is_not_run_again_for_the_look():
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_towers", TOWERS)
-@pytest.mark.parametrize("set_to_none", mostly_long([True, False], 1))
+@pytest.mark.parametrize("set_to_none", [True, False])
 def test_adversarial_inputs_by_a_backward_whose_gradients_are_zeroed(set_to_none, num_towers):
     def adversarial(model, batch):
         x = batch["x"].clone().requires_grad_()

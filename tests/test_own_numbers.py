@@ -176,7 +176,7 @@ def progress(job, model, step):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("num_workers", mostly_long([5, 1, 2, 3], 1))
+@pytest.mark.parametrize("num_workers", [5, 1, 2, 3])
 def test_sizes_flags_and_what_follows_the_steps_are_let_through(num_workers):
     found = values(lambda job: train(job, lambda _: Noting(), edit=progress, num_steps=33), num_workers)
     assert len(set(found)) == 1
@@ -217,7 +217,7 @@ def test_layers_that_are_set_to_other_values_are_refused_at_the_start(num_worker
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("num_workers", mostly_long([3, 2], 1))
+@pytest.mark.parametrize("num_workers", [3, 2])
 def test_what_one_worker_sets_a_layer_to_is_found_within_32_steps(num_workers):
     outcomes = simulate(
         lambda job: train(job, lambda _: dropout(0.1), edit=on_one, num_steps=33), num_workers
@@ -229,7 +229,7 @@ def test_what_one_worker_sets_a_layer_to_is_found_within_32_steps(num_workers):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("num_workers", mostly_long([3, 2], 1))
+@pytest.mark.parametrize("num_workers", [3, 2])
 def test_what_all_workers_set_alike_is_let_through(num_workers):
     work = lambda job: train(job, lambda _: dropout(0.1), edit=on_all, num_steps=33)  # noqa: E731
     assert len({found for number in (1, num_workers) for found in values(work, number)}) == 1

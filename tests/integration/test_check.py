@@ -46,7 +46,7 @@ def compare(workers, subject, num_workers, *, operators):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("num_workers", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_workers", [2, 3])
 def test_real_workers_do_the_same(workers, num_workers):
     assert compare(workers, built(planted.Clean), num_workers, operators=True) is None
 

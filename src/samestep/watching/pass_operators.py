@@ -33,7 +33,7 @@ _MASKS = {torch.bool, torch.uint8}
 _UNTAGGED = {"_pack_padded_sequence", "_ctc_loss", "_cudnn_ctc_loss"}
 _ALIKE = (
     "both have rows of the same shapes, and both passes had read the same values of tensors in Python, and "
-    "no random numbers or tower.index"
+    "neither tower.index nor random numbers of the tower's own seed"
 )
 _MOST_KINDS = 16  # of losses that are kept in a step
 _Reference: TypeAlias = StorageWeakRef | None
@@ -132,8 +132,7 @@ class PassOperators:
             return
         self._overwritten = set(map(storage_of, call.written)) if call.overwrites else set()
         # Rows that are looked up count as rows: their values are not compared.
-        looked_up = call.args[0] if call.kind.takes_parts and call.args else None
-        self._table = storage_of(looked_up) if isinstance(looked_up, Tensor) else None
+        self._table = storage_of(call.given[0]) if call.kind.takes_parts else None
         described = tuple(map(self._described, call.values))
         self._seed = self._other_seed(call) if call.kind.is_random else None
         if not self._reads.found:

@@ -91,7 +91,7 @@ class Reads:
     def _note(self, frame: FrameType, event: str, function: Any) -> None:
         if event != "c_call" or self.found:
             return
-        if getattr(function, "__self__", None) is _PYTHON:
+        if getattr(function, "__self__", None) is _PYTHON:  # after another seed, it draws no tower's numbers
             self._has_seeded |= function.__name__ in _SETS
             self.found = not self._has_seeded
         else:
