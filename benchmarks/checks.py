@@ -6,7 +6,8 @@ One worker on one CPU thread, in CPU time. In a step of each model, this times: 
 hooks, the records before the passes, the checks after each pass and after the last, and the hash of the
 batch. It includes the wider check of graphs and of nets beside the model in every 32nd step. The overhead of
 timing, with cold caches, is measured in each pass by timing an empty call, and subtracted. Reported
-separately: how long a step takes in which values are followed, as in steps 0, 32, 64, 128, 256 and so on.
+separately: how long a step takes in which values are followed, as in steps 0, 32, 64, 128, 256 and so on; and
+with its backward, as in step 0 and where code of the program runs in backward.
 
 With `--compare`, steps of the digits net with and without the checks, in random order. This also counts what
 the checks evict from the caches.
@@ -123,10 +124,13 @@ def main() -> None:
             checks_s = sum(totals_s.values()) / steps
             median_s = statistics.median(times)
             parts = ", ".join(f"{name} {1e6 * s / steps:.0f}" for name, s in totals_s.items() if s)
-            share, longer = checks_s / median_s, followed_s(towers, batch) / median_s
+            share = checks_s / median_s
+            longer = followed_s(towers, batch, with_backward=False) / median_s
+            longest = followed_s(towers, batch, with_backward=True) / median_s
             print(
                 f"{label}, {num_towers} towers: step {1e3 * median_s:.2f} ms, checks {1e6 * checks_s:.0f} us "
-                f"= {100 * share:.2f}% ({parts}); a step that is followed {longer:.2f} times as long"
+                f"= {100 * share:.2f}% ({parts}); a step that is followed {longer:.2f} times as long, "
+                f"with its backward {longest:.2f} times"
             )
 
 
@@ -165,11 +169,12 @@ def step_s(towers: samestep.Towers, batch: Any, in_each_pass: Callable[[], None]
     return time.thread_time() - started
 
 
-def followed_s(towers: samestep.Towers, batch: Any) -> float:
+def followed_s(towers: samestep.Towers, batch: Any, *, with_backward: bool) -> float:
     """Return the median time of steps in which values are followed."""
     times = []
     for _ in range(9):
         towers._step = 64
+        towers._replica.watch.flow.own_code.is_expected = with_backward
         times.append(step_s(towers, batch))
     return statistics.median(times)
 

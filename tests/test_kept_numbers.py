@@ -76,8 +76,16 @@ class Annealed(Baseline):
         return loss
 
 
+class Moving:
+    mean = 0.5
+
+
 def weigh_by_mean(losses):
     return (losses * kept["mean"]).mean()
+
+
+def weigh_by_moving_mean(losses):
+    return (losses * Moving.mean).mean()
 
 
 class InGlobal(Baseline):
@@ -87,6 +95,17 @@ class InGlobal(Baseline):
 
     def update(self, mean):
         kept["mean"] = mean
+
+
+class InClass(Baseline):
+    """A number that a class keeps."""
+
+    def build(self):
+        self.weighted = weigh_by_moving_mean
+        return super().build()
+
+    def update(self, mean):
+        Moving.mean = mean
 
 
 class InClosure(Baseline):
@@ -106,7 +125,9 @@ class InClosure(Baseline):
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", WORKERS)
-@pytest.mark.parametrize("program", [Baseline, AsTensor, Filled, InList, InGlobal, InClosure, Annealed])
+@pytest.mark.parametrize(
+    "program", [Baseline, AsTensor, Filled, InList, InClass, InGlobal, InClosure, Annealed]
+)
 def test_a_number_that_another_pass_has_left_is_named_once_on_each_worker(program, num_workers):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -116,6 +137,7 @@ def test_a_number_that_another_pass_has_left_is_named_once_on_each_worker(progra
     assert 1 <= len(told) <= num_workers
     name = {
         "InList": "history[0] of self",
+        "InClass": "mean of Moving",
         "InGlobal": "mean of kept",
         "InClosure": "mean",
         "Annealed": "temperature of self",

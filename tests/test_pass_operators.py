@@ -104,6 +104,14 @@ class Seeding(EveryOther):
         return super().loss(x + torch.randn_like(x), y)
 
 
+class SeedingAnew(Program):
+    """Seeds of the system's."""
+
+    def loss(self, x, y):
+        torch.seed()
+        return super().loss(F.dropout(x, 0.3), y)
+
+
 class SeedingItsOwn(EveryOther):
     """The same for a generator that the pass creates."""
 
@@ -174,7 +182,7 @@ class AfterALookup(EveryOther):
     [
         *(EveryOther, Weighted, Rolled, HeadsInTurns, ByTheClock, FromTheSystem, ArrayThatChanges),
         *(LoggedFirst, AfterAMask, AfterALookup, SeedingItsOwn, SeedingForAWhile),
-        *(SeedingPythons, ShufflingPythons),
+        *(SeedingAnew, SeedingPythons, ShufflingPythons),
     ],
 )
 def test_what_a_pass_computes_by_itself_is_told_of_once_on_each_worker(program, num_workers):

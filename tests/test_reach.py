@@ -67,3 +67,17 @@ def test_the_namespace_of_a_class_body_stays():
         others = found()
 
     assert Body.others == [Body.kept]
+
+
+class Settings:
+    kept = Kept()
+
+    def method(self):
+        return self.kept
+
+
+def test_values_of_classes_come_last():
+    kind, others = Settings, {1: Kept()}
+    names = [name for name, value in in_reach(lambda value: type(value) is Kept)]
+    assert names == ["others[1]", "kept of kind"]
+    del kind, others

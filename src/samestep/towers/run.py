@@ -297,7 +297,11 @@ class StepRun:
         # Only the first tower can be checked: later, `p.grad` may hold a sibling's sum, which would hide that
         # a gradient arrives in two parts.
         is_checked = self.watch.looks and tower._index == first
-        at_once = not (self._replica.has_reentrant or is_checked)
+        # In a backward that is followed, `p.grad` holds this tower's gradient, and nothing else.
+        is_followed = self.watch.follows and self.watch.flow.own_code.is_expected
+        at_once = not (self._replica.has_reentrant or is_checked or is_followed)
+        if self.watch.follows and backward is not None:
+            backward = partial(self._follow_backward, who, backward)
         if is_checked:
             self._check.start_backward()
         self._gradients.backward(tower._index, backward, is_last=is_last, at_once=at_once)
@@ -308,6 +312,13 @@ class StepRun:
         note_outside_gradients(leaves)
         self.is_complete = is_last
         self.watch.go_on()
+
+    def _follow_backward(self, who: str, backward: Callable[[], None]) -> None:
+        is_comparable = not self.plan.is_whole_batch  # else it begins with gradients of the tower's outputs
+        self.watch.flow.run_backward(backward, self.parameters, is_comparable=is_comparable)
+        with self._failing_together():
+            gradients = [each.grad for each in self.parameters if each.grad is not None]
+            self.watch.flow.check_gradients(who, gradients)
 
     def leaves(self, losses: Iterable[Tensor]) -> list[Tensor]:
         """Return the leaf tensors of the losses' graph, if the watch checks this step."""

@@ -194,6 +194,8 @@ def _run_second_pass(
         )
     run.check_forward(tower)
     run.watch.check_outputs(who, outputs)
+    if run.watch.follows:
+        run.watch.flow.note_own(each for each in first.gradients if each is not None)
     difference = None if first.repeated is None else first.repeated.difference(outputs)
     if difference:
         raise UsageError(

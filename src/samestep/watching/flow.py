@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -19,6 +19,7 @@ from samestep.watching.kept_numbers import KeptNumbers
 from samestep.watching.loss_forms import LossForm
 from samestep.watching.operator_calls import Call, tensors_in
 from samestep.watching.origins import NOWHERE, Origin, Origins, storage_of
+from samestep.watching.own_code import OwnCode
 from samestep.watching.pass_counts import PassCounts
 from samestep.watching.pass_means import PassMeans
 from samestep.watching.pass_operators import PassOperators
@@ -76,6 +77,7 @@ class FlowWatch(TorchDispatchMode):
         beside: what passes read beside the model.
         reads: what this pass reads that may differ between towers.
         operators: how passes compute their losses.
+        own_code: whether code of the program runs in backward.
     """
 
     supports_higher_order_operators = True
@@ -87,6 +89,7 @@ class FlowWatch(TorchDispatchMode):
         self._tower = -1
         self._follows = False  # in this pass
         self._is_paused = True
+        self._is_backward = False
         self._updated = ""
         self._shared: set[int] = set()
         self._drawn: dict[int, _Drawn] = {}  # by the generators' ids
@@ -100,6 +103,7 @@ class FlowWatch(TorchDispatchMode):
         self._sums, self._pairs = RowSums(self._rows), RowPairs(self._rows)
         self.reads = Reads()
         self.operators = PassOperators(self.reads)
+        self.own_code = OwnCode()
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -150,13 +154,18 @@ class FlowWatch(TorchDispatchMode):
         for storage in self._shared:
             self._origins.forget(storage)
         self._counts.start_pass(held)
-        for tensor in held:
-            self._origins.note(tensor, Origin(1 << tower, ""))
+        self.note_own(held)
+        self.own_code.is_found |= any(not tensor.is_cpu for tensor in shared)
         self.beside.start_pass(num_rows, held)
         self._follows = _get_current_dispatch_mode() in (None, self) and not _is_off.get()
         self.resume()
         self.reads.start(is_known=is_comparable and self._follows)
         self.operators.start_pass(tower, held, shared)
+
+    def note_own(self, tensors: Iterable[Tensor]) -> None:
+        """Count the values of these tensors as this tower's, like its rows."""
+        for tensor in tensors:
+            self._origins.note(tensor, Origin(1 << self._tower, ""))
 
     def pause(self) -> None:
         """Follow nothing, until `resume`."""
@@ -171,6 +180,34 @@ class FlowWatch(TorchDispatchMode):
             self._is_paused = False
             if _get_current_dispatch_mode() is None:
                 self.__enter__()  # type: ignore[no-untyped-call]
+
+    def run_backward(
+        self, backward: Callable[[], None], parameters: Sequence[Tensor], *, is_comparable: bool
+    ) -> None:
+        """Run a pass's backward, and follow it if code of the program may run in it.
+
+        Otherwise, the gradients depend on what the loss depends on, and on nothing else.
+
+        Args:
+            backward: runs it.
+            parameters: those whose gradients it makes; if it is followed, none may have one yet.
+            is_comparable: whether it begins alike in passes over rows of the same shapes.
+        """
+        if not self.own_code.is_expected:
+            with self.own_code.looked_for():
+                backward()
+            return
+        # On a GPU, other threads run it, and what they read is not seen.
+        self.reads.found |= not is_comparable or any(not each.is_cpu for each in parameters)
+        self._is_backward = True
+        self.resume()
+        self.reads.resume()
+        try:
+            backward()
+            self.operators.note_gradients(each.grad for each in parameters if each.grad is not None)
+        finally:
+            self.pause()
+            self._is_backward = False
 
     def stop(self) -> None:
         """End a pass."""
@@ -190,18 +227,10 @@ class FlowWatch(TorchDispatchMode):
         """
         if not self._follows:
             return
-        towers, how, beside = self._origins.of(loss)
-        self.beside.note_used(self._tower, beside)
-        if others := _indices(towers & ~(1 << self._tower)):
-            which = ", ".join(map(str, others))
-            depends = f"{who}: its loss depends on rows or random numbers of tower {which}, through {how}"
-            if how == _GENERATOR:
-                raise UsageError(
-                    f"{depends}{self._name()} that continues from that tower's draws; {_INSTEAD_OF_DRAWN}"
-                )
-            raise UsageError(f"{depends}: {_INSTEAD_OF_KEPT}")
-        if beside & LEFT_NUMBER:
-            self._kept_numbers.check(who)
+        origin = self._origins.of(loss)
+        self.beside.note_used(self._tower, origin.beside)
+        self._check_origin(f"{who}: its loss depends", origin)
+        beside = origin.beside
         if beside & COUNTED_NUMBER and not (has_warned or self.operators.has_warned):
             self._counts.check(who)
         if self._continued and not self._has_warned:  # but no loss uses them, or only by `.item()`
@@ -210,6 +239,27 @@ class FlowWatch(TorchDispatchMode):
                 f"{who} drew from {_GENERATOR}{self._name()} that continues from another tower's draws, so "
                 f"its numbers depend on the number of workers: {_INSTEAD_OF_DRAWN}"
             )
+
+    def check_gradients(self, who: str, gradients: Iterable[Tensor]) -> None:
+        """Raise if the gradients that this pass's backward has left depend on state from another's pass.
+
+        Raises:
+            UsageError: names the towers and the tensor.
+        """
+        for gradient in gradients if self._follows else ():
+            self._check_origin(f"{who}: its gradients depend", self._origins.of(gradient))
+
+    def _check_origin(self, what: str, origin: Origin) -> None:
+        if others := _indices(origin.towers & ~(1 << self._tower)):
+            which = ", ".join(map(str, others))
+            depends = f"{what} on rows or random numbers of tower {which}, through {origin.how}"
+            if origin.how == _GENERATOR:
+                raise UsageError(
+                    f"{depends}{self._name()} that continues from that tower's draws; {_INSTEAD_OF_DRAWN}"
+                )
+            raise UsageError(f"{depends}: {_INSTEAD_OF_KEPT}")
+        if origin.beside & LEFT_NUMBER:
+            self._kept_numbers.check(what)
 
     def form_of(self, loss: Any, num_rows: int) -> LossForm:
         """Return what this pass's loss is made of, and forget it, so that no tensor is kept for it."""
@@ -240,6 +290,7 @@ class FlowWatch(TorchDispatchMode):
             UsageError: gives their shape.
         """
         self.stop()
+        self.own_code.end_step()
         self._origins.clear()
         self._drawn.clear()
         if self._updated:
@@ -257,6 +308,8 @@ class FlowWatch(TorchDispatchMode):
         if self._is_paused:
             return func(*args, **kwargs)
         with self.reads.ignored():
+            if self._is_backward:
+                self.own_code.look_at_stack(FlowWatch.run_backward.__code__)
             return self._run(Call.of(func, args, kwargs))
 
     def _run(self, call: Call) -> Any:
@@ -283,21 +336,17 @@ class FlowWatch(TorchDispatchMode):
 
     def _follow(self, call: Call, result: Any, drawn: Origin) -> None:
         func, kind, given, written = call.func, call.kind, call.given, call.written
-        self._means.note(func, call.args, call.kwargs, result)
-        self._sums.note(call, result, takes_rows=self._rows.note(call, result))
-        self._pairs.note(call, result)
         own = 1 << self._tower
         self._note_parameters(given)
         taken: list[Tensor] = [] if kind.takes_shapes_only else given
         if call.overwrites:
             taken = [tensor for tensor in taken if not any(tensor is each for each in written)]
         beside = LEFT_NUMBER * self._kept_numbers.take(func, call.values)
-        if not self.reads.index:
-            beside |= COUNTED_NUMBER * self._counts.take(func, call.values)
-        if self.beside.holds_any:
-            for tensor in written:
-                self.beside.forget(storage_of(tensor))
-            beside |= self._read_beside(func, [] if kind.takes_parts else taken, call.values)
+        if not self._is_backward:
+            self._means.note(func, call.args, call.kwargs, result)
+            self._sums.note(call, result, takes_rows=self._rows.note(call, result))
+            self._pairs.note(call, result)
+            beside |= self._take_numbers(call, taken)
         towers = drawn.towers | own * kind.is_random
         origin = self._join(func, taken, drawn._replace(towers=towers, beside=beside))
         if func is aten._local_scalar_dense.default and origin.towers & own:
@@ -314,6 +363,17 @@ class FlowWatch(TorchDispatchMode):
         for tensor in tensors_in((result,)):
             if storage_of(tensor) not in before:
                 self._origins.note(tensor, origin)
+
+    def _take_numbers(self, call: Call, taken: Iterable[Tensor]) -> int:
+        """Return the bits of numbers that count passes, and of what is held beside the model."""
+        bits = 0
+        if not self.reads.index:
+            bits |= COUNTED_NUMBER * self._counts.take(call.func, call.values)
+        if self.beside.holds_any:
+            for tensor in call.written:
+                self.beside.forget(storage_of(tensor))
+            bits |= self._read_beside(call.func, [] if call.kind.takes_parts else taken, call.values)
+        return bits
 
     def _read_beside(self, func: Any, read: Iterable[Tensor], given: Iterable[Any]) -> int:
         """Return the bits of the tensors, arrays and numbers that are held beside the model."""

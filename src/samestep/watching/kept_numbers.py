@@ -89,12 +89,12 @@ class KeptNumbers:
         elements = tensor.abs().flatten().tolist()
         return [each for each in self._left if torch.tensor(each, dtype=tensor.dtype).item() in elements]
 
-    def check(self, who: str) -> None:
-        """Warn, once, of the numbers that a pass has taken, if its loss depends on them."""
+    def check(self, what: str) -> None:
+        """Warn, once, of the numbers that a pass has taken, if `what`, such as "its loss depends", does."""
         if not self.has_warned:
             self.has_warned = True
             warn(
-                f"{who}: its loss depends on {', '.join(sorted(self._taken))}, a number that another tower's "
+                f"{what} on {', '.join(sorted(self._taken))}, a number that another tower's "
                 "pass has left; with another number of workers it would be from a different tower: update it "
                 "after average(), or set it in each pass before using it"
             )

@@ -56,9 +56,14 @@ class Loss(NamedTuple):
 
     def first_unlike(self, other: Loss) -> str:
         """Return the first operator that only one of two losses depends on: this one, or the other."""
-        own, others = self._needed(), other._needed()
-        operators, new = (self.operators, own - others) if own - others else (other.operators, others - own)
-        return next(operator.text for number, operator in operators.items() if number in new)
+        own, others = self._texts_unlike(other), other._texts_unlike(self)
+        # What follows an operator that only one of them has is different in both, with the same text.
+        new = [text for text in own if text not in others] or [text for text in others if text not in own]
+        return (new or own or others)[0]
+
+    def _texts_unlike(self, other: Loss) -> list[str]:
+        new = self._needed() - other._needed()
+        return [operator.text for number, operator in self.operators.items() if number in new]
 
     def _needed(self) -> set[int]:
         """Return the numbers of all results that the loss depends on, and its own."""
@@ -97,6 +102,7 @@ class PassOperators:
     def start_step(self) -> None:
         """Forget the step before."""
         self.losses: dict[tuple[Any, ...], Loss] = {}
+        self._gradients: dict[tuple[Any, ...], Loss] = {}  # the same for all gradients of a pass together
         self._pair: tuple[Loss, Loss] | None = None
 
     def start_pass(self, tower: int, rows: Sequence[Tensor], shared: Iterable[Tensor]) -> None:
@@ -136,7 +142,9 @@ class PassOperators:
         described = tuple(map(self._described, call.values))
         self._seed = self._other_seed(call) if call.kind.is_random else None
         if not self._reads.found:
-            self._number = zlib.crc32(repr((str(call.func), described, self._seed)).encode())
+            # Autograd adds in place or not, depending on what else refers to a gradient.
+            name = str(call.func).replace("_.", ".")
+            self._number = zlib.crc32(repr((name, described, self._seed)).encode())
 
     def finish(self, call: Call, result: Any) -> None:
         """Note what the operator has computed."""
@@ -209,22 +217,37 @@ class PassOperators:
                 # Values that were read after the newest number, such as `loss.item()`, had no part in it.
                 newest, values_before = self._newest
                 values = values_before if own.number == newest else self._values_read
-                kind = self._kind, values, index
-                first = self.losses.get(kind, own)
-                if first.number != own.number:
-                    self._pair = self._pair or (first, own)
-                elif len(self.losses) < _MOST_KINDS:
-                    self.losses[kind] = first
+                self._compare(own, self.losses, (self._kind, values, index))
+
+    def note_gradients(self, gradients: Iterable[Tensor]) -> None:
+        """Note the gradients that the pass's backward has left."""
+        if not self._is_followed or self._reads.found or not self._reads.is_complete():
+            return
+        found = [self._results[each][0] for each in map(storage_of, gradients) if each in self._results]
+        number = zlib.crc32(repr(found).encode())
+        self._operators[number] = _Operator(found, "the gradients")
+        own = Loss(self._tower, number, self._operators)
+        self._compare(own, self._gradients, (self._kind, self._values_read))
+
+    def _compare(self, own: Loss, losses: dict[tuple[Any, ...], Loss], kind: tuple[Any, ...]) -> None:
+        """Compare the pass's loss with the first one of its kind, or keep it if it is the first."""
+        first = losses.get(kind, own)
+        if first.number != own.number:
+            self._pair = self._pair or (first, own)
+        elif len(losses) < _MOST_KINDS:
+            losses[kind] = first
 
     def check(self, who: str) -> None:
         """Warn, once, if the loss of the pass differs from an earlier one's."""
         if self._pair is not None and not (self.has_warned or self.is_explained):
             first, own = self._pair
+            is_loss = first in self.losses.values()
+            what, that = ("loss was", "that") if is_loss else ("gradients were", "those")
             self._warn(
-                f"{who}: its loss was computed in another way than that of tower {first.tower}, from "
-                f"{own.first_unlike(first)} on, although {_ALIKE}: it depends on what another pass has left, "
-                "such as a count of passes, or on the time, and so on the number of workers; compute it from "
-                "towers.step, tower.index or the rows, or before the loop"
+                f"{who}: its {what} computed in another way than {that} of tower {first.tower}, from "
+                f"{own.first_unlike(first)} on, although {_ALIKE}: this depends on what another pass has "
+                "left, such as a count of passes, or on the time, and so on the number of workers; compute "
+                "it from towers.step, tower.index or the rows, or before the loop"
             )
 
     def check_workers(self, where: str, all_losses: Sequence[Losses]) -> None:

@@ -34,24 +34,24 @@ def in_reach(is_wanted: Callable[[Any], bool], functions: Iterable[Named] = ()) 
     """Return the wanted objects that `functions`, or the functions on this thread's stack, can reach.
 
     The search starts at what they refer to by name and takes up to three steps, each to an object's
-    attributes, a container's values, or what a function refers to. It ends after 200 objects, and what looks
-    like data comes last. It changes nothing, and skips whatever raises an error. A wanted object is returned
-    once for each name.
+    attributes, a container's values, or what a function refers to. It ends after 200 objects; classes and
+    what looks like data come last. It changes nothing, and skips whatever raises an error. A wanted object
+    is returned once for each name.
     """
-    values = deque((*each, 0) for each in functions)
-    data: deque[tuple[str, Any, int]] = deque()
-    frame = inspect.currentframe()
-    for _ in range(_MOST_FRAMES):
-        if frame is not None:
-            named = [*_locals_of(frame), *_globals_of(frame.f_code, frame.f_globals)]
-            values.extend((*each, 0) for each in named)
-            frame = frame.f_back
-    del frame  # a frame in its own variables is a reference cycle
+    values: deque[tuple[str, Any, int]] = deque()
+    last: deque[tuple[str, Any, int]] = deque()
+
+    def add(named: Iterable[Named], steps: int, holder: Any = None) -> None:
+        for each in named:
+            (last if _comes_last(holder, each[1]) else values).append((*each, steps))
+
+    add(functions, 0)
+    add(_of_this_stack(), 0)
     found: list[Named] = []
     seen, wanted = set[int](), set[int]()
     has_parts = _HasParts()
-    while (values or data) and len(seen) < _MOST_VALUES:
-        name, value, steps = (values or data).popleft()
+    while (values or last) and len(seen) < _MOST_VALUES:
+        name, value, steps = (values or last).popleft()
         if id(value) in wanted:
             found.append((name, value))
         if id(value) in seen:
@@ -63,10 +63,23 @@ def in_reach(is_wanted: Callable[[Any], bool], functions: Iterable[Named] = ()) 
                 found.append((name, value))
             elif steps < _MOST_STEPS and has_parts[type(value)]:
                 seen.add(id(value))
-                for part in islice(_PARTS.get(type(value), _parts_of_object)(name, value), _MOST_PARTS):
-                    (data if _is_data(value, part[1]) else values).append((*part, steps + 1))
+                find_parts = _PARTS.get(type(value), _parts_of_object)
+                add(islice(find_parts(name, value), _MOST_PARTS), steps + 1, value)
         except Exception:  # a user's object may be anything
             continue
+    return found
+
+
+def _of_this_stack() -> list[Named]:
+    """Return what the functions on this thread's stack refer to by name, from the caller on."""
+    found: list[Named] = []
+    frame = inspect.currentframe()
+    frame = frame and frame.f_back
+    for _ in range(_MOST_FRAMES):
+        if frame is not None:
+            found += [*_locals_of(frame), *_globals_of(frame.f_code, frame.f_globals)]
+            frame = frame.f_back
+    del frame  # a frame in its own variables is a reference cycle
     return found
 
 
@@ -78,16 +91,17 @@ def let_go_of_variables() -> None:
         frame = frame.f_back
 
 
-def _is_data(value: Any, part: object) -> bool:
-    """Say whether a part of a value may be an example of a dataset: in nested containers, or one of many."""
-    return type(value) in _CONTAINERS and (type(part) in _CONTAINERS or len(value) > _MANY)
+def _comes_last(holder: Any, part: object) -> bool:
+    """Say whether a part is a class, or may be an example of a dataset: nested, or one of many."""
+    is_data = type(holder) in _CONTAINERS and (type(part) in _CONTAINERS or len(holder) > _MANY)
+    return is_data or issubclass(type(part), type)
 
 
 class _HasParts(dict[type, bool]):
     """Says whether objects of a type have parts: asked once for each type in one search."""
 
     def __missing__(self, kind: type) -> bool:
-        has_attributes = kind.__dictoffset__ != 0 and not issubclass(kind, (ModuleType, type, Tensor))
+        has_attributes = kind.__dictoffset__ != 0 and not issubclass(kind, (ModuleType, Tensor))
         self[kind] = found = kind in _PARTS or (has_attributes and not _is_proxy(kind))
         return found
 
@@ -165,6 +179,9 @@ def _indexed(name: str, key: object) -> str:
 def _parts_of_object(name: str, value: Any) -> Iterator[Named]:
     """Yield what calling an object runs, and its attributes; of a library's object only the user's."""
     kind = type(value)
+    if issubclass(kind, type):
+        yield from _parts_of_class(name, value)
+        return
     yield name, kind.forward if issubclass(kind, nn.Module) else kind.__call__
     from_library = _is_of_library(kind.__module__)
     for attribute, each in vars(value).items():
@@ -173,7 +190,16 @@ def _parts_of_object(name: str, value: Any) -> Iterator[Named]:
             yield f"{attribute} of {name}", each
 
 
+def _parts_of_class(name: str, value: type) -> Iterator[Named]:
+    """Yield the values that a user's class keeps, such as settings or state; not its methods."""
+    if not _is_of_library(value.__module__):
+        for attribute, each in vars(value).items():
+            if not (attribute.startswith("__") or type(each) in _DESCRIPTORS):
+                yield f"{attribute} of {name}", each
+
+
 _FUNCTIONS = {FunctionType, MethodType}
+_DESCRIPTORS = {FunctionType, classmethod, staticmethod, property}
 _USERS = (Optimizer, LRScheduler)  # as a `Step` holds them
 _PARTS: Mapping[type, Callable[[str, Any], Iterator[Named]]] = {
     FunctionType: _parts_of_function,

@@ -19,7 +19,7 @@ from samestep.watching.reach import let_go_of_variables
 __all__ = ["Reads"]
 
 _VALUES = {"numpy", "tolist", "data_ptr", "_to_dlpack"}  # reads of tensors that no operator shows
-_SEEDS = {"initial_seed", "seed"}  # of torch's generators, which are seeded for each tower
+_SEED = "initial_seed"  # of torch's generators, which are seeded for each tower
 _SETS = {"seed", "setstate"}  # of Python's generator: what follows depends on what the pass knows
 _KNOWN = {"torch", "numpy", *sys.stdlib_module_names}
 _COMPILED = "_empty_strided"  # begins the names of functions that allocate in compiled code
@@ -56,6 +56,11 @@ class Reads:
         self._has_hooked = not self.found
         if self._has_hooked:
             self._numpy = state_of(_NUMPY)
+        self.resume()
+
+    def resume(self) -> None:
+        """Note calls again after `stop`, unless the pass has read such a thing already."""
+        if self._has_hooked and not self.found and sys.getprofile() is None:
             sys.setprofile(self._hook)
 
     def stop(self) -> None:
@@ -100,7 +105,7 @@ class Reads:
 
 def _reads(function: Any) -> bool:
     owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
-    if issubclass(type(owner), torch.Generator) and name in _SEEDS:
+    if issubclass(type(owner), torch.Generator) and name == _SEED:
         return True
     if issubclass(type(owner), Tensor) or name in _VALUES:
         return name in _VALUES
