@@ -163,7 +163,12 @@ def warn(message: str) -> None:
 
 def is_ours(frame: FrameType) -> bool:
     """Say whether a frame runs code of samestep or torch."""
-    return str(frame.f_globals.get("__name__")).partition(".")[0] in ("samestep", "torch")
+    return package_of(frame) in ("samestep", "torch")
+
+
+def package_of(frame: FrameType) -> str:
+    """Return the name of the top-level package, or module, whose code a frame runs."""
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
 def calls_differ(one: tuple[int, str], other: tuple[int, str]) -> DisagreementError:

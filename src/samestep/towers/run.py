@@ -315,9 +315,8 @@ class StepRun:
 
     def _follow_backward(self, who: str, backward: Callable[[], None]) -> None:
         is_comparable = not self.plan.is_whole_batch  # else it begins with gradients of the tower's outputs
-        self.watch.flow.run_backward(backward, self.parameters, is_comparable=is_comparable)
+        gradients = self.watch.flow.run_backward(backward, self.parameters, is_comparable=is_comparable)
         with self._failing_together():
-            gradients = [each.grad for each in self.parameters if each.grad is not None]
             self.watch.flow.check_gradients(who, gradients)
 
     def leaves(self, losses: Iterable[Tensor]) -> list[Tensor]:

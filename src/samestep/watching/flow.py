@@ -1,4 +1,4 @@
-"""Finds state that flows from one tower's pass into another tower's loss: a hidden state, a running mean."""
+"""Finds state that flows from one tower's pass into another's loss or gradients, such as a running mean."""
 
 from __future__ import annotations
 
@@ -155,7 +155,6 @@ class FlowWatch(TorchDispatchMode):
             self._origins.forget(storage)
         self._counts.start_pass(held)
         self.note_own(held)
-        self.own_code.is_found |= any(not tensor.is_cpu for tensor in shared)
         self.beside.start_pass(num_rows, held)
         self._follows = _get_current_dispatch_mode() in (None, self) and not _is_off.get()
         self.resume()
@@ -183,7 +182,7 @@ class FlowWatch(TorchDispatchMode):
 
     def run_backward(
         self, backward: Callable[[], None], parameters: Sequence[Tensor], *, is_comparable: bool
-    ) -> None:
+    ) -> list[Tensor]:
         """Run a pass's backward, and follow it if code of the program may run in it.
 
         Otherwise, the gradients depend on what the loss depends on, and on nothing else.
@@ -192,22 +191,28 @@ class FlowWatch(TorchDispatchMode):
             backward: runs it.
             parameters: those whose gradients it makes; if it is followed, none may have one yet.
             is_comparable: whether it begins alike in passes over rows of the same shapes.
+
+        Returns:
+            the gradients, if it was followed; see `check_gradients`.
         """
+        is_in_this_thread = all(each.is_cpu for each in parameters)  # what others call and read is not seen
+        self.own_code.is_found |= not is_in_this_thread
         if not self.own_code.is_expected:
             with self.own_code.looked_for():
                 backward()
-            return
-        # On a GPU, other threads run it, and what they read is not seen.
-        self.reads.found |= not is_comparable or any(not each.is_cpu for each in parameters)
+            return []
+        self.reads.found |= not (is_comparable and is_in_this_thread)
         self._is_backward = True
         self.resume()
         self.reads.resume()
         try:
             backward()
-            self.operators.note_gradients(each.grad for each in parameters if each.grad is not None)
+            gradients = [each.grad for each in parameters if each.grad is not None]
+            self.operators.note_gradients(gradients)
         finally:
             self.pause()
             self._is_backward = False
+        return gradients
 
     def stop(self) -> None:
         """End a pass."""
@@ -230,8 +235,7 @@ class FlowWatch(TorchDispatchMode):
         origin = self._origins.of(loss)
         self.beside.note_used(self._tower, origin.beside)
         self._check_origin(f"{who}: its loss depends", origin)
-        beside = origin.beside
-        if beside & COUNTED_NUMBER and not (has_warned or self.operators.has_warned):
+        if origin.beside & COUNTED_NUMBER and not (has_warned or self.operators.has_warned):
             self._counts.check(who)
         if self._continued and not self._has_warned:  # but no loss uses them, or only by `.item()`
             self._has_warned = True
@@ -241,7 +245,7 @@ class FlowWatch(TorchDispatchMode):
             )
 
     def check_gradients(self, who: str, gradients: Iterable[Tensor]) -> None:
-        """Raise if the gradients that this pass's backward has left depend on state from another's pass.
+        """Raise if the gradients from this pass's backward depend on state from another tower's pass.
 
         Raises:
             UsageError: names the towers and the tensor.

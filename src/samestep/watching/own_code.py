@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
 
-from samestep.errors import is_ours
+from samestep.errors import package_of
 
 __all__ = ["OwnCode"]
+
+_OF_OTHERS = {"samestep", "torch", *sys.stdlib_module_names}
 
 
 class OwnCode:
@@ -38,20 +40,15 @@ class OwnCode:
                 sys.setprofile(None)
 
     def _note(self, frame: FrameType, event: str, _: object) -> None:
-        self.is_found |= event == "call" and _is_of_program(frame)
+        self.is_found |= event == "call" and package_of(frame) not in _OF_OTHERS
 
     def look_at_stack(self, outermost: CodeType) -> None:
         """Look for it among the functions on this thread's stack, down to that of `outermost`."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code is not outermost and not self.is_found:
-            self.is_found = _is_of_program(frame)
+            self.is_found = package_of(frame) not in _OF_OTHERS
             frame = frame.f_back
 
     def end_step(self) -> None:
         """Expect in later steps what this one has shown."""
         self.is_expected = self.is_found
-
-
-def _is_of_program(frame: FrameType) -> bool:
-    module = str(frame.f_globals.get("__name__")).partition(".")[0]
-    return not (is_ours(frame) or module in sys.stdlib_module_names)

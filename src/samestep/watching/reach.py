@@ -20,6 +20,8 @@ __all__ = ["Named", "in_reach", "let_go_of_variables"]
 Named = tuple[str, Any]
 """An object's name, and the object."""
 
+_FindParts = Callable[[str, Any], Iterator[Named]]
+
 _MOST_FRAMES = 10
 _MOST_VALUES = 200
 _MOST_PARTS = 64
@@ -49,7 +51,7 @@ def in_reach(is_wanted: Callable[[Any], bool], functions: Iterable[Named] = ()) 
     add(_of_this_stack(), 0)
     found: list[Named] = []
     seen, wanted = set[int](), set[int]()
-    has_parts = _HasParts()
+    finders = _PartFinders()
     while (values or last) and len(seen) < _MOST_VALUES:
         name, value, steps = (values or last).popleft()
         if id(value) in wanted:
@@ -61,9 +63,8 @@ def in_reach(is_wanted: Callable[[Any], bool], functions: Iterable[Named] = ()) 
                 seen.add(id(value))
                 wanted.add(id(value))
                 found.append((name, value))
-            elif steps < _MOST_STEPS and has_parts[type(value)]:
+            elif steps < _MOST_STEPS and (find_parts := finders[type(value)]):
                 seen.add(id(value))
-                find_parts = _PARTS.get(type(value), _parts_of_object)
                 add(islice(find_parts(name, value), _MOST_PARTS), steps + 1, value)
         except Exception:  # a user's object may be anything
             continue
@@ -97,12 +98,16 @@ def _comes_last(holder: Any, part: object) -> bool:
     return is_data or issubclass(type(part), type)
 
 
-class _HasParts(dict[type, bool]):
-    """Says whether objects of a type have parts: asked once for each type in one search."""
+class _PartFinders(dict[type, _FindParts | None]):
+    """The function that yields the parts of a type's objects, found once for each type in one search.
 
-    def __missing__(self, kind: type) -> bool:
+    None if they have no parts.
+    """
+
+    def __missing__(self, kind: type) -> _FindParts | None:
         has_attributes = kind.__dictoffset__ != 0 and not issubclass(kind, (ModuleType, Tensor))
-        self[kind] = found = kind in _PARTS or (has_attributes and not _is_proxy(kind))
+        of_others = _parts_of_class if issubclass(kind, type) else _parts_of_object
+        self[kind] = found = _PARTS.get(kind, of_others if has_attributes and not _is_proxy(kind) else None)
         return found
 
 
@@ -179,9 +184,6 @@ def _indexed(name: str, key: object) -> str:
 def _parts_of_object(name: str, value: Any) -> Iterator[Named]:
     """Yield what calling an object runs, and its attributes; of a library's object only the user's."""
     kind = type(value)
-    if issubclass(kind, type):
-        yield from _parts_of_class(name, value)
-        return
     yield name, kind.forward if issubclass(kind, nn.Module) else kind.__call__
     from_library = _is_of_library(kind.__module__)
     for attribute, each in vars(value).items():
@@ -201,7 +203,7 @@ def _parts_of_class(name: str, value: type) -> Iterator[Named]:
 _FUNCTIONS = {FunctionType, MethodType}
 _DESCRIPTORS = {FunctionType, classmethod, staticmethod, property}
 _USERS = (Optimizer, LRScheduler)  # as a `Step` holds them
-_PARTS: Mapping[type, Callable[[str, Any], Iterator[Named]]] = {
+_PARTS: Mapping[type, _FindParts] = {
     FunctionType: _parts_of_function,
     MethodType: lambda name, value: iter([(name, value.__func__), (name, value.__self__)]),
     partial: _parts_of_partial,
