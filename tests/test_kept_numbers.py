@@ -1,6 +1,9 @@
 """Numbers outside modules that passes leave to later ones: a warning where losses depend on them."""
 
+import random
+import re
 import warnings
+from collections import deque
 
 import pytest
 import torch
@@ -145,12 +148,179 @@ def test_a_number_that_another_pass_has_left_is_named_once_on_each_worker(progra
     assert f"loss depends on {name.get(program.__name__, 'baseline of self')}, " in str(told[0].message)
 
 
+class UpdatedFirst(Baseline):
+    """A running mean that each pass updates before it uses it."""
+
+    def loss(self, x, y):
+        losses = F.cross_entropy(self.model(x), y, reduction="none")
+        self.update(losses.mean().item())
+        return self.weighted(losses)
+
+    def weighted(self, losses):
+        return (losses / self.baseline).mean()
+
+
+class AsTensorFirst(UpdatedFirst):
+    def weighted(self, losses):
+        return (losses * torch.tensor([1.0, self.baseline])[1]).mean()
+
+
+class SetByTheFirstPass(UpdatedFirst):
+    def build(self):
+        self.mean = None
+        return super().build()
+
+    def update(self, mean):
+        if self.mean is None:
+            self.baseline = mean
+        else:
+            self.baseline = 0.9 * self.mean + 0.1 * mean
+        self.mean = self.baseline
+
+
+class Average:
+    def __init__(self):
+        self.sum, self.count, self.mean = 0.0, 0, 0.5
+
+    def update(self, value):
+        self.sum += value
+        self.count += 1
+        self.mean = self.sum / self.count
+
+
+class OfAMeter(UpdatedFirst):
+    def build(self):
+        self.average = Average()
+        return super().build()
+
+    def update(self, mean):
+        self.average.update(mean)
+
+    def weighted(self, losses):
+        return (losses / self.average.mean).mean()
+
+
+class OfAWindow(UpdatedFirst):
+    def build(self):
+        self.window = deque([0.5], maxlen=4)
+        return super().build()
+
+    def update(self, mean):
+        self.window.append(mean)
+        self.baseline = sum(self.window) / len(self.window)
+
+
+class InAFunction(UpdatedFirst):
+    """The loop and its loss are functions, which share the mean."""
+
+    def build(self):
+        def loss(losses):
+            nonlocal mean
+            mean = 0.9 * mean + 0.1 * losses.mean().item()
+            return (losses / mean).mean()
+
+        mean = 1.0
+        self.of = loss
+        return super().build()
+
+    def loss(self, x, y):
+        return self.of(F.cross_entropy(self.model(x), y, reduction="none"))
+
+
+def use_running_mean(losses):
+    kept["mean"] += 0.1 * (losses.mean().item() - kept["mean"])
+    return (losses * kept["mean"]).mean()
+
+
+class InADict(InAFunction):
+    def build(self):
+        self.of = use_running_mean
+        return Program.build(self)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("num_workers", mostly_long([1, 2, 7], 2))
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        (UpdatedFirst, "baseline of self"),
+        (AsTensorFirst, "baseline of self"),
+        (SetByTheFirstPass, "baseline of self"),
+        (OfAMeter, "mean of average of self"),
+        (OfAWindow, "baseline of self"),
+        (InAFunction, "mean"),
+        (InADict, "mean of kept"),
+    ],
+)
+def test_a_number_that_a_pass_computes_from_what_it_finds_is_named(program, name, num_workers):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        simulate(program, num_workers)
+    told = [str(each.message) for each in caught if "a number that each pass" in str(each.message)]
+    assert 1 <= len(told) <= num_workers  # simulated workers share a global
+    assert re.search(f"its loss depends on (.*, )?{name}(,.*)?, a number", told[0])
+
+
+def test_a_number_that_a_loop_carries_on_is_named():
+    samestep.init("cpu")
+    model = torch.nn.Linear(3, 1)
+    towers = samestep.Towers(model, 2)
+    mean = 1.0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for tower in towers(torch.randn(10, 3)):
+            loss = model(tower.batch).square().mean()
+            mean = 0.9 * mean + 0.1 * loss.item()
+            tower.backward(loss / mean)
+    assert len(caught) == 1
+    assert "tower 0: its loss depends on mean, a number that each pass" in str(caught[0].message)
+
+
 class ForTheLog(Baseline):
     """The running mean is printed, and no loss uses it."""
 
     def weighted(self, losses):
         self.shown = losses.detach() * self.baseline
         return losses.mean()
+
+
+class MeanForTheLog(UpdatedFirst):
+    """The running mean is printed, relative to the loss."""
+
+    def weighted(self, losses):
+        self.shown = losses.detach() / self.baseline
+        return losses.mean()
+
+
+class ComputedAnew(UpdatedFirst):
+    """A number by `.item()` of this tower, which is printed before the next one."""
+
+    def build(self):
+        self.shown, self.running = [], 0.0
+        return super().build()
+
+    def update(self, mean):
+        self.shown.append(self.baseline)
+        self.baseline = 1 / (1 + mean)
+        self.running += self.baseline
+
+
+class OneOfTwo(UpdatedFirst):
+    """Code that would carry a number on does not run."""
+
+    def update(self, mean):
+        if self.num_towers < 2:
+            self.baseline = 0.9 * self.old + 0.1 * mean
+            self.old = self.baseline
+        else:
+            self.baseline = mean + 0.5
+
+
+class Drawn(UpdatedFirst):
+    """A number from a generator that is seeded for each tower."""
+
+    def update(self, mean):
+        self.baseline = random.uniform(0.5, 1.5)
 
 
 class Quotient(Baseline):
@@ -240,7 +410,18 @@ class AfterTheStep(Baseline):
 @pytest.mark.parametrize(
     "program",
     [
-        *(ForTheLog, Quotient, Searched, OfTheTower, OneOfAList, OneOfTheCode),
+        *(
+            ForTheLog,
+            MeanForTheLog,
+            ComputedAnew,
+            OneOfTwo,
+            Drawn,
+            Quotient,
+            Searched,
+            OfTheTower,
+            OneOfAList,
+            OneOfTheCode,
+        ),
         *(FromTheStep, AfterTheStep),
     ],
 )

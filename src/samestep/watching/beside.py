@@ -21,13 +21,23 @@ from samestep.watching.origins import storage_of
 from samestep.watching.reach import Named, in_reach
 from samestep.watching.values import MOST_ELEMENTS, checksum_of_value, is_readable
 
-__all__ = ["COUNTED_NUMBER", "LEFT_NUMBER", "Beside", "Difference", "Found", "find_difference"]
+__all__ = [
+    "COUNTED_NUMBER",
+    "LEFT_NUMBER",
+    "MOST_OWN_NUMBERS",
+    "Beside",
+    "Difference",
+    "Found",
+    "find_difference",
+    "own_number",
+]
 _MOST_NUMBERS = 64
 """Larger tensors are not searched for numbers."""
 
 LEFT_NUMBER, COUNTED_NUMBER = 1, 2
+MOST_OWN_NUMBERS = 32
 """The bits for numbers that an earlier pass has left (`KeptNumbers`), and for those that count passes
-(`PassCounts`). Others are for known values."""
+(`PassCounts`). After them come those for some numbers that a pass takes, and then those for known values."""
 
 
 class _Used(NamedTuple):
@@ -252,8 +262,13 @@ def _differences(all_found: Sequence[Found]) -> Iterator[Difference]:
                 yield Difference(name, (first, second), is_certain)
 
 
-def _bit(index: int) -> int:
+def own_number(index: int) -> int:
+    """Return the bit for one of `MOST_OWN_NUMBERS`."""
     return COUNTED_NUMBER << index + 1
+
+
+def _bit(index: int) -> int:
+    return own_number(MOST_OWN_NUMBERS + index)
 
 
 def _is_compared(value: Any) -> bool:

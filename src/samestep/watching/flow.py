@@ -235,7 +235,8 @@ class FlowWatch(TorchDispatchMode):
         origin = self._origins.of(loss)
         self.beside.note_used(self._tower, origin.beside)
         self._check_origin(f"{who}: its loss depends", origin)
-        if origin.beside & COUNTED_NUMBER and not (has_warned or self.operators.has_warned):
+        has_warned |= self._kept_numbers.has_warned or self.operators.has_warned
+        if origin.beside & COUNTED_NUMBER and not has_warned:
             self._counts.check(who)
         if self._continued and not self._has_warned:  # but no loss uses them, or only by `.item()`
             self._has_warned = True
@@ -262,6 +263,7 @@ class FlowWatch(TorchDispatchMode):
                     f"{depends}{self._name()} that continues from that tower's draws; {_INSTEAD_OF_DRAWN}"
                 )
             raise UsageError(f"{depends}: {_INSTEAD_OF_KEPT}")
+        self._kept_numbers.carried.note_used(what, origin.beside)
         if origin.beside & LEFT_NUMBER:
             self._kept_numbers.check(what)
 
@@ -276,6 +278,7 @@ class FlowWatch(TorchDispatchMode):
 
     def end_turn(self, who: str, *, has_warned: bool) -> None:
         """Warn if this pass has computed its loss in a different way, unless there was another warning."""
+        self._kept_numbers.end_turn()
         has_warned |= self._has_warned or self._kept_numbers.has_warned or self._counts.has_warned
         self.operators.is_explained |= has_warned
         self.operators.check(who)
@@ -345,7 +348,7 @@ class FlowWatch(TorchDispatchMode):
         taken: list[Tensor] = [] if kind.takes_shapes_only else given
         if call.overwrites:
             taken = [tensor for tensor in taken if not any(tensor is each for each in written)]
-        beside = LEFT_NUMBER * self._kept_numbers.take(func, call.values)
+        beside = self._kept_numbers.take(func, call.values)
         if not self._is_backward:
             self._means.note(func, call.args, call.kwargs, result)
             self._sums.note(call, result, takes_rows=self._rows.note(call, result))

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from samestep.errors import warn
+from samestep.watching.beside import LEFT_NUMBER
+from samestep.watching.carried_numbers import CarriedNumbers, rounded
 from samestep.watching.held_number import HeldNumber, is_number
 from samestep.watching.reach import Named, in_reach
 
@@ -36,6 +38,7 @@ class KeptNumbers:
     """The numbers that passes of a step leave and take.
 
     Attributes:
+        carried: the numbers that passes compute from what the ones before left.
         has_warned: whether there has been a warning.
         has_read: whether this pass has read a tensor that depends on its rows.
     """
@@ -43,51 +46,72 @@ class KeptNumbers:
     def __init__(self, search: Callable[..., list[Named]] = in_reach) -> None:
         self._search = search
         self._taken: set[str] = set()  # names of numbers that this pass has taken
+        self.carried = CarriedNumbers(search)
         self.has_warned = False
         self.start_step()
 
     def start_step(self) -> None:
         """Forget the numbers of the step before."""
-        self._last: dict[tuple[str, int], float] = {}
+        self._last: dict[tuple[str, int], float] | None = None  # None before the first pass
         self._left: dict[float, _Left] = {}
         self._changed: set[tuple[str, int]] = set()  # by earlier passes of the step
-        self._is_first, self._is_idle, self.has_read = True, False, False
+        self.carried.start_step()
+        self._is_idle = self.has_read = False
 
     def start_pass(self, functions: Iterable[Named]) -> None:
-        """Note the numbers in reach of the loop and of `functions`, and those that the pass before left."""
-        self._left, self._taken = {}, set()
-        if self.has_warned or (self._is_idle and not self.has_read):  # a search takes milliseconds
-            return
-        now = dict(_numbered(self._search(is_number, functions)))
+        """Begin a tower's turn; before the first one, note the numbers in reach of loop and `functions`."""
+        self._functions, self._taken, self.has_read = list(functions), set(), False
+        self.carried.start_pass()
+        if self._last is None and not self.has_warned:
+            self._last = self._current()
+
+    def end_turn(self) -> None:
+        """Find the numbers that a tower's turn has left; warn, once, of those that it carries on and uses."""
+        self._left = {}
+        if self.has_warned or self._last is None or (self._is_idle and not self.has_read):
+            return  # a search takes milliseconds
+        now = self._current()
+        new = now.keys() - self._last.keys()
         changed = {key for key, value in now.items() if self._last.get(key, value) != value}
+        counted = changed if self.has_read else changed & self._changed
+        made = counted | new if self.has_read else counted
+        # As a generator, because references to numbers are counted below.
+        left_by_name = ((name, now[name, at]) for name, at in made)
+        names = {name for name, _ in changed | new}
+        self.has_warned = self.carried.check(left_by_name, names, self._functions)
         num_found = Counter(map(id, now.values()))
-        for key in changed if self.has_read else changed & self._changed:
+        for key in counted:
             left = _Left(key[0], HeldNumber(now[key]))
             is_shared = left.number.note() > num_found[id(now[key])] + 1
             if not (is_shared or now[key].is_integer()):
                 self._left[abs(now[key])] = left
         self._changed |= changed
-        self._is_idle = not (self._is_first or changed)
-        self._last, self._is_first, self.has_read = now, False, False
+        self._last, self._is_idle = now, not changed
 
-    def take(self, func: Any, arguments: Iterable[Any]) -> bool:
-        """Return whether an operator takes a number that the pass before left."""
-        if not self._left:
-            return False
+    def _current(self) -> dict[tuple[str, int], float]:
+        return dict(_numbered(self._search(is_number, self._functions)))
+
+    def take(self, func: Any, arguments: Iterable[Any]) -> int:
+        """Return the bits of numbers that an operator takes; `LEFT_NUMBER` if the pass before left one."""
+        if self.has_warned:
+            return 0
         found = [each for each in arguments if type(each) is float]
+        bits = self.carried.take(found)
         if func is torch.ops.aten.lift_fresh.default:  # `torch.tensor(number)`
-            found += [number for each in arguments for number in self._rounded_in(each)]
+            for tensor in arguments:
+                bits |= self.carried.take_copy(tensor)
+                found += self._rounded_in(tensor)
         taken = [self._left[abs(each)] for each in found if abs(each) in self._left]
         names = {each.name for each in taken if each.number.is_held}
         self._taken |= names
-        return bool(names)
+        return bits | LEFT_NUMBER * bool(names)
 
     def _rounded_in(self, tensor: Tensor) -> list[float]:
         """Return the numbers that were left and are in a small tensor, rounded to its dtype."""
-        if tensor.numel() > _MOST_ELEMENTS or not tensor.is_floating_point():
+        if not self._left or tensor.numel() > _MOST_ELEMENTS or not tensor.is_floating_point():
             return []
         elements = tensor.abs().flatten().tolist()
-        return [each for each in self._left if torch.tensor(each, dtype=tensor.dtype).item() in elements]
+        return [each for each in self._left if rounded(each, tensor.dtype) in elements]
 
     def check(self, what: str) -> None:
         """Warn, once, of the numbers that a pass has taken, if `what`, such as "its loss depends", does."""

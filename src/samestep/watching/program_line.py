@@ -6,6 +6,8 @@ import linecache
 import os
 import re
 import sys
+from collections.abc import Iterator
+from types import FrameType
 from typing import NamedTuple
 
 from samestep.errors import is_ours
@@ -28,6 +30,15 @@ class ProgramLine(NamedTuple):
         while frame.f_back and is_ours(frame):
             frame = frame.f_back
         return cls(frame.f_code.co_filename, frame.f_lineno)
+
+    @classmethod
+    def all_running(cls) -> Iterator[ProgramLine]:
+        """Yield the lines that are running on this thread's stack and are not torch's or samestep's."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if not is_ours(frame):
+                yield cls(frame.f_code.co_filename, frame.f_lineno)
+            frame = frame.f_back
 
     def __str__(self) -> str:
         return f"{os.path.basename(self.path)}, line {self.number}"

@@ -27,7 +27,7 @@ _MOST_VALUES = 200
 _MOST_PARTS = 64
 _MOST_STEPS = 3
 _MANY = 8
-_CONTAINERS = (list, tuple, dict)
+_CONTAINERS = (list, tuple, deque, dict)
 _LIBRARIES = {"samestep", "torch", "numpy", "builtins", "collections", "weakref", "threading"}
 _EMPTY = CellType()
 
@@ -72,10 +72,9 @@ def in_reach(is_wanted: Callable[[Any], bool], functions: Iterable[Named] = ()) 
 
 
 def _of_this_stack() -> list[Named]:
-    """Return what the functions on this thread's stack refer to by name, from the caller on."""
+    """Return what the functions on this thread's stack refer to by name, from the caller of `in_reach` on."""
     found: list[Named] = []
-    frame = inspect.currentframe()
-    frame = frame and frame.f_back
+    frame: FrameType | None = sys._getframe(2)
     for _ in range(_MOST_FRAMES):
         if frame is not None:
             found += [*_locals_of(frame), *_globals_of(frame.f_code, frame.f_globals)]
@@ -209,6 +208,7 @@ _PARTS: Mapping[type, _FindParts] = {
     partial: _parts_of_partial,
     list: _parts_of_sequence,
     tuple: _parts_of_sequence,
+    deque: _parts_of_sequence,
     dict: _parts_of_dict,
 }
 """For each type that refers to other values: a function that yields them."""
