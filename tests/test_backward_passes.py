@@ -1,5 +1,7 @@
 """What runs in backward (custom functions, hooks) and depends on other towers' passes, or on their count."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -117,11 +119,12 @@ def test_gradients_of_a_whole_batch_that_depend_on_another_pass_are_an_error(num
 class ReversedByCount(OwnBackward):
     """A gradient that is reversed, ever more strongly."""
 
-    num_passes = 0
+    def build(self):
+        self.passes = itertools.count(1)
+        return super().build()
 
     def change(self, gradient):
-        self.num_passes += 1
-        return -gradient * (1 - 0.97**self.num_passes)
+        return -gradient * (1 - 0.97 ** next(self.passes))
 
 
 class EveryOtherHook(Program):
@@ -168,7 +171,7 @@ class Annealed(OwnBackward):
 def test_a_number_that_another_backward_has_left_is_named(num_workers):
     told, _ = warnings_of(Annealed, num_workers)
     found = [
-        each for each in told if "its gradients depend on strength of self, a number that another" in each
+        each for each in told if "its gradients depend on strength of self, which each pass computes" in each
     ]
     assert len(found) == num_workers
 

@@ -1,5 +1,6 @@
 """Numbers that count passes: a warning where losses depend on them."""
 
+import itertools
 import math
 import random
 import warnings
@@ -69,10 +70,12 @@ def test_passes_with_a_row_more_or_less_are_compared():
 class Counter(Program):
     """A weight of the loss that grows with each pass, as with a count of micro-batches."""
 
-    num_passes = 3
+    def build(self):
+        self.passes = itertools.count(4)
+        return super().build()
 
     def loss(self, x, y):
-        self.num_passes += 1
+        self.num_passes = next(self.passes)
         self.mean = x.mean().item()  # a value that the pass reads, so that passes may differ
         return super().loss(x, y) + self.penalty(self.model(x).square().mean())
 
@@ -134,7 +137,7 @@ class ForTheLog(Counter):
 
     def loss(self, x, y):
         loss = F.cross_entropy(self.model(x), y)
-        self.num_passes += 1
+        self.num_passes = next(self.passes)
         self.sum = getattr(self, "sum", 0) + loss.detach()
         self.shown = self.sum / self.num_passes
         return loss

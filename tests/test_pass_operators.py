@@ -50,14 +50,12 @@ class EveryOther(Program):
         return loss if next(self.calls) % 2 else loss + self.model(x).abs().mean()
 
 
-class Weighted(Program):
+class Weighted(EveryOther):
     """A weight that is a simple fraction of the number of passes."""
 
-    num_passes = 0
-
     def loss(self, x, y):
-        self.num_passes += 1
-        return super().loss(x, y) + self.num_passes / 30 * self.model(x).square().mean()
+        num_passes = 1 + next(self.calls)
+        return Program.loss(self, x, y) + num_passes / 30 * self.model(x).square().mean()
 
 
 class Rolled(EveryOther):
@@ -92,7 +90,7 @@ class ArrayThatChanges(Program):
         return net()
 
     def loss(self, x, y):
-        self.scale *= 0.9
+        np.multiply(self.scale, 0.9, out=self.scale)
         return super().loss(x * torch.from_numpy(self.scale), y)
 
 

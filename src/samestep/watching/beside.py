@@ -24,20 +24,21 @@ from samestep.watching.values import MOST_ELEMENTS, checksum_of_value, is_readab
 __all__ = [
     "COUNTED_NUMBER",
     "LEFT_NUMBER",
-    "MOST_OWN_NUMBERS",
+    "MOST_EXPRESSIONS",
     "Beside",
     "Difference",
     "Found",
+    "expression_bit",
     "find_difference",
-    "own_number",
 ]
 _MOST_NUMBERS = 64
 """Larger tensors are not searched for numbers."""
 
 LEFT_NUMBER, COUNTED_NUMBER = 1, 2
-MOST_OWN_NUMBERS = 32
+MOST_EXPRESSIONS = 64
 """The bits for numbers that an earlier pass has left (`KeptNumbers`), and for those that count passes
-(`PassCounts`). After them come those for some numbers that a pass takes, and then those for known values."""
+(`PassCounts`). After them come those for expressions that take numbers (`CarriedNumbers`), then those for
+known values."""
 
 
 class _Used(NamedTuple):
@@ -262,13 +263,13 @@ def _differences(all_found: Sequence[Found]) -> Iterator[Difference]:
                 yield Difference(name, (first, second), is_certain)
 
 
-def own_number(index: int) -> int:
-    """Return the bit for one of `MOST_OWN_NUMBERS`."""
+def expression_bit(index: int) -> int:
+    """Return the bit for one of `MOST_EXPRESSIONS` expressions of a program."""
     return COUNTED_NUMBER << index + 1
 
 
 def _bit(index: int) -> int:
-    return own_number(MOST_OWN_NUMBERS + index)
+    return expression_bit(MOST_EXPRESSIONS + index)
 
 
 def _is_compared(value: Any) -> bool:

@@ -278,8 +278,9 @@ class FlowWatch(TorchDispatchMode):
 
     def end_turn(self, who: str, *, has_warned: bool) -> None:
         """Warn if this pass has computed its loss in a different way, unless there was another warning."""
-        self._kept_numbers.end_turn()
-        has_warned |= self._has_warned or self._kept_numbers.has_warned or self._counts.has_warned
+        has_warned |= self._has_warned
+        self._kept_numbers.end_turn(is_explained=has_warned or self.reads.index)
+        has_warned |= self._kept_numbers.has_warned or self._counts.has_warned
         self.operators.is_explained |= has_warned
         self.operators.check(who)
 
@@ -399,6 +400,8 @@ class FlowWatch(TorchDispatchMode):
         towers, how, beside = drawn
         for tensor in taken:
             more, before, more_beside = self._origins.of(tensor)
+            if not (more or more_beside or storage_of(tensor) in self._shared):
+                more_beside = self._kept_numbers.take_values(tensor)
             towers |= more
             beside |= more_beside
             if not how and more & ~(1 << self._tower):

@@ -65,20 +65,25 @@ class KeptNumbers:
         if self._last is None and not self.has_warned:
             self._last = self._current()
 
-    def end_turn(self) -> None:
-        """Find the numbers that a tower's turn has left; warn, once, of those that it carries on and uses."""
+    def end_turn(self, *, is_explained: bool) -> None:
+        """Find the numbers that a tower's turn has left; warn, once, of those that it carries on and uses.
+
+        Unless that is explained: by another warning, or by the index of a tower, for which it may be kept.
+        """
         self._left = {}
-        if self.has_warned or self._last is None or (self._is_idle and not self.has_read):
-            return  # a search takes milliseconds
-        now = self._current()
+        if self.has_warned or self._last is None:
+            return
+        # A search takes milliseconds.
+        now = self._last if self._is_idle and not self.has_read else self._current()
         new = now.keys() - self._last.keys()
         changed = {key for key, value in now.items() if self._last.get(key, value) != value}
         counted = changed if self.has_read else changed & self._changed
-        made = counted | new if self.has_read else counted
-        # As a generator, because references to numbers are counted below.
-        left_by_name = ((name, now[name, at]) for name, at in made)
-        names = {name for name, _ in changed | new}
-        self.has_warned = self.carried.check(left_by_name, names, self._functions)
+        if not is_explained:
+            # A sum that begins at 0 is at first what a pass adds. As a generator, because references to
+            # numbers are counted below.
+            left_by_name = ((key[0], now[key]) for key in counted if self._last.get(key))
+            names = {name for name, _ in changed | new}
+            self.has_warned = self.carried.check(left_by_name, names, self._functions)
         num_found = Counter(map(id, now.values()))
         for key in counted:
             left = _Left(key[0], HeldNumber(now[key]))
@@ -99,12 +104,16 @@ class KeptNumbers:
         bits = self.carried.take(found)
         if func is torch.ops.aten.lift_fresh.default:  # `torch.tensor(number)`
             for tensor in arguments:
-                bits |= self.carried.take_copy(tensor)
+                bits |= self.carried.take_values(tensor)
                 found += self._rounded_in(tensor)
         taken = [self._left[abs(each)] for each in found if abs(each) in self._left]
         names = {each.name for each in taken if each.number.is_held}
         self._taken |= names
         return bits | LEFT_NUMBER * bool(names)
+
+    def take_values(self, tensor: Tensor) -> int:
+        """Return the bits of a tensor that an operator reads, and that depends on no tower's rows."""
+        return 0 if self.has_warned else self.carried.take_values(tensor)
 
     def _rounded_in(self, tensor: Tensor) -> list[float]:
         """Return the numbers that were left and are in a small tensor, rounded to its dtype."""

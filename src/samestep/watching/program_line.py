@@ -1,4 +1,4 @@
-"""The line of the program that runs an operator."""
+"""The line, and the expression, of the program that runs an operator."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from types import FrameType
+from dataclasses import dataclass
+from itertools import islice
+from types import CodeType, FrameType
 from typing import NamedTuple
 
 from samestep.errors import is_ours
 
-__all__ = ["ProgramLine"]
+__all__ = ["Expression", "ProgramLine"]
 
 _NUMBER = re.compile(r"(?<![\w.])(\d+\.?\d*|\.\d+)(?![\w.])")
 
@@ -26,9 +28,7 @@ class ProgramLine(NamedTuple):
     @classmethod
     def current(cls) -> ProgramLine:
         """Return the line that is running."""
-        frame = sys._getframe(1)
-        while frame.f_back and is_ours(frame):
-            frame = frame.f_back
+        frame = _current_frame()
         return cls(frame.f_code.co_filename, frame.f_lineno)
 
     @classmethod
@@ -47,3 +47,45 @@ class ProgramLine(NamedTuple):
         """Return the decimal numbers that are written in the line; None if its source is not known."""
         text = linecache.getline(self.path, self.number)
         return [float(each) for each in _NUMBER.findall(text)] if text else None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Expression:
+    """An expression of the program, from the same frame.
+
+    Attributes:
+        code: what it is in.
+        instruction: the index of the byte-code instruction that is running.
+    """
+
+    code: CodeType
+    instruction: int
+
+    @classmethod
+    def current(cls) -> Expression:
+        """Return the expression that is running."""
+        frame = _current_frame()
+        return cls(frame.f_code, frame.f_lasti // _INSTRUCTION_BYTES)
+
+    def place(self) -> tuple[int | None, int | None, int | None, int | None]:
+        """Return its first and last line, and first and last column; None if unknown."""
+        return next(islice(self.code.co_positions(), self.instruction, None))
+
+    # A code object's own hash takes time.
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Expression):
+            return NotImplemented
+        return self.code is other.code and self.instruction == other.instruction
+
+    def __hash__(self) -> int:
+        return hash((id(self.code), self.instruction))
+
+
+_INSTRUCTION_BYTES = 2  # https://docs.python.org/3/library/dis.html
+
+
+def _current_frame() -> FrameType:
+    frame = sys._getframe(2)
+    while frame.f_back and is_ours(frame):
+        frame = frame.f_back
+    return frame

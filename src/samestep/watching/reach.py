@@ -30,6 +30,7 @@ _MANY = 8
 _CONTAINERS = (list, tuple, deque, dict)
 _LIBRARIES = {"samestep", "torch", "numpy", "builtins", "collections", "weakref", "threading"}
 _EMPTY = CellType()
+_WATCHING = __name__.rpartition(".")[0]
 
 
 def in_reach(is_wanted: Callable[[Any], bool], functions: Iterable[Named] = ()) -> list[Named]:
@@ -72,13 +73,15 @@ def in_reach(is_wanted: Callable[[Any], bool], functions: Iterable[Named] = ()) 
 
 
 def _of_this_stack() -> list[Named]:
-    """Return what the functions on this thread's stack refer to by name, from the caller of `in_reach` on."""
+    """Return what the functions on this thread's stack refer to by name, except those of this package."""
     found: list[Named] = []
-    frame: FrameType | None = sys._getframe(2)
-    for _ in range(_MOST_FRAMES):
-        if frame is not None:
+    frame: FrameType | None = sys._getframe(1)
+    num_frames = 0
+    while frame is not None and num_frames < _MOST_FRAMES:
+        if not str(frame.f_globals.get("__name__")).startswith(_WATCHING):
             found += [*_locals_of(frame), *_globals_of(frame.f_code, frame.f_globals)]
-            frame = frame.f_back
+            num_frames += 1
+        frame = frame.f_back
     del frame  # a frame in its own variables is a reference cycle
     return found
 

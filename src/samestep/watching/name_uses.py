@@ -1,44 +1,42 @@
-"""Finds what a program's code computes a number from, and carries on from pass to pass: a running mean.
+"""How statements use names, as their source says: which they carry on from pass to pass, as a running mean.
 
-Code carries a variable on if it reads it before it sets it, and then computes the new value from the old one
-or may keep that. This reads source code, because objects do not tell; where there is none, as for what was
-typed into an interpreter, it finds nothing.
+Code carries a name on if it reads it before it sets it, and then computes the new value from the old one or
+may keep that, or if a call such as `append` changes its object.
 """
 
 from __future__ import annotations
 
 import ast
-import linecache
 import re
-import sysconfig
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from types import CodeType
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import TypeAlias
 
-from samestep.watching.program_line import ProgramLine
+__all__ = ["Body", "carried_sources", "names_read", "plain_name"]
 
-__all__ = ["carried_sources", "plain_name"]
+Body: TypeAlias = Sequence[ast.stmt]
+"""Statements that run one after the other."""
 
-_Body = Sequence[ast.stmt]
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_ELSEWHERE = (*_FUNCTIONS, ast.Lambda, ast.ClassDef)
+_ELSEWHERE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _CHANGING = {"add", "append", "appendleft", "extend", "insert", "update"}
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
-def carried_sources(name: str, lines: Iterable[ProgramLine], functions: Iterable[CodeType]) -> set[str]:
-    """Return what code computes a variable, attribute or entry from, and carries on.
+def carried_sources(names: Iterable[str], bodies: Iterable[Body]) -> set[str]:
+    """Return those of `names`, and of what code computes these from, that the code carries on.
 
     Args:
-        name: as from `plain_name`.
-        lines: those that are running: the loops in them count.
-        functions: the code of others that count.
-
-    Returns:
-        names of the same form; perhaps its own.
+        names: as from `plain_name`.
+        bodies: the code.
     """
-    loops = (body for path, number in lines for body in _loops_in(_tree(path), number))
-    return set[str]().union(*(_sources_in(body, name) for body in (*loops, *_bodies_of(functions))))
+    return set[str]().union(*(_sources_in(body, names) for body in bodies))
+
+
+def names_read(expression: ast.AST) -> set[str]:
+    """Return the names that an expression reads, except of objects that it changes by a call."""
+    uses = _Uses()
+    uses.visit(expression)
+    return uses.read
 
 
 def plain_name(name: str) -> str:
@@ -50,61 +48,37 @@ def plain_name(name: str) -> str:
     return re.sub(r"(\w+)\.(\w+)", r"\2 of \1", re.sub(r"\[[^\]]*\]", "", name))
 
 
-def _tree(path: str) -> ast.Module:
-    try:
-        return ast.parse("" if path.startswith(_LIBRARIES) else "".join(linecache.getlines(path)))
-    except (SyntaxError, ValueError):  # not in Python
-        return ast.parse("")
-
-
-def _loops_in(tree: ast.Module, number: int) -> Iterator[_Body]:
-    """Yield the bodies of loops that begin in a line."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.For) and node.lineno <= number <= (node.iter.end_lineno or number):
-            yield [ast.Assign([node.target], ast.Constant(None)), *node.body]
-
-
-def _bodies_of(functions: Iterable[CodeType]) -> Iterator[_Body]:
-    numbers = defaultdict[str, set[int]](set)
-    for code in functions:
-        numbers[code.co_filename].add(code.co_firstlineno)
-    for path in numbers:
-        for node in ast.walk(_tree(path)):
-            if isinstance(node, _FUNCTIONS) and _first_line(node) in numbers[path]:
-                yield node.body
-
-
-def _first_line(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    return min([function.lineno, *(each.lineno for each in function.decorator_list)])
-
-
-def _sources_in(body: _Body, name: str) -> set[str]:
-    """Return what these statements compute `name` from, and carry on; perhaps `name` itself."""
+def _sources_in(body: Body, names: Iterable[str]) -> set[str]:
     uses = _Uses()
     for statement in body:
         uses.visit(statement)
-    found = {each for each in uses.sources_of(name) if uses.carries_on(each) or uses.changes(each)}
-    return found | ({name} if uses.carries_on(name) else set())
+    found = set(names).union(*map(uses.sources_of, names))
+    return {each for each in found if uses.carries_on(each)}
 
 
 class _Uses(ast.NodeVisitor):
-    """Visits statements in the order in which they run, and notes how they use names."""
+    """Visits statements in the order in which they run, and notes how they use names.
+
+    Attributes:
+        read: names that the current statement reads.
+    """
 
     def __init__(self) -> None:
+        self.read: set[str] = set()
         self._sources: dict[str, set[str]] = defaultdict(set)  # of each name that is set, those in its value
         self._read_first: set[str] = set()
         self._surely_set: set[str] = set()  # whichever branches have run
         self._changed: set[str] = set()  # of objects that calls change
-        self._read: set[str] = set()  # in the current statement
+        self._filled: set[str] = set()  # of containers of which an entry is set, perhaps one that is new
 
     def carries_on(self, name: str) -> bool:
-        """Say whether a name is read before it is set, to its old value or to what is computed from that."""
-        is_new = name in self._surely_set and name not in self.sources_of(name)
-        return name in self._sources and name in self._read_first and not is_new
+        """Say whether a name is read before it is set, to its old value or to what is computed from that.
 
-    def changes(self, name: str) -> bool:
-        """Say whether a call such as `append` changes an object that these statements have not made."""
-        return name in self._changed and name in self._read_first
+        Or whether a call such as `append` changes its object.
+        """
+        may_stay = name in self._sources and name not in self._surely_set | self._filled
+        is_new = not (may_stay or name in self.sources_of(name) or name in self._changed)
+        return name in self._read_first and not is_new
 
     def sources_of(self, name: str) -> set[str]:
         """Return what the value of a name is computed from, in one or several statements."""
@@ -147,7 +121,9 @@ class _Uses(ast.NodeVisitor):
         """Note an object that a call such as `append` changes."""
         self.generic_visit(node)
         if isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGING:
-            self._changed.add(_name_of(node.func.value))
+            changed = _name_of(node.func.value)
+            self._changed.add(changed)
+            self.read.discard(changed)
 
     def visit_If(self, node: ast.If) -> None:
         """Visit both branches."""
@@ -160,11 +136,12 @@ class _Uses(ast.NodeVisitor):
         self._visit_branches(node.body, node.orelse)
 
     def visit_For(self, node: ast.For) -> None:
-        """Visit the body as one that may not run."""
+        """Visit the body as one that runs, as nearly all do."""
         self._visit_set(node.iter, [node.target])
-        self._visit_branches(node.body, node.orelse)
+        for statement in (*node.body, *node.orelse):
+            self.visit(statement)
 
-    def _visit_branches(self, *branches: _Body) -> None:
+    def _visit_branches(self, *branches: Body) -> None:
         """Visit statements of which only one sequence runs."""
         before, found = self._surely_set, []
         for branch in branches:
@@ -175,19 +152,23 @@ class _Uses(ast.NodeVisitor):
         self._surely_set = set.intersection(*found)
 
     def _visit_set(self, value: ast.expr, targets: Iterable[ast.expr]) -> None:
-        before, self._read = self._read, set()
+        before, self.read = self.read, set()
         self.visit(value)
-        sources = self._read
+        sources = set(self.read)
         for target in targets:
             self.visit(target)
             for each in ast.walk(target):
                 if isinstance(getattr(each, "ctx", None), ast.Store):
-                    self._note_set(_name_of(each), sources)
-        self._read |= before
+                    name = _name_of(each)
+                    self._note_set(name, sources)
+                    if isinstance(each, ast.Subscript) and name == _name_of(each.value):
+                        self._filled.add(name)
+        self.read |= before
 
     def _note_read(self, name: str) -> None:
-        self._read.add(name)
-        if name not in self._surely_set:
+        self.read.add(name)
+        holders = accumulate(reversed(name.split(" of ")), lambda holder, part: f"{part} of {holder}")
+        if self._surely_set.isdisjoint(holders):
             self._read_first.add(name)
 
     def _note_set(self, name: str, sources: set[str]) -> None:

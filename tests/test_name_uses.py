@@ -1,15 +1,23 @@
-"""What code computes a number from and carries on from pass to pass, as its source shows."""
+"""What code computes values from and carries on from pass to pass, as its source shows."""
+
+import ast
 
 import pytest
 
-from samestep.watching.carried import carried_sources, plain_name
-from samestep.watching.program_line import ProgramLine
+from samestep.watching.name_uses import carried_sources, names_read, plain_name
+from samestep.watching.program_line import Expression, ProgramLine
+from samestep.watching.source_code import SourceCode
 
 
-def sources(path, lines, name, number=1):
-    """Return what a loop over towers that has these lines computes a number from, and carries on."""
-    path.write_text("\n".join(["for tower in towers(batch):", *(f"    {line}" for line in lines)]))
-    return carried_sources(plain_name(name), [ProgramLine(str(path), number)], [])
+def source_of(path, lines, number=1):
+    path.write_text("\n".join(lines))
+    return SourceCode([ProgramLine(str(path), number)])
+
+
+def sources(path, lines, name):
+    """Return what a loop over towers that has these lines computes a value from, and carries on."""
+    source = source_of(path, ["for tower in towers(batch):", *(f"    {line}" for line in lines)])
+    return carried_sources({plain_name(name)}, source.of_passes([]))
 
 
 @pytest.mark.parametrize(
@@ -32,6 +40,8 @@ def sources(path, lines, name, number=1):
         (["state['mean'] = 0.9 * state['mean']"], "mean of state", {"mean of state"}),
         (["means[-1] = 0.9 * means[-1]"], "means[0]", {"means"}),
         (["window.append(x.item())", "mean = sum(window) / 3"], "mean", {"window"}),
+        (["memory[key] = 0.9 * memory.get(key, 1) + x.item()"], "memory[5]", {"memory"}),
+        (["for key in keys:", "    means[key] += 1"], "means", {"means"}),
         (["meter.update(x.item())", "weight = meter.mean"], "weight", {"meter"}),
         (["mean: float = 0.9 * mean"], "mean", {"mean"}),
         (["weight = (mean := 0.9 * mean) + 1"], "weight", {"mean"}),
@@ -56,6 +66,10 @@ def test_what_is_carried_on(tmp_path, lines, name, expected):
         (["def later():", "    mean = 0.9 * mean"], "mean"),
         (["tower = f(tower)"], "tower"),
         (["for mean in means:", "    mean = 2 * mean"], "mean"),
+        (["for row in rows:", "    last = row", "weight = last"], "weight"),
+        (["if key not in cache:", "    cache[key] = x.item()", "weight = cache[key]"], "weight"),
+        (["found = {'mean': x.item()}", "found['mean'] *= 2"], "mean of found"),
+        (["old = mean", "mean = x.item()", "print(mean - old)"], "mean"),
     ],
 )
 def test_what_is_computed_anew(tmp_path, lines, name):
@@ -69,16 +83,18 @@ def test_another_loop_does_not_count(tmp_path):
 
 @pytest.mark.parametrize("text", ["for x in towers(batch)\n  mean +=", "\0", ""])
 def test_what_is_not_python_is_not_known(tmp_path, text):
-    path = tmp_path / "program.py"
-    path.write_text(text)
-    assert carried_sources("mean", [ProgramLine(str(path), 1)], []) == set()
+    source = source_of(tmp_path / "program.py", [text])
+    assert carried_sources({"mean"}, source.of_passes([])) == set()
 
 
-def test_no_file_is_not_known():
-    assert carried_sources("mean", [ProgramLine("<stdin>", 1)], []) == set()
+def test_what_has_no_file_is_not_known():
+    source = SourceCode([ProgramLine("<stdin>", 1)])
+    assert carried_sources({"mean"}, source.of_passes([])) == set()
+    code = compile("mean", "<stdin>", "eval")
+    assert source.names_in(Expression(code, 1)) == set()
 
 
-def test_functions_count():
+def test_functions_count_for_what_they_share():
     def update(new):
         nonlocal mean
         mean += new
@@ -88,7 +104,34 @@ def test_functions_count():
         print(mean, best)
         mean = best = 0.0
 
+    def compute(rows):
+        for row in rows:
+            if row:
+                share = row
+        return share
+
     mean = best = 1.0
-    functions = [update.__code__, reset.__code__]
-    assert carried_sources("mean", [], functions) == {"mean"}
-    assert carried_sources("best", [], functions) == set()
+    functions = [each.__code__ for each in (update, reset, compute)]
+    bodies = SourceCode([]).of_passes(functions)
+    assert carried_sources({"mean"}, bodies) == {"mean"}
+    assert carried_sources({"best", "share"}, bodies) == set()
+
+
+def test_the_function_with_the_loop_does_not_count():
+    def train(program, batch):
+        program.mean *= 2
+        for _ in batch:
+            yield SourceCode(list(ProgramLine.all_running()))
+
+    class Program:
+        mean = 1.0
+
+    (source,) = train(Program(), [1])
+    assert carried_sources({"mean of program"}, source.of_passes([train.__code__])) == set()
+    assert carried_sources({"mean of program"}, SourceCode([]).of_passes([train.__code__])) != set()
+
+
+def test_the_expression_that_runs_is_found():
+    others = [1, 2]
+    found = [others, Expression.current()]
+    assert SourceCode([]).names_in(found[1]) == names_read(ast.parse("Expression.current()"))
