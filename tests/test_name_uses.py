@@ -134,4 +134,5 @@ def test_the_function_with_the_loop_does_not_count():
 def test_the_expression_that_runs_is_found():
     others = [1, 2]
     found = [others, Expression.current()]
+    assert found[1] is not None
     assert SourceCode([]).names_in(found[1]) == names_read(ast.parse("Expression.current()"))

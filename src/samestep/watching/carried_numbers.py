@@ -2,7 +2,7 @@
 
 Python does not say from what a number is computed. So this looks at the numbers that operators of a pass
 take: at those that the program has when the pass ends, and at those of an expression that takes others than
-in the pass before. What they are computed from, the program's code shows.
+in the pass before, or did not run in it. What they are computed from, the program's code shows.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ class CarriedNumbers:
         self._bits: dict[Expression, int] = {}
         self._fresh: set[str | Expression] = set()  # what no pass computes from what it finds
         self._before: dict[tuple[Expression, _Kind], set[float]] = {}  # in earlier passes
+        self._has_before = False  # whether there was one
+        self._changed: set[str] = set()  # names of numbers that passes have changed
         self.start_pass()
 
     def start_pass(self) -> None:
@@ -71,7 +73,7 @@ class CarriedNumbers:
 
     def _take(self, kind: _Kind, values: set[float]) -> int:
         expression = Expression.current()
-        if expression not in self._bits and len(self._bits) == MOST_EXPRESSIONS:
+        if expression is None or (expression not in self._bits and len(self._bits) == MOST_EXPRESSIONS):
             return 0
         self._taken.setdefault(expression, {}).setdefault(kind, set()).update(values)
         return self._bits.setdefault(expression, expression_bit(len(self._bits)))
@@ -81,22 +83,30 @@ class CarriedNumbers:
         self._used[what] = self._used.get(what, 0) | bits
 
     def check(
-        self, left: Iterable[tuple[str, float]], changed: Iterable[str], functions: Iterable[Named]
+        self,
+        known: Iterable[str],
+        changed: Iterable[str],
+        left: Iterable[tuple[str, float]],
+        functions: Iterable[Named],
     ) -> bool:
         """Warn of numbers that the pass has used, and computed from what it has found and changed.
 
         Args:
-            left: numbers that it leaves, by name.
-            changed: the names of all that it has changed.
+            known: the names of all numbers.
+            changed: the names of those that it has changed.
+            left: those that it may leave for the next one, by name.
             functions: what it has run, beside the functions on this thread's stack.
 
         Returns:
             whether there was a warning.
         """
-        numbers, code = list(left), _Code(partial(self._search, functions=functions), changed)
+        self._changed.update(map(plain_name, changed))
+        same = set(map(plain_name, known)) - self._changed
+        numbers, code = list(left), _Code(partial(self._search, functions=functions), self._changed, same)
         found = ((what, self._find(numbers, bits, code)) for what, bits in self._used.items())
         what, names = next(((what, names) for what, names in found if names), ("", set[str]()))
         self._before |= {(each, kind): taken[kind] for each, taken in self._taken.items() for kind in taken}
+        self._has_before = True
         if names:
             warn(
                 f"{what} on {', '.join(sorted(names))}, which each pass computes from what the one before "
@@ -115,9 +125,13 @@ class CarriedNumbers:
         return names
 
     def _differs(self, expression: Expression) -> bool:
-        """Whether an expression takes other numbers, or tensors of the same shape, than in earlier passes."""
+        """Whether an expression takes other numbers, or tensors of the same shape, than in earlier passes.
+
+        Or whether it has not run in them.
+        """
         taken = self._taken[expression].items()
-        return any(self._before.get((expression, kind), values) != values for kind, values in taken)
+        is_new = self._has_before and all(expression != each for each, _ in self._before)
+        return is_new or any(self._before.get((expression, kind), values) != values for kind, values in taken)
 
     def _variables(
         self, left: Iterable[tuple[str, float]], taken: Collection[_Values], code: _Code
@@ -139,14 +153,19 @@ class _Code:
 
     Args:
         search: `in_reach`, for what it may run.
-        changed: the names of numbers that it has changed.
+        changed: the names of numbers that passes have changed.
+        same: those of others.
     """
 
     def __init__(
-        self, search: Callable[[Callable[[Any], bool]], list[Named]], changed: Iterable[str]
+        self,
+        search: Callable[[Callable[[Any], bool]], list[Named]],
+        changed: Iterable[str],
+        same: set[str],
     ) -> None:
         self._search = search
-        self._changed = {part for name in changed for part in plain_name(name).split(" of ")} - {"self"}
+        self._changed = {part for name in changed for part in name.split(" of ")} - {"self"}
+        self._same = same
         self._running = list(ProgramLine.all_running())
 
     @cached_property
@@ -162,10 +181,10 @@ class _Code:
         return any(map(self._has_changed, sources))
 
     def carried_in(self, expression: Expression) -> set[str]:
-        """Return what an expression reads, and what that is computed from and has changed, if carried on."""
+        """Return what an expression reads, or what that is computed from and has changed, if carried on."""
         read = self._source.names_in(expression) - {"self"}
         sources = self._sources_of(read, partial(_has_method, expression.code), expression.code) - {"self"}
-        return {each for each in sources if each in read or self._has_changed(each)}
+        return {each for each in sources - self._same if each in read or self._has_changed(each)}
 
     def _sources_of(
         self, names: Collection[str], is_own: Callable[[Any], bool] | None = None, *functions: CodeType

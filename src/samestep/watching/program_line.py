@@ -12,7 +12,7 @@ from itertools import islice
 from types import CodeType, FrameType
 from typing import NamedTuple
 
-from samestep.errors import is_ours
+from samestep.errors import is_ours, package_of
 
 __all__ = ["Expression", "ProgramLine"]
 
@@ -28,7 +28,9 @@ class ProgramLine(NamedTuple):
     @classmethod
     def current(cls) -> ProgramLine:
         """Return the line that is running."""
-        frame = _current_frame()
+        frame = sys._getframe(1)
+        while frame.f_back and is_ours(frame):
+            frame = frame.f_back
         return cls(frame.f_code.co_filename, frame.f_lineno)
 
     @classmethod
@@ -62,10 +64,14 @@ class Expression:
     instruction: int
 
     @classmethod
-    def current(cls) -> Expression:
-        """Return the expression that is running."""
-        frame = _current_frame()
-        return cls(frame.f_code, frame.f_lasti // _INSTRUCTION_BYTES)
+    def current(cls) -> Expression | None:
+        """Return the expression that runs an operator; None if samestep does, outside of this package."""
+        frame = sys._getframe(1)
+        while frame.f_back and str(frame.f_globals.get("__name__")).startswith(_WATCHING):
+            frame = frame.f_back
+        while frame.f_back and package_of(frame) == "torch":
+            frame = frame.f_back
+        return None if is_ours(frame) else cls(frame.f_code, frame.f_lasti // _INSTRUCTION_BYTES)
 
     def place(self) -> tuple[int | None, int | None, int | None, int | None]:
         """Return its first and last line, and first and last column; None if unknown."""
@@ -81,11 +87,5 @@ class Expression:
         return hash((id(self.code), self.instruction))
 
 
+_WATCHING = __name__.rpartition(".")[0]
 _INSTRUCTION_BYTES = 2  # https://docs.python.org/3/library/dis.html
-
-
-def _current_frame() -> FrameType:
-    frame = sys._getframe(2)
-    while frame.f_back and is_ours(frame):
-        frame = frame.f_back
-    return frame

@@ -40,13 +40,12 @@ class SourceCode:
         ]
 
     def names_in(self, expression: Expression) -> set[str]:
-        """Return the names that an expression reads."""
-        place = expression.place()
-        nodes = (
-            node for node in ast.walk(self._tree(expression.code.co_filename)) if isinstance(node, ast.expr)
-        )
-        found = (node for node in nodes if _place_of(node) == place)
-        return set[str]().union(*map(names_read, found))
+        """Return the names that an expression reads, and those that decide whether it runs."""
+        place, nodes = expression.place(), list(ast.walk(self._tree(expression.code.co_filename)))
+        found = [node for node in nodes if isinstance(node, ast.expr) and _place_of(node) == place]
+        choices = (node for node in nodes if isinstance(node, (ast.If, ast.IfExp, ast.While)))
+        tests = [each.test for each in choices if any(_is_within(node, each) for node in found)]
+        return set[str]().union(*map(names_read, (*found, *tests)))
 
     def _loops_in(self, line: ProgramLine) -> Iterator[Body]:
         for node in self._around(line):
@@ -74,6 +73,12 @@ class SourceCode:
 
 def _place_of(node: ast.expr) -> tuple[int, int | None, int, int | None]:
     return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
+
+
+def _is_within(node: ast.expr, other: ast.stmt | ast.expr) -> bool:
+    begin, end = (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)
+    is_after = (other.lineno, other.col_offset) <= begin
+    return is_after and end <= (other.end_lineno or 0, other.end_col_offset or 0)
 
 
 def _is_function(node: ast.AST) -> TypeGuard[_Function]:
