@@ -72,7 +72,7 @@ def _describe(value: Any, own: frozenset[int], depth: int = 0) -> Held | None:
         return None if value.dtype.hasobject else Held("tensor", _hash_array(value))
     state = state_of(value)
     if state is not None:
-        return Held("random stream", _hash([state]))
+        return Held("random stream", _hash([repr(state)]))
     return _describe_nest(value, own, depth)
 
 

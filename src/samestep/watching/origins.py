@@ -123,7 +123,8 @@ class _Storage:
 def storage_of(tensor: Tensor) -> int:
     """Return the address of a tensor's `StorageImpl`; 0 for a tensor without memory of its own."""
     try:
-        return 0 if tensor.is_meta else int(_strided(tensor).untyped_storage()._cdata)
+        held = tensor if tensor.layout is torch.strided else _strided(tensor)  # called very often
+        return 0 if tensor.is_meta else int(held.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # some subclasses
         return 0
 

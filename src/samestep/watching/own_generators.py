@@ -20,21 +20,21 @@ _GLOBAL = {id(torch.default_generator), *(id(method.__self__) for method in _met
 _KINDS = (random.Random, np.random.Generator, np.random.RandomState)
 
 
-def state_of(value: Any) -> str | None:
-    """Return the state of a random generator, and None for anything else."""
+def state_of(value: Any) -> object:
+    """Return the state of a random generator, to be compared with `==`, and None for anything else."""
     if isinstance(value, torch.Generator):
-        return value.get_state().numpy().tobytes().hex()
+        return value.get_state().numpy().tobytes()
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        return repr(value.getstate())
+        return value.getstate()
     if isinstance(value, np.random.Generator):
-        return repr(_without_arrays(value.bit_generator.state))
+        return _without_arrays(value.bit_generator.state)
     if isinstance(value, np.random.RandomState):
-        return repr(_without_arrays(value.get_state(legacy=False)))
+        return _without_arrays(value.get_state(legacy=False))
     return None
 
 
 def _without_arrays(state: Any) -> Any:
-    """Return a state of NumPy's in which arrays, which are slow to print, are bytes."""
+    """Return a state of NumPy's in which arrays, which `==` does not compare as a whole, are bytes."""
     if isinstance(state, dict):
         return {name: _without_arrays(each) for name, each in state.items()}
     return state.tobytes() if isinstance(state, np.ndarray) else state
@@ -62,7 +62,7 @@ class OwnGenerators:
             if _is_own(value)
         ]
         self._reached: list[Named] = []
-        self._before: list[str | None] = []
+        self._before: list[object] = []
         self.has_warned = False
 
     def start_step(self, in_reach: Iterable[Named]) -> None:
@@ -91,7 +91,7 @@ class OwnGenerators:
                 f"seed your own generator for each {unit}"
             )
 
-    def _states(self) -> list[str | None]:
+    def _states(self) -> list[object]:
         return [state_of(value) for _, value in (*self._held, *self._reached)]
 
 

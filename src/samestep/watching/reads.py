@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from types import FrameType, MethodDescriptorType
 from typing import Any
 
@@ -22,6 +23,7 @@ _VALUES = {"numpy", "tolist", "data_ptr", "_to_dlpack"}  # reads of tensors that
 _SEED = "initial_seed"  # of torch's generators, which are seeded for each tower
 _SETS = {"seed", "setstate"}  # of Python's generator: what follows depends on what the pass knows
 _KNOWN = {"torch", "numpy", *sys.stdlib_module_names}
+_MOST_METHODS = 4096  # whose kind is cached
 _COMPILED = "_empty_strided"  # begins the names of functions that allocate in compiled code
 _methods: tuple[Any, ...] = (random.random, np.random.rand)
 _PYTHON, _NUMPY = (method.__self__ for method in _methods)
@@ -44,7 +46,7 @@ class Reads:
         self._has_hooked = False  # in this pass
         self._has_seeded = False  # Python's generator, in this pass
         self._hook = self._note  # the same object each time
-        self._numpy: str | None = None
+        self._numpy: object = None
 
     def start(self, *, is_known: bool) -> None:
         """Begin a pass, after the global generators were seeded for its tower.
@@ -104,13 +106,18 @@ class Reads:
 
 
 def _reads(function: Any) -> bool:
-    owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
-    if issubclass(type(owner), torch.Generator) and name == _SEED:
+    kind: Any = type(getattr(function, "__self__", None))
+    return _method_reads(kind, getattr(function, "__name__", ""), getattr(function, "__module__", None))
+
+
+@lru_cache(_MOST_METHODS)
+def _method_reads(kind: type, name: str, module: Any) -> bool:
+    if issubclass(kind, torch.Generator) and name == _SEED:
         return True
-    if issubclass(type(owner), Tensor) or name in _VALUES:
+    if issubclass(kind, Tensor) or name in _VALUES:
         return name in _VALUES
-    module = str(getattr(function, "__module__", None) or _origin(type(owner), name))
-    return module.partition(".")[0] not in _KNOWN or name.startswith(_COMPILED)
+    package = str(module or _origin(kind, name)).partition(".")[0]
+    return package not in _KNOWN or name.startswith(_COMPILED)
 
 
 def _origin(kind: type, method: str) -> str:
