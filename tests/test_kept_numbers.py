@@ -264,7 +264,7 @@ class InAnArray(Program):
 
 
 class Spikes(Program):
-    """Losses that are much above the least one so far count less."""
+    """Losses that are much above the least one so far do not count."""
 
     def build(self):
         self.least = 1e9
@@ -273,7 +273,7 @@ class Spikes(Program):
     def loss(self, x, y):
         loss = F.cross_entropy(self.model(x), y)
         if loss.item() > 1.05 * self.least:
-            loss = loss * 0.1
+            loss = loss * 0
         self.least = min(self.least, loss.item())
         return loss
 

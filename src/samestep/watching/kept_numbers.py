@@ -10,7 +10,7 @@ change it, or one that has read a tensor by `.item()`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from samestep.errors import warn
 from samestep.watching.beside import LEFT_NUMBER
 from samestep.watching.carried_numbers import CarriedNumbers, rounded
 from samestep.watching.held_number import HeldNumber, is_number
+from samestep.watching.operator_calls import is_arithmetic
 from samestep.watching.reach import Named, in_reach
 
 __all__ = ["KeptNumbers"]
@@ -96,12 +97,13 @@ class KeptNumbers:
     def _current(self) -> dict[tuple[str, int], float]:
         return dict(_numbered(self._search(is_number, self._functions)))
 
-    def take(self, func: Any, arguments: Iterable[Any]) -> int:
+    def take(self, func: Any, arguments: Collection[Any]) -> int:
         """Return the bits of numbers that an operator takes; `LEFT_NUMBER` if the pass before left one."""
         if self.has_warned:
             return 0
         found = [each for each in arguments if type(each) is float]
-        bits = self.carried.take(found)
+        whole = [each for each in arguments if type(each) is int] if is_arithmetic(func) else []
+        bits = self.carried.take([*found, *whole])
         if func is torch.ops.aten.lift_fresh.default:  # `torch.tensor(number)`
             for tensor in arguments:
                 bits |= self.carried.take_values(tensor)

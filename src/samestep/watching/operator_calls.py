@@ -13,13 +13,25 @@ from torch._ops import OpOverload
 
 aten = torch.ops.aten
 
-__all__ = ["MEAN", "SUM", "Call", "Kind", "argument", "number_of", "reduction_of", "tensors_in"]
+__all__ = [
+    "MEAN",
+    "SUM",
+    "Call",
+    "Kind",
+    "argument",
+    "is_arithmetic",
+    "number_of",
+    "reduction_of",
+    "tensors_in",
+]
 
 MEAN, SUM = 1, 2
 """Torch's numbers for reduction="mean" and "sum"."""
 
 _DRAWING = "normal_ uniform_ random_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_"
 _OVERWRITING = {"copy_", "fill_", "zero_", "set_", "_foreach_copy_", "_foreach_zero_", *_DRAWING.split()}
+
+_ARITHMETIC = {"mul", "div", "add", "sub", "rsub", "pow", "mul_", "div_", "add_", "sub_", "pow_"}
 
 _LOOKUPS = {"index", "index_select", "gather", "take", "embedding"}
 
@@ -104,6 +116,12 @@ def argument(
     """Return an argument by its name; None if the operator has none of this name."""
     at = _positions(func).get(name)
     return None if at is None else args[at] if at < len(args) else kwargs.get(name, default)
+
+
+@functools.cache
+def is_arithmetic(func: Any) -> bool:
+    """Say whether whole numbers among an operator's arguments are values, and no sizes or dimensions."""
+    return getattr(getattr(func, "overloadpacket", None), "__name__", "") in _ARITHMETIC
 
 
 @functools.cache

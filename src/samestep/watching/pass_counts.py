@@ -7,7 +7,6 @@ almost equal steps, or by the same factor.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
@@ -18,12 +17,12 @@ from torch import Tensor
 
 from samestep.errors import warn
 from samestep.watching.held_number import is_simple
+from samestep.watching.operator_calls import is_arithmetic
 
 __all__ = ["PassCounts"]
 
 _FEW, _MANY = 3, 5  # passes
 _EXACT, _ALMOST = 1e-6, 0.1
-_ARITHMETIC = {"mul", "div", "add", "sub", "rsub", "pow", "mul_", "div_", "add_", "sub_", "pow_"}
 
 
 class _Number(NamedTuple):
@@ -103,17 +102,12 @@ class PassCounts:
 
 def _numbers(func: Any, arguments: Iterable[Any]) -> Iterator[float]:
     """Yield the floats that an operator takes, the integers in arithmetic, and that of `torch.tensor`."""
-    is_arithmetic = _is_arithmetic(func)
+    takes_whole = is_arithmetic(func)
     is_made = func is torch.ops.aten.lift_fresh.default
     for each in arguments:
         is_scalar = is_made and isinstance(each, Tensor) and each.numel() == 1 and not each.is_complex()
-        if type(each) is float or (is_arithmetic and type(each) is int) or is_scalar:
+        if type(each) is float or (takes_whole and type(each) is int) or is_scalar:
             yield float(each)
-
-
-@functools.cache
-def _is_arithmetic(func: Any) -> bool:
-    return getattr(getattr(func, "overloadpacket", None), "__name__", "") in _ARITHMETIC
 
 
 def _counts(series: list[float]) -> bool:

@@ -16,6 +16,7 @@ __all__ = ["SourceCode"]
 
 _Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_PACKAGES = ("site-packages", "dist-packages")  # also those of the user or the system
 
 
 class SourceCode:
@@ -63,12 +64,17 @@ class SourceCode:
 
     def _tree(self, path: str) -> ast.Module:
         if path not in self._trees:
-            text = "" if path.startswith(_LIBRARIES) else "".join(linecache.getlines(path))
             try:
-                self._trees[path] = ast.parse(text)
+                self._trees[path] = ast.parse(
+                    "" if _is_of_library(path) else "".join(linecache.getlines(path))
+                )
             except (SyntaxError, ValueError):  # not in Python
                 self._trees[path] = ast.parse("")
         return self._trees[path]
+
+
+def _is_of_library(path: str) -> bool:
+    return path.startswith(_LIBRARIES) or any(name in path for name in _PACKAGES)
 
 
 def _place_of(node: ast.expr) -> tuple[int, int | None, int, int | None]:
