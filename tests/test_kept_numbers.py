@@ -272,7 +272,7 @@ class Spikes(Program):
 
     def loss(self, x, y):
         loss = F.cross_entropy(self.model(x), y)
-        if loss.item() > 1.05 * self.least:
+        if loss.item() > self.least:
             loss = loss * 0
         self.least = min(self.least, loss.item())
         return loss
@@ -281,7 +281,7 @@ class Spikes(Program):
 class WeightedSpikes(Spikes):
     def loss(self, x, y):
         loss = F.cross_entropy(self.model(x), y)
-        weight = 0.1 if loss.item() > 1.05 * self.least else 1.0
+        weight = 0.1 if loss.item() > self.least else 1.0
         self.least = min(self.least, loss.item())
         return weight * loss
 

@@ -136,3 +136,15 @@ def test_the_expression_that_runs_is_found():
     found = [others, Expression.current()]
     assert found[1] is not None
     assert SourceCode([]).names_in(found[1]) == names_read(ast.parse("Expression.current()"))
+
+
+def test_a_choice_counts_unless_it_fills_what_it_asks_for(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text("if loss > least:\n    loss = f(loss)\nif size < rows:\n    size, table = g(rows), 0\n")
+    source, code = SourceCode([]), compile(path.read_text(), str(path), "exec")
+    calls = [
+        Expression(code, at)
+        for at, place in enumerate(code.co_positions())
+        if place[2:] in [(11, 18), (18, 25)]
+    ]
+    assert set().union(*map(source.names_in, calls)) == {"f", "loss", "least", "g", "rows"}

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from samestep.errors import warn
 from samestep.watching.beside import MOST_EXPRESSIONS, expression_bit
@@ -65,7 +66,7 @@ class CarriedNumbers:
 
     def take_values(self, tensor: Tensor) -> int:
         """Return a bit for the expression that reads a tensor that depends on no tower's rows."""
-        if tensor.is_complex() or not (tensor.is_cpu and is_readable(tensor)):
+        if is_lazy(tensor) or tensor.is_complex() or not (tensor.is_cpu and is_readable(tensor)):
             return 0
         is_small = tensor.numel() <= _MOST_ELEMENTS
         values = map(abs, tensor.flatten().tolist()) if is_small else [checksum_of_value(tensor)]

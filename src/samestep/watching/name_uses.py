@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import TypeAlias
 
-__all__ = ["Body", "carried_sources", "names_read", "plain_name"]
+__all__ = ["Body", "carried_sources", "deciding_names", "names_read", "plain_name"]
 
 Body: TypeAlias = Sequence[ast.stmt]
 """Statements that run one after the other."""
@@ -37,6 +37,14 @@ def names_read(expression: ast.AST) -> set[str]:
     uses = _Uses()
     uses.visit(expression)
     return uses.read
+
+
+def deciding_names(choice: ast.If | ast.IfExp | ast.While) -> set[str]:
+    """Return the names that a choice reads, except those that it sets, such as a cache that it fills."""
+    uses = _Uses()
+    for statement in [] if isinstance(choice, ast.IfExp) else choice.body:
+        uses.visit(statement)
+    return names_read(choice.test) - uses.all_set
 
 
 def plain_name(name: str) -> str:
@@ -70,6 +78,11 @@ class _Uses(ast.NodeVisitor):
         self._surely_set: set[str] = set()  # whichever branches have run
         self._changed: set[str] = set()  # of objects that calls change
         self._filled: set[str] = set()  # of containers of which an entry is set, perhaps one that is new
+
+    @property
+    def all_set(self) -> set[str]:
+        """The names that any of the statements sets."""
+        return set(self._sources)
 
     def carries_on(self, name: str) -> bool:
         """Say whether a name is read before it is set, to its old value or to what is computed from that.

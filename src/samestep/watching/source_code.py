@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import CodeType
 from typing import TypeAlias, TypeGuard
 
-from samestep.watching.name_uses import Body, names_read
+from samestep.watching.name_uses import Body, deciding_names, names_read
 from samestep.watching.program_line import Expression, ProgramLine
 
 __all__ = ["SourceCode"]
@@ -45,8 +45,8 @@ class SourceCode:
         place, nodes = expression.place(), list(ast.walk(self._tree(expression.code.co_filename)))
         found = [node for node in nodes if isinstance(node, ast.expr) and _place_of(node) == place]
         choices = (node for node in nodes if isinstance(node, (ast.If, ast.IfExp, ast.While)))
-        tests = [each.test for each in choices if any(_is_within(node, each) for node in found)]
-        return set[str]().union(*map(names_read, (*found, *tests)))
+        around = [each for each in choices if any(_is_within(node, each) for node in found)]
+        return set[str]().union(*map(names_read, found), *map(deciding_names, around))
 
     def _loops_in(self, line: ProgramLine) -> Iterator[Body]:
         for node in self._around(line):
