@@ -355,7 +355,7 @@ def test_a_number_that_a_pass_computes_from_what_it_finds_is_named(program, name
 )
 def test_what_an_expression_computes_from_such_numbers_is_named(program, name, num_workers):
     told = told_of(program, num_workers)
-    assert 1 <= len(told) <= num_workers  # a worker may have no spike
+    assert len(told) == num_workers or (issubclass(program, Spikes) and told)  # a worker may have no spike
     assert f"its loss depends on {name}, which" in told[0]
 
 

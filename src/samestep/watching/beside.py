@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.parameter import is_lazy
 
 from samestep.errors import warn
 from samestep.watching.held_number import HeldNumber, is_number, is_simple
@@ -133,7 +132,7 @@ class Beside:
     def _hold(self, value: _Value, index: int) -> int | None:
         """Return the value's index: `index` for a new one; None if it cannot be followed."""
         if isinstance(value, Tensor):
-            storage = 0 if is_lazy(value) or not is_readable(value) else storage_of(value)
+            storage = storage_of(value) if is_readable(value) else 0
             if not storage:
                 return None
             if storage not in self._held:

@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from samestep.errors import warn
 from samestep.watching.beside import MOST_EXPRESSIONS, expression_bit
@@ -50,7 +49,7 @@ class CarriedNumbers:
         """Forget the step before."""
         self._bits: dict[Expression, int] = {}
         self._fresh: set[str | Expression] = set()  # what no pass computes from what it finds
-        self._before: dict[tuple[Expression, _Kind], set[float]] = {}  # in earlier passes
+        self._before: dict[Expression, dict[_Kind, set[float]]] = {}  # in earlier passes
         self._has_before = False  # whether there was one
         self._changed: set[str] = set()  # names of numbers that passes have changed
         self.start_pass()
@@ -66,7 +65,7 @@ class CarriedNumbers:
 
     def take_values(self, tensor: Tensor) -> int:
         """Return a bit for the expression that reads a tensor that depends on no tower's rows."""
-        if is_lazy(tensor) or tensor.is_complex() or not (tensor.is_cpu and is_readable(tensor)):
+        if not (is_readable(tensor) and tensor.is_cpu) or tensor.is_complex():
             return 0
         is_small = tensor.numel() <= _MOST_ELEMENTS
         values = map(abs, tensor.flatten().tolist()) if is_small else [checksum_of_value(tensor)]
@@ -106,7 +105,8 @@ class CarriedNumbers:
         numbers, code = list(left), _Code(partial(self._search, functions=functions), self._changed, same)
         found = ((what, self._find(numbers, bits, code)) for what, bits in self._used.items())
         what, names = next(((what, names) for what, names in found if names), ("", set[str]()))
-        self._before |= {(each, kind): taken[kind] for each, taken in self._taken.items() for kind in taken}
+        for expression, taken in self._taken.items():
+            self._before.setdefault(expression, {}).update(taken)
         self._has_before = True
         if names:
             warn(
@@ -130,9 +130,10 @@ class CarriedNumbers:
 
         Or whether it has not run in them.
         """
-        taken = self._taken[expression].items()
-        is_new = self._has_before and all(expression != each for each, _ in self._before)
-        return is_new or any(self._before.get((expression, kind), values) != values for kind, values in taken)
+        if expression not in self._before:
+            return self._has_before
+        before = self._before[expression]
+        return any(before.get(kind, values) != values for kind, values in self._taken[expression].items())
 
     def _variables(
         self, left: Iterable[tuple[str, float]], taken: Collection[_Values], code: _Code
@@ -167,11 +168,10 @@ class _Code:
         self._search = search
         self._changed = {part for name in changed for part in name.split(" of ")} - {"self"}
         self._same = same
-        self._running = list(ProgramLine.all_running())
 
     @cached_property
     def _source(self) -> SourceCode:
-        return SourceCode(self._running)
+        return SourceCode(list(ProgramLine.all_running()))
 
     def carries_on(self, name: str, number: float) -> bool:
         """Say whether it computes a number from one that it has found and changed."""

@@ -13,6 +13,7 @@ from types import CodeType, FrameType
 from typing import NamedTuple
 
 from samestep.errors import is_ours, package_of
+from samestep.watching.reach import is_of_watch
 
 __all__ = ["Expression", "ProgramLine"]
 
@@ -67,7 +68,7 @@ class Expression:
     def current(cls) -> Expression | None:
         """Return the expression that runs an operator; None if samestep does, outside of this package."""
         frame = sys._getframe(1)
-        while frame.f_back and str(frame.f_globals.get("__name__")).startswith(_WATCHING):
+        while frame.f_back and is_of_watch(frame):
             frame = frame.f_back
         while frame.f_back and package_of(frame) == "torch":
             frame = frame.f_back
@@ -87,5 +88,4 @@ class Expression:
         return hash((id(self.code), self.instruction))
 
 
-_WATCHING = __name__.rpartition(".")[0]
 _INSTRUCTION_BYTES = 2  # https://docs.python.org/3/library/dis.html

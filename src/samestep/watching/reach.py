@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-__all__ = ["Named", "in_reach", "let_go_of_variables"]
+__all__ = ["Named", "in_reach", "is_of_watch", "let_go_of_variables"]
 
 Named = tuple[str, Any]
 """An object's name, and the object."""
@@ -78,12 +78,17 @@ def _of_this_stack() -> list[Named]:
     frame: FrameType | None = sys._getframe(1)
     num_frames = 0
     while frame is not None and num_frames < _MOST_FRAMES:
-        if not str(frame.f_globals.get("__name__")).startswith(_WATCHING):
+        if not is_of_watch(frame):
             found += [*_locals_of(frame), *_globals_of(frame.f_code, frame.f_globals)]
             num_frames += 1
         frame = frame.f_back
     del frame  # a frame in its own variables is a reference cycle
     return found
+
+
+def is_of_watch(frame: FrameType) -> bool:
+    """Say whether a frame runs code of this package."""
+    return str(frame.f_globals.get("__name__")).startswith(_WATCHING)
 
 
 def let_go_of_variables() -> None:

@@ -64,10 +64,9 @@ class SourceCode:
 
     def _tree(self, path: str) -> ast.Module:
         if path not in self._trees:
+            text = "" if _is_of_library(path) else "".join(linecache.getlines(path))
             try:
-                self._trees[path] = ast.parse(
-                    "" if _is_of_library(path) else "".join(linecache.getlines(path))
-                )
+                self._trees[path] = ast.parse(text)
             except (SyntaxError, ValueError):  # not in Python
                 self._trees[path] = ast.parse("")
         return self._trees[path]

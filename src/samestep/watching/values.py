@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from samestep.identity import checksum_of
 from samestep.watching.origins import is_dense
@@ -16,6 +17,8 @@ MOST_ELEMENTS = 2**16
 
 def is_readable(tensor: Tensor) -> bool:
     """Whether a tensor lies in memory as its strides say, and a GPU may be waited for."""
+    if is_lazy(tensor):
+        return False
     is_known = tensor.is_cpu or (tensor.is_cuda and not torch.cuda.is_current_stream_capturing())
     return is_known and is_dense(tensor)
 
