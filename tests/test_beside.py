@@ -4,6 +4,7 @@ what is the same on all workers, and what a tower keeps for itself: one digest o
 import copy
 import math
 import random
+import warnings
 
 import numpy as np
 import pytest
@@ -222,7 +223,6 @@ def test_what_workers_make_of_their_own_towers_is_refused(program, name, num_wor
         (Weight, "weight of self"),
         (WeightOfNumPy, "weight of self"),
         (Array, "array of self"),
-        (UpdatedInEachPass, "weight of self"),
         (InAFunction, "center"),
     ],
 )
@@ -231,6 +231,15 @@ def test_with_one_tower_per_worker_it_is_a_warning(program, name):
         assert all(outcome.error is None for outcome in simulate(program, 7))
     assert len(caught) == 7
     assert "keep what is of one tower in a dict, by tower.index" in str(caught[0].message)
+
+
+def test_what_its_pass_left_in_the_step_before_is_told_of_too():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert all(outcome.error is None for outcome in simulate(UpdatedInEachPass, 7))
+    told = [str(each.message).partition("depend")[2] for each in caught]
+    assert sum("on weight of self, which is not part" in each for each in told) == 7
+    assert sum("on weight of self, which each pass computes from" in each for each in told) == 7
 
 
 # ---- what is the same on all workers, or of one tower ------------------------------------------------

@@ -227,6 +227,65 @@ class InAFunction(UpdatedFirst):
         return self.of(F.cross_entropy(self.model(x), y, reduction="none"))
 
 
+class Meter:
+    def __init__(self):
+        self.reset()
+
+    def reset(self):
+        self.total, self.count = 0.0, 0
+
+    def push(self, value):
+        self.total += value
+        self.count += 1
+
+    @property
+    def mean(self):
+        return self.total / self.count
+
+
+class InMethods(UpdatedFirst):
+    def build(self):
+        self.meter = Meter()
+        return super().build()
+
+    def update(self, mean):
+        self.meter.push(mean)
+
+    def weighted(self, losses):
+        return (losses / self.meter.mean).mean()
+
+
+class ThroughAGenerator(InMethods):
+    """The loop takes its towers from a generator of the program, such as a progress bar."""
+
+    def __init__(self, job):
+        self.model = self.build()
+        towers = samestep.Towers(self.model, self.num_towers, job=job)
+        for step in range(self.steps):
+            for tower in self.shown(towers(self.batch(step))):
+                self.run(tower)
+            towers.average()
+
+    def shown(self, towers):
+        for number, tower in enumerate(towers):
+            self.number = str(number)
+            yield tower
+
+
+class InAStep(InMethods):
+    """A loss function of a `Step`, which has the loop."""
+
+    def __init__(self, job):
+        self.model = self.build()
+        towers = samestep.Towers(self.model, self.num_towers, job=job)
+        step = samestep.Step(towers, self.of_batch, torch.optim.SGD(self.model.parameters(), 0.1))
+        for number in range(self.steps):
+            step(self.batch(number))
+
+    def of_batch(self, model, batch):
+        return self.loss(batch["x"], batch["y"])
+
+
 class InAnExpression(UpdatedFirst):
     def weighted(self, losses):
         return (losses / (1 + self.baseline)).mean()
@@ -325,9 +384,9 @@ def told_of(program, num_workers):
     [
         (UpdatedFirst, "baseline of self"),
         (AsTensorFirst, "baseline of self"),
-        (SetByTheFirstPass, "baseline of self"),
-        (OfAMeter, "mean of average of self"),
-        (OfAWindow, "baseline of self"),
+        (SetByTheFirstPass, "mean of self"),
+        (OfAMeter, "sum of average of self"),
+        (OfAWindow, "window of self"),
         (InAFunction, "mean"),
         (InADict, "mean of kept"),
     ],
@@ -343,6 +402,9 @@ def test_a_number_that_a_pass_computes_from_what_it_finds_is_named(program, name
 @pytest.mark.parametrize(
     ("program", "name"),
     [
+        (InMethods, "count of meter of self, total of meter of self"),
+        (ThroughAGenerator, "count of meter of self, total of meter of self"),
+        (InAStep, "count of meter of self, total of meter of self"),
         (InAnExpression, "baseline of self"),
         (UpdatedLast, "baseline of self"),
         (Annealed, "temperature of self"),
@@ -372,6 +434,36 @@ def test_a_number_that_a_loop_carries_on_is_named():
             tower.backward(loss / mean)
     assert len(caught) == 1
     assert "tower 0: its loss depends on mean, which each pass" in str(caught[0].message)
+
+
+@pytest.mark.parametrize("program", [InMethods, InAnExpression])
+def test_with_one_tower_per_worker_it_is_named_in_the_next_step(program):
+    assert len(told_of(program, 7)) == 7
+
+
+class MeterOfThePass(InMethods):
+    """A meter of what each pass does."""
+
+    def update(self, mean):
+        self.meter.reset()
+        for part in range(3):
+            self.meter.push(mean + part)
+
+
+class MeterForTheLog(InMethods):
+    def weighted(self, losses):
+        self.shown = f"{self.meter.mean:.3f}"
+        return losses.mean() * (0.5 + losses.mean().item())
+
+
+class LeastForTheLog(UpdatedFirst):
+    """The least loss so far is mostly the one that the pass has used."""
+
+    def update(self, mean):
+        self.baseline = min(self.baseline or 9.0, mean)
+
+    def weighted(self, losses):
+        return losses.mean() * losses.mean().item()
 
 
 class ForTheLog(Baseline):
@@ -593,6 +685,9 @@ class AfterTheStep(Baseline):
     "program",
     [
         *(
+            MeterOfThePass,
+            MeterForTheLog,
+            LeastForTheLog,
             ForTheLog,
             MeanForTheLog,
             ComputedAnew,

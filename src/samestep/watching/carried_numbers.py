@@ -17,9 +17,10 @@ from torch import Tensor
 
 from samestep.errors import warn
 from samestep.watching.beside import MOST_EXPRESSIONS, expression_bit
-from samestep.watching.name_uses import carried_sources, plain_name
-from samestep.watching.program_line import Expression, ProgramLine
-from samestep.watching.reach import Named
+from samestep.watching.code_flow import CodeFlow
+from samestep.watching.code_values import Scope, Value
+from samestep.watching.program_line import Expression, code_that_we_call, frames_of_program
+from samestep.watching.reach import Named, locals_of, plain_name
 from samestep.watching.source_code import SourceCode
 from samestep.watching.values import checksum_of_value, is_readable
 
@@ -43,14 +44,14 @@ class CarriedNumbers:
 
     def __init__(self, search: Callable[..., list[Named]]) -> None:
         self._search = search
+        self._before: dict[Expression, dict[_Kind, set[float]]] = {}  # in earlier passes
+        self._has_before = False  # whether there was one
         self.start_step()
 
     def start_step(self) -> None:
-        """Forget the step before."""
+        """Forget what passes have changed in the step before."""
         self._bits: dict[Expression, int] = {}
-        self._fresh: set[str | Expression] = set()  # what no pass computes from what it finds
-        self._before: dict[Expression, dict[_Kind, set[float]]] = {}  # in earlier passes
-        self._has_before = False  # whether there was one
+        self._called: dict[Expression, CodeType | None] = {}  # the functions that run expressions
         self._changed: set[str] = set()  # names of numbers that passes have changed
         self.start_pass()
 
@@ -75,6 +76,8 @@ class CarriedNumbers:
         expression = Expression.current()
         if expression is None or (expression not in self._bits and len(self._bits) == MOST_EXPRESSIONS):
             return 0
+        if expression not in self._bits:
+            self._called[expression] = code_that_we_call()
         self._taken.setdefault(expression, {}).setdefault(kind, set()).update(values)
         return self._bits.setdefault(expression, expression_bit(len(self._bits)))
 
@@ -86,7 +89,7 @@ class CarriedNumbers:
         self,
         known: Iterable[str],
         changed: Iterable[str],
-        left: Iterable[tuple[str, float]],
+        left: Iterable[float],
         functions: Iterable[Named],
     ) -> bool:
         """Warn of numbers that the pass has used, and computed from what it has found and changed.
@@ -94,7 +97,7 @@ class CarriedNumbers:
         Args:
             known: the names of all numbers.
             changed: the names of those that it has changed.
-            left: those that it may leave for the next one, by name.
+            left: those that it may leave for the next one.
             functions: what it has run, beside the functions on this thread's stack.
 
         Returns:
@@ -102,7 +105,9 @@ class CarriedNumbers:
         """
         self._changed.update(map(plain_name, changed))
         same = set(map(plain_name, known)) - self._changed
-        numbers, code = list(left), _Code(partial(self._search, functions=functions), self._changed, same)
+        code = _Code(partial(self._search, functions=functions), self._changed, same)
+        # Whole numbers are often equal.
+        numbers = [number for number in left if not number.is_integer()]
         found = ((what, self._find(numbers, bits, code)) for what, bits in self._used.items())
         what, names = next(((what, names) for what, names in found if names), ("", set[str]()))
         for expression, taken in self._taken.items():
@@ -116,14 +121,11 @@ class CarriedNumbers:
             )
         return bool(names)
 
-    def _find(self, left: Iterable[tuple[str, float]], bits: int, code: _Code) -> set[str]:
+    def _find(self, left: Collection[float], bits: int, code: _Code) -> set[str]:
         """Return the names of what the expressions of some bits have taken, and that code carries on."""
-        used = {each: values for each, values in self._taken.items() if bits & self._bits[each]}
-        names = self._variables(left, used.values(), code)
-        for expression in filter(self._differs, used.keys() - self._fresh):
-            names |= (found := code.carried_in(expression))
-            self._fresh |= set() if found else {expression}
-        return names
+        used = (each for each in self._taken if bits & self._bits[each])
+        found = (each for each in used if self._differs(each) or _has_one_of(left, self._taken[each]))
+        return set[str]().union(*(code.carried_in(each, self._called[each]) for each in found))
 
     def _differs(self, expression: Expression) -> bool:
         """Whether an expression takes other numbers, or tensors of the same shape, than in earlier passes.
@@ -134,20 +136,6 @@ class CarriedNumbers:
             return self._has_before
         before = self._before[expression]
         return any(before.get(kind, values) != values for kind, values in self._taken[expression].items())
-
-    def _variables(
-        self, left: Iterable[tuple[str, float]], taken: Collection[_Values], code: _Code
-    ) -> set[str]:
-        """Return the names of numbers that operators have taken, and that code carries on."""
-        used = {
-            name: number
-            for name, number in left
-            if "[" not in name and any(_has(number, values) for values in taken)
-        }
-        self._fresh |= {name for name in used.keys() - self._fresh if not code.carries_on(name, used[name])}
-        # Of equal numbers, the operator may have taken any.
-        fresh = {abs(used[name]) for name in used.keys() & self._fresh}
-        return {name for name, number in used.items() if abs(number) not in fresh}
 
 
 class _Code:
@@ -166,45 +154,55 @@ class _Code:
         same: set[str],
     ) -> None:
         self._search = search
-        self._changed = {part for name in changed for part in name.split(" of ")} - {"self"}
-        self._same = same
+        self._same = same | ({_first(name) for name in same} - {_first(name) for name in changed})
+        self._source = SourceCode()
+        self._run: set[CodeType] = set()
 
     @cached_property
-    def _source(self) -> SourceCode:
-        return SourceCode(list(ProgramLine.all_running()))
+    def _turn(self) -> CodeFlow:
+        """The loop over towers, if the program has one, after generators through which it goes."""
+        flow = CodeFlow(self._source)
+        for frame in frames_of_program():
+            if (loop := self._source.loop_in(frame)) is not None:
+                flow.run_loop(loop, Scope.of_frame(frame, dict(locals_of(frame))))
+        return flow
 
-    def carries_on(self, name: str, number: float) -> bool:
-        """Say whether it computes a number from one that it has found and changed."""
-        name = plain_name(name)
-        sources = self._sources_of({name})
-        if " of " in name:
-            sources |= self._sources_of({f"{name.partition(' of ')[0]} of self"}, partial(_holds, number))
-        return any(map(self._has_changed, sources))
+    def carried_in(self, expression: Expression, called: CodeType | None) -> set[str]:
+        """Return the names of what an expression is computed from, and the turn has found and changed.
 
-    def carried_in(self, expression: Expression) -> set[str]:
-        """Return what an expression reads, or what that is computed from and has changed, if carried on."""
-        read = self._source.names_in(expression) - {"self"}
-        sources = self._sources_of(read, partial(_has_method, expression.code), expression.code) - {"self"}
-        return {each for each in sources - self._same if each in read or self._has_changed(each)}
+        Args:
+            expression: the expression.
+            called: the code of the function that runs it, if the loop is not the program's.
+        """
+        nodes = self._source.all_at(expression)
+        # Otherwise, a library has called the function, such as a hook.
+        for code in (called, expression.code):
+            if self._turn.carried_in(nodes) is None and code is not None and code not in self._run:
+                self._visit(code)
+        names = self._turn.carried_in(nodes) or set()
+        return {name for name in names if name not in self._same and _first(name) not in self._same}
 
-    def _sources_of(
-        self, names: Collection[str], is_own: Callable[[Any], bool] | None = None, *functions: CodeType
-    ) -> set[str]:
-        """Return what is carried on of `names` and their sources, also by `functions` and what `is_own`."""
-        variables = {name.rpartition(" of ")[2] for name in names}
-        sharing = [found.__code__ for _, found in self._search(partial(_shares, variables))]
-        own = [] if is_own is None else self._search(is_own)
-        methods = [method for kind in {type(each) for _, each in own} for method in _methods_of(kind)]
-        return carried_sources(names, self._source.of_passes([*sharing, *methods, *functions]))
+    def _visit(self, code: CodeType) -> None:
+        """Visit a function, after the loop."""
+        self._run.add(code)
+        for _, value in self._search(partial(_runs, code))[:1]:
+            method = _method_of(code, type(value))
+            if method is None:
+                self._turn.run_function(value, [])
+            else:
+                self._turn.run_function(method, [Value.of(value, "self")])
 
-    def _has_changed(self, name: str) -> bool:
-        return name.partition(" of ")[0] in self._changed
+
+def _first(name: str) -> str:
+    """Return the name of an attribute, or a variable, without that of the object."""
+    return name.partition(" of ")[0]
+
+
+def _has_one_of(numbers: Iterable[float], values: _Values) -> bool:
+    return any(_has(number, values) for number in numbers)
 
 
 def _has(number: float, values: _Values) -> bool:
-    """Say whether values include a number; whole ones, which are often equal, do not count."""
-    if number.is_integer():
-        return False
     kinds = (kind for kind in values if kind is not None and kind[1].is_floating_point)
     copies = (rounded(abs(number), dtype) in values[shape, dtype] for shape, dtype in kinds)
     return abs(number) in values.get(None, ()) or any(copies)
@@ -215,24 +213,15 @@ def rounded(number: float, dtype: torch.dtype) -> float:
     return torch.tensor(number, dtype=dtype).item()
 
 
-def _shares(variables: Collection[str], value: Any) -> bool:
-    """Say whether this is a function that uses variables of another one, or globals."""
-    if type(value) is not FunctionType:
-        return False
-    return not {*value.__code__.co_freevars, *value.__code__.co_names}.isdisjoint(variables)
+def _runs(code: CodeType, value: Any) -> bool:
+    """Say whether code is that of a function, or of a method of an object."""
+    if type(value) is FunctionType:
+        return value.__code__ is code
+    return _method_of(code, type(value)) is not None
 
 
-def _holds(number: float, value: Any) -> bool:
-    """Say whether a number is an attribute of an object, unless reading that could load or call something."""
-    is_usual: bool = type(value).__getattribute__ is vars(object)["__getattribute__"]
-    return is_usual and any(each is number for each in vars(value).values())
-
-
-def _has_method(code: CodeType, value: Any) -> bool:
-    """Say whether code is that of a method of an object."""
-    return any(method is code for method in _methods_of(type(value)))
-
-
-def _methods_of(kind: type) -> list[CodeType]:
-    methods = {name: each for base in reversed(kind.__mro__) for name, each in vars(base).items()}
-    return [each.__code__ for each in methods.values() if isinstance(each, FunctionType)]
+def _method_of(code: CodeType, kind: type) -> FunctionType | None:
+    methods = [
+        each for base in kind.__mro__ for each in vars(base).values() if isinstance(each, FunctionType)
+    ]
+    return next((each for each in methods if each.__code__ is code), None)

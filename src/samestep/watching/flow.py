@@ -279,7 +279,8 @@ class FlowWatch(TorchDispatchMode):
     def end_turn(self, who: str, *, has_warned: bool) -> None:
         """Warn if this pass has computed its loss in a different way, unless there was another warning."""
         has_warned |= self._has_warned
-        self._kept_numbers.end_turn(is_explained=has_warned or self.reads.index)
+        is_explained = has_warned or self.reads.index or self.operators.is_explained
+        self._kept_numbers.end_turn(is_explained=is_explained)
         has_warned |= self._kept_numbers.has_warned or self._counts.has_warned
         self.operators.is_explained |= has_warned
         self.operators.check(who)

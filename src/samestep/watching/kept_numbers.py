@@ -82,9 +82,9 @@ class KeptNumbers:
         if not is_explained:
             # A sum that begins at 0 is at first what a pass adds. As a generator, because references to
             # numbers are counted below.
-            left_by_name = ((key[0], now[key]) for key in counted if self._last.get(key))
+            numbers = (now[key] for key in counted if self._last.get(key))
             known, moved = ({name for name, _ in keys} for keys in (now, changed | new))
-            self.has_warned = self.carried.check(known, moved, left_by_name, self._functions)
+            self.has_warned = self.carried.check(known, moved, numbers, self._functions)
         num_found = Counter(map(id, now.values()))
         for key in counted:
             left = _Left(key[0], HeldNumber(now[key]))

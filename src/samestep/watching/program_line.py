@@ -15,7 +15,7 @@ from typing import NamedTuple
 from samestep.errors import is_ours, package_of
 from samestep.watching.reach import is_of_watch
 
-__all__ = ["Expression", "ProgramLine"]
+__all__ = ["Expression", "ProgramLine", "code_that_we_call", "frames_of_program"]
 
 _NUMBER = re.compile(r"(?<![\w.])(\d+\.?\d*|\.\d+)(?![\w.])")
 
@@ -34,15 +34,6 @@ class ProgramLine(NamedTuple):
             frame = frame.f_back
         return cls(frame.f_code.co_filename, frame.f_lineno)
 
-    @classmethod
-    def all_running(cls) -> Iterator[ProgramLine]:
-        """Yield the lines that are running on this thread's stack and are not torch's or samestep's."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if not is_ours(frame):
-                yield cls(frame.f_code.co_filename, frame.f_lineno)
-            frame = frame.f_back
-
     def __str__(self) -> str:
         return f"{os.path.basename(self.path)}, line {self.number}"
 
@@ -50,6 +41,26 @@ class ProgramLine(NamedTuple):
         """Return the decimal numbers that are written in the line; None if its source is not known."""
         text = linecache.getline(self.path, self.number)
         return [float(each) for each in _NUMBER.findall(text)] if text else None
+
+
+def frames_of_program() -> Iterator[FrameType]:
+    """Yield the frames on this thread's stack that are not torch's or samestep's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not is_ours(frame):
+            yield frame
+        frame = frame.f_back
+
+
+def code_that_we_call() -> CodeType | None:
+    """Return the code of the function of the program that samestep has called, such as a loss."""
+    frame, found = sys._getframe(1), None
+    while frame.f_back and is_of_watch(frame):
+        frame = frame.f_back
+    while frame.f_back and package_of(frame) != "samestep":
+        found = found if is_ours(frame) else frame.f_code
+        frame = frame.f_back
+    return found if frame.f_back else None
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-__all__ = ["Named", "in_reach", "is_of_watch", "let_go_of_variables"]
+__all__ = ["Named", "in_reach", "is_of_watch", "let_go_of_variables", "locals_of", "plain_name"]
 
 Named = tuple[str, Any]
 """An object's name, and the object."""
@@ -79,7 +80,7 @@ def _of_this_stack() -> list[Named]:
     num_frames = 0
     while frame is not None and num_frames < _MOST_FRAMES:
         if not is_of_watch(frame):
-            found += [*_locals_of(frame), *_globals_of(frame.f_code, frame.f_globals)]
+            found += [*locals_of(frame), *_globals_of(frame.f_code, frame.f_globals)]
             num_frames += 1
         frame = frame.f_back
     del frame  # a frame in its own variables is a reference cycle
@@ -95,8 +96,17 @@ def let_go_of_variables() -> None:
     """Empty the dicts of variables that a hook for profilers has left in this thread's frames."""
     frame = inspect.currentframe()
     while frame is not None:
-        _locals_of(frame)
+        locals_of(frame)
         frame = frame.f_back
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a variable or attribute, or that of the list or array in which an entry is.
+
+    >>> [plain_name(each) for each in ("mean", "mean of self", "means[0] of self", "settings.mean")]
+    ['mean', 'mean of self', 'means of self', 'mean of settings']
+    """
+    return re.sub(r"(\w+)\.(\w+)", r"\2 of \1", re.sub(r"\[[^\]]*\]", "", name))
 
 
 def _comes_last(holder: Any, part: object) -> bool:
@@ -130,7 +140,7 @@ def _is_of_library(module: object) -> bool:
     return str(module).partition(".")[0] in _LIBRARIES
 
 
-def _locals_of(frame: FrameType) -> list[Named]:
+def locals_of(frame: FrameType) -> list[Named]:
     """Return a frame's variables.
 
     Before Python 3.13, a function's frame keeps the dict that `f_locals` returns, and with it what the

@@ -1,0 +1,226 @@
+"""What is known of the values of a program's code: what they are computed from, and the objects they are."""
+
+from __future__ import annotations
+
+import inspect
+from collections import ChainMap, OrderedDict, deque
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import CellType, FrameType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor, nn
+
+from samestep.watching.source_code import Function
+
+__all__ = [
+    "MISSING",
+    "PLAIN",
+    "UNKNOWN",
+    "LocalFunction",
+    "Method",
+    "NewObject",
+    "Parent",
+    "Place",
+    "Scope",
+    "Value",
+    "attribute_of",
+    "join",
+]
+
+UNKNOWN = object()
+"""The object of a value of which it is not known."""
+
+MISSING = object()
+"""The attribute of an object that has none of this name."""
+
+PLAIN = (int, float, complex, str, bytes, np.generic, Tensor, type(None))
+"""Values that hold no others that code could set by name."""
+
+_MODULE_PARTS = ("_modules", "_parameters", "_buffers")
+
+
+class Place(NamedTuple):
+    """A variable, an attribute, or an entry of a container."""
+
+    holder: Hashable
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class NewObject:
+    """An object that the code makes, of a class if that is known."""
+
+    kind: type | None = None
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value.
+
+    Attributes:
+        sources: the places whose values before the turn it is computed from.
+        object: what it is, if known.
+        key: identifies it as the holder of places; None if it was computed in a way that is not known.
+        name: as errors mention it: "mean of self".
+    """
+
+    sources: frozenset[Place] = frozenset()
+    object: Any = UNKNOWN
+    key: Hashable = None
+    name: str = ""
+
+    @classmethod
+    def before(cls, place: Place, name: str, found: Any = UNKNOWN) -> Value:
+        """Return the value that a place has before the turn."""
+        key = place if found is UNKNOWN or isinstance(found, PLAIN) else id(found)
+        return cls(frozenset({place}), found, key, name)
+
+    @classmethod
+    def of(cls, found: Any, name: str = "") -> Value:
+        """Return that of an object, such as a function."""
+        return cls(frozenset(), found, id(found), name)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is known what object it is."""
+        return self.object is not UNKNOWN
+
+    @property
+    def is_container(self) -> bool:
+        """Whether its data are its entries, as far as is known."""
+        if self.key is None:
+            return False
+        kinds = (list, tuple, dict, set, deque, OrderedDict, np.ndarray, NewObject)
+        return not self.is_known or isinstance(self.object, kinds)
+
+    def computed_from(self, *others: frozenset[Place]) -> Value:
+        """Return it with other sources as well."""
+        return replace(self, sources=self.sources.union(*others))
+
+
+def join(values: Iterable[Value]) -> Value:
+    """Return the value that is one of several."""
+    found = list(values)
+    sources = frozenset[Place]().union(*(each.sources for each in found))
+    keys = {each.key for each in found}
+    return replace(found[0], sources=sources) if len(keys) == 1 else Value(sources)
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The variables that a function's code can name.
+
+    Attributes:
+        own: the names of its own variables.
+        cells: those that functions share, with the ids of their cells.
+        objects: what variables are before the turn: the globals, and those around.
+        module: the id of the globals.
+        around: the scope of the function in which it was defined, if the turn defines it.
+    """
+
+    own: frozenset[str] = frozenset()
+    cells: Mapping[str, int] = field(default_factory=dict)
+    objects: Mapping[str, Any] = field(default_factory=dict)
+    module: int = 0
+    around: Scope | None = None
+
+    @classmethod
+    def of_frame(cls, frame: FrameType, variables: Mapping[str, Any]) -> Scope:
+        """Return the scope of a function, or a module, that is running, with these variables."""
+        code = frame.f_code
+        # It is not known which cells are its own, except from functions that share them.
+        functions = [each for each in variables.values() if isinstance(each, FunctionType)]
+        cells = {name: cell for each in functions for name, cell in _cells_of(each).items()}
+        shared = {
+            name: id(cell) for name, cell in cells.items() if name in code.co_cellvars + code.co_freevars
+        }
+        own = frozenset(code.co_varnames + code.co_cellvars + code.co_freevars)
+        is_function = bool(code.co_flags & inspect.CO_OPTIMIZED)
+        objects = ChainMap({**variables}, frame.f_globals)
+        return cls(own if is_function else frozenset(), shared, objects, id(frame.f_globals))
+
+    @classmethod
+    def of_function(cls, function: FunctionType) -> Scope:
+        """Return the scope of a function that is called."""
+        code, cells = function.__code__, _cells_of(function)
+        full = {name: cell for name, cell in cells.items() if cell != _EMPTY}
+        objects = ChainMap({name: cell.cell_contents for name, cell in full.items()}, function.__globals__)
+        shared = {name: id(cell) for name, cell in cells.items()}
+        return cls(frozenset(code.co_varnames + code.co_cellvars), shared, objects, id(function.__globals__))
+
+    def place_of(self, name: str) -> Place:
+        """Return the place of a variable."""
+        if name in self.cells:
+            return Place(("cell", self.cells[name]), name)
+        if name in self.own:
+            return Place(id(self), name)
+        return Place(self.module, name) if self.around is None else self.around.place_of(name)
+
+    def value_before(self, name: str) -> Value:
+        """Return the value of a variable before the turn."""
+        if self.around is not None and name not in self.own:
+            return self.around.value_before(name)
+        found = self.objects.get(name, self._builtins.get(name, UNKNOWN))
+        return Value.before(self.place_of(name), name, found)
+
+    @cached_property
+    def _builtins(self) -> Mapping[str, Any]:
+        found = self.objects.get("__builtins__", {})
+        return vars(found) if isinstance(found, ModuleType) else found
+
+
+def _cells_of(function: FunctionType) -> Mapping[str, CellType]:
+    return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+
+_EMPTY = CellType()
+
+
+@dataclass(frozen=True, eq=False)
+class Method:
+    """A function of the program, and the object that it is called on."""
+
+    function: FunctionType
+    of: Value
+
+
+@dataclass(frozen=True, eq=False)
+class Parent:
+    """What `super()` returns: an object as one of the classes that follow `kind`."""
+
+    kind: type
+    of: Value
+
+    def function(self, name: str) -> Any:
+        """Return a function of these classes."""
+        kind = self.of.object.kind if isinstance(self.of.object, NewObject) else type(self.of.object)
+        classes = () if kind is None else kind.__mro__
+        after = classes[classes.index(self.kind) + 1 :] if self.kind in classes else ()
+        return next((vars(each)[name] for each in after if name in vars(each)), UNKNOWN)
+
+
+@dataclass(frozen=True, eq=False)
+class LocalFunction:
+    """A function that the turn defines."""
+
+    node: Function
+    scope: Scope
+
+
+def attribute_of(found: Any, name: str) -> Any:
+    """Return an attribute of an object, or MISSING; a property as such, because it is code of the program."""
+    if isinstance(found, nn.Module):
+        parts = [vars(found).get(each, {}) for each in _MODULE_PARTS]
+        held = next((each[name] for each in parts if name in each), UNKNOWN)
+        if held is not UNKNOWN:
+            return held
+    kind = found.kind if isinstance(found, NewObject) else found
+    value = UNKNOWN if kind is None else inspect.getattr_static(kind, name, MISSING)
+    is_descriptor = inspect.isdatadescriptor(value) or inspect.ismethoddescriptor(value)
+    return UNKNOWN if is_descriptor and not isinstance(value, _DESCRIPTORS) else value
+
+
+_DESCRIPTORS = (property, staticmethod, classmethod)

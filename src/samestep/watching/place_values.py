@@ -1,0 +1,166 @@
+"""The values of variables, attributes and entries while code is visited: what they are computed from."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence, ValuesView
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from samestep.watching.code_values import PLAIN, NewObject, Place, Value, join
+
+__all__ = ["ENTRIES", "PlaceValues"]
+
+T = TypeVar("T")
+
+ENTRIES = "[]"
+"""The name of the place for all entries of a container that have no constant name."""
+
+_LAST = "[-1]"
+"""That of the last entry, if it was appended in the turn."""
+
+_MOST_OBJECTS = 8
+_NOWHERE = frozenset[Place]()
+
+
+class PlaceValues:
+    """The values of places in a turn, where those that were not set have the values from before it.
+
+    Attributes:
+        deciding: what it depends on whether the current statement runs.
+    """
+
+    deciding: frozenset[Place] = _NOWHERE
+
+    def __init__(self) -> None:
+        self._values: dict[Place, Value] = {}
+        self._names: dict[Place, str] = {}
+        self._places: dict[Hashable, set[Place]] = defaultdict(set)  # that were set, by holder
+        self._changed: set[Place] = set()  # that may have been set, except caches that were filled
+        self._filled: frozenset[Place] = _NOWHERE  # caches that the current branch fills
+        self._kept: list[Any] = []
+
+    def keep(self, found: T) -> T:
+        """Keep an object, so that no other one gets its id; return it."""
+        self._kept.append(found)
+        return found
+
+    def get(self, place: Place) -> Value | None:
+        """Return the value of a place that was set; None for others."""
+        return self._values.get(place)
+
+    def read(self, value: Value) -> Value:
+        """Return the value from before the turn, and note its name."""
+        for place in value.sources:
+            self._names.setdefault(place, value.name)
+        return value
+
+    def put(self, place: Place, value: Value, name: str) -> None:
+        """Set the value of a place; `name` is as in errors."""
+        self._values[place] = value.computed_from(self.deciding)
+        self._names[place] = name
+        self._places[place.holder].add(place)
+        if place not in self._filled or not value.sources.isdisjoint(self._filled):
+            self._changed.add(place)
+
+    def names_of_changed(self, places: frozenset[Place]) -> set[str]:
+        """Return the names of those of these places that the turn sets."""
+        return {self._names[place] for place in places & self._changed}
+
+    # ---- containers ----------------------------------------------------------------------------------
+
+    def data_of(self, value: Value) -> frozenset[Place]:
+        """Return what a value is computed from, with a container's entries."""
+        if not (value.is_container or self.is_filled(value)):
+            return value.sources
+        held = (self._values[place].sources for place in self._places[value.key] if place in self._values)
+        return value.sources.union(self._entries(value).sources, *held)
+
+    def is_filled(self, holder: Value) -> bool:
+        """Say whether a call has changed what an object holds."""
+        return Place(holder.key, ENTRIES) in self._values
+
+    def fill(self, holder: Value, sources: frozenset[Place], *, is_change: bool) -> None:
+        """Add to what an object holds; no change if that is a cache."""
+        if holder.key is None:
+            return
+        place = Place(holder.key, ENTRIES)
+        self._values[place] = self._entries(holder).computed_from(sources)
+        self._names[place] = holder.name
+        self._places[holder.key].add(place)
+        if is_change:
+            self._changed.add(place)
+
+    def set_last(self, holder: Value, value: Value) -> None:
+        """Note what was appended last."""
+        if holder.key is not None:
+            self._values[Place(holder.key, _LAST)] = value
+
+    def last(self, holder: Value) -> Value | None:
+        """Return what the turn has appended last; None if nothing."""
+        return self._values.get(Place(holder.key, _LAST))
+
+    def empty(self, holder: Value) -> None:
+        """Let go of all entries."""
+        places = () if holder.key is None else (Place(holder.key, ENTRIES), *self._places[holder.key])
+        for place in places:
+            self._values[place] = Value(self.deciding)
+
+    def objects_in(self, holder: Value) -> list[Value]:
+        """Return the objects in a container that is known, if they are a few, and no numbers."""
+        held = holder.object.values() if isinstance(holder.object, dict) else holder.object
+        if not isinstance(held, (list, tuple, deque, ValuesView)) or len(held) > _MOST_OBJECTS:
+            return []
+        if any(isinstance(each, (*PLAIN, Value)) for each in held):
+            return []
+        entries = self.data_of(holder)
+        return [Value.of(each, holder.name).computed_from(entries) for each in held]
+
+    def _entries(self, holder: Value) -> Value:
+        place = Place(holder.key, ENTRIES)
+        if place in self._values:
+            return self._values[place]
+        self._names.setdefault(place, holder.name)
+        return Value() if isinstance(holder.object, NewObject) else Value(frozenset({place}))
+
+    # ---- branches ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def decided_by(self, sources: frozenset[Place]) -> Iterator[None]:
+        """Run statements that run only for some values of `sources`."""
+        outer, self.deciding = self.deciding, self.deciding | sources
+        yield
+        self.deciding = outer
+
+    def branch(
+        self,
+        branches: Sequence[Callable[[], None]],
+        deciding: frozenset[Place] = _NOWHERE,
+        filled: frozenset[Place] = _NOWHERE,
+    ) -> None:
+        """Visit statements of which only one sequence runs.
+
+        Args:
+            branches: they visit one sequence each.
+            deciding: what decides which one runs.
+            filled: what has no value yet, or that of something else, where the first one runs.
+        """
+        before, after, outer = self._values, [], self._filled
+        self._filled = outer | filled
+        with self.decided_by(deciding):
+            for visit in branches:
+                self._values = dict(before)
+                visit()
+                after.append(self._values)
+                self._filled = outer
+        self._values = {}
+        for place in set[Place]().union(*after):
+            first, *others = (values.get(place) for values in after)
+            if first is None or any(each is not first for each in others):
+                first = join(_before(place) if each is None else each for each in (first, *others))
+            self._values[place] = first
+
+
+def _before(place: Place) -> Value:
+    """Return what a place was before the turn."""
+    return Value() if isinstance(place.holder, NewObject) else Value(frozenset({place}), key=place)

@@ -1,0 +1,338 @@
+"""What a program's code computes values from, of what a turn finds and changes."""
+
+import ast
+import functools
+import re
+import sys
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from samestep.watching.code_flow import CodeFlow
+from samestep.watching.code_values import Scope
+from samestep.watching.program_line import Expression
+from samestep.watching.source_code import SourceCode
+
+
+def carried(lines, expression, **objects):
+    """Return the names that an expression after some lines depends on, and that they find and change."""
+    loop = ast.parse(
+        "\n".join(["for tower in towers:", *(f"    {line}" for line in [*lines, expression])])
+    ).body[0]
+    flow = CodeFlow(SourceCode())
+    flow.run_loop(loop, Scope(objects=objects))
+    return flow.carried_in([loop.body[-1].value])
+
+
+@pytest.mark.parametrize(
+    ("lines", "expression", "expected"),
+    [
+        (["mean = 0.9 * mean + x.item()"], "mean", {"mean"}),
+        (["mean *= 0.9"], "1 + mean", {"mean"}),
+        (["mean = mean if mean < 2 else x.item()"], "mean", {"mean"}),
+        (["if x.item() < least:", "    least = x.item()"], "least", {"least"}),
+        (
+            ["if mean is None:", "    mean = x.item()", "else:", "    mean = 0.5 * (mean + x.item())"],
+            "mean",
+            {"mean"},
+        ),
+        (["new = 0.9 * mean", "mean = new"], "new", {"mean"}),
+        (["total += x.item()", "weight = 1 / total"], "weight", {"total"}),
+        (["while x.item() > size:", "    size *= 2"], "size", {"size"}),
+        (["state.mean += x.item()"], "state.mean", {"mean of state"}),
+        (["state['mean'] = 0.9 * state['mean']"], "state['mean']", {"mean of state"}),
+        (["means[-1] = 0.9 * means[-1]"], "means[0]", {"means"}),
+        (["window.append(x.item())", "mean = sum(window) / 3"], "mean", {"window"}),
+        (["memory[key] = 0.9 * memory.get(key, 1) + x.item()"], "memory[5]", {"memory"}),
+        (["for key in keys:", "    means[key] += 1"], "means", {"means"}),
+        (["mean: float = 0.9 * mean"], "mean", {"mean"}),
+        (["weight = (mean := 0.9 * mean) + 1"], "weight", {"mean"}),
+        (["first, mean = x.item(), 0.5 * mean"], "mean", {"mean"}),
+        (["first, mean = x.item(), 0.5 * mean"], "first", set()),
+        (["old = mean", "mean = x.item()"], "mean - old", {"mean"}),
+        (["with state:", "    mean += 1"], "mean", {"mean"}),
+        (["if x != old:", "    old, count = x, count + 1"], "count", {"count"}),
+        (["try:", "    mean += 1", "except ValueError:", "    mean = 1"], "mean", {"mean"}),
+        (["match x:", "    case 1:", "        mean += 1"], "mean", {"mean"}),
+        (["del window[:2]", "window.append(1)"], "window", {"window"}),
+        (["total += 1"], "[x / total for x in rows]", {"total"}),
+        (["total += 1"], "{key: total for key in rows if key}", {"total"}),
+        (["count += 1", "w = 0.1 if count > 3 else 1"], "w", {"count"}),
+        (["count += 1", "if count > 3:", "    w = 0.1", "else:", "    w = 1"], "w", {"count"}),
+        (["def up():", "    global mean", "    mean += 1", "up()"], "mean", {"mean"}),
+        (["weigh = lambda x: x * mean", "mean += 1"], "weigh(3)", {"mean"}),
+        (["mean += 1", "def weigh(x, by=2):", "    return x * by"], "weigh(1, by=mean)", {"mean"}),
+        (["mean += 1"], "max(rows, key=lambda each: each - mean)", {"mean"}),
+        (["mean += 1"], "(lambda *x, **y: (x, y))(1, a=mean)", {"mean"}),
+    ],
+)
+def test_what_is_carried_on(lines, expression, expected):
+    assert carried(lines, expression) == expected
+
+
+@pytest.mark.parametrize(
+    ("lines", "expression"),
+    [
+        (["mean = x.item()"], "mean"),
+        (["mean = x.item()", "mean = 0.9 * mean", "mean += 1"], "mean"),
+        (["print(mean)", "mean = x.item()"], "mean"),
+        (["if x.item() > 2:", "    mean = 1.5", "else:", "    mean = 2.5", "mean += x.item()"], "mean"),
+        (["size = 0.1", "while x.item() > size:", "    size *= 2"], "size"),
+        (["mean += x.item()", "weight = 1 / x.item()"], "weight"),
+        (["other.mean += x.item()"], "state.mean"),
+        (["window = []", "window.append(x.item())", "mean = sum(window)"], "mean"),
+        (["window.clear()", "window.append(x.item())"], "sum(window)"),
+        (["del window[:]", "window.append(x.item())"], "sum(window)"),
+        (["counts[:] = 0", "counts[2] += 1"], "counts"),
+        (["counts[...] = 0", "counts[1] += 1"], "counts"),
+        (["def later():", "    mean = 0.9 * mean"], "mean"),
+        (["tower = f(tower)"], "tower"),
+        (["for mean in means:", "    mean = 2 * mean"], "mean"),
+        (["for row in rows:", "    last = row", "weight = last"], "weight"),
+        (["if key not in cache:", "    cache[key] = x.item()", "weight = cache[key]"], "weight"),
+        (["if key not in cache:", "    cache['a'] = x.item()", "weight = cache['a']"], "weight"),
+        (["if key != state.key:", "    state.key, state.w = key, f(key)"], "state.w"),
+        (["if len(table) != x:", "    table = f(x)"], "table"),
+        (["if not table:", "    table = f(x)"], "table"),
+        (["if state.w is None and x:", "    state.w = f(x)"], "state.w"),
+        (["found = {'mean': x.item()}", "found['mean'] *= 2"], "found['mean']"),
+        (["found = {'mean': x.item()}", "found.mean = 2", "found.mean += 2"], "found.mean"),
+        (["a, b = rows", "a += 1"], "a"),
+        (["total = 0", "while True:", "    total += mean", "mean = total"], "x"),
+        (["class Meter:", "    mean = 0.9 * mean"], "mean"),
+    ],
+)
+def test_what_is_computed_anew(lines, expression):
+    assert carried(lines, expression) == set()
+
+
+class Meter:
+    by_class = 0
+
+    def __init__(self, start=0.0):
+        self.total, self.count = start, 1
+        self.seen = []
+
+    def push(self, value):
+        self.total += value
+        self.count += 1
+        self.seen.append(value)
+
+    def reset(self):
+        self.total, self.count = 0.0, 0
+        self.seen.clear()
+
+    @property
+    def mean(self):
+        return self.total / self.count
+
+    @mean.setter
+    def mean(self, value):
+        self.total, self.count = value, 1
+
+    def compute(self):
+        return self.mean
+
+    def last(self):
+        return self.seen[-1]
+
+    def __call__(self, value):
+        self.push(value)
+        return self.mean
+
+    def __float__(self):
+        return self.mean
+
+    def __len__(self):
+        return self.count
+
+    def __enter__(self):
+        self.reset()
+        return self
+
+    def __exit__(self, *_):
+        self.total = -1
+
+    @classmethod
+    def count_all(cls):
+        cls.by_class += 1
+        return cls.by_class
+
+    @staticmethod
+    def of(meter):
+        return meter.mean
+
+    @torch.no_grad()
+    def decorated(self):
+        return self.mean
+
+    def by_keyword(self, *, scale=1):
+        return self.mean * scale
+
+
+class Smooth(Meter):
+    def push(self, value):
+        super().push(0.5 * value)
+
+    def again(self):
+        return self.again() + self.total
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.linear = 1.0, nn.Linear(1, 1)
+
+    def forward(self, x):
+        self.scale *= 2
+        return x * self.scale
+
+
+def ratio(meter):
+    return meter.total / meter.count
+
+
+def counted(x, state={"calls": 0}):  # noqa: B006
+    state["calls"] += 1
+    return x / state["calls"]
+
+
+PUSHED = {"total of meter", "count of meter"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "expression", "expected"),
+    [
+        (["meter.push(x)"], "meter.total / meter.count", PUSHED),
+        (["meter.push(x)"], "1 + meter.mean", PUSHED),
+        (["meter.push(x)"], "meter.last()", set()),
+        (["meter.push(x)"], "max(meter.seen)", {"seen of meter"}),
+        (["meter.push(x)"], "float(meter)", PUSHED),
+        (["meter.push(x)"], "len(meter)", {"count of meter"}),
+        (["meter.push(x)"], "ratio(meter)", PUSHED),
+        (["meter.push(x)"], "partial(ratio, meter)()", set()),  # made in the turn
+        (["meter.push(x)"], "by_ratio()", PUSHED),
+        (["meter.push(x)"], "bound()", PUSHED),
+        (["meter.push(x)"], "checkpoint(ratio, meter)", set()),  # unknown arguments
+        (["meter.push(x)"], "checkpoint(bound)", PUSHED),
+        (["meter.push(x)"], "Meter.of(meter)", PUSHED),
+        (["meter.push(x)"], "meter.decorated()", PUSHED),
+        (["meter.push(x)"], "meter.by_keyword(scale=2)", PUSHED),
+        (["meter.push(x)"], "getattr(meter, 'mean')", PUSHED),
+        (["setattr(meter, 'total', meter.total + 1)"], "meter.total", {"total of meter"}),
+        (["meter.mean = meter.mean + 1"], "meter.mean", PUSHED),
+        (["mine = meter", "mine.push(x)"], "meter.mean", PUSHED),
+        (["meters['a'].push(x)"], "meter.mean", PUSHED),
+        (["pair[1].push(x)"], "meter.mean", PUSHED),
+        (["for each in pair:", "    each.push(x)"], "meter.mean", PUSHED),
+        (["for n, each in enumerate(pair):", "    each.push(x)"], "meter.mean", PUSHED),
+        (["for n, each in meters.items():", "    each.push(x)"], "meter.mean", PUSHED),
+        (["for each in meters.values():", "    each.push(x)"], "meter.mean", PUSHED),
+        (["for n, each in zip(rows, pair):", "    each.push(x)"], "meter.mean", PUSHED),
+        (["[each.push(x) for each in pair]"], "meter.mean", PUSHED),
+        ([], "meter(x)", PUSHED),
+        ([], "smooth(x)", {"total of smooth", "count of smooth"}),
+        (["smooth.total += 1"], "smooth.again()", {"total of smooth"}),
+        ([], "Meter.count_all()", {"by_class of Meter"}),
+        ([], "meter.count_all()", {"by_class of meter"}),
+        ([], "layer(x)", {"scale of layer"}),
+        ([], "counted(x)", {"calls of state"}),
+        (["counts.update(x)"], "1 / counts['a']", {"counts"}),
+        (["metric.update(x)"], "1 / metric.mean", {"metric"}),  # of a library
+        (["metric.update(x)"], "1 / metric.compute()", {"metric"}),
+        (["window.append(x)"], "window[-1]", set()),
+        (["window.append(x)"], "window[-2]", {"window"}),
+        (["array += 1"], "array / 2", {"array"}),
+        (["meter.push(x)"], "other.mean", set()),
+        (["meter.reset()", "meter.push(x)"], "meter.mean", set()),
+        (["meter.reset()", "meter.push(x)"], "meter.last()", set()),
+        (["meter.mean = x", "meter.push(x)"], "meter.mean", set()),
+        (["new = Meter()", "new.push(x)"], "new.mean", set()),
+        (["new = Meter(meter.total)", "meter.total = x", "new.push(x)"], "new.mean", {"total of meter"}),
+        (["with meter as new:", "    new.push(x)", "    y = meter.mean"], "y", set()),
+        (["with meter as new:", "    new.push(x)"], "meter.total", set()),
+        (["meter.push(meter.absent)"], "meter.absent", set()),
+        (["state.mean = x if state.absent else state.absent"], "state.mean", set()),
+    ],
+)
+def test_objects_and_functions_of_the_program(lines, expression, expected):
+    meter, other = Meter(), Meter()
+    objects = {
+        **globals(),
+        "meter": meter,
+        "other": other,
+        "smooth": Smooth(),
+        "layer": Layer(),
+        "pair": [other, meter],
+        "meters": {"a": meter},
+        "by_ratio": functools.partial(ratio, meter),
+        "bound": meter.compute,
+        "state": SimpleNamespace(mean=1.0),
+        "counts": Counter(),
+        "array": np.zeros(3),
+        "metric": functools.partialmethod(print),
+        "window": [1.0, 2.0],
+        "partial": functools.partial,
+    }
+    found = {
+        re.sub("of (pair|a of meters|meters|bound)$", "of meter", name)
+        for name in carried(lines, expression, **objects)
+    }
+    assert found == expected
+
+
+def test_a_long_chain_is_visited_once():
+    assert carried(["mean += 1"], "x" + ".f(mean)" * 60) == {"mean"}
+
+
+def test_a_long_program_is_given_up():
+    lines = [f"a{n} = mean" for n in range(10_000)]
+    assert carried(["mean += 1"], "mean") == {"mean"}
+    loop = ast.parse("\n".join(["for tower in towers:", *(f"    {line}" for line in lines)])).body[0]
+    flow = CodeFlow(SourceCode())
+    flow.run_loop(loop, Scope())
+    assert flow.carried_in([loop.body[-1].value]) is None
+
+
+@pytest.mark.parametrize("text", ["for x in towers(batch)\n  mean +=", "\0", ""])
+def test_what_is_not_python_is_not_known(tmp_path, text):
+    path = tmp_path / "program.py"
+    path.write_text(text)
+    code = compile("lambda: 1", str(path), "eval")
+    assert SourceCode().function(code.co_consts[0]) is None
+    assert SourceCode().all_at(Expression(code, 1)) == []
+
+
+def test_what_has_no_file_is_not_known():
+    code = compile("mean", "<stdin>", "eval")
+    assert SourceCode().all_at(Expression(code, 1)) == []
+
+
+def test_libraries_are_not_visited():
+    source = SourceCode()
+    assert source.function(functools.wraps.__code__) is None
+    assert source.function(nn.Linear.forward.__code__) is None
+    assert source.function(SourceCode.function.__code__) is None
+    assert source.function(ratio.__code__).name == "ratio"
+
+
+def test_the_running_loop_is_found():
+    def rows():
+        yield SourceCode().loop_in(sys._getframe(1))
+        yield SourceCode().loop_in(sys._getframe(1))
+
+    found = []
+    for each in rows():
+        found.append(each)
+    assert [ast.unparse(each.target) for each in found] == ["each", "each"]
+    assert SourceCode().loop_in(sys._getframe()) is None
+
+
+def test_the_expression_that_runs_is_found():
+    others = [1, 2]
+    found = [others, Expression.current()]
+    assert [ast.unparse(each) for each in SourceCode().all_at(found[1])] == ["Expression.current()"]
