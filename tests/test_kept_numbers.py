@@ -466,6 +466,27 @@ class LeastForTheLog(UpdatedFirst):
         return losses.mean() * losses.mean().item()
 
 
+class OfTheReports(UpdatedFirst):
+    """A running mean of the losses of all towers, in the loop that takes the steps from a generator."""
+
+    def __init__(self, job):
+        self.model, self.old = self.build(), 1.5
+        for report in self.reports(samestep.Towers(self.model, self.num_towers, job=job)):
+            self.old = 0.9 * self.old + 0.1 * report.loss
+        self.digest = samestep.digest(self.model)
+
+    def reports(self, towers):
+        optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        for step in range(4):
+            for tower in towers(self.batch(step)):
+                self.run(tower)
+            yield towers.average()
+            optimizer.step()
+
+    def update(self, mean):
+        self.baseline = 1 + self.old * mean
+
+
 class ForTheLog(Baseline):
     """The running mean is printed, and no loss uses it."""
 
@@ -688,6 +709,7 @@ class AfterTheStep(Baseline):
             MeterOfThePass,
             MeterForTheLog,
             LeastForTheLog,
+            OfTheReports,
             ForTheLog,
             MeanForTheLog,
             ComputedAnew,

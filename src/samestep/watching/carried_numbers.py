@@ -7,6 +7,7 @@ in the pass before, or did not run in it. What they are computed from, the progr
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property, partial
 from types import CodeType, FunctionType
@@ -36,7 +37,7 @@ _Values: TypeAlias = Mapping[_Kind, set[float]]
 
 
 class CarriedNumbers:
-    """The numbers that passes of a step take.
+    """The numbers that passes take.
 
     Args:
         search: `in_reach`.
@@ -165,6 +166,8 @@ class _Code:
         for frame in frames_of_program():
             if (loop := self._source.loop_in(frame)) is not None:
                 flow.run_loop(loop, Scope.of_frame(frame, dict(locals_of(frame))))
+                if not any(isinstance(node, ast.Yield) for node in ast.walk(loop)):
+                    break  # what is around it runs once a step
         return flow
 
     def carried_in(self, expression: Expression, called: CodeType | None) -> set[str]:
