@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from samestep.watching.code_flow import CodeFlow
-from samestep.watching.code_values import Scope
-from samestep.watching.program_line import Expression
-from samestep.watching.source_code import SourceCode
+from samestep.watching.program.code_flow import CodeFlow
+from samestep.watching.program.code_values import Scope
+from samestep.watching.program.program_line import Expression
+from samestep.watching.program.source_code import SourceCode
 
 
 def carried(lines, expression, **objects):

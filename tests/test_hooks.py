@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from samestep import Towers, UsageError
-from samestep.watching.hooks import HookCheck
+from samestep.watching.model.hooks import HookCheck
 
 X = torch.ones(4, 3)
 

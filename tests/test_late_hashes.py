@@ -10,7 +10,7 @@ import samestep
 from samestep import ShardedOptimizer, Towers
 from samestep.errors import AbandonedError, DisagreementError, LostWorkerError, UsageError
 from samestep.sharding import update
-from samestep.watching import watched_tensors, weight_hash
+from samestep.watching.model import watched_tensors, weight_hash
 
 from .cases import mostly_long
 from .simulation import Faults, simulate, values

@@ -11,6 +11,7 @@ LAYERS = (
     *("watching", "batches", "buffers", "summation", "workers", "memory"),
     *("identity", "streams", "forks", "arguments", "errors"),
 )
+WATCHING = ("watch", "passes", "losses", "operators", "model", "program")
 FILES = [path for path in SOURCE.rglob("*.py") if path.name not in ("__main__.py",)]
 
 
@@ -35,3 +36,10 @@ def test_imports_go_downwards_only(path):
         return
     above = [m for m in imported(path) if (r := layer_of(m)) is not None and r < LAYERS.index(place)]
     assert not above
+
+
+@pytest.mark.parametrize("room", WATCHING[1:])
+def test_rooms_of_the_watch_import_downwards_only(room):
+    modules = {module for path in (SOURCE / "watching" / room).glob("*.py") for module in imported(path)}
+    parts = {module.split(".")[2] for module in modules if module.startswith("samestep.watching.")}
+    assert parts <= set(WATCHING[WATCHING.index(room) :])

@@ -13,8 +13,8 @@ from torch import nn
 import samestep
 from samestep import Towers
 from samestep.identity import is_compiled
-from samestep.watching.own_generators import OwnGenerators, is_generator
-from samestep.watching.reach import in_reach
+from samestep.watching.model.own_generators import OwnGenerators, is_generator
+from samestep.watching.program.reach import in_reach
 
 from .cases import mostly_long
 from .simulation import values

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from samestep.watching.pass_counts import PassCounts
+from samestep.watching.passes.pass_counts import PassCounts
 
 from .cases import mostly_long
 from .simulation import simulate

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from samestep.watching.operator_calls import Call
-from samestep.watching.pass_operators import PassOperators
-from samestep.watching.reads import Reads
+from samestep.watching.operators.operator_calls import Call
+from samestep.watching.passes.pass_operators import PassOperators
+from samestep.watching.passes.reads import Reads
 
 from .cases import mostly_long
 from .nets import net

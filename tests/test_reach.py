@@ -3,7 +3,7 @@
 import gc
 import weakref
 
-from samestep.watching.reach import in_reach
+from samestep.watching.program.reach import in_reach
 
 
 class Kept:

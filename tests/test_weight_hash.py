@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from samestep.watching.weight_hash import NUM_SLICES, WeightHash
+from samestep.watching.model.weight_hash import NUM_SLICES, WeightHash
 
 DTYPES = [
     torch.float32,

@@ -20,10 +20,10 @@ from samestep.buffers.kept_buffers import KeptBuffers
 from samestep.data.readers import COMPARED, BatchedReader, Reader, Request, compared_at, is_batched
 from samestep.errors import ConfigError, UsageError, shown
 from samestep.streams import keep_globals, seed_globals, stream_seed
+from samestep.watching.model.own_generators import OwnGenerators, is_generator
+from samestep.watching.model.weight_hash import WeightHash
 from samestep.watching.must_match import of_weights
-from samestep.watching.own_generators import OwnGenerators, is_generator
-from samestep.watching.reach import in_reach
-from samestep.watching.weight_hash import WeightHash
+from samestep.watching.program.reach import in_reach
 from samestep.workers.agreement import agree
 from samestep.workers.job import Job
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from samestep.errors import warn
 from samestep.towers.towers import Towers
-from samestep.watching.optimizer_steps import stepped
+from samestep.watching.model.optimizer_steps import stepped
 
 __all__ = ["UnknownOptimizers"]
 

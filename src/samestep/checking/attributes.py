@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from samestep.checking.surroundings import PLAIN, Place, Surroundings, items_of
 from samestep.identity import digest
-from samestep.watching.own_generators import state_of
+from samestep.watching.model.own_generators import state_of
 
 __all__ = ["Held", "fingerprint", "held_by"]
 

@@ -41,7 +41,7 @@ from samestep.towers.division import Division, UpdatesShards
 from samestep.towers.optimizer import settings_of
 from samestep.towers.result import StepResult
 from samestep.towers.towers import Towers
-from samestep.watching.optimizer_steps import step_hooks
+from samestep.watching.model.optimizer_steps import step_hooks
 from samestep.workers.agreement import agree
 from samestep.workers.collectives import post_to_all, unbroken
 

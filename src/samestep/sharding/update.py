@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from samestep.errors import UsageError
 from samestep.sharding.shards import Shard
-from samestep.watching.weight_hash import Hashes, WeightHash
+from samestep.watching.model.weight_hash import Hashes, WeightHash
 from samestep.workers.transport import Transport
 
 __all__ = ["Update"]

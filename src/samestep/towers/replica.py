@@ -26,9 +26,9 @@ from samestep.summation.sparse import find_sparse, sparse_weights
 from samestep.towers.division import Division
 from samestep.towers.new_tensors import NewTensors, named_tensors
 from samestep.towers.root import check_module, check_wrappers
-from samestep.watching.hooks import HookCheck
-from samestep.watching.loss_forms import LossForms
-from samestep.watching.optimizer_steps import averaged_parameters
+from samestep.watching.losses.loss_forms import LossForms
+from samestep.watching.model.hooks import HookCheck
+from samestep.watching.model.optimizer_steps import averaged_parameters
 from samestep.watching.watch import Watch
 from samestep.workers.default_group import has_group
 from samestep.workers.environment import under_launcher, warn_if_unranked, world_size

@@ -24,9 +24,9 @@ from samestep.towers.counts import Count, count_slices, wrong_counts
 from samestep.towers.losses import Contribution, Losses, NamedCounts
 from samestep.towers.replica import Replica
 from samestep.towers.tower import Tower
-from samestep.watching.beside import find_difference
-from samestep.watching.optimizer_steps import note_outside_gradients, open_steps
+from samestep.watching.model.optimizer_steps import note_outside_gradients, open_steps
 from samestep.watching.pass_check import PassCheck, leaves_of
+from samestep.watching.passes.beside import find_difference
 from samestep.workers.collectives import gather_objects, gather_rows
 
 __all__ = ["StepRun"]

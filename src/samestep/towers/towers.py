@@ -44,7 +44,7 @@ from samestep.towers.run import StepRun
 from samestep.towers.slices import NumRows, in_steps
 from samestep.towers.tower import Tower
 from samestep.towers.whole_batch import Forward, WholeLoss, run_whole_batch
-from samestep.watching.model_settings import ModelSettings, Resumed, settings_of
+from samestep.watching.model.model_settings import ModelSettings, Resumed, settings_of
 from samestep.watching.must_match import of_weights
 from samestep.workers.agreement import agree
 from samestep.workers.job import Job

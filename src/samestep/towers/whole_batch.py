@@ -37,7 +37,7 @@ from samestep.towers.losses import Contribution, loss_sum
 from samestep.towers.outputs import Outline, gather, take_apart
 from samestep.towers.run import StepRun
 from samestep.towers.tower import Tower
-from samestep.watching.optimizer_steps import note_outside_gradients
+from samestep.watching.model.optimizer_steps import note_outside_gradients
 from samestep.watching.repeated import Repeated
 
 __all__ = ["Forward", "WholeLoss", "run_whole_batch"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from samestep.buffers.model_buffers import ModelBuffers
 from samestep.errors import BufferPolicyError, UsageError
-from samestep.watching.graph import graph_of
+from samestep.watching.losses.graph import graph_of
 from samestep.workers.default_group import num_messages
 
 __all__ = ["PassCheck", "leaves_of"]

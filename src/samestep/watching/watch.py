@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from samestep.buffers.named_tensors import NamedBuffer
 from samestep.identity import is_compiled
-from samestep.watching.flow import FlowWatch
-from samestep.watching.modes import Modes
-from samestep.watching.optimizer_settings import OptimizerSettings, has_settings
-from samestep.watching.outside_nets import OutsideNets
-from samestep.watching.own_generators import OwnGenerators, is_generator
-from samestep.watching.own_numbers import OwnNumbers
-from samestep.watching.reach import in_reach
-from samestep.watching.watched_tensors import WatchedTensors
+from samestep.watching.model.modes import Modes
+from samestep.watching.model.optimizer_settings import OptimizerSettings, has_settings
+from samestep.watching.model.outside_nets import OutsideNets
+from samestep.watching.model.own_generators import OwnGenerators, is_generator
+from samestep.watching.model.own_numbers import OwnNumbers
+from samestep.watching.model.watched_tensors import WatchedTensors
+from samestep.watching.passes.flow import FlowWatch
+from samestep.watching.program.reach import in_reach
 
 __all__ = ["Watch"]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from samestep.buffers.named_tensors import find_named_buffers, find_named_parameters
 from samestep.buffers.policies import Policy, assign_policies
 from samestep.errors import Error, one_line
-from samestep.watching.weight_hash import WeightHash
+from samestep.watching.model.weight_hash import WeightHash
 from samestep.workers.agreement import agree
 from samestep.workers.collectives import gather_rows
 from samestep.workers.job import Job

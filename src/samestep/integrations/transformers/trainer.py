@@ -50,7 +50,7 @@ from samestep.towers.optimizer import check_optimizer, settings_of
 from samestep.towers.report import Report
 from samestep.towers.tower import Tower
 from samestep.towers.towers import Towers
-from samestep.watching.own_numbers import OwnNumbers
+from samestep.watching.model.own_numbers import OwnNumbers
 from samestep.workers.agreement import agree
 from samestep.workers.collectives import gather_objects
 from samestep.workers.job import Job

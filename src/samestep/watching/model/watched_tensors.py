@@ -19,7 +19,7 @@ from samestep.buffers.named_tensors import (
 from samestep.buffers.policies import Policy
 from samestep.buffers.statistics import is_statistic
 from samestep.errors import BufferPolicyError, Error, UsageError
-from samestep.watching.weight_hash import Hashes, WeightHash
+from samestep.watching.model.weight_hash import Hashes, WeightHash
 
 __all__ = ["WatchedTensors"]
 

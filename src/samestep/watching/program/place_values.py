@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence, ValuesView
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from samestep.watching.code_values import PLAIN, NewObject, Place, Value, join
+from samestep.watching.program.code_values import PLAIN, NewObject, Place, Value, join
 
 __all__ = ["ENTRIES", "PlaceValues"]
 

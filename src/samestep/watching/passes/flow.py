@@ -14,20 +14,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from samestep.errors import UsageError, warn
-from samestep.watching.beside import COUNTED_NUMBER, LEFT_NUMBER, Beside
-from samestep.watching.kept_numbers import KeptNumbers
-from samestep.watching.loss_forms import LossForm
-from samestep.watching.operator_calls import Call, tensors_in
-from samestep.watching.origins import NOWHERE, Origin, Origins, storage_of
-from samestep.watching.own_code import OwnCode
-from samestep.watching.pass_counts import PassCounts
-from samestep.watching.pass_means import PassMeans
-from samestep.watching.pass_operators import PassOperators
-from samestep.watching.reach import Named, in_reach
-from samestep.watching.reads import Reads
-from samestep.watching.row_pairs import RowPairs
-from samestep.watching.row_sums import RowSums
-from samestep.watching.rows import Rows
+from samestep.watching.losses.loss_forms import LossForm
+from samestep.watching.losses.pass_means import PassMeans
+from samestep.watching.losses.row_pairs import RowPairs
+from samestep.watching.losses.row_sums import RowSums
+from samestep.watching.losses.rows import Rows
+from samestep.watching.operators.operator_calls import Call, tensors_in
+from samestep.watching.operators.origins import NOWHERE, Origin, Origins, storage_of
+from samestep.watching.passes.beside import COUNTED_NUMBER, LEFT_NUMBER, Beside
+from samestep.watching.passes.kept_numbers import KeptNumbers
+from samestep.watching.passes.own_code import OwnCode
+from samestep.watching.passes.pass_counts import PassCounts
+from samestep.watching.passes.pass_operators import PassOperators
+from samestep.watching.passes.reads import Reads
+from samestep.watching.program.reach import Named, in_reach
 
 aten = torch.ops.aten
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from samestep.identity import checksum_of
-from samestep.watching.origins import is_dense
+from samestep.watching.operators.origins import is_dense
 
 __all__ = ["MOST_ELEMENTS", "checksum_of_value", "is_readable"]
 

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from samestep.errors import warn
-from samestep.watching.beside import MOST_EXPRESSIONS, expression_bit
-from samestep.watching.code_flow import CodeFlow
-from samestep.watching.code_values import Scope, Value
-from samestep.watching.program_line import Expression, code_that_we_call, frames_of_program
-from samestep.watching.reach import Named, locals_of, plain_name
-from samestep.watching.source_code import SourceCode
-from samestep.watching.values import checksum_of_value, is_readable
+from samestep.watching.operators.values import checksum_of_value, is_readable
+from samestep.watching.passes.beside import MOST_EXPRESSIONS, expression_bit
+from samestep.watching.program.code_flow import CodeFlow
+from samestep.watching.program.code_values import Scope, Value
+from samestep.watching.program.program_line import Expression, code_that_we_call, frames_of_program
+from samestep.watching.program.reach import Named, locals_of, plain_name
+from samestep.watching.program.source_code import SourceCode
 
 __all__ = ["CarriedNumbers", "rounded"]
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from samestep.errors import warn
-from samestep.watching.beside import LEFT_NUMBER
-from samestep.watching.carried_numbers import CarriedNumbers, rounded
-from samestep.watching.held_number import HeldNumber, is_number
-from samestep.watching.operator_calls import is_arithmetic
-from samestep.watching.reach import Named, in_reach
+from samestep.watching.operators.operator_calls import is_arithmetic
+from samestep.watching.passes.beside import LEFT_NUMBER
+from samestep.watching.passes.carried_numbers import CarriedNumbers, rounded
+from samestep.watching.passes.held_number import HeldNumber, is_number
+from samestep.watching.program.reach import Named, in_reach
 
 __all__ = ["KeptNumbers"]
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from samestep.watching.operator_calls import Call, argument, tensors_in
-from samestep.watching.origins import is_dense, storage_of
+from samestep.watching.operators.operator_calls import Call, argument, tensors_in
+from samestep.watching.operators.origins import is_dense, storage_of
 
 __all__ = ["BY_ELEMENT", "Rows"]
 

@@ -20,11 +20,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from samestep.batches.columns import version_of
 from samestep.errors import warn
-from samestep.watching.operator_calls import Call, tensors_in
-from samestep.watching.origins import storage_of
-from samestep.watching.program_line import ProgramLine
-from samestep.watching.reads import Reads
-from samestep.watching.values import checksum_of_value, is_readable
+from samestep.watching.operators.operator_calls import Call, tensors_in
+from samestep.watching.operators.origins import storage_of
+from samestep.watching.operators.values import checksum_of_value, is_readable
+from samestep.watching.passes.reads import Reads
+from samestep.watching.program.program_line import ProgramLine
 
 __all__ = ["Losses", "PassOperators"]
 

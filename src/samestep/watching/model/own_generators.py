@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from samestep.errors import warn
-from samestep.watching.reach import Named
+from samestep.watching.program.reach import Named
 
 __all__ = ["OwnGenerators", "is_generator", "state_of"]
 

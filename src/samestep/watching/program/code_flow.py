@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from samestep.watching.code_values import (
+from samestep.watching.program.code_values import (
     MISSING,
     UNKNOWN,
     LocalFunction,
@@ -30,8 +30,8 @@ from samestep.watching.code_values import (
     attribute_of,
     join,
 )
-from samestep.watching.place_values import ENTRIES, PlaceValues
-from samestep.watching.source_code import Computed, Function, SourceCode
+from samestep.watching.program.place_values import ENTRIES, PlaceValues
+from samestep.watching.program.source_code import Computed, Function, SourceCode
 
 __all__ = ["CodeFlow"]
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from samestep.errors import warn
-from samestep.watching.held_number import is_simple
-from samestep.watching.operator_calls import is_arithmetic
+from samestep.watching.operators.operator_calls import is_arithmetic
+from samestep.watching.passes.held_number import is_simple
 
 __all__ = ["PassCounts"]
 

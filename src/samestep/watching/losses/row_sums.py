@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from samestep.watching.operator_calls import SUM, Call, number_of, reduction_of, tensors_in
-from samestep.watching.origins import is_dense, storage_of
-from samestep.watching.program_line import ProgramLine
-from samestep.watching.rows import Rows
+from samestep.watching.losses.rows import Rows
+from samestep.watching.operators.operator_calls import SUM, Call, number_of, reduction_of, tensors_in
+from samestep.watching.operators.origins import is_dense, storage_of
+from samestep.watching.program.program_line import ProgramLine
 
 __all__ = ["RowSums"]
 

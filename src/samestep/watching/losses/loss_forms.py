@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from samestep.summation.placement import Placement
-from samestep.watching.means import Mean, Means
-from samestep.watching.row_losses import RowLosses
-from samestep.watching.scaled_losses import ScaledLosses, Scaling
+from samestep.watching.losses.means import Mean, Means
+from samestep.watching.losses.row_losses import RowLosses
+from samestep.watching.losses.scaled_losses import ScaledLosses, Scaling
 
 __all__ = ["LossForm", "LossForms"]
 

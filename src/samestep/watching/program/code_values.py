@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
-from samestep.watching.source_code import Function
+from samestep.watching.program.source_code import Function
 
 __all__ = [
     "MISSING",

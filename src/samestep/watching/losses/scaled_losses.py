@@ -9,7 +9,7 @@ from torch.autograd.graph import Node
 
 from samestep.errors import warn
 from samestep.summation.placement import Placement
-from samestep.watching.program_line import ProgramLine
+from samestep.watching.program.program_line import ProgramLine
 
 __all__ = ["ScaledLosses", "Scaling"]
 

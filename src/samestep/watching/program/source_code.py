@@ -9,7 +9,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import TypeAlias
 
-from samestep.watching.program_line import Expression
+from samestep.watching.program.program_line import Expression
 
 __all__ = ["Computed", "Function", "SourceCode"]
 
@@ -19,7 +19,7 @@ Computed: TypeAlias = ast.expr | ast.AugAssign
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _PACKAGES = ("site-packages", "dist-packages")  # also those of the user or the system
-_OURS = str(Path(__file__).parents[1])
+_OURS = str(Path(__file__).parents[2])
 
 
 class SourceCode:

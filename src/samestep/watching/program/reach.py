@@ -31,7 +31,7 @@ _MANY = 8
 _CONTAINERS = (list, tuple, deque, dict)
 _LIBRARIES = {"samestep", "torch", "numpy", "builtins", "collections", "weakref", "threading"}
 _EMPTY = CellType()
-_WATCHING = __name__.rpartition(".")[0]
+_WATCHING = ".".join(__name__.split(".")[:2])
 
 
 def in_reach(is_wanted: Callable[[Any], bool], functions: Iterable[Named] = ()) -> list[Named]:

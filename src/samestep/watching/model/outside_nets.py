@@ -13,9 +13,9 @@ from torch.nn.modules.module import _global_forward_pre_hooks
 
 from samestep.errors import BufferPolicyError
 from samestep.identity import checksum_of, is_compiled
-from samestep.watching.modes import Modes
-from samestep.watching.own_numbers import OwnNumbers
-from samestep.watching.reach import Named
+from samestep.watching.model.modes import Modes
+from samestep.watching.model.own_numbers import OwnNumbers
+from samestep.watching.program.reach import Named
 
 __all__ = ["OutsideNets"]
 

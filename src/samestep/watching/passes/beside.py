@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from samestep.errors import warn
-from samestep.watching.held_number import HeldNumber, is_number, is_simple
-from samestep.watching.origins import storage_of
-from samestep.watching.reach import Named, in_reach
-from samestep.watching.values import MOST_ELEMENTS, checksum_of_value, is_readable
+from samestep.watching.operators.origins import storage_of
+from samestep.watching.operators.values import MOST_ELEMENTS, checksum_of_value, is_readable
+from samestep.watching.passes.held_number import HeldNumber, is_number, is_simple
+from samestep.watching.program.reach import Named, in_reach
 
 __all__ = [
     "COUNTED_NUMBER",

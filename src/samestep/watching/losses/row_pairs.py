@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 from torch._ops import OpOverload
 
-from samestep.watching.graph import graph_of
-from samestep.watching.operator_calls import Call, tensors_in
-from samestep.watching.program_line import ProgramLine
-from samestep.watching.rows import BY_ELEMENT, Rows
+from samestep.watching.losses.graph import graph_of
+from samestep.watching.losses.rows import BY_ELEMENT, Rows
+from samestep.watching.operators.operator_calls import Call, tensors_in
+from samestep.watching.program.program_line import ProgramLine
 
 __all__ = ["RowPairs"]
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samestep.watching.own_generators import state_of
-from samestep.watching.reach import let_go_of_variables
+from samestep.watching.model.own_generators import state_of
+from samestep.watching.program.reach import let_go_of_variables
 
 __all__ = ["Reads"]
 

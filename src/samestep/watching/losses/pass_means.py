@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from samestep.watching.graph import graph_of
-from samestep.watching.means import Mean
-from samestep.watching.operator_calls import MEAN, number_of, reduction_of
-from samestep.watching.scaled_losses import Scaling
+from samestep.watching.losses.graph import graph_of
+from samestep.watching.losses.means import Mean
+from samestep.watching.losses.scaled_losses import Scaling
+from samestep.watching.operators.operator_calls import MEAN, number_of, reduction_of
 
 __all__ = ["PassMeans"]
 

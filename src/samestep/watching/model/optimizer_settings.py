@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.errors import UsageError
-from samestep.watching.optimizer_steps import averaged_parameters
-from samestep.watching.reach import Named
+from samestep.watching.model.optimizer_steps import averaged_parameters
+from samestep.watching.program.reach import Named
 
 __all__ = ["OptimizerSettings", "has_settings"]
 

@@ -13,7 +13,7 @@ from types import CodeType, FrameType
 from typing import NamedTuple
 
 from samestep.errors import is_ours, package_of
-from samestep.watching.reach import is_of_watch
+from samestep.watching.program.reach import is_of_watch
 
 __all__ = ["Expression", "ProgramLine", "code_that_we_call", "frames_of_program"]
 

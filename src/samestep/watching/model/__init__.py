@@ -1,0 +1,1 @@
+"""What passes must not change: the model's tensors, modes and settings, generators, and optimizers."""

@@ -1,0 +1,1 @@
+"""The operators that torch runs, and what their results depend on."""
