@@ -182,6 +182,17 @@ class Smooth(Meter):
         return self.again() + self.total
 
 
+class Lazy:
+    """A stand-in that loads what it stands for."""
+
+    @property
+    def __class__(self):
+        raise AssertionError
+
+    def __getattribute__(self, name):
+        raise AssertionError
+
+
 class Layer(nn.Module):
     def __init__(self):
         super().__init__()
@@ -247,6 +258,9 @@ PUSHED = {"total of meter", "count of meter"}
         (["window.append(x)"], "window[-1]", set()),
         (["window.append(x)"], "window[-2]", {"window"}),
         (["array += 1"], "array / 2", {"array"}),
+        (["lazy.mean += 1"], "lazy.mean", {"mean of lazy"}),
+        (["meter.weigh = ratio", "meter.push(x)"], "meter.weigh(meter)", PUSHED),
+        (["meter.push(x)"], "state.weigh(meter)", PUSHED),
         (["meter.push(x)"], "other.mean", set()),
         (["meter.reset()", "meter.push(x)"], "meter.mean", set()),
         (["meter.reset()", "meter.push(x)"], "meter.last()", set()),
@@ -271,7 +285,8 @@ def test_objects_and_functions_of_the_program(lines, expression, expected):
         "meters": {"a": meter},
         "by_ratio": functools.partial(ratio, meter),
         "bound": meter.compute,
-        "state": SimpleNamespace(mean=1.0),
+        "state": SimpleNamespace(mean=1.0, weigh=ratio),
+        "lazy": Lazy(),
         "counts": Counter(),
         "array": np.zeros(3),
         "metric": functools.partialmethod(print),

@@ -518,9 +518,9 @@ def _attribute(holder: Value, name: str) -> Any:
 
 def _is_own(found: Any, name: str) -> bool:
     """Say whether an attribute is an object's own, and none of its class, which would be bound."""
-    if isinstance(found, (ModuleType, type)):
-        return True
-    return name in getattr(found, "__dict__", {})
+    kind = found.kind if isinstance(found, NewObject) else type(found)
+    is_of_class = any(name in vars(each) for each in ([] if kind is None else kind.__mro__))
+    return isinstance(found, (ModuleType, type)) or not (is_of_class or isinstance(found, Parent))
 
 
 def _asks_for_value(test: ast.expr) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
+from samestep.watching.program.reach import is_proxy
 from samestep.watching.program.source_code import Function
 
 __all__ = [
@@ -75,13 +76,14 @@ class Value:
     @classmethod
     def before(cls, place: Place, name: str, found: Any = UNKNOWN) -> Value:
         """Return the value that a place has before the turn."""
+        found = UNKNOWN if is_proxy(type(found)) else found
         key = place if found is UNKNOWN or isinstance(found, PLAIN) else id(found)
         return cls(frozenset({place}), found, key, name)
 
     @classmethod
     def of(cls, found: Any, name: str = "") -> Value:
         """Return that of an object, such as a function."""
-        return cls(frozenset(), found, id(found), name)
+        return cls(frozenset(), UNKNOWN if is_proxy(type(found)) else found, id(found), name)
 
     @property
     def is_known(self) -> bool:

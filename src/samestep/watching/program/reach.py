@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-__all__ = ["Named", "in_reach", "is_of_watch", "let_go_of_variables", "locals_of", "plain_name"]
+__all__ = ["Named", "in_reach", "is_of_watch", "is_proxy", "let_go_of_variables", "locals_of", "plain_name"]
 
 Named = tuple[str, Any]
 """An object's name, and the object."""
@@ -124,11 +124,11 @@ class _PartFinders(dict[type, _FindParts | None]):
     def __missing__(self, kind: type) -> _FindParts | None:
         has_attributes = kind.__dictoffset__ != 0 and not issubclass(kind, (ModuleType, Tensor))
         of_others = _parts_of_class if issubclass(kind, type) else _parts_of_object
-        self[kind] = found = _PARTS.get(kind, of_others if has_attributes and not _is_proxy(kind) else None)
+        self[kind] = found = _PARTS.get(kind, of_others if has_attributes and not is_proxy(kind) else None)
         return found
 
 
-def _is_proxy(kind: type) -> bool:
+def is_proxy(kind: type) -> bool:
     """Say whether objects may be proxies, where reading an attribute could load or call something."""
     if type(kind.__getattribute__) is FunctionType:
         return True
