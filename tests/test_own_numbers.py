@@ -79,6 +79,39 @@ class Noting(nn.Linear):
         return super().forward(x)
 
 
+class ForTheLog(nn.Linear):
+    """Notes numbers of each pass."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+        self.scale = self.total = self.last = 0.0
+
+    def forward(self, x):
+        self.scale = x.abs().max().item()
+        self.total = 0.0
+        for row in x:
+            self.total += row.mean().item()
+        y = super().forward(x / self.scale) * self.total
+        self.last = y.mean().item()
+        return y
+
+
+class OfTheLast(ForTheLog):
+    """Uses the number that the pass before has noted."""
+
+    def forward(self, x):
+        return super().forward(x * (1 + self.last))
+
+
+class Dropping(nn.Dropout):
+    """Sets what the class of torch reads, after it has read it."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.p = 0.5 * y.square().mean().sigmoid().item()
+        return y
+
+
 class Margin(nn.Module):
     """A loss that gets harder with each call."""
 
@@ -120,6 +153,8 @@ def train(job, make, loss=square, edit=lambda job, model, step: None, num_steps=
             (Counting, lambda: square, "calls of Counting"),
             (Averaging, lambda: square, "mean of Averaging"),
             (Seen, lambda: square, "num_seen of Seen"),
+            (OfTheLast, lambda: square, "last of OfTheLast"),
+            (lambda: nn.Sequential(nn.Linear(4, 3), Dropping()), lambda: square, r"p of 1 \(Dropping\)"),
         ],
         3,
     ),
@@ -180,6 +215,25 @@ def progress(job, model, step):
 def test_sizes_flags_and_what_follows_the_steps_are_let_through(num_workers):
     found = values(lambda job: train(job, lambda _: Noting(), edit=progress, num_steps=33), num_workers)
     assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize("make", [ForTheLog, lambda: nn.Sequential(nn.Linear(4, 4), ForTheLog())])
+def test_what_each_pass_sets_anew_is_let_through(make):
+    found = {value for num in (1, 2, 3) for value in values(lambda job: train(job, lambda _: make()), num)}
+    assert len(found) == 1
+
+
+def test_what_the_loop_reads_first_is_told():
+    def work(job):
+        torch.manual_seed(0)
+        model = ForTheLog()
+        towers = Towers(model, NUM_TOWERS, job=job)
+        for tower in towers(torch.randn(12, 4)):
+            tower.backward(square(model(tower.batch * (1 + model.last))))
+        towers.average()
+
+    with pytest.warns(UserWarning, match="^passes changed last of ForTheLog"):
+        values(work, 2)
 
 
 def test_a_layer_may_be_told_which_tower_it_is():

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 from torch import nn
 
 from samestep.errors import warn
+from samestep.watching.program.code_flow import CodeFlow
+from samestep.watching.program.code_values import Value
+from samestep.watching.program.source_code import SourceCode
 
 __all__ = ["OwnNumbers"]
 
@@ -43,7 +47,8 @@ class OwnNumbers:
         self._before: dict[_Place, Any] = {}
         self._tower = -1
         self._changed: dict[_Place, bool] = {}  # in this step; True if only ever to the tower's index
-        self._reported: set[_Place] = set()
+        self._judged: set[_Place] = set()  # that several passes have changed
+        self._reported: set[_Place] = set()  # those of them that a warning has named
 
     @property
     def has_warned(self) -> bool:
@@ -68,21 +73,25 @@ class OwnNumbers:
     def check(self) -> None:
         """Warn, once for each, of numbers that two passes of a step have changed.
 
-        Sizes and numbers that follow the step change only in the first pass; a tower's index is allowed.
+        Sizes and numbers that follow the step change only in the first pass; a tower's index is allowed. So
+        is what each pass sets anew, for a log: that which no code of the program reads before.
         """
-        found, before, self._before = [], self._before, {}
+        found, before, self._before = list[_Place](), self._before, {}
         for place, now in self._current().items() if before else ():
-            if place in self._reported or not _differ(before.get(place, now), now):
+            if place in self._judged or not _differ(before.get(place, now), now):
                 continue
             is_index = now == self._tower and self._changed.get(place, True)
             if place in self._changed and not is_index:
-                self._reported.add(place)
-                module, attribute = place
-                found.append(f"{attribute} of {self._names[module()]}")
+                found.append(place)
             self._changed[place] = is_index
-        if found:
+        if not found:
+            return
+        self._judged.update(found)
+        carried = _carried_on(found)
+        self._reported.update(carried)
+        if names := [f"{attribute} of {self._names[module()]}" for module, attribute in carried]:
             warn(
-                f"passes changed {', '.join(found[:_MOST_NAMES])}: a tower's pass starts from the value that "
+                f"passes changed {', '.join(names[:_MOST_NAMES])}: a tower's pass starts from the value that "
                 "the previous pass on its worker left, so a loss that uses it depends on the number of "
                 "workers; count steps after average(), set the value in each pass before reading it, or keep "
                 "it in a buffer with a policy"
@@ -100,6 +109,27 @@ class OwnNumbers:
 
     def _current(self) -> dict[_Place, Any]:
         return dict(chain.from_iterable(map(_numbers, list(self._names))))
+
+
+def _carried_on(places: Sequence[_Place]) -> Sequence[_Place]:
+    """Return those that a pass may read before it sets them, as far as the program's code shows."""
+    source = SourceCode()
+    flow = CodeFlow.of_running_loop(source)
+    modules = [module for module in dict.fromkeys(of() for of, _ in places) if isinstance(module, nn.Module)]
+    for module in modules:  # it may have run in a library's, such as `nn.Sequential`
+        flow.run_function(type(module).forward, [Value.of(module)])
+    return [
+        (of, name)
+        for of, name in places
+        if of() not in modules or _is_named_in_library(of(), name, source) or not flow.sets_anew(of(), name)
+    ]
+
+
+def _is_named_in_library(module: Any, name: str, source: SourceCode) -> bool:
+    """Say whether a method of a module uses an attribute, and its source is that of a library."""
+    values = [value for kind in type(module).__mro__ for value in vars(kind).values()]
+    codes = [value.__code__ for value in values if isinstance(value, FunctionType)]
+    return any(name in code.co_names and source.function(code) is None for code in codes)
 
 
 def _numbers(module: Any) -> Iterator[tuple[_Place, Any]]:

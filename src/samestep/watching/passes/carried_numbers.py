@@ -7,7 +7,6 @@ in the pass before, or did not run in it. What they are computed from, the progr
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property, partial
 from types import CodeType, FunctionType
@@ -20,9 +19,9 @@ from samestep.errors import warn
 from samestep.watching.operators.values import checksum_of_value, is_readable
 from samestep.watching.passes.beside import MOST_EXPRESSIONS, expression_bit
 from samestep.watching.program.code_flow import CodeFlow
-from samestep.watching.program.code_values import Scope, Value
-from samestep.watching.program.program_line import Expression, code_that_we_call, frames_of_program
-from samestep.watching.program.reach import Named, locals_of, plain_name
+from samestep.watching.program.code_values import Value
+from samestep.watching.program.program_line import Expression, code_that_we_call
+from samestep.watching.program.reach import Named, plain_name
 from samestep.watching.program.source_code import SourceCode
 
 __all__ = ["CarriedNumbers", "rounded"]
@@ -161,14 +160,7 @@ class _Code:
 
     @cached_property
     def _turn(self) -> CodeFlow:
-        """The loop over towers, if the program has one, after generators through which it goes."""
-        flow = CodeFlow(self._source)
-        for frame in frames_of_program():
-            if (loop := self._source.loop_in(frame)) is not None:
-                flow.run_loop(loop, Scope.of_frame(frame, dict(locals_of(frame))))
-                if not any(isinstance(node, ast.Yield) for node in ast.walk(loop)):
-                    break  # what is around it runs once a step
-        return flow
+        return CodeFlow.of_running_loop(self._source)
 
     def carried_in(self, expression: Expression, called: CodeType | None) -> set[str]:
         """Return the names of what an expression is computed from, and the turn has found and changed.

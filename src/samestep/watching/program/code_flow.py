@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import builtins
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -31,6 +31,8 @@ from samestep.watching.program.code_values import (
     join,
 )
 from samestep.watching.program.place_values import ENTRIES, PlaceValues
+from samestep.watching.program.program_line import frames_of_program
+from samestep.watching.program.reach import locals_of
 from samestep.watching.program.source_code import Computed, Function, SourceCode
 
 __all__ = ["CodeFlow"]
@@ -62,16 +64,40 @@ class CodeFlow(ast.NodeVisitor):
         self._selves: list[Value] = []  # the first arguments of functions that are running
         self._returned: list[list[Value]] = []
         self._num_nodes = 0
+        self._has_loop = False
+
+    @classmethod
+    def of_running_loop(cls, source: SourceCode) -> CodeFlow:
+        """Return the values of the loop that takes its next tower, and of generators before it."""
+        flow = cls(source)
+        for frame in frames_of_program():
+            if (loop := source.loop_in(frame)) is not None:
+                flow.run_loop(loop, Scope.of_frame(frame, dict(locals_of(frame))))
+                if not any(isinstance(node, ast.Yield) for node in ast.walk(loop)):
+                    break  # what is around it runs once a step
+        return flow
 
     def run_loop(self, loop: ast.For, scope: Scope) -> None:
         """Visit the body of a loop."""
-        self._scope = scope
+        self._scope, self._has_loop = scope, True
         self._set(loop.target, Value())
         self._run(loop.body)
 
-    def run_function(self, function: FunctionType, arguments: Sequence[Value]) -> None:
+    def run_function(self, function: Callable[..., Any], arguments: Sequence[Value]) -> None:
         """Visit a function; arguments that are missing depend on nothing."""
         self._call_function(function, arguments, {})
+
+    def sets_anew(self, found: object, name: str) -> bool:
+        """Say whether an object's attribute is set, and no expression depends on what it was before.
+
+        False if no loop was visited.
+        """
+        place = Place(id(found), name)
+        return (
+            self._has_loop
+            and self._values.is_changed(place)
+            and not any(place in each for each in self._found.values())
+        )
 
     def carried_in(self, nodes: Iterable[Computed]) -> set[str] | None:
         """Return the names of what expressions are computed from, and the turn sets; None if not visited."""

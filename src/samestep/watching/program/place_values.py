@@ -63,6 +63,10 @@ class PlaceValues:
         if place not in self._filled or not value.sources.isdisjoint(self._filled):
             self._changed.add(place)
 
+    def is_changed(self, place: Place) -> bool:
+        """Say whether the turn sets a place; not if that fills a cache."""
+        return place in self._changed
+
     def names_of_changed(self, places: frozenset[Place]) -> set[str]:
         """Return the names of those of these places that the turn sets."""
         return {self._names[place] for place in places & self._changed}
