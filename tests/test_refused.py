@@ -1,5 +1,6 @@
 """Programs that leave the guarantee's ground hear so by name, on every worker, at any number of them."""
 
+import itertools
 import random
 
 import numpy as np
@@ -191,11 +192,10 @@ def weights_clipped_through_data_in_the_loss(job):
 def one_value_of_a_large_layer_changed_in_late_passes(job):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 60_000), nn.Linear(60_000, 3))
-    calls = []
+    calls = itertools.count(1)
 
     def loss(m, b):
-        calls.append(1)
-        if len(calls) > 3:
+        if next(calls) > 3:
             m[0].weight.data[33_333, 3] += 1e-3
         return loss_of(m, b)
 
