@@ -227,6 +227,7 @@ PUSHED = {"total of meter", "count of meter"}
         (["meter.push(x)"], "ratio(meter)", PUSHED),
         (["meter.push(x)"], "partial(ratio, meter)()", set()),  # made in the turn
         (["meter.push(x)"], "by_ratio()", PUSHED),
+        (["meter.push(x)"], "by_keyword()", PUSHED),
         (["meter.push(x)"], "bound()", PUSHED),
         (["meter.push(x)"], "checkpoint(ratio, meter)", set()),  # unknown arguments
         (["meter.push(x)"], "checkpoint(bound)", PUSHED),
@@ -284,6 +285,7 @@ def test_objects_and_functions_of_the_program(lines, expression, expected):
         "pair": [other, meter],
         "meters": {"a": meter},
         "by_ratio": functools.partial(ratio, meter),
+        "by_keyword": functools.partial(ratio, meter=meter),
         "bound": meter.compute,
         "state": SimpleNamespace(mean=1.0, weigh=ratio),
         "lazy": Lazy(),
@@ -333,6 +335,12 @@ def test_libraries_are_not_visited():
     assert source.function(nn.Linear.forward.__code__) is None
     assert source.function(SourceCode.function.__code__) is None
     assert source.function(ratio.__code__).name == "ratio"
+
+
+def test_several_lambdas_in_a_line_are_not_told_apart():
+    source, both = SourceCode(), (lambda x: x, lambda x: 2 * x)
+    assert [source.function(each.__code__) for each in both] == [None, None]
+    assert source.function((lambda x: x).__code__) is not None
 
 
 def test_the_running_loop_is_found():

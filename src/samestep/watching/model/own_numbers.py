@@ -9,7 +9,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from torch import nn
 from samestep.errors import warn
 from samestep.watching.program.code_flow import CodeFlow
 from samestep.watching.program.code_values import Value
+from samestep.watching.program.reach import functions_of
 from samestep.watching.program.source_code import SourceCode
 
 __all__ = ["OwnNumbers"]
@@ -127,8 +127,7 @@ def _carried_on(places: Sequence[_Place]) -> Sequence[_Place]:
 
 def _is_named_in_library(module: Any, name: str, source: SourceCode) -> bool:
     """Say whether a method of a module uses an attribute, and its source is that of a library."""
-    values = [value for kind in type(module).__mro__ for value in vars(kind).values()]
-    codes = [value.__code__ for value in values if isinstance(value, FunctionType)]
+    codes = (function.__code__ for function in functions_of(type(module)))
     return any(name in code.co_names and source.function(code) is None for code in codes)
 
 

@@ -21,7 +21,7 @@ from samestep.watching.passes.beside import MOST_EXPRESSIONS, expression_bit
 from samestep.watching.program.code_flow import CodeFlow
 from samestep.watching.program.code_values import Value
 from samestep.watching.program.program_line import Expression, code_that_we_call
-from samestep.watching.program.reach import Named, plain_name
+from samestep.watching.program.reach import Named, functions_of, plain_name
 from samestep.watching.program.source_code import SourceCode
 
 __all__ = ["CarriedNumbers", "rounded"]
@@ -170,12 +170,11 @@ class _Code:
             called: the code of the function that runs it, if the loop is not the program's.
         """
         nodes = self._source.all_at(expression)
-        # Otherwise, a library has called the function, such as a hook.
-        for code in (called, expression.code):
-            if self._turn.carried_in(nodes) is None and code is not None and code not in self._run:
-                self._visit(code)
-        names = self._turn.carried_in(nodes) or set()
-        return {name for name in names if name not in self._same and _first(name) not in self._same}
+        # A library may have called the function, such as a hook.
+        others = [code for code in (called, expression.code) if code is not None and code not in self._run]
+        while (names := self._turn.carried_in(nodes)) is None and others:
+            self._visit(others.pop(0))
+        return {name for name in names or () if name not in self._same and _first(name) not in self._same}
 
     def _visit(self, code: CodeType) -> None:
         """Visit a function, after the loop."""
@@ -216,7 +215,4 @@ def _runs(code: CodeType, value: Any) -> bool:
 
 
 def _method_of(code: CodeType, kind: type) -> FunctionType | None:
-    methods = [
-        each for base in kind.__mro__ for each in vars(base).values() if isinstance(each, FunctionType)
-    ]
-    return next((each for each in methods if each.__code__ is code), None)
+    return next((each for each in functions_of(kind) if each.__code__ is code), None)

@@ -93,11 +93,8 @@ class CodeFlow(ast.NodeVisitor):
         False if no loop was visited.
         """
         place = Place(id(found), name)
-        return (
-            self._has_loop
-            and self._values.is_changed(place)
-            and not any(place in each for each in self._found.values())
-        )
+        is_read = any(place in sources for sources in self._found.values())
+        return self._has_loop and self._values.is_changed(place) and not is_read
 
     def carried_in(self, nodes: Iterable[Computed]) -> set[str] | None:
         """Return the names of what expressions are computed from, and the turn sets; None if not visited."""
@@ -190,9 +187,11 @@ class CodeFlow(ast.NodeVisitor):
         """Visit all cases as branches."""
         self._branch([[], *(each.body for each in node.cases)], self._data(node.subject))
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         """Set a variable to the function, which runs when it is called."""
         self._values.put(self._scope.place_of(node.name), self.visit_Lambda(node), node.name)
+
+    visit_AsyncFunctionDef = visit_FunctionDef
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         """Leave out what is in a class."""
@@ -445,7 +444,8 @@ class CodeFlow(ast.NodeVisitor):
                 return self._inline(function, node, scope, arguments, named)
             case partial() as function:
                 given = [*map(Value.of, function.args), *arguments]
-                return self._call_object(Value.of(function.func), given, named)
+                fixed = {name: Value.of(value, name) for name, value in function.keywords.items()}
+                return self._call_object(Value.of(function.func), given, {**fixed, **named})
             case type() as kind if kind in _CONVERSIONS and arguments:
                 method = _attribute(arguments[0], _CONVERSIONS[kind])
                 return self._call_function(method, arguments, {})
@@ -463,12 +463,11 @@ class CodeFlow(ast.NodeVisitor):
         return made
 
     def _parent(self) -> Value:
-        kind, of = self._scope.value_before("__class__").object, self._selves[-1] if self._selves else None
-        return (
-            Value()
-            if of is None or not isinstance(kind, type)
-            else Value.of(self._values.keep(Parent(kind, of)))
-        )
+        """Return what `super()` does."""
+        kind = self._scope.value_before("__class__").object
+        if not (isinstance(kind, type) and self._selves):
+            return Value()
+        return Value.of(self._values.keep(Parent(kind, self._selves[-1])))
 
     def _call_function(
         self, function: Any, arguments: Sequence[Value], named: Mapping[str, Value]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections import ChainMap, OrderedDict, deque
+from collections import ChainMap, deque
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from types import CellType, FrameType, FunctionType, ModuleType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
 
-from samestep.watching.program.reach import is_proxy
+from samestep.watching.program.reach import cells_of, contents_of, is_proxy
 from samestep.watching.program.source_code import Function
 
 __all__ = [
@@ -57,6 +57,9 @@ class NewObject:
     kind: type | None = None
 
 
+_CONTAINERS = (list, tuple, dict, set, deque, np.ndarray, NewObject)
+
+
 @dataclass(frozen=True)
 class Value:
     """A value.
@@ -93,10 +96,7 @@ class Value:
     @property
     def is_container(self) -> bool:
         """Whether its data are its entries, as far as is known."""
-        if self.key is None:
-            return False
-        kinds = (list, tuple, dict, set, deque, OrderedDict, np.ndarray, NewObject)
-        return not self.is_known or isinstance(self.object, kinds)
+        return self.key is not None and (not self.is_known or isinstance(self.object, _CONTAINERS))
 
     def computed_from(self, *others: frozenset[Place]) -> Value:
         """Return it with other sources as well."""
@@ -135,7 +135,7 @@ class Scope:
         code = frame.f_code
         # It is not known which cells are its own, except from functions that share them.
         functions = [each for each in variables.values() if isinstance(each, FunctionType)]
-        cells = {name: cell for each in functions for name, cell in _cells_of(each).items()}
+        cells = {name: cell for each in functions for name, cell in cells_of(each).items()}
         shared = {
             name: id(cell) for name, cell in cells.items() if name in code.co_cellvars + code.co_freevars
         }
@@ -147,9 +147,8 @@ class Scope:
     @classmethod
     def of_function(cls, function: FunctionType) -> Scope:
         """Return the scope of a function that is called."""
-        code, cells = function.__code__, _cells_of(function)
-        full = {name: cell for name, cell in cells.items() if cell != _EMPTY}
-        objects = ChainMap({name: cell.cell_contents for name, cell in full.items()}, function.__globals__)
+        code, cells = function.__code__, cells_of(function)
+        objects = ChainMap({**contents_of(cells)}, function.__globals__)
         shared = {name: id(cell) for name, cell in cells.items()}
         return cls(frozenset(code.co_varnames + code.co_cellvars), shared, objects, id(function.__globals__))
 
@@ -172,13 +171,6 @@ class Scope:
     def _builtins(self) -> Mapping[str, Any]:
         found = self.objects.get("__builtins__", {})
         return vars(found) if isinstance(found, ModuleType) else found
-
-
-def _cells_of(function: FunctionType) -> Mapping[str, CellType]:
-    return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-
-
-_EMPTY = CellType()
 
 
 @dataclass(frozen=True, eq=False)

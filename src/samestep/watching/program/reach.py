@@ -16,7 +16,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-__all__ = ["Named", "in_reach", "is_of_watch", "is_proxy", "let_go_of_variables", "locals_of", "plain_name"]
+__all__ = [
+    "Named",
+    "cells_of",
+    "contents_of",
+    "functions_of",
+    "in_reach",
+    "is_of_watch",
+    "is_proxy",
+    "let_go_of_variables",
+    "locals_of",
+    "plain_name",
+]
 
 Named = tuple[str, Any]
 """An object's name, and the object."""
@@ -100,6 +111,22 @@ def let_go_of_variables() -> None:
         frame = frame.f_back
 
 
+def cells_of(function: FunctionType) -> Mapping[str, CellType]:
+    """Return the cells of the variables that a function shares with those around it, by name."""
+    return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+
+def contents_of(cells: Mapping[str, CellType]) -> Mapping[str, Any]:
+    """Return the values of variables in cells, without those that have none yet."""
+    return {name: cell.cell_contents for name, cell in cells.items() if cell != _EMPTY}
+
+
+def functions_of(kind: type) -> Iterator[FunctionType]:
+    """Yield the functions of a class and its bases, which are the methods of its objects."""
+    values = (value for each in kind.__mro__ for value in vars(each).values())
+    return (value for value in values if isinstance(value, FunctionType))
+
+
 def plain_name(name: str) -> str:
     """Return the name of a variable or attribute, or that of the list or array in which an entry is.
 
@@ -171,9 +198,7 @@ def _globals_of(code: CodeType, namespace: Mapping[str, Any]) -> Iterator[Named]
 
 
 def _parts_of_function(name: str, value: FunctionType) -> Iterator[Named]:
-    for each, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-        if cell != _EMPTY:
-            yield each, cell.cell_contents
+    yield from contents_of(cells_of(value)).items()
     yield from ((name, each) for each in value.__defaults__ or ())
     yield from _globals_of(value.__code__, value.__globals__)
 

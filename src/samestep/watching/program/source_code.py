@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import linecache
 import sysconfig
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import TypeAlias
@@ -27,7 +29,7 @@ class SourceCode:
 
     def __init__(self) -> None:
         self._trees: dict[str, ast.Module] = {}
-        self._functions: dict[str, dict[tuple[str, int], Function]] = {}
+        self._functions: dict[str, Mapping[tuple[str, int], list[Function]]] = {}
 
     def loop_in(self, frame: FrameType) -> ast.For | None:
         """Return the loop that takes its next element in a frame."""
@@ -36,12 +38,14 @@ class SourceCode:
         return next((each for each in loops if each.lineno <= line <= (each.iter.end_lineno or 0)), None)
 
     def function(self, code: CodeType) -> Function | None:
-        """Return the function that has this code."""
-        found = self._functions.get(code.co_filename)
-        if found is None:
-            functions = (node for node in ast.walk(self._tree(code)) if isinstance(node, Function))
-            found = self._functions[code.co_filename] = {_place(each): each for each in functions}
-        return found.get((code.co_name, code.co_firstlineno))
+        """Return the function that has this code; None for one of several lambdas in a line."""
+        if code.co_filename not in self._functions:
+            found = self._functions[code.co_filename] = defaultdict(list)
+            for node in ast.walk(self._tree(code)):
+                if isinstance(node, Function):
+                    found[_place(node)].append(node)
+        functions = self._functions[code.co_filename].get((code.co_name, code.co_firstlineno), [])
+        return functions[0] if len(functions) == 1 else None
 
     def all_at(self, expression: Expression) -> list[Computed]:
         """Return what an expression is in the code, if known."""
