@@ -87,7 +87,8 @@ class _Storage:
         """Return the numbers of a tensor's elements."""
         if self._of_each is None:
             return [self._of_all]
-        numbers: list[int] = self._part(self._of_each, tensor).unique().tolist()
+        runs = self._part(self._of_each, tensor).flatten().unique_consecutive()  # faster than `unique`
+        numbers: list[int] = runs.unique().tolist()
         return numbers
 
     def note(self, tensor: Tensor, number: int, write: Write | None) -> None:
