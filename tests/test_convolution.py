@@ -9,7 +9,8 @@ SHAPES = {
     "odd sides": ((4, 3, 9, 11), 7, 5, 1),
     "no padding": ((5, 2, 16, 10), 3, 3, 0),
     "wide": ((4, 2, 7, 7), 3, (3, 7), (1, 3)),
-    "tile full": ((4, 2, 12, 12), 1, 9, 2),
+    "largest": ((4, 2, 14, 13), 1, 9, 2),
+    "one output": ((4, 2, 5, 5), 3, 5, 0),
 }
 
 
@@ -29,13 +30,10 @@ def value_and_gradients(layer, pictures):
 
 
 def is_fast(value):
-    return "_Convolve" in type(value.grad_fn).__name__
-
-
-@pytest.fixture(autouse=True)
-def _nnpack():
-    if not torch.backends.nnpack.is_available():
-        pytest.skip("this CPU has no NNPACK; everything is left to torch")
+    nodes = [value.grad_fn]
+    for node in nodes:
+        nodes += [child for child, _ in node.next_functions if child is not None]
+    return not any("Convolution" in type(node).__name__ for node in nodes)
 
 
 @pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
@@ -74,7 +72,7 @@ def test_the_bits_do_not_depend_on_the_number_of_threads():
     [
         (FourierConv2d(3, 4, 5, padding=2), (3, 3, 12, 12)),
         (FourierConv2d(3, 4, 5, padding=2), (3, 12, 12)),
-        (FourierConv2d(3, 4, 5, padding=2), (4, 3, 13, 12)),
+        (FourierConv2d(3, 4, 5, padding=2), (4, 3, 15, 12)),
         (FourierConv2d(3, 4, 5, padding=2, stride=2), (4, 3, 12, 12)),
         (FourierConv2d(3, 4, 5, padding=2, dilation=2), (4, 3, 12, 12)),
         (FourierConv2d(4, 4, 5, padding=2, groups=2), (4, 4, 12, 12)),
