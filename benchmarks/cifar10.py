@@ -3,11 +3,12 @@
     python benchmarks/cifar10.py [--data-dir data/cifar10] [--tensorflow-python PATH] [--rounds 5]
 
 All programs train the same net on batches of 128 rows with all cores: input and distortions, the step, the
-moving average of the weights; samestep also writes its summaries. A round runs each program in its own
-process, one after the other. Plain PyTorch is the obvious program: a Dataset of single examples in a
-DataLoader, `LocalResponseNorm`, `DistributedDataParallel`, one thread per worker. The same rounds measure the
-machine's matrix products, 1024×1024 on all cores at once with one thread each. A share of them can be over
-100%, because operations on the padding's zeros are counted, and oneDNN skips them.
+moving average of the weights; samestep also writes its summaries. Its rate is that after step 256: samestep
+traces some of the steps before (docs/watched.md), and of 100,000 steps only eight more. A round runs each
+program in its own process, one after the other. Plain PyTorch is the obvious program: a Dataset of single
+examples in a DataLoader, `LocalResponseNorm`, `DistributedDataParallel`, one thread per worker. The same
+rounds measure the machine's matrix products, 1024×1024 on all cores at once with one thread each. A share
+of them can be over 100%, because operations on the padding's zeros are counted, and oneDNN skips them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from samestep.recipes.cifar10.data import Cifar10, ensure_cifar10
 from samestep.recipes.cifar10.recipe import Cifar10Net, Cifar10Settings, loss_of
 
 BATCH_ROWS = 128
-WARM_UP_STEPS = 15
+WARM_UP_STEPS = {"samestep": 257, "pytorch": 15, "matmul": 15}
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
 
@@ -168,7 +169,7 @@ def be_worker(arguments: argparse.Namespace) -> None:
     job = samestep.init("cpu")
     name, precision = arguments.worker.split()
     steps = WORK[name](arguments, job, precision)
-    for _ in range(WARM_UP_STEPS):
+    for _ in range(WARM_UP_STEPS[name]):
         next(steps)
     job.barrier()
     start_s = time.perf_counter()
@@ -225,7 +226,7 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, default=Path("data/cifar10"))
     parser.add_argument("--tensorflow-python", type=Path, help="a Python that has TensorFlow")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=100, help="measured in each process")
+    parser.add_argument("--steps", type=int, default=200, help="measured in each process")
     parser.add_argument("--towers", type=int, help="of samestep; by default one a worker")
     parser.add_argument(
         "--precisions", nargs="+", choices=DTYPES, default=list(DTYPES), help="slow where the CPU has no bf16"
