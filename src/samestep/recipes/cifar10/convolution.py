@@ -6,7 +6,7 @@ the discrete Fourier transform with a period of 14×14, it takes 400, four per p
 .. math:: y_o = \sum_k w_k x_{o + k - p}
     = \frac{1}{n} \sum_f e^{i f \cdot o} \sum_k w_k e^{i f \cdot (k - p)} \sum_s x_s e^{-i f \cdot s}
 
-where p is the padding and n counts frequencies. The period is the picture's side plus p: what a kernel takes
+where p is the padding and n counts frequencies. The period is the picture's side plus p: what a kernel reads
 before one edge are the zeros behind the other. Pictures are small, so each of the three sums is a product
 with a matrix of cosines and sines; here that is faster than `torch.fft`.
 """
@@ -64,11 +64,9 @@ class FourierConv2d(nn.Conv2d):
             and isinstance(self.padding, tuple)
             and pictures.dim() == 4
             and len(pictures) >= _MIN_ROWS
-            and all(s + p <= _LARGEST for s, p in zip(pictures.shape[2:], self.padding, strict=True))
-            and all(p < k for p, k in zip(self.padding, self.kernel_size, strict=True))
             and all(
-                k <= s + 2 * p
-                for k, s, p in zip(self.kernel_size, pictures.shape[2:], self.padding, strict=True)
+                s + p <= _LARGEST and p < k <= s + 2 * p
+                for s, k, p in zip(pictures.shape[2:], self.kernel_size, self.padding, strict=True)
             )
             and pictures.device.type == self.weight.device.type == "cpu"
             and pictures.dtype == self.weight.dtype == torch.float32
