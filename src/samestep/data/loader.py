@@ -17,25 +17,24 @@ from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import nn
 from torch.utils.data import DataLoader
 
-from samestep.arguments import check_callable, check_switch, whole
+from samestep.arguments import check_callable, whole
 from samestep.batches.batch import LocalBatch, Slices
 from samestep.data.compared_example import ComparedExample
 from samestep.data.dataloader import check_options, check_towers, reading
+from samestep.data.epochs import Epochs
 from samestep.data.from_dataloader import options_of
 from samestep.data.loader_state import check_state, number_in, numbers_in
-from samestep.data.order import CustomOrder, Order, numbered
+from samestep.data.order import Order
 from samestep.data.progress import Progress
 from samestep.data.readers import COMPARED, BatchedReader, Reader, Request, compared_at, is_batched
 from samestep.data.shards import has_indices
 from samestep.data.single_rows import warn_of_single_rows
 from samestep.data.stream import RequestSampler, Stream
-from samestep.errors import ConfigError, UsageError, warn
-from samestep.streams import generator
+from samestep.errors import ConfigError, UsageError
 from samestep.summation.placement import Placement
 from samestep.workers.job import Job
 
@@ -116,6 +115,7 @@ class TowerLoader:
             default that of the job.
 
     Example:
+        >>> import torch
         >>> from samestep import Towers
         >>> towers = Towers(torch.nn.Linear(1, 1), 2)
         >>> loader = TowerLoader([10, 11, 12, 13, 14], 3, towers, shuffle=False)
@@ -142,42 +142,53 @@ class TowerLoader:
     ) -> None:
         batched = is_batched(dataset)
         _check(dataset)
-        batch_size = whole("batch_size", batch_size, 1, "the rows of the global batch")
-        seed = whole("seed", seed)
         check_towers(towers)
-        _check_options(shuffle, drop_last, collate_fn)
+        _check_collate(collate_fn, batched=batched)
         check_options(dataloader_options, "TowerLoader")
-        if batched and collate_fn is not None:
-            raise ConfigError(
-                "collate_fn has no effect on a BatchedDataset: do its work in the dataset's batch()"
-            )
-        if order is not None and shuffle:
-            raise ConfigError("shuffle has no effect beside order: leave it out, or let order shuffle")
         self.dataset = dataset
-        self.batch_size = batch_size
-        self.seed = seed
-        self.shuffle = order is None if shuffle is None else shuffle
-        self.drop_last = drop_last
-        self._num_examples = len(dataset)
-        self._custom = None if order is None else CustomOrder.check(order, seed, len(dataset))
-        _check_has_batch(self._num_rows, batch_size, drop_last)
+        self._epochs = epochs = Epochs(
+            dataset, batch_size, seed=seed, shuffle=shuffle, order=order, drop_last=drop_last
+        )
         warn_of_single_rows(
             towers.model,
             towers.placement.num_towers,
-            examples=self._num_rows,
-            batch_size=batch_size,
+            examples=epochs.num_rows,
+            batch_size=epochs.batch_size,
             drop_last=drop_last,
         )
         self._towers = towers
         self._progress = Progress(towers, towers.job)
         self._compared = ComparedExample()
-        self._order_of_epoch: Any = None  # an order's newest epoch, and the checksum of its indices
         self._sampler = RequestSampler()
-        self._reader = BatchedReader(dataset, seed) if batched else Reader(dataset, seed, collate_fn)
+        self._reader = (
+            BatchedReader(dataset, self.seed) if batched else Reader(dataset, self.seed, collate_fn)
+        )
         self._stream: Stream | None = None
         read_ahead = reading(self._reader, towers.job, dataloader_options, sampler=self._sampler)
         in_thread = batched and not dataloader_options.get("num_workers")
         self._read_ahead = None if in_thread else read_ahead
+
+    # Read-only: the batches of a run depend on these.
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the global batch."""
+        return self._epochs.batch_size
+
+    @property
+    def seed(self) -> int:
+        """The seed of the order and of all examples' random streams."""
+        return self._epochs.seed
+
+    @property
+    def shuffle(self) -> bool:
+        """Whether each epoch has a permutation of its own."""
+        return self._epochs.shuffle
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether an epoch's last batch is left out if it is incomplete."""
+        return self._epochs.drop_last
 
     @property
     def position(self) -> int:
@@ -205,9 +216,9 @@ class TowerLoader:
         return {
             "position": self._progress.num_taken if in_loop else self.position,
             "compared": self._compared.state,
-            "order_of_epoch": self._order_of_epoch,
+            "order_of_epoch": self._epochs.newest,
             **self._progress.state,
-            **self._settings,
+            **self._epochs.settings,
         }
 
     @classmethod
@@ -231,6 +242,7 @@ class TowerLoader:
                 generator, a `worker_init_fn`, an `IterableDataset`, or a `DistributedSampler`.
 
         Example:
+            >>> import torch
             >>> from samestep import Towers
             >>> plain = DataLoader([10, 11, 12, 13, 14], batch_size=3)
             >>> loader = TowerLoader.from_dataloader(plain, Towers(torch.nn.Linear(1, 1), 2))
@@ -251,23 +263,12 @@ class TowerLoader:
             ConfigError: the state is from a run with another batch size, seed, number of examples,
                 `shuffle`, `drop_last` or `order`; of an order only epoch 0 is compared. Or it is no state.
         """
-        check_state(state, self._settings)
+        check_state(state, self._epochs.settings)
         position, compared = number_in(state, "position"), numbers_in(state, "compared", 3)
         order = numbers_in(state, "order_of_epoch", 2)
         self._progress.load(position, state)
         self._compared.load(compared)
-        self._order_of_epoch = order
-
-    @property
-    def _settings(self) -> dict[str, int | None]:
-        names = ("batch_size", "seed", "shuffle", "drop_last")
-        order = None if self._custom is None else self._custom.checksum
-        return {"examples": len(self.dataset), "order": order, **{n: getattr(self, n) for n in names}}
-
-    @property
-    def _num_rows(self) -> int:
-        """Rows of epoch 0; every epoch has the same number of batches."""
-        return self._num_examples if self._custom is None else self._custom.num_rows
+        self._epochs.newest = order
 
     @property
     def epoch(self) -> int:
@@ -276,7 +277,7 @@ class TowerLoader:
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch."""
-        return _num_batches(self._num_rows, self.batch_size, self.drop_last)
+        return len(self._epochs)
 
     def __iter__(self) -> Iterator[LocalBatch]:
         """Iterate over the rest of the current epoch.
@@ -288,14 +289,15 @@ class TowerLoader:
         """
         expected = self._progress.begin()
         epoch, number = expected // len(self), self._progress.num_begun
-        end, order = (epoch + 1) * len(self), self._order(epoch)
+        compares = self._progress.num_taken % len(self) > 0 and self._towers.job.is_first
+        end, order = (epoch + 1) * len(self), self._epochs.order(epoch, compares=compares)
         while expected < end:
             # Slices read ahead are for this placement. If it changes between steps, read again from there.
             placed = self._towers.placement, self._towers.job.rank
             with closing(self._read(order, range(expected, end))) as batches:
                 while expected < end and (self._towers.placement, self._towers.job.rank) == placed:
                     self._check_unmoved(expected, number)
-                    self._check_length()
+                    self._epochs.check_length()
                     batch = next(batches)
                     expected += 1
                     with self._progress.handing_out():
@@ -304,13 +306,12 @@ class TowerLoader:
 
     def _read(self, order: NDArray[np.int64], positions: range) -> Generator[LocalBatch]:
         """Yield batches with slices that are read ahead one by one, and returned on access."""
-        # Part of every batch's fingerprint, so that workers find different orders in the epoch's first step.
-        checksum = 0 if self._custom is None else zlib.crc32(order.tobytes())
         if self._stream is not None:
             self._stream.close()  # a DataLoader with persistent processes allows one iteration at a time
         # Evaluated now, because the generator below runs later.
         placed = self._towers.placement, self._towers.job.rank
-        requests = (self._request(self._rows(order, each), each, *placed) for each in positions)
+        rows, checksum = partial(self._epochs.rows, order), self._epochs.checksum(order)
+        requests = (self._request(rows(each), each, *placed) for each in positions)
         again = self._compared.request(positions.start) if self._towers.job.is_first else None
         row_bytes = math.inf if self._stream is None else self._stream.row_bytes
         first = () if again is None else (again,)
@@ -321,7 +322,7 @@ class TowerLoader:
             if again is not None:
                 self._compared.check(stream.take(again, COMPARED))
             for position in positions:
-                yield self._batch(stream.take, self._rows(order, position), position, checksum)
+                yield self._batch(stream.take, rows(position), position, checksum)
 
     def _batch(
         self, read: Callable[[Request, int], Any], rows: NDArray[np.int64], position: int, checksum: int
@@ -342,56 +343,11 @@ class TowerLoader:
             used=partial(self._progress.use, position, is_complete=is_complete),
         )
 
-    def _rows(self, order: NDArray[np.int64], position: int) -> NDArray[np.int64]:
-        """Return the examples of a batch."""
-        start = position % len(self) * self.batch_size
-        return order[start : start + self.batch_size]
-
     def _request(self, rows: NDArray[np.int64], position: int, placement: Placement, worker: int) -> Request:
         """Return the request for a worker's towers that have rows."""
         mine = placement.rows(worker, len(rows))
         examples = {tower: rows[part.start : part.stop] for tower, part in mine.items()}
         return Request(position // len(self), position, examples, compared_at(position, rows))
-
-    def _order(self, epoch: int) -> NDArray[np.int64]:
-        """Return the numbers of the epoch's examples in their global order, int64 [rows]; see `Request`."""
-        if self._custom is not None:
-            order = self._custom(epoch, len(self.dataset))
-            self._check_num_batches(epoch, len(order))
-            self._compare_order(epoch, zlib.crc32(order.tobytes()))
-            return numbered(order)
-        if not self.shuffle:
-            return np.arange(self._num_examples, dtype=np.int64)
-        shuffled = torch.randperm(
-            self._num_examples, generator=generator(self.seed, "order", epoch), device="cpu"
-        )
-        return np.asarray(shuffled.numpy(), dtype=np.int64)
-
-    def _compare_order(self, epoch: int, checksum: int) -> None:
-        """Warn if the rest of an epoch has another order than its beginning."""
-        before, self._order_of_epoch = self._order_of_epoch, (epoch, checksum)
-        is_in_epoch = before is not None and before[0] == epoch and self._progress.num_taken % len(self) > 0
-        if is_in_epoch and before[1] != checksum and self._towers.job.is_first:
-            warn(
-                f"order({self.seed}, {epoch}) gives other indices than when this epoch began, so examples "
-                "are repeated or left out: expected a function of seed and epoch; compute an order that "
-                "depends on the training at an epoch's end, and keep it in the checkpoint"
-            )
-
-    def _check_num_batches(self, epoch: int, num_rows: int) -> None:
-        if _num_batches(num_rows, self.batch_size, self.drop_last) != len(self):
-            raise ConfigError(
-                f"order({self.seed}, {epoch}) gives {num_rows} indices, epoch 0 has {self._num_rows}: "
-                f"expected {len(self)} batches of {self.batch_size} rows in every epoch; repeat indices, or "
-                "leave some out"
-            )
-
-    def _check_length(self) -> None:
-        if self._custom is None and len(self.dataset) != self._num_examples:
-            raise ConfigError(
-                f"dataset has {len(self.dataset)} examples, it had {self._num_examples} when this "
-                "TowerLoader was made: make a new one, or let order=... choose from the examples there are"
-            )
 
     def _check_unmoved(self, expected: int, number: int) -> None:
         if not self._progress.is_at(expected, number):
@@ -399,10 +355,6 @@ class TowerLoader:
                 f"position is {self._progress.num_taken}, this iteration is at {expected}: after setting "
                 "position or starting another iteration, do not continue an old one"
             )
-
-
-def _num_batches(examples: int, batch_size: int, drop_last: bool) -> int:
-    return examples // batch_size if drop_last else -(-examples // batch_size)
 
 
 def _check(dataset: Any) -> None:
@@ -418,17 +370,10 @@ def _check(dataset: Any) -> None:
         raise ConfigError(f"dataset ({type(dataset).__name__}) is empty: expected at least one example")
 
 
-def _check_options(shuffle: object, drop_last: object, collate_fn: object) -> None:
-    if shuffle is not None:
-        check_switch("shuffle", shuffle)
-    check_switch("drop_last", drop_last)
+def _check_collate(collate_fn: object, *, batched: bool) -> None:
     if collate_fn is not None:
         check_callable("collate_fn", collate_fn, "a function of a list of examples")
-
-
-def _check_has_batch(num_rows: int, batch_size: int, drop_last: bool) -> None:
-    if _num_batches(num_rows, batch_size, drop_last) == 0:
-        raise ConfigError(
-            f"batch_size = {batch_size} with drop_last leaves no batch of {num_rows} examples: expected "
-            f"batch_size <= {num_rows}, or drop_last=False"
-        )
+        if batched:
+            raise ConfigError(
+                "collate_fn has no effect on a BatchedDataset: do its work in the dataset's batch()"
+            )

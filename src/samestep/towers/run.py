@@ -14,7 +14,7 @@ from torch import Tensor
 
 from samestep.batches.batch import LocalBatch
 from samestep.buffers.kept_buffers import KeptBuffers
-from samestep.errors import BatchError, DisagreementError, UsageError
+from samestep.errors import BatchError, UsageError
 from samestep.streams import keep_globals, seed_globals, stream_seed, tower_seed
 from samestep.summation.buckets import Average
 from samestep.summation.exchange import Exchange
@@ -26,8 +26,8 @@ from samestep.towers.replica import Replica
 from samestep.towers.tower import Tower
 from samestep.watching.model.optimizer_steps import note_outside_gradients, open_steps
 from samestep.watching.pass_check import PassCheck, leaves_of
-from samestep.watching.passes.beside import find_difference
-from samestep.workers.collectives import gather_objects, gather_rows
+from samestep.watching.passes.differences import compare_workers
+from samestep.workers.collectives import gather_rows
 
 __all__ = ["StepRun"]
 
@@ -364,29 +364,10 @@ class StepRun:
             raise
 
     def check_beside(self, *, bits_must_match: bool) -> None:
-        """Raise on all workers if what losses depend on beside the model differs between them.
-
-        If no worker runs several towers, it may be what each tower has for itself: then warn, once; also if
-        workers compute their losses in different ways.
-        """
-        if not self.exchange.differs_beside:
-            return
-        where, flow = self.exchange.where, self.watch.flow
-        own = flow.beside.found(), flow.operators.losses if bits_must_match else {}
-        found, losses = zip(*gather_objects(self.job.transport, own, f"{where}, comparison"), strict=True)
-        difference = find_difference(found)
-        if difference is None:
-            flow.operators.check_workers(where, losses)
-            return
-        message = (
-            f"{where}: losses depend on {difference}; each worker may have computed it from its own "
-            "towers after average(), or from its own random numbers: compute it from the whole batch, "
-            "the report, or what towers.gather() returns; keep it in a buffer with a policy, "
-            "Towers(..., buffers={pattern: policy}); or pass a net as Towers(model, ..., also=net)"
-        )
-        if difference.is_certain:
-            raise DisagreementError(message)
-        flow.beside.warn(f"{message}; keep what is of one tower in a dict, by tower.index")
+        """Compare what losses depend on beside the model between workers, if their hashes of it differ."""
+        if self.exchange.differs_beside:
+            where, transport = self.exchange.where, self.job.transport
+            compare_workers(self.watch.flow, transport, where, bits_must_match=bits_must_match)
 
     def wrong_counts(self) -> BatchError | None:
         """Return an error if the towers' counts are wrong."""

@@ -1,11 +1,10 @@
-"""Compares what losses depend on beside the model between workers: a running mean, a queue, another net."""
+"""Finds what losses depend on beside the model: a running mean, a queue, another net."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import combinations
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -25,10 +24,9 @@ __all__ = [
     "LEFT_NUMBER",
     "MOST_EXPRESSIONS",
     "Beside",
-    "Difference",
     "Found",
+    "Used",
     "expression_bit",
-    "find_difference",
 ]
 _MOST_NUMBERS = 64
 """Larger tensors are not searched for numbers."""
@@ -40,7 +38,7 @@ MOST_EXPRESSIONS = 64
 known values."""
 
 
-class _Used(NamedTuple):
+class Used(NamedTuple):
     """A value that losses depend on.
 
     Attributes:
@@ -57,24 +55,8 @@ class _Used(NamedTuple):
     may_be_of_tower: bool
 
 
-Found: TypeAlias = Mapping[str, _Used]
+Found: TypeAlias = Mapping[str, Used]
 """What losses depend on, by name."""
-
-
-class Difference(NamedTuple):
-    """A value that differs between two workers.
-
-    Attributes:
-        is_certain: whether several passes of one worker read it, so that it belongs to no tower.
-    """
-
-    name: str
-    workers: tuple[int, int]
-    is_certain: bool
-
-    def __str__(self) -> str:
-        one, two = self.workers
-        return f"{self.name}, which is not part of the model, and differs between workers {one} and {two}"
 
 
 class _Read(NamedTuple):
@@ -226,7 +208,7 @@ class Beside:
                 kinds = frozenset((num_rows, *read.shape) for (_, num_rows), read in seen.items())
                 is_of_several, checksum = len(seen) > 1, next(iter(seen.values())).checksum
                 is_entry = index in self._entries
-                found[name] = _Used(checksum, kinds, is_of_several, is_entry and not is_of_several)
+                found[name] = Used(checksum, kinds, is_of_several, is_entry and not is_of_several)
         return found
 
     def warn(self, message: str) -> None:
@@ -239,27 +221,6 @@ class Beside:
         """Return a 32-bit hash of `found`; 0 if it is empty."""
         seen = sorted((name, used.checksum) for name, used in self.found().items())
         return zlib.crc32(repr(seen).encode()) if seen else 0
-
-
-def find_difference(all_found: Sequence[Found]) -> Difference | None:
-    """Return the first value that differs between workers, of those that belong to no tower if there are any.
-
-    >>> one = _Used(5, frozenset({(3,)}), is_of_several=True, may_be_of_tower=False)
-    >>> print(find_difference([{"center": one}, {"center": one._replace(checksum=7)}]))
-    center, which is not part of the model, and differs between workers 0 and 1
-    """
-    found = list(_differences(all_found))
-    return min(found, key=lambda each: not each.is_certain, default=None)
-
-
-def _differences(all_found: Sequence[Found]) -> Iterator[Difference]:
-    for name in dict.fromkeys(name for found in all_found for name in found):
-        has = [(worker, found[name]) for worker, found in enumerate(all_found) if name in found]
-        for (first, one), (second, two) in combinations(has, 2):
-            is_certain = one.is_of_several or two.is_of_several
-            is_compared = is_certain or not (one.may_be_of_tower or two.may_be_of_tower)
-            if is_compared and one.checksum != two.checksum and one.kinds & two.kinds:
-                yield Difference(name, (first, second), is_certain)
 
 
 def expression_bit(index: int) -> int:
