@@ -20,21 +20,16 @@ from types import NoneType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 from torch import nn
-from torch.optim import Optimizer
 
 from samestep.app.calls import Call, LoopStart, Place, call_of, with_values
+from samestep.app.elastic_state import ElasticState, Noted
 from samestep.app.regroup import meet_again, renewable_of, report_regroup
-from samestep.app.small_states import copied, set_small_state, small_state
 from samestep.app.unknown_optimizers import UnknownOptimizers
 from samestep.arguments import check_callable, check_kind
 from samestep.batches.batch import LocalBatch
-from samestep.checkpoint.handover import check_state, send_state, take_state
+from samestep.checkpoint.handover import check_state
 from samestep.checkpoint.objects import TrainingObjects
-from samestep.checkpoint.switches import Switches
-from samestep.data.loader import TowerLoader
-from samestep.data.stream_loader import StreamLoader
 from samestep.errors import ConfigError, DisagreementError, LostWorkerError, UsageError, one_line
-from samestep.streams import GlobalStreams
 from samestep.towers.towers import Towers
 from samestep.workers.collectives import gather_objects
 
@@ -49,15 +44,6 @@ T = TypeVar("T")
 _END = Call("the end of the Elastic block")
 _NONE = Call("no call yet")
 _DUE = "a worker is gone"  # the reason if a worker knows only that there is a newer list of workers
-
-
-@dataclass(frozen=True)
-class _Noted:
-    """A copy of the small part of the state: everything but weights and per-parameter optimizer state."""
-
-    states: Sequence[Any]
-    switches: Switches
-    generators: GlobalStreams
 
 
 @dataclass(frozen=True)
@@ -171,19 +157,16 @@ class Elastic:
         check_kind("averaged_model", averaged_model, (nn.Module, NoneType), "a module with the averages")
         _check({"loader": loader, **state})
         self._job, self._towers = towers.job, towers
-        self._objects = TrainingObjects(
-            model=model, towers=towers, loader=loader, averaged_model=averaged_model, state=state
-        )
-        passed = {"model": model, "towers": towers, "loader": loader, "averaged_model": averaged_model}
-        large = (nn.Module, Optimizer, Towers)  # the rest of the state is small, and handed over as that
-        self._large = replace(self._objects, state={n: v for n, v in state.items() if isinstance(v, large)})
+        passed: dict[str, Any] = {
+            "model": model,
+            "towers": towers,
+            "loader": loader,
+            "averaged_model": averaged_model,
+        }
         self._names = {id(each): name for name, each in (passed | state).items()}
-        self._renewable = renewable_of(self._job, self._objects)
-        kept = [each for each in (towers, loader, *state.values()) if each is not None]
-        self._small = [each for each in kept if not isinstance(each, nn.Module)]
-        self._optimizers = [each for each in kept if isinstance(each, Optimizer)]
-        self._all_towers = [each for each in kept if isinstance(each, Towers)]
-        self._unknown = UnknownOptimizers(self._all_towers, kept)
+        self._state = ElasticState(TrainingObjects(**passed, state=state), self._job)
+        self._renewable = renewable_of(self._job, self._state.objects)
+        self._unknown = UnknownOptimizers(self._state.towers, self._state.kept)
         self._is_new = self._has_joined = self._job.is_newcomer
         self._num_done = -1 if self._is_new else 0
         self._result: Any = None
@@ -192,28 +175,28 @@ class Elastic:
         self._joined: Sequence[int] = ()  # workers that have joined at any time
         self._newcomers: Sequence[int] = ()  # those whose first call is to be compared
         self._known: set[Call] = set()  # calls that have returned picklable results
-        self._before: _Noted
-        self._after: _Noted
+        self._before: Noted
+        self._after: Noted
         self._have_come = False  # whether newcomers joined in the last regroup
 
     def __enter__(self) -> Elastic:
         self._unknown.start()
         renewable = self._renewable
         if renewable is not None:
-            self._before = self._after = self._note()
+            self._before = self._after = self._state.note()
             if self._job.is_newcomer:
                 meet_again(self._job, self._catch_up)
             else:
-                check_state(self._objects)
+                check_state(self._state.objects)
                 renewable.can_go_on()
-            for towers in self._all_towers:
+            for towers in self._state.towers:
                 towers._may_change_workers = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for towers in self._all_towers:
+        for towers in self._state.towers:
             towers._may_change_workers = False
         if kind is None and self._renewable is not None:
             self._make(_END, self._compare)
@@ -224,7 +207,7 @@ class Elastic:
     def __call__(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return `work(*args, **kwargs)`, or another worker's result of it; all workers must call this."""
         check_callable("what to call", work, "a function, with its arguments after it: elastic(step, batch)")
-        if any(isinstance(each, StreamLoader) for each in self._small):
+        if self._state.has_stream:
             _check_in_call((*args, *kwargs.values()))
         if self._renewable is None:
             result = work(*args, **kwargs)
@@ -237,12 +220,12 @@ class Elastic:
 
     def _compare(self) -> None:
         """Compare the weights of all workers: the program may have changed them since the last step."""
-        for towers in self._all_towers:
+        for towers in self._state.towers:
             towers._check_weights(f"step {towers.step}, the end")
 
     def _make(self, call: Call, work: Callable[[], Any]) -> None:
         self._call, number = call, self._num_done
-        due, self._before = self._before, self._note()
+        due, self._before = self._before, self._state.note()
         if self._is_new:
             self._before = replace(self._before, generators=due.generators)
         self._start.note(call, number)
@@ -258,7 +241,7 @@ class Elastic:
         renewable = self._renewable
         assert renewable is not None
         if self._newcomers:
-            self._compare_first_calls(with_values(call, work, self._optimizers))
+            self._compare_first_calls(with_values(call, work, self._state.optimizers))
         if call.name != self._start.name:
             with self._without_latecomers(call):
                 self._towers._come_to(call.name)
@@ -275,7 +258,7 @@ class Elastic:
         if call not in self._known:
             _check_picklable(call, result)
             self._known.add(call)
-        self._result, self._after = result, self._note()
+        self._result, self._after = result, self._state.note()
         self._num_done += 1
 
     # ---- where newcomers start -------------------------------------------------------------------------
@@ -326,10 +309,10 @@ class Elastic:
     # ---- regrouping after workers are lost or have joined ----------------------------------------------
 
     def _regroup(self, why: str) -> None:
-        for towers in self._all_towers:
+        for towers in self._state.towers:
             towers._leave_behind()
         if not self._is_torn:
-            self._put_back(self._before)
+            self._state.put_back(self._before)
         self._have_come = False
         meet_again(self._job, self._catch_up)
         if self._job.is_first:
@@ -362,7 +345,7 @@ class Elastic:
         self._joined = [worker for worker, each in enumerate(progress) if each.has_joined]
         self._call, self._start = ahead.call, ahead.start
         self._num_done, self._result = ahead.num_done, ahead.result
-        for towers in self._all_towers:
+        for towers in self._state.towers:
             towers._agree_again()
         self._have_come |= bool(arrived)
 
@@ -391,41 +374,15 @@ class Elastic:
     def _hand_over(self, source: int, targets: Sequence[int]) -> None:
         """Send the state of worker `source` to the workers `targets`."""
         noted = (self._before, self._after) if self._job.rank == source else ()
-        more = [(each.states, each.switches.by_name(self._objects), each.generators) for each in noted]
-        sent = send_state(self._large, self._job, source, targets, more)
+        sent = self._state.hand_over(source, targets, noted)
         if sent is not None:
-            state, more = sent
-            take_state(state, self._large)
-            before, after = (_Noted(s, Switches.of(self._objects, named), g) for s, named, g in more)
-            self._put_back(after if self._num_done >= 0 else self._at_entry(before, after))
-            self._before, self._after = before, after
-
-    # ---- the small part of the state -------------------------------------------------------------------
+            before, after = self._before, self._after = sent
+            self._state.put_back(after if self._num_done >= 0 else self._state.at_entry(before, after))
 
     @property
     def _is_torn(self) -> bool:
         """Whether a step has been taken in the call that has begun and not ended."""
-        before = zip(self._small, self._before.states, strict=True)
-        return any(isinstance(each, Towers) and each.step != state["step"] for each, state in before)
-
-    def _at_entry(self, before: _Noted, after: _Noted) -> _Noted:
-        """Return the state before a call, except that its batches are to be taken, or drawn, again."""
-        both = zip(self._small, before.states, after.states, strict=True)
-        states = [
-            end if each is self._objects.loader or isinstance(each, TowerLoader) else begin
-            for each, begin, end in both
-        ]
-        return replace(before, states=states, generators=after.generators)
-
-    def _note(self) -> _Noted:
-        states = [copied(small_state(each)) for each in self._small]
-        return _Noted(states, Switches.now(self._objects), GlobalStreams.capture(self._job.device))
-
-    def _put_back(self, noted: _Noted) -> None:
-        for each, state in zip(self._small, noted.states, strict=True):
-            set_small_state(each, state)
-        noted.switches.restore()
-        noted.generators.restore()
+        return self._state.has_stepped(self._before)
 
 
 def _check(state: dict[str, Any]) -> None:
