@@ -1,5 +1,7 @@
 """A small classifier, its batches, its loss and its step, for programs that are written around them."""
 
+import queue
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -36,3 +38,11 @@ def sparse_tensor(rows, values, shape, **known):
     # With `check_invariants=True` torch 2.11 and 2.12 warn: https://github.com/pytorch/pytorch/pull/183256
     with torch.sparse.check_sparse_tensor_invariants(enable=True):
         return torch.sparse_coo_tensor(torch.tensor([rows], dtype=torch.int64), values, shape, **known)
+
+
+def unseen_count(start=0):
+    """Return a function that counts its calls, which source code that calls it does not show."""
+    numbers = queue.SimpleQueue()
+    for number in range(start, start + 1000):
+        numbers.put(number)
+    return numbers.get

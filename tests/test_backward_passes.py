@@ -1,7 +1,5 @@
 """What runs in backward (custom functions, hooks) and depends on other towers' passes, or on their count."""
 
-import itertools
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import samestep
 
 from .cases import mostly_long
+from .nets import unseen_count
 from .test_flow import Program, errors
 from .test_pass_operators import ANOTHER_WAY, warnings_of
 
@@ -120,11 +119,11 @@ class ReversedByCount(OwnBackward):
     """A gradient that is reversed, ever more strongly."""
 
     def build(self):
-        self.passes = itertools.count(1)
+        self.passes = unseen_count(1)
         return super().build()
 
     def change(self, gradient):
-        return -gradient * (1 - 0.97 ** next(self.passes))
+        return -gradient * (1 - 0.97 ** self.passes())
 
 
 class EveryOtherHook(Program):

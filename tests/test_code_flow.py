@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import itertools
 import re
 import sys
 from collections import Counter
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from samestep.towers.tower import Tower
 from samestep.watching.program.code_flow import CodeFlow
 from samestep.watching.program.code_values import Scope
 from samestep.watching.program.program_line import Expression
@@ -147,6 +149,25 @@ class Meter:
     def __float__(self):
         return self.mean
 
+    def __iadd__(self, value):
+        self.push(value)
+        return self
+
+    def __sub__(self, other):
+        return self.mean - other
+
+    def __rtruediv__(self, other):
+        return other / self.mean
+
+    def __gt__(self, other):
+        return self.mean > other
+
+    def __getitem__(self, index):
+        return self.mean
+
+    def __setitem__(self, index, value):
+        self.push(value)
+
     def __len__(self):
         return self.count
 
@@ -172,6 +193,12 @@ class Meter:
 
     def by_keyword(self, *, scale=1):
         return self.mean * scale
+
+
+class Taken(Meter):
+    def __next__(self):
+        self.push(1)
+        return self.mean
 
 
 class Smooth(Meter):
@@ -203,6 +230,12 @@ class Layer(nn.Module):
         return x * self.scale
 
 
+def running():
+    mean = 0.0
+    while True:
+        mean = 0.9 * mean + (yield mean)
+
+
 def ratio(meter):
     return meter.total / meter.count
 
@@ -225,6 +258,20 @@ PUSHED = {"total of meter", "count of meter"}
         (["meter.push(x)"], "float(meter)", PUSHED),
         (["meter.push(x)"], "len(meter)", {"count of meter"}),
         (["meter.push(x)"], "ratio(meter)", PUSHED),
+        (["meter += x"], "meter.mean", PUSHED),
+        (["meter['a'] = x"], "meter.mean", PUSHED),
+        (["meter.push(x)"], "meter - x", PUSHED),
+        (["meter.push(x)"], "x / meter", PUSHED),
+        (["meter.push(x)"], "meter > x", PUSHED),
+        (["meter.push(x)"], "meter[0]", PUSHED),
+        ([], "next(taken)", {"total of taken", "count of taken"}),
+        ([], "next(cycle)", {"cycle"}),
+        ([], "list(islice(cycle, 2))", {"cycle"}),
+        (["for each in cycle:", "    y = each", "    break"], "y", {"cycle"}),
+        ([], "next(generated)", {"generated"}),
+        ([], "generated.send(x)", {"generated"}),
+        ([], "next(iter(window))", set()),
+        ([], "window.pop()", {"window"}),
         (["meter.push(x)"], "partial(ratio, meter)()", set()),  # made in the turn
         (["meter.push(x)"], "by_ratio()", PUSHED),
         (["meter.push(x)"], "by_keyword()", PUSHED),
@@ -281,6 +328,7 @@ def test_objects_and_functions_of_the_program(lines, expression, expected):
         "meter": meter,
         "other": other,
         "smooth": Smooth(),
+        "taken": Taken(),
         "layer": Layer(),
         "pair": [other, meter],
         "meters": {"a": meter},
@@ -293,6 +341,9 @@ def test_objects_and_functions_of_the_program(lines, expression, expected):
         "array": np.zeros(3),
         "metric": functools.partialmethod(print),
         "window": [1.0, 2.0],
+        "cycle": itertools.cycle([1.0, 2.0]),
+        "islice": itertools.islice,
+        "generated": running(),
         "partial": functools.partial,
     }
     found = {
@@ -341,6 +392,23 @@ def test_several_lambdas_in_a_line_are_not_told_apart():
     source, both = SourceCode(), (lambda x: x, lambda x: 2 * x)
     assert [source.function(each.__code__) for each in both] == [None, None]
     assert source.function((lambda x: x).__code__) is not None
+
+
+@pytest.mark.parametrize(
+    ("taken", "expected"),
+    [
+        ("enumerate(towers)", {"number"}),
+        ("zip(others, towers)", {"number"}),
+        ("pairs(towers)", set()),  # a generator of the program
+    ],
+)
+def test_what_a_loop_takes_beside_towers(taken, expected):
+    loop = ast.parse(f"for number, tower in {taken}:\n    2 * number\n    tower").body[0]
+    tower = Tower(0, None, 1, None)
+    flow = CodeFlow(SourceCode())
+    flow.run_loop(loop, Scope(objects={"number": 0, "tower": tower}))
+    assert [flow.carried_in([each.value]) for each in loop.body] == [expected, set()]
+    assert flow.carried_in([loop]) == (expected or None)
 
 
 def test_the_running_loop_is_found():

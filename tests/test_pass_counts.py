@@ -1,6 +1,5 @@
 """Numbers that count passes: a warning where losses depend on them."""
 
-import itertools
 import math
 import random
 import warnings
@@ -12,6 +11,7 @@ import torch.nn.functional as F
 from samestep.watching.passes.pass_counts import PassCounts
 
 from .cases import mostly_long
+from .nets import unseen_count
 from .simulation import simulate
 from .test_flow import Program
 
@@ -71,11 +71,11 @@ class Counter(Program):
     """A weight of the loss that grows with each pass, as with a count of micro-batches."""
 
     def build(self):
-        self.passes = itertools.count(4)
+        self.passes = unseen_count(4)
         return super().build()
 
     def loss(self, x, y):
-        self.num_passes = next(self.passes)
+        self.num_passes = self.passes()
         self.mean = x.mean().item()  # a value that the pass reads, so that passes may differ
         return super().loss(x, y) + self.penalty(self.model(x).square().mean())
 
@@ -137,7 +137,7 @@ class ForTheLog(Counter):
 
     def loss(self, x, y):
         loss = F.cross_entropy(self.model(x), y)
-        self.num_passes = next(self.passes)
+        self.num_passes = self.passes()
         self.sum = getattr(self, "sum", 0) + loss.detach()
         self.shown = self.sum / self.num_passes
         return loss

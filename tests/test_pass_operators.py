@@ -1,7 +1,6 @@
 """Passes that compute their losses in another way than others without having read what differs: a warning."""
 
 import functools
-import itertools
 import os
 import random
 import sys
@@ -20,7 +19,7 @@ from samestep.watching.passes.pass_operators import PassOperators
 from samestep.watching.passes.reads import Reads
 
 from .cases import mostly_long
-from .nets import net
+from .nets import net, unseen_count
 from .simulation import simulate
 from .test_flow import Program
 
@@ -42,25 +41,25 @@ class EveryOther(Program):
     """A term in every other pass."""
 
     def build(self):
-        self.calls = itertools.count()
+        self.calls = unseen_count()
         return net()
 
     def loss(self, x, y):
         loss = super().loss(x, y)
-        return loss if next(self.calls) % 2 else loss + self.model(x).abs().mean()
+        return loss if self.calls() % 2 else loss + self.model(x).abs().mean()
 
 
 class Weighted(EveryOther):
     """A weight that is a simple fraction of the number of passes."""
 
     def loss(self, x, y):
-        num_passes = 1 + next(self.calls)
+        num_passes = 1 + self.calls()
         return Program.loss(self, x, y) + num_passes / 30 * self.model(x).square().mean()
 
 
 class Rolled(EveryOther):
     def loss(self, x, y):
-        return F.cross_entropy(self.model(x.roll(next(self.calls), 1)), y)
+        return F.cross_entropy(self.model(x.roll(self.calls(), 1)), y)
 
 
 class HeadsInTurns(EveryOther):
@@ -69,7 +68,7 @@ class HeadsInTurns(EveryOther):
         return nn.ModuleList([net(), net()])
 
     def loss(self, x, y):
-        return F.cross_entropy(self.model[next(self.calls) % 2](x), y)
+        return F.cross_entropy(self.model[self.calls() % 2](x), y)
 
 
 class ByTheClock(Program):
@@ -98,7 +97,7 @@ class Seeding(EveryOther):
     """Another seed for each pass, by a count of passes: that of the global generators."""
 
     def loss(self, x, y):
-        torch.manual_seed(next(self.calls))
+        torch.manual_seed(self.calls())
         return super().loss(x + torch.randn_like(x), y)
 
 
@@ -114,14 +113,14 @@ class SeedingItsOwn(EveryOther):
     """The same for a generator that the pass creates."""
 
     def loss(self, x, y):
-        generator = torch.Generator().manual_seed(next(self.calls))
+        generator = torch.Generator().manual_seed(self.calls())
         return Program.loss(self, x[torch.randperm(len(x), generator=generator)], y)
 
 
 class SeedingForAWhile(EveryOther):
     def loss(self, x, y):
         with torch.random.fork_rng():
-            torch.manual_seed(next(self.calls))
+            torch.manual_seed(self.calls())
             x = F.dropout(x, 0.3)
         return Program.loss(self, x, y)
 
@@ -130,13 +129,13 @@ class SeedingPythons(EveryOther):
     """The same for Python's generator."""
 
     def loss(self, x, y):
-        random.seed(next(self.calls))
+        random.seed(self.calls())
         return Program.loss(self, x * random.random(), y)
 
 
 class ShufflingPythons(SeedingPythons):
     def loss(self, x, y):
-        random.seed(f"pass {next(self.calls)}")
+        random.seed(f"pass {self.calls()}")
         order = list(range(x.shape[1]))
         random.shuffle(order)
         return Program.loss(self, x[:, order], y)

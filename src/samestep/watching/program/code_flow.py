@@ -1,7 +1,8 @@
 """Follows values through a program's source code: what each is computed from, of what a turn begins with.
 
 A turn is one run of the body of the loop over towers. This visits its statements in order, and those of the
-program's functions that it calls. Of two branches, both may have run.
+program's functions that it calls. Of two branches, both may have run. Iterators from before the turn change
+when elements are taken from them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
-from types import FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -34,12 +35,30 @@ from samestep.watching.program.place_values import ENTRIES, PlaceValues
 from samestep.watching.program.program_line import frames_of_program
 from samestep.watching.program.reach import locals_of
 from samestep.watching.program.source_code import Computed, Function, SourceCode
+from samestep.watching.program.syntax import (
+    OPERATORS,
+    asks_for_value,
+    constant_name,
+    constant_number,
+    is_whole,
+    loaded,
+    own_names,
+    parallel_names,
+)
 
 __all__ = ["CodeFlow"]
 
 _CHANGING = {"add", "append", "appendleft", "extend", "insert", "update"}
+_TAKING = {"pop", "popitem", "popleft", "send"}
 _EMPTYING = {"clear", "fill", "fill_", "zero_"}
-_CONVERSIONS: Mapping[type, str] = {float: "__float__", int: "__int__", bool: "__bool__"}
+_SPECIAL: Mapping[object, str] = {
+    float: "__float__",
+    int: "__int__",
+    bool: "__bool__",
+    abs: "__abs__",
+    len: "__len__",
+    next: "__next__",
+}
 _CALLED = (FunctionType, MethodType, Method, LocalFunction, partial)
 _MOST_CALLS = 8  # one within the other
 _MOST_NODES = 10_000
@@ -81,6 +100,13 @@ class CodeFlow(ast.NodeVisitor):
         """Visit the body of a loop."""
         self._scope, self._has_loop = scope, True
         self._set(loop.target, Value())
+        names = parallel_names(loop)
+        beside = [name for name in names if not _is_tower(scope.objects.get(name))]
+        for name in beside if len(beside) < len(names) else ():  # one of them is the tower
+            place = scope.place_of(name)
+            self._values.put(place, Value(frozenset({place})), name)
+            self._note(loop, frozenset({place}))
+            self._note(loop.iter, frozenset({place}))
         self._run(loop.body)
 
     def run_function(self, function: Callable[..., Any], arguments: Sequence[Value]) -> None:
@@ -129,10 +155,18 @@ class CodeFlow(ast.NodeVisitor):
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         """Set what is on the left, or change the container that it is."""
-        old = self.visit(_loaded(node.target))
-        sources = old.sources | self._values.data_of(old) | self._data(node.value)
+        old, other, name = (
+            self.visit(loaded(node.target)),
+            self.visit(node.value),
+            OPERATORS.get(type(node.op)),
+        )
+        sources = old.sources | self._values.data_of(old) | self._values.data_of(other)
         self._note(node, sources)
-        if old.is_known and old.is_container:
+        new = self._call_special(old, f"__i{name}__", other) or self._call_special(old, f"__{name}__", other)
+        if new is not None:
+            if new.key is None or new.key != old.key:
+                self._set(node.target, new)
+        elif old.is_known and old.is_container:
             self._values.fill(old, sources, is_change=True)
         else:
             self._set(node.target, Value(sources))
@@ -148,7 +182,7 @@ class CodeFlow(ast.NodeVisitor):
         deciding = self._data(node.test)
         places = frozenset(self._places_set_in([*node.body, *node.orelse]))
         asked = (each for each in places if not {each, Place(each.holder, ENTRIES)}.isdisjoint(deciding))
-        filled = places if _asks_for_value(node.test) and any(asked) else _NOWHERE
+        filled = places if asks_for_value(node.test) and any(asked) else _NOWHERE
         self._branch([node.body, node.orelse], deciding - places, filled)
 
     visit_While = visit_If  # its body may not run
@@ -156,6 +190,7 @@ class CodeFlow(ast.NodeVisitor):
     def visit_For(self, node: ast.For) -> None:
         """Visit the body for each known object, or once."""
         for each in self._elements(node.iter):
+            self._note(node, each.sources)
             self._set(node.target, each)
             self._run(node.body)
         self._run(node.orelse)
@@ -164,17 +199,17 @@ class CodeFlow(ast.NodeVisitor):
         """Visit what it runs before and after its body."""
         entered = [self.visit(item.context_expr) for item in node.items]
         for item, value in zip(node.items, entered, strict=True):
-            bound = self._call_function(_attribute(value, "__enter__"), [value], {}) or value
+            bound = self._call_special(value, "__enter__") or value
             if item.optional_vars is not None:
                 self._set(item.optional_vars, bound)
         self._run(node.body)
         for value in entered:
-            self._call_function(_attribute(value, "__exit__"), [value], {})
+            self._call_special(value, "__exit__")
 
     def visit_Delete(self, node: ast.Delete) -> None:
         """Empty containers."""
         for target in node.targets:
-            if isinstance(target, ast.Subscript) and _is_whole(target.slice):
+            if isinstance(target, ast.Subscript) and is_whole(target.slice):
                 self._values.empty(self.visit(target.value))
 
     def visit_Try(self, node: ast.Try) -> None:
@@ -214,7 +249,7 @@ class CodeFlow(ast.NodeVisitor):
                     yield Place(self.visit(of).key, name)
                 case ast.Subscript(value=of, slice=index, ctx=ast.Store()):
                     yield Place(self.visit(of).key, ENTRIES)
-                    yield Place(self.visit(of).key, _constant(index))
+                    yield Place(self.visit(of).key, constant_name(index))
 
     # ---- places --------------------------------------------------------------------------------------
 
@@ -225,8 +260,10 @@ class CodeFlow(ast.NodeVisitor):
             case ast.Attribute(value=of, attr=name):
                 self._set_attribute(self.visit(of), name, value)
             case ast.Subscript(value=of, slice=index):
-                holder, name = self.visit(of), _constant(index)
-                if _is_whole(index):
+                holder, name = self.visit(of), constant_name(index)
+                if self._call_special(holder, "__setitem__", self.visit(index), value) is not None:
+                    return
+                if is_whole(index):
                     self._values.empty(holder)
                 if name and holder.key is not None:
                     self._values.put(Place(holder.key, name), value, f"{name} of {holder.name}")
@@ -315,14 +352,25 @@ class CodeFlow(ast.NodeVisitor):
 
     def visit_Lambda(self, node: Function) -> Value:
         """Return a function of the turn's own."""
-        names = {each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)}
-        nodes = [each for part in _body_of(node) for each in ast.walk(part)]
-        outer = {
-            name for each in nodes if isinstance(each, (ast.Global, ast.Nonlocal)) for name in each.names
-        }
-        stored = {each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
-        scope = Scope(frozenset(names | stored - outer), around=self._scope)
+        scope = Scope(own_names(node), around=self._scope)
         return Value.of(self._values.keep(LocalFunction(node, scope)))
+
+    def visit_BinOp(self, node: ast.BinOp) -> Value:
+        """Return what an operator returns, which a class may define."""
+        left, right, name = self.visit(node.left), self.visit(node.right), OPERATORS.get(type(node.op))
+        found = self._call_special(left, f"__{name}__", right) or self._call_special(
+            right, f"__r{name}__", left
+        )
+        return found or Value(self._values.data_of(left) | self._values.data_of(right))
+
+    def visit_Compare(self, node: ast.Compare) -> Value:
+        """Return what comparisons return, which a class may define."""
+        parts = [self.visit(each) for each in (node.left, *node.comparators)]
+        sources = _NOWHERE.union(*map(self._values.data_of, parts))
+        for left, right, operator in zip(parts, parts[1:], node.ops, strict=False):
+            found = self._call_special(left, f"__{OPERATORS.get(type(operator))}__", right)
+            sources |= _NOWHERE if found is None else self._values.data_of(found)
+        return Value(sources)
 
     def visit_IfExp(self, node: ast.IfExp) -> Value:
         """Return one of two values."""
@@ -371,16 +419,19 @@ class CodeFlow(ast.NodeVisitor):
             case ast.Call(func=ast.Attribute(value=of, attr="items")):
                 found = self._values.objects_in(self.visit(of)) or [value]
                 return [Value(each.sources, _Parts([Value(), each])) for each in found]
-        return self._values.objects_in(value) or [Value(self._values.data_of(value))]
+        return self._values.objects_in(value) or [Value(self._advance(value))]
 
     def _entry(self, holder: Value, index: ast.expr) -> Value:
-        others, number = self._data(index), _number(index)
+        given, number = self.visit(index), constant_number(index)
+        others = self._values.data_of(given)
+        if (found := self._call_special(holder, "__getitem__", given)) is not None:
+            return found
         if number == -1 and (last := self._values.last(holder)) is not None:
             return last
         objects = self._values.objects_in(holder) if isinstance(holder.object, (list, tuple)) else []
         if number is not None and -len(objects) <= number < len(objects):
             return objects[number]
-        if holder.key is None or not (name := _constant(index)):
+        if holder.key is None or not (name := constant_name(index)):
             return Value(self._values.data_of(holder) | others)
         place = Place(holder.key, name)
         entries = (self._values.get(Place(holder.key, ENTRIES)) or Value()).sources
@@ -388,8 +439,8 @@ class CodeFlow(ast.NodeVisitor):
             return known.computed_from(entries)
         if isinstance(holder.object, NewObject):
             return Value(self._values.data_of(holder))
-        found = holder.object.get(name, UNKNOWN) if isinstance(holder.object, dict) else UNKNOWN
-        before = Value.before(place, f"{name} of {holder.name}", found)
+        held = holder.object.get(name, UNKNOWN) if isinstance(holder.object, dict) else UNKNOWN
+        before = Value.before(place, f"{name} of {holder.name}", held)
         return self._values.read(before).computed_from(entries)
 
     # ---- calls ---------------------------------------------------------------------------------------
@@ -414,18 +465,39 @@ class CodeFlow(ast.NodeVisitor):
         returned = self._call_object(called, arguments, named)
         if returned is not None:
             return returned
-        given = [*arguments, *named.values()]
-        sources = called.sources.union(*map(self._values.data_of, given))
-        for each in given:  # it may call these
-            returned = self._call_object(each, [], {}) if isinstance(each.object, _CALLED) else None
-            sources |= _NOWHERE if returned is None else self._values.data_of(returned)
+        sources = called.sources | self._data_of_call([*arguments, *named.values()])
         if method in _EMPTYING:
             self._values.empty(holder)
         if method in _CHANGING:
             self._values.fill(holder, sources, is_change=True)
+        if method in _TAKING:
+            self._values.fill(holder, _NOWHERE, is_change=True)
         if method == "append" and len(arguments) == 1:
             self._values.set_last(holder, arguments[0])
         return Value(sources | self._values.data_of(holder))
+
+    def _data_of_call(self, given: Iterable[Value]) -> frozenset[Place]:
+        """Return what a library's function computes from its arguments; it may call these, or iterate."""
+        sources = _NOWHERE
+        for each in given:
+            returned = self._call_object(each, [], {}) if isinstance(each.object, _CALLED) else None
+            sources |= self._advance(each) | self._values.data_of(returned or Value())
+        return sources
+
+    def _advance(self, value: Value) -> frozenset[Place]:
+        """Note that elements of an iterator are taken, if it is one; return what these are computed from."""
+        if hasattr(type(value.object), "__next__"):
+            self._values.fill(value, _NOWHERE, is_change=True)
+        if isinstance(value.object, GeneratorType) and value.object.gi_frame is not None:
+            self._resume(value.object, value.object.gi_frame, self._values.data_of(value))
+        return self._values.data_of(value)
+
+    def _resume(self, generator: object, frame: FrameType, deciding: frozenset[Place]) -> None:
+        """Visit the body of a generator, where all depends on how often it has been resumed."""
+        node = self._source.function(frame.f_code)
+        if node is not None:
+            with self._values.decided_by(deciding):
+                self._inline(generator, node, Scope.of_frame(frame, dict(frame.f_locals)), [], {})
 
     def _call_object(
         self, called: Value, arguments: Sequence[Value], named: Mapping[str, Value]
@@ -446,20 +518,24 @@ class CodeFlow(ast.NodeVisitor):
                 given = [*map(Value.of, function.args), *arguments]
                 fixed = {name: Value.of(value, name) for name, value in function.keywords.items()}
                 return self._call_object(Value.of(function.func), given, {**fixed, **named})
-            case type() as kind if kind in _CONVERSIONS and arguments:
-                method = _attribute(arguments[0], _CONVERSIONS[kind])
-                return self._call_function(method, arguments, {})
+            case (type() | BuiltinFunctionType()) as builtin if builtin in _SPECIAL and arguments:
+                return self._call_special(arguments[0], _SPECIAL[builtin])
             case type() as kind:
                 return self._make(kind, arguments, named)
             case nn.Module() as module:
                 return self._call_function(type(module).forward, [called, *arguments], named)
-        if called.object is len and arguments:
-            return self._call_function(_attribute(arguments[0], "__len__"), arguments, {})
         return self._call_function(_attribute(called, "__call__"), [called, *arguments], named)
 
+    def _call_special(self, holder: Value, name: str, *others: Value) -> Value | None:
+        """Visit a method that the program's class defines for an operator, a builtin or a statement."""
+        return self._call_function(_attribute(holder, name), [holder, *others], {})
+
     def _make(self, kind: type, arguments: Sequence[Value], named: Mapping[str, Value]) -> Value:
-        made = self._new(kind, _NOWHERE.union(*map(self._values.data_of, [*arguments, *named.values()])))
-        self._call_function(attribute_of(kind, "__init__"), [made, *arguments], named)
+        given, begin = [*arguments, *named.values()], attribute_of(kind, "__init__")
+        if not isinstance(begin, FunctionType):  # a library's, such as `list`
+            return self._new(kind, self._data_of_call(given))
+        made = self._new(kind, _NOWHERE.union(*map(self._values.data_of, given)))
+        self._call_function(begin, [made, *arguments], named)
         return made
 
     def _parent(self) -> Value:
@@ -523,10 +599,6 @@ class _Parts(list[Value]):
     """The values in a tuple."""
 
 
-def _body_of(function: Function) -> Sequence[ast.AST]:
-    return [function.body] if isinstance(function, ast.Lambda) else function.body
-
-
 def _defaults_of(function: FunctionType) -> Mapping[str, Value]:
     """Return the values of parameters that are not given."""
     code, values = function.__code__, function.__defaults__ or ()
@@ -541,46 +613,12 @@ def _attribute(holder: Value, name: str) -> Any:
     return attribute_of(holder.object, name) if holder.is_known else UNKNOWN
 
 
+def _is_tower(found: object) -> bool:
+    return type(found).__module__.partition(".")[0] == "samestep"
+
+
 def _is_own(found: Any, name: str) -> bool:
     """Say whether an attribute is an object's own, and none of its class, which would be bound."""
     kind = found.kind if isinstance(found, NewObject) else type(found)
     is_of_class = any(name in vars(each) for each in ([] if kind is None else kind.__mro__))
     return isinstance(found, (ModuleType, type)) or not (is_of_class or isinstance(found, Parent))
-
-
-def _asks_for_value(test: ast.expr) -> bool:
-    """Say whether a choice asks for what has no value yet, or that of something else, as for a cache."""
-    match test:
-        case ast.UnaryOp(op=ast.Not()) | ast.Compare(ops=[ast.NotIn() | ast.NotEq()]):
-            return True
-        case ast.Compare(ops=[ast.Is() | ast.Eq()], comparators=[ast.Constant(None)]):
-            return True
-        case ast.BoolOp(values=[first, *_]):
-            return _asks_for_value(first)
-    return False
-
-
-def _is_whole(index: ast.expr) -> bool:
-    """Say whether an index selects all entries."""
-    if isinstance(index, ast.Slice):
-        return index.lower is None and index.upper is None and index.step is None
-    return isinstance(index, ast.Constant) and index.value is Ellipsis
-
-
-def _constant(index: ast.expr) -> str:
-    """Return the name of an entry, if it is constant; or ""."""
-    return index.value if isinstance(index, ast.Constant) and isinstance(index.value, str) else ""
-
-
-def _number(index: ast.expr) -> int | None:
-    """Return the number of an entry, if it is constant."""
-    try:
-        found = ast.literal_eval(index)
-    except ValueError:
-        return None
-    return found if isinstance(found, int) else None
-
-
-def _loaded(target: ast.Name | ast.Attribute | ast.Subscript) -> ast.expr:
-    """Return an expression that reads what a statement sets."""
-    return ast.copy_location(type(target)(**{**vars(target), "ctx": ast.Load()}), target)

@@ -16,8 +16,8 @@ from samestep.watching.program.program_line import Expression
 __all__ = ["Computed", "Function", "SourceCode"]
 
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-Computed: TypeAlias = ast.expr | ast.AugAssign
-"""What operators run for."""
+Computed: TypeAlias = ast.expr | ast.AugAssign | ast.For
+"""What operators run for; for a loop, where it takes its next element."""
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _PACKAGES = ("site-packages", "dist-packages")  # also those of the user or the system

@@ -1,0 +1,98 @@
+"""What the forms of expressions and statements say, whatever their values are."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+
+from samestep.watching.program.source_code import Function
+
+__all__ = [
+    "OPERATORS",
+    "asks_for_value",
+    "body_of",
+    "constant_name",
+    "constant_number",
+    "is_whole",
+    "loaded",
+    "own_names",
+    "parallel_names",
+]
+
+OPERATORS: Mapping[type[ast.operator | ast.cmpop], str] = {
+    ast.Add: "add",
+    ast.Sub: "sub",
+    ast.Mult: "mul",
+    ast.MatMult: "matmul",
+    ast.Div: "truediv",
+    ast.FloorDiv: "floordiv",
+    ast.Mod: "mod",
+    ast.Pow: "pow",
+    ast.Eq: "eq",
+    ast.NotEq: "ne",
+    ast.Lt: "lt",
+    ast.LtE: "le",
+    ast.Gt: "gt",
+    ast.GtE: "ge",
+}
+"""The names of the methods, without underscores, by which a class defines operators."""
+
+
+def asks_for_value(test: ast.expr) -> bool:
+    """Say whether a choice asks for what has no value yet, or that of something else, as for a cache."""
+    match test:
+        case ast.UnaryOp(op=ast.Not()) | ast.Compare(ops=[ast.NotIn() | ast.NotEq()]):
+            return True
+        case ast.Compare(ops=[ast.Is() | ast.Eq()], comparators=[ast.Constant(None)]):
+            return True
+        case ast.BoolOp(values=[first, *_]):
+            return asks_for_value(first)
+    return False
+
+
+def is_whole(index: ast.expr) -> bool:
+    """Say whether an index selects all entries."""
+    if isinstance(index, ast.Slice):
+        return index.lower is None and index.upper is None and index.step is None
+    return isinstance(index, ast.Constant) and index.value is Ellipsis
+
+
+def constant_name(index: ast.expr) -> str:
+    """Return the name of an entry, if it is constant; or ""."""
+    return index.value if isinstance(index, ast.Constant) and isinstance(index.value, str) else ""
+
+
+def constant_number(index: ast.expr) -> int | None:
+    """Return the number of an entry, if it is constant."""
+    try:
+        found = ast.literal_eval(index)
+    except ValueError:
+        return None
+    return found if isinstance(found, int) else None
+
+
+def loaded(target: ast.Name | ast.Attribute | ast.Subscript) -> ast.expr:
+    """Return an expression that reads what a statement sets."""
+    return ast.copy_location(type(target)(**{**vars(target), "ctx": ast.Load()}), target)
+
+
+def body_of(function: Function) -> Sequence[ast.AST]:
+    """Return the statements of a function, or the expression of a lambda."""
+    return [function.body] if isinstance(function, ast.Lambda) else function.body
+
+
+def own_names(function: Function) -> frozenset[str]:
+    """Return the names of a function's own variables."""
+    names = {each.arg for each in ast.walk(function.args) if isinstance(each, ast.arg)}
+    nodes = [each for part in body_of(function) for each in ast.walk(part)]
+    outer = {name for each in nodes if isinstance(each, (ast.Global, ast.Nonlocal)) for name in each.names}
+    stored = {each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+    return frozenset(names | stored - outer)
+
+
+def parallel_names(loop: ast.For) -> list[str]:
+    """Return the variables of a loop over several things at once, by `enumerate` or `zip`."""
+    match loop.iter:
+        case ast.Call(func=ast.Name(id="enumerate" | "zip")):
+            return [each.id for each in ast.walk(loop.target) if isinstance(each, ast.Name)]
+    return []
