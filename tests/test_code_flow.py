@@ -287,6 +287,10 @@ PUSHED = {"total of meter", "count of meter"}
         (["mine = meter", "mine.push(x)"], "meter.mean", PUSHED),
         (["meters['a'].push(x)"], "meter.mean", PUSHED),
         (["pair[1].push(x)"], "meter.mean", PUSHED),
+        (["pair[x].push(x)"], "pair[y].mean", PUSHED),
+        (["pair[x].reset()", "pair[x].push(x)"], "pair[x].mean", set()),
+        (["meters[x].push(x)"], "meters[x].mean", PUSHED),
+        ([], "next(cycles[x])", {"cycles"}),
         (["for each in pair:", "    each.push(x)"], "meter.mean", PUSHED),
         (["for n, each in enumerate(pair):", "    each.push(x)"], "meter.mean", PUSHED),
         (["for n, each in meters.items():", "    each.push(x)"], "meter.mean", PUSHED),
@@ -343,6 +347,7 @@ def test_objects_and_functions_of_the_program(lines, expression, expected):
         "window": [1.0, 2.0],
         "cycle": itertools.cycle([1.0, 2.0]),
         "islice": itertools.islice,
+        "cycles": [itertools.cycle([each]) for each in range(3)],
         "generated": running(),
         "partial": functools.partial,
     }

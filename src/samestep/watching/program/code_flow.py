@@ -422,16 +422,15 @@ class CodeFlow(ast.NodeVisitor):
         return self._values.objects_in(value) or [Value(self._advance(value))]
 
     def _entry(self, holder: Value, index: ast.expr) -> Value:
-        given, number = self.visit(index), constant_number(index)
+        given, name = self.visit(index), constant_name(index)
         others = self._values.data_of(given)
         if (found := self._call_special(holder, "__getitem__", given)) is not None:
             return found
-        if number == -1 and (last := self._values.last(holder)) is not None:
+        if constant_number(index) == -1 and (last := self._values.last(holder)) is not None:
             return last
-        objects = self._values.objects_in(holder) if isinstance(holder.object, (list, tuple)) else []
-        if number is not None and -len(objects) <= number < len(objects):
-            return objects[number]
-        if holder.key is None or not (name := constant_name(index)):
+        if (known := self._object_at(holder, index)) is not None:
+            return known.computed_from(others)
+        if holder.key is None or not name:
             return Value(self._values.data_of(holder) | others)
         place = Place(holder.key, name)
         entries = (self._values.get(Place(holder.key, ENTRIES)) or Value()).sources
@@ -442,6 +441,14 @@ class CodeFlow(ast.NodeVisitor):
         held = holder.object.get(name, UNKNOWN) if isinstance(holder.object, dict) else UNKNOWN
         before = Value.before(place, f"{name} of {holder.name}", held)
         return self._values.read(before).computed_from(entries)
+
+    def _object_at(self, holder: Value, index: ast.expr) -> Value | None:
+        """Return the object in a container that is known; where the index is computed, always the first."""
+        objects, number = self._values.objects_in(holder), constant_number(index)
+        if number is not None and not isinstance(holder.object, dict):
+            return objects[number] if -len(objects) <= number < len(objects) else None
+        is_computed = number is None and not constant_name(index) and not isinstance(index, ast.Slice)
+        return objects[0] if objects and is_computed else None
 
     # ---- calls ---------------------------------------------------------------------------------------
 
