@@ -155,14 +155,11 @@ class CodeFlow(ast.NodeVisitor):
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         """Set what is on the left, or change the container that it is."""
-        old, other, name = (
-            self.visit(loaded(node.target)),
-            self.visit(node.value),
-            OPERATORS.get(type(node.op)),
-        )
+        old, other = self.visit(loaded(node.target)), self.visit(node.value)
         sources = old.sources | self._values.data_of(old) | self._values.data_of(other)
         self._note(node, sources)
-        new = self._call_special(old, f"__i{name}__", other) or self._call_special(old, f"__{name}__", other)
+        in_place = f"__i{OPERATORS.get(type(node.op))}__"
+        new = self._call_special(old, in_place, other) or self._operate(node.op, old, other)
         if new is not None:
             if new.key is None or new.key != old.key:
                 self._set(node.target, new)
@@ -357,18 +354,16 @@ class CodeFlow(ast.NodeVisitor):
 
     def visit_BinOp(self, node: ast.BinOp) -> Value:
         """Return what an operator returns, which a class may define."""
-        left, right, name = self.visit(node.left), self.visit(node.right), OPERATORS.get(type(node.op))
-        found = self._call_special(left, f"__{name}__", right) or self._call_special(
-            right, f"__r{name}__", left
-        )
-        return found or Value(self._values.data_of(left) | self._values.data_of(right))
+        left, right = self.visit(node.left), self.visit(node.right)
+        sources = self._values.data_of(left) | self._values.data_of(right)
+        return self._operate(node.op, left, right) or Value(sources)
 
     def visit_Compare(self, node: ast.Compare) -> Value:
         """Return what comparisons return, which a class may define."""
         parts = [self.visit(each) for each in (node.left, *node.comparators)]
         sources = _NOWHERE.union(*map(self._values.data_of, parts))
         for left, right, operator in zip(parts, parts[1:], node.ops, strict=False):
-            found = self._call_special(left, f"__{OPERATORS.get(type(operator))}__", right)
+            found = self._operate(operator, left, right)
             sources |= _NOWHERE if found is None else self._values.data_of(found)
         return Value(sources)
 
@@ -479,6 +474,7 @@ class CodeFlow(ast.NodeVisitor):
             self._values.fill(holder, sources, is_change=True)
         if method in _TAKING:
             self._values.fill(holder, _NOWHERE, is_change=True)
+            self._advance(holder)
         if method == "append" and len(arguments) == 1:
             self._values.set_last(holder, arguments[0])
         return Value(sources | self._values.data_of(holder))
@@ -536,6 +532,12 @@ class CodeFlow(ast.NodeVisitor):
     def _call_special(self, holder: Value, name: str, *others: Value) -> Value | None:
         """Visit a method that the program's class defines for an operator, a builtin or a statement."""
         return self._call_function(_attribute(holder, name), [holder, *others], {})
+
+    def _operate(self, operator: ast.operator | ast.cmpop, left: Value, right: Value) -> Value | None:
+        """Visit the method of one of two objects that defines an operator."""
+        name = OPERATORS.get(type(operator))
+        found = self._call_special(left, f"__{name}__", right)
+        return found or self._call_special(right, f"__r{name}__", left)
 
     def _make(self, kind: type, arguments: Sequence[Value], named: Mapping[str, Value]) -> Value:
         given, begin = [*arguments, *named.values()], attribute_of(kind, "__init__")
