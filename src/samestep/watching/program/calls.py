@@ -1,0 +1,306 @@
+"""Visits what a program's code calls, and reads and sets attributes of objects."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from types import BuiltinFunctionType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
+from typing import Any
+
+from torch import nn
+
+from samestep.watching.program.code_values import (
+    MISSING,
+    UNKNOWN,
+    LocalFunction,
+    Method,
+    NewObject,
+    Parent,
+    Place,
+    Scope,
+    Value,
+    attribute_of,
+    join,
+)
+from samestep.watching.program.place_values import PlaceValues
+from samestep.watching.program.source_code import Computed, Function, SourceCode
+from samestep.watching.program.syntax import OPERATORS
+
+__all__ = ["NOWHERE", "Calls"]
+
+NOWHERE = frozenset[Place]()
+
+_CHANGING = {"add", "append", "appendleft", "extend", "insert", "update"}
+_TAKING = {"pop", "popitem", "popleft", "send"}
+_EMPTYING = {"clear", "fill", "fill_", "zero_"}
+_SPECIAL: Mapping[object, str] = {
+    float: "__float__",
+    int: "__int__",
+    bool: "__bool__",
+    abs: "__abs__",
+    len: "__len__",
+    next: "__next__",
+}
+_CALLED = (FunctionType, MethodType, Method, LocalFunction, partial)
+_MOST_CALLS = 8  # one within the other
+_MOST_NODES = 10_000
+
+
+class Calls(ast.NodeVisitor, ABC):
+    """The objects and functions of a turn.
+
+    Args:
+        source: where functions are found.
+    """
+
+    def __init__(self, source: SourceCode) -> None:
+        self._source = source
+        self._scope = Scope()
+        self._values = PlaceValues()
+        self._found: dict[int, frozenset[Place]] = {}  # by nodes of expressions that were visited
+        self._running: list[object] = []
+        self._selves: list[Value] = []  # the first arguments of functions that are running
+        self._returned: list[list[Value]] = []
+        self._num_nodes = 0
+
+    def visit(self, node: ast.AST) -> Value:
+        """Visit a statement or expression; return the value of an expression."""
+        self._num_nodes += 1
+        value = super().visit(node) if self._num_nodes < _MOST_NODES else None
+        value = value or Value()
+        if isinstance(node, ast.expr):
+            self._note(node, self._values.data_of(value))
+        return value
+
+    @abstractmethod
+    def _run(self, body: Iterable[ast.AST]) -> None:
+        """Visit statements."""
+
+    def _data(self, node: ast.expr) -> frozenset[Place]:
+        return self._values.data_of(self.visit(node))
+
+    def _note(self, node: Computed, sources: frozenset[Place]) -> None:
+        self._found[id(node)] = self._found.get(id(node), NOWHERE).union(sources, self._values.deciding)
+
+    # ---- attributes ----------------------------------------------------------------------------------
+
+    def _set_attribute(self, holder: Value, name: str, value: Value) -> None:
+        if isinstance(found := _attribute(holder, name), property):
+            self._call_function(found.fset, [holder, value], {})
+        elif holder.key is not None:
+            self._values.put(Place(holder.key, name), value, f"{name} of {holder.name}")
+
+    def _attribute_value(self, holder: Value, name: str) -> Value:
+        if holder.key is None:
+            return Value(self._values.data_of(holder))
+        place = Place(holder.key, name)
+        if (known := self._values.get(place)) is not None:
+            return known
+        if self._values.is_filled(holder) and not holder.is_container:
+            return Value(self._values.data_of(holder))  # a library has changed it
+        match _attribute(holder, name):
+            case property(fget=function):
+                return self._call_function(function, [holder], {}) or Value(holder.sources)
+            case FunctionType() as function if not _is_own(holder.object, name):
+                return self._bound(function, holder)
+            case classmethod(__func__=FunctionType() as function):
+                kind = holder.object if isinstance(holder.object, type) else type(holder.object)
+                return self._bound(function, Value.of(kind, holder.name))
+            case staticmethod(__func__=function):
+                return Value.of(function, name)
+            case found if found is MISSING or isinstance(holder.object, NewObject):
+                return Value(holder.sources)
+            case found:
+                return self._values.read(Value.before(place, f"{name} of {holder.name}", found))
+
+    def _bound(self, function: FunctionType, holder: Value) -> Value:
+        """Return a method of an object."""
+        of = holder.object.of if isinstance(holder.object, Parent) else holder
+        return Value.of(self._values.keep(Method(function, of)), of.name)
+
+    def _new(self, kind: type | None, sources: frozenset[Place]) -> Value:
+        made = self._values.keep(NewObject(kind))
+        return Value(sources, made, made)
+
+    # ---- calls ---------------------------------------------------------------------------------------
+
+    def visit_Call(self, node: ast.Call) -> Value:
+        """Visit what the call runs; return what that returns."""
+        if isinstance(node.func, ast.Attribute):
+            holder, method = self.visit(node.func.value), node.func.attr
+            called = self._attribute_value(holder, method)
+        else:
+            holder, method, called = Value(), "", self.visit(node.func)
+        arguments = [self.visit(each.value if isinstance(each, ast.Starred) else each) for each in node.args]
+        named = {each.arg or "": self.visit(each.value) for each in node.keywords}
+        if called.object is super and not arguments:
+            return self._parent()
+        match called.object, arguments, node.args:
+            case builtins.getattr, [of, _, *default], [_, ast.Constant(str(name)), *_]:
+                return self._attribute_value(of, name).computed_from(*map(self._values.data_of, default))
+            case builtins.setattr, [of, _, new], [_, ast.Constant(str(name)), _]:
+                self._set_attribute(of, name, new)
+                return Value()
+        returned = self._call_object(called, arguments, named)
+        if returned is not None:
+            return returned
+        sources = called.sources | self._data_of_call([*arguments, *named.values()])
+        if method in _EMPTYING:
+            self._values.empty(holder)
+        if method in _CHANGING:
+            self._values.fill(holder, sources, is_change=True)
+        if method in _TAKING:
+            self._values.fill(holder, NOWHERE, is_change=True)
+            self._advance(holder)
+        if method == "append" and len(arguments) == 1:
+            self._values.set_last(holder, arguments[0])
+        return Value(sources | self._values.data_of(holder))
+
+    def _data_of_call(self, given: Iterable[Value]) -> frozenset[Place]:
+        """Return what a library's function computes from its arguments; it may call these, or iterate."""
+        sources = NOWHERE
+        for each in given:
+            returned = self._call_object(each, [], {}) if isinstance(each.object, _CALLED) else None
+            sources |= self._advance(each) | self._values.data_of(returned or Value())
+        return sources
+
+    def _advance(self, value: Value) -> frozenset[Place]:
+        """Note that elements of an iterator are taken, if it is one; return what these are computed from."""
+        if hasattr(type(value.object), "__next__"):
+            self._values.fill(value, NOWHERE, is_change=True)
+        if isinstance(value.object, GeneratorType) and value.object.gi_frame is not None:
+            self._resume(value.object, value.object.gi_frame, self._values.data_of(value))
+        return self._values.data_of(value)
+
+    def _resume(self, generator: object, frame: FrameType, deciding: frozenset[Place]) -> None:
+        """Visit the body of a generator, where all depends on how often it has been resumed."""
+        node = self._source.function(frame.f_code)
+        if node is not None:
+            with self._values.decided_by(deciding):
+                self._inline(generator, node, Scope.of_frame(frame, dict(frame.f_locals)), [], {})
+
+    def _call_object(
+        self, called: Value, arguments: Sequence[Value], named: Mapping[str, Value]
+    ) -> Value | None:
+        """Visit what a call runs; None if that is not code of the program."""
+        match called.object:
+            case FunctionType() as function:
+                return self._call_function(function, arguments, named)
+            case Method(function=function, of=holder):
+                return self._call_function(function, [holder, *arguments], named)
+            case MethodType() as method:
+                return self._call_function(
+                    method.__func__, [Value.of(method.__self__, called.name), *arguments], named
+                )
+            case LocalFunction(node=node, scope=scope) as function:
+                return self._inline(function, node, scope, arguments, named)
+            case partial() as function:
+                given = [*map(Value.of, function.args), *arguments]
+                fixed = {name: Value.of(value, name) for name, value in function.keywords.items()}
+                return self._call_object(Value.of(function.func), given, {**fixed, **named})
+            case (type() | BuiltinFunctionType()) as builtin if builtin in _SPECIAL and arguments:
+                return self._call_special(arguments[0], _SPECIAL[builtin])
+            case type() as kind:
+                return self._make(kind, arguments, named)
+            case nn.Module() as module:
+                return self._call_function(type(module).forward, [called, *arguments], named)
+        return self._call_function(_attribute(called, "__call__"), [called, *arguments], named)
+
+    def _call_special(self, holder: Value, name: str, *others: Value) -> Value | None:
+        """Visit a method that the program's class defines for an operator, a builtin or a statement."""
+        return self._call_function(_attribute(holder, name), [holder, *others], {})
+
+    def _operate(self, operator: ast.operator | ast.cmpop, left: Value, right: Value) -> Value | None:
+        """Visit the method of one of two objects that defines an operator."""
+        name = OPERATORS.get(type(operator))
+        found = self._call_special(left, f"__{name}__", right)
+        return found or self._call_special(right, f"__r{name}__", left)
+
+    def _make(self, kind: type, arguments: Sequence[Value], named: Mapping[str, Value]) -> Value:
+        given, begin = [*arguments, *named.values()], attribute_of(kind, "__init__")
+        if not isinstance(begin, FunctionType):  # a library's, such as `list`
+            return self._new(kind, self._data_of_call(given))
+        made = self._new(kind, NOWHERE.union(*map(self._values.data_of, given)))
+        self._call_function(begin, [made, *arguments], named)
+        return made
+
+    def _parent(self) -> Value:
+        """Return what `super()` does."""
+        kind = self._scope.value_before("__class__").object
+        if not (isinstance(kind, type) and self._selves):
+            return Value()
+        return Value.of(self._values.keep(Parent(kind, self._selves[-1])))
+
+    def _call_function(
+        self, function: Any, arguments: Sequence[Value], named: Mapping[str, Value]
+    ) -> Value | None:
+        if not isinstance(function, FunctionType):
+            return None
+        node = self._source.function(function.__code__)
+        if node is None:  # a decorator of a library, perhaps
+            return self._call_function(vars(function).get("__wrapped__"), arguments, named)
+        defaults = {**_defaults_of(function), **named}
+        return self._inline(function, node, Scope.of_function(function), arguments, defaults)
+
+    def _inline(
+        self,
+        function: object,
+        node: Function,
+        scope: Scope,
+        arguments: Sequence[Value],
+        named: Mapping[str, Value],
+    ) -> Value | None:
+        """Visit the body of a function; None if that runs already, or too deep in others."""
+        if len(self._running) == _MOST_CALLS or any(each is function for each in self._running):
+            return None
+        outer, self._scope = self._scope, self._values.keep(scope)
+        self._running.append(function)
+        self._returned.append([])
+        self._selves.append(arguments[0] if arguments else Value())
+        self._bind(node.args, arguments, named)
+        if isinstance(node, ast.Lambda):
+            self._returned[-1].append(self.visit(node.body))
+        else:
+            self._run(node.body)
+        self._scope = outer
+        self._running.pop()
+        self._selves.pop()
+        returned = self._returned.pop()
+        return join(returned) if returned else Value()
+
+    def _bind(self, parameters: ast.arguments, given: Sequence[Value], named: Mapping[str, Value]) -> None:
+        names = [each.arg for each in (*parameters.posonlyargs, *parameters.args)]
+        values = {**named, **dict(zip(names, given, strict=False))}
+        rest = [*given[len(names) :], *(value for name, value in named.items() if name not in names)]
+        others = Value(NOWHERE.union(*map(self._values.data_of, rest)))
+        for each in (parameters.vararg, parameters.kwarg):
+            if each is not None:
+                self._values.put(self._scope.place_of(each.arg), others, each.arg)
+        for name in (*names, *(each.arg for each in parameters.kwonlyargs)):
+            bound = values.get(name, Value())
+            self._values.put(self._scope.place_of(name), replace(bound, name=bound.name or name), name)
+
+
+def _defaults_of(function: FunctionType) -> Mapping[str, Value]:
+    """Return the values of parameters that are not given."""
+    code, values = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
+    found = {**dict(zip(names, values, strict=True)), **(function.__kwdefaults__ or {})}
+    return {name: Value.of(value, name) for name, value in found.items()}
+
+
+def _attribute(holder: Value, name: str) -> Any:
+    if isinstance(holder.object, Parent):
+        return holder.object.function(name)
+    return attribute_of(holder.object, name) if holder.is_known else UNKNOWN
+
+
+def _is_own(found: Any, name: str) -> bool:
+    """Say whether an attribute is an object's own, and none of its class, which would be bound."""
+    kind = found.kind if isinstance(found, NewObject) else type(found)
+    is_of_class = any(name in vars(each) for each in ([] if kind is None else kind.__mro__))
+    return isinstance(found, (ModuleType, type)) or not (is_of_class or isinstance(found, Parent))

@@ -1,0 +1,176 @@
+"""Visits the expressions of a program's code: what each is computed from."""
+
+from __future__ import annotations
+
+import ast
+from abc import ABC
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import TypeAlias
+
+from samestep.watching.program.calls import NOWHERE, Calls
+from samestep.watching.program.code_values import UNKNOWN, LocalFunction, NewObject, Place, Scope, Value, join
+from samestep.watching.program.place_values import ENTRIES
+from samestep.watching.program.source_code import Function
+from samestep.watching.program.syntax import constant_name, constant_number, is_whole, own_names
+
+__all__ = ["Expressions"]
+
+_Comprehension: TypeAlias = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+
+
+class Expressions(Calls, ABC):
+    """The expressions of a turn, on both sides of assignments."""
+
+    def generic_visit(self, node: ast.AST) -> Value:
+        """Visit all parts, of which the value is computed."""
+        parts = [self._values.data_of(self.visit(each)) for each in ast.iter_child_nodes(node)]
+        return Value(NOWHERE.union(*parts))
+
+    def visit_Name(self, node: ast.Name) -> Value:
+        """Return a variable's value."""
+        place = self._scope.place_of(node.id)
+        known = self._values.get(place)
+        return self._values.read(self._scope.value_before(node.id)) if known is None else known
+
+    def visit_Attribute(self, node: ast.Attribute) -> Value:
+        """Return an attribute's value, or what a property returns."""
+        return self._attribute_value(self.visit(node.value), node.attr)
+
+    def visit_Subscript(self, node: ast.Subscript) -> Value:
+        """Return the value of an entry."""
+        return self._entry(self.visit(node.value), node.slice)
+
+    def visit_NamedExpr(self, node: ast.NamedExpr) -> Value:
+        """Set a variable."""
+        value = self.visit(node.value)
+        self._set(node.target, value)
+        return value
+
+    def visit_Lambda(self, node: Function) -> Value:
+        """Return a function of the turn's own."""
+        scope = Scope(own_names(node), around=self._scope)
+        return Value.of(self._values.keep(LocalFunction(node, scope)))
+
+    def visit_BinOp(self, node: ast.BinOp) -> Value:
+        """Return what an operator returns, which a class may define."""
+        left, right = self.visit(node.left), self.visit(node.right)
+        sources = self._values.data_of(left) | self._values.data_of(right)
+        return self._operate(node.op, left, right) or Value(sources)
+
+    def visit_Compare(self, node: ast.Compare) -> Value:
+        """Return what comparisons return, which a class may define."""
+        parts = [self.visit(each) for each in (node.left, *node.comparators)]
+        sources = NOWHERE.union(*map(self._values.data_of, parts))
+        for left, right, operator in zip(parts, parts[1:], node.ops, strict=False):
+            found = self._operate(operator, left, right)
+            sources |= NOWHERE if found is None else self._values.data_of(found)
+        return Value(sources)
+
+    def visit_IfExp(self, node: ast.IfExp) -> Value:
+        """Return one of two values."""
+        deciding = self._data(node.test)
+        with self._values.decided_by(deciding):
+            return join([self.visit(node.body), self.visit(node.orelse)]).computed_from(deciding)
+
+    def visit_Tuple(self, node: ast.Tuple) -> Value:
+        """Return the values in it."""
+        parts = _Parts(map(self.visit, node.elts))
+        return Value(NOWHERE.union(*map(self._values.data_of, parts)), parts)
+
+    def visit_List(self, node: ast.AST) -> Value:
+        """Return a new container."""
+        return self._new(None, self.generic_visit(node).sources)
+
+    visit_Set = visit_Dict = visit_List
+
+    def visit_ListComp(self, node: _Comprehension) -> Value:
+        """Return a new container."""
+        return self._new(None, self._comprehend(node, node.generators))
+
+    visit_SetComp = visit_DictComp = visit_GeneratorExp = visit_ListComp
+
+    def _comprehend(self, node: _Comprehension, generators: Sequence[ast.comprehension]) -> frozenset[Place]:
+        if not generators:
+            parts = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+            return NOWHERE.union(*map(self._data, parts))
+        found = NOWHERE
+        for each in self._elements(generators[0].iter):
+            self._set(generators[0].target, each)
+            found = found.union(*map(self._data, generators[0].ifs), self._comprehend(node, generators[1:]))
+        return found
+
+    def _elements(self, node: ast.expr) -> Sequence[Value]:
+        """Return the values that a loop takes: the objects in a container, or what all are one of."""
+        value = self.visit(node)
+        match node:
+            case ast.Call(func=ast.Name(id="enumerate"), args=[of]):
+                return [Value(each.sources, _Parts([Value(), each])) for each in self._elements(of)]
+            case ast.Call(func=ast.Name(id="zip"), args=parts):
+                taken = zip_longest(*map(self._elements, parts), fillvalue=Value())
+                return [Value(value.sources, _Parts(each)) for each in taken]
+            case ast.Call(func=ast.Attribute(value=of, attr="values")):
+                return self._values.objects_in(self.visit(of)) or [value]
+            case ast.Call(func=ast.Attribute(value=of, attr="items")):
+                found = self._values.objects_in(self.visit(of)) or [value]
+                return [Value(each.sources, _Parts([Value(), each])) for each in found]
+        return self._values.objects_in(value) or [Value(self._advance(value))]
+
+    def _entry(self, holder: Value, index: ast.expr) -> Value:
+        given, name = self.visit(index), constant_name(index)
+        others = self._values.data_of(given)
+        if (found := self._call_special(holder, "__getitem__", given)) is not None:
+            return found
+        if constant_number(index) == -1 and (last := self._values.last(holder)) is not None:
+            return last
+        if (known := self._object_at(holder, index)) is not None:
+            return known.computed_from(others)
+        if holder.key is None or not name:
+            return Value(self._values.data_of(holder) | others)
+        place = Place(holder.key, name)
+        entries = (self._values.get(Place(holder.key, ENTRIES)) or Value()).sources
+        if (known := self._values.get(place)) is not None:
+            return known.computed_from(entries)
+        if isinstance(holder.object, NewObject):
+            return Value(self._values.data_of(holder))
+        held = holder.object.get(name, UNKNOWN) if isinstance(holder.object, dict) else UNKNOWN
+        before = Value.before(place, f"{name} of {holder.name}", held)
+        return self._values.read(before).computed_from(entries)
+
+    def _object_at(self, holder: Value, index: ast.expr) -> Value | None:
+        """Return the object in a container that is known; where the index is computed, always the first."""
+        objects, number = self._values.objects_in(holder), constant_number(index)
+        if number is not None and not isinstance(holder.object, dict):
+            return objects[number] if -len(objects) <= number < len(objects) else None
+        is_computed = number is None and not constant_name(index) and not isinstance(index, ast.Slice)
+        return objects[0] if objects and is_computed else None
+
+    def _set(self, target: ast.expr, value: Value) -> None:
+        match target:
+            case ast.Name(id=name):
+                self._values.put(self._scope.place_of(name), value, name)
+            case ast.Attribute(value=of, attr=name):
+                self._set_attribute(self.visit(of), name, value)
+            case ast.Subscript(value=of, slice=index):
+                holder, name = self.visit(of), constant_name(index)
+                if self._call_special(holder, "__setitem__", self.visit(index), value) is not None:
+                    return
+                if is_whole(index):
+                    self._values.empty(holder)
+                if name and holder.key is not None:
+                    self._values.put(Place(holder.key, name), value, f"{name} of {holder.name}")
+                else:
+                    sources = self._values.data_of(value).union(self._values.deciding)
+                    is_own = any(place.holder == holder.key for place in sources)
+                    self._values.fill(holder, sources, is_change=is_own)
+            case ast.Tuple(elts=targets) | ast.List(elts=targets):
+                same = [Value(self._values.data_of(value))] * len(targets)
+                parts = value.object if isinstance(value.object, _Parts) else same
+                for each, part in zip(targets, parts, strict=False):
+                    self._set(each, part)
+            case ast.Starred(value=inner):
+                self._set(inner, value)
+
+
+class _Parts(list[Value]):
+    """The values in a tuple."""
