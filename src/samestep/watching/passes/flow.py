@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +20,15 @@ from samestep.watching.losses.row_pairs import RowPairs
 from samestep.watching.losses.row_sums import RowSums
 from samestep.watching.losses.rows import Rows
 from samestep.watching.operators.operator_calls import Call, tensors_in
-from samestep.watching.operators.origins import NOWHERE, Origin, Origins, storage_of
+from samestep.watching.operators.origins import Origin, Origins, storage_of
 from samestep.watching.passes.beside import COUNTED_NUMBER, LEFT_NUMBER, Beside
+from samestep.watching.passes.draws import GENERATOR, INSTEAD_OF_DRAWN, Draws
 from samestep.watching.passes.kept_numbers import KeptNumbers
 from samestep.watching.passes.own_code import OwnCode
 from samestep.watching.passes.pass_counts import PassCounts
 from samestep.watching.passes.pass_operators import PassOperators
 from samestep.watching.passes.reads import Reads
-from samestep.watching.program.reach import Named, in_reach
+from samestep.watching.program.reach import Named
 
 aten = torch.ops.aten
 
@@ -46,19 +47,6 @@ def not_followed() -> Iterator[None]:
         _is_off.reset(token)
 
 
-class _Drawn(NamedTuple):
-    """The use, in this step, of a generator that was passed to operators."""
-
-    generator: torch.Generator  # kept alive, so that no other generator gets its id
-    state: Tensor  # after the last draw
-    towers: int  # a bit for each tower that has drawn from it since it was seeded
-
-
-_GENERATOR = "a torch.Generator"
-_INSTEAD_OF_DRAWN = (
-    "seed it in each pass from the step and tower.index, or draw from the global generators, which are "
-    "seeded for each tower"
-)
 _INSTEAD_OF_KEPT = (
     "a hidden state, a running mean, a memory of samples, a mask or the like, which with another number of "
     "workers would come from other towers; reset it in each pass, update it after average() from the whole "
@@ -92,8 +80,7 @@ class FlowWatch(TorchDispatchMode):
         self._is_backward = False
         self._updated = ""
         self._shared: set[int] = set()
-        self._drawn: dict[int, _Drawn] = {}  # by the generators' ids
-        self._continued = 0  # the id of a generator that this pass continued after another tower's draws
+        self._draws = Draws()
         self._kept_numbers = KeptNumbers()
         self._counts = PassCounts()
         self._has_warned = False
@@ -119,7 +106,7 @@ class FlowWatch(TorchDispatchMode):
         """Forget the step before."""
         self.stop()
         self._origins.clear()
-        self._drawn.clear()
+        self._draws.clear()
         self._kept_numbers.start_step()
         self._counts.start_step()
         self._updated = ""
@@ -145,7 +132,8 @@ class FlowWatch(TorchDispatchMode):
             is_comparable: whether other passes over rows of the same shapes may be expected to be alike.
         """
         held = list(rows)
-        self._tower, self._continued = tower, 0
+        self._tower = tower
+        self._draws.start_pass()
         self._kept_numbers.start_pass(functions)
         self._means.start_pass(num_rows)
         self._rows.start_pass(num_rows, held)
@@ -238,11 +226,11 @@ class FlowWatch(TorchDispatchMode):
         has_warned |= self._kept_numbers.has_warned or self.operators.has_warned
         if origin.beside & COUNTED_NUMBER and not has_warned:
             self._counts.check(who)
-        if self._continued and not self._has_warned:  # but no loss uses them, or only by `.item()`
+        if self._draws.continues and not self._has_warned:  # but no loss uses them, or only by `.item()`
             self._has_warned = True
             warn(
-                f"{who} drew from {_GENERATOR}{self._name()} that continues from another tower's draws, so "
-                f"its numbers depend on the number of workers: {_INSTEAD_OF_DRAWN}"
+                f"{who} drew from {self._draws.name()} that continues from another tower's draws, so its "
+                f"numbers depend on the number of workers: {INSTEAD_OF_DRAWN}"
             )
 
     def check_gradients(self, who: str, gradients: Iterable[Tensor]) -> None:
@@ -257,12 +245,12 @@ class FlowWatch(TorchDispatchMode):
     def _check_origin(self, what: str, origin: Origin) -> None:
         if others := _indices(origin.towers & ~(1 << self._tower)):
             which = ", ".join(map(str, others))
-            depends = f"{what} on rows or random numbers of tower {which}, through {origin.how}"
-            if origin.how == _GENERATOR:
-                raise UsageError(
-                    f"{depends}{self._name()} that continues from that tower's draws; {_INSTEAD_OF_DRAWN}"
-                )
-            raise UsageError(f"{depends}: {_INSTEAD_OF_KEPT}")
+            depends = f"{what} on rows or random numbers of tower {which}, through"
+            if origin.how != GENERATOR:
+                raise UsageError(f"{depends} {origin.how}: {_INSTEAD_OF_KEPT}")
+            raise UsageError(
+                f"{depends} {self._draws.name()} that continues from that tower's draws; {INSTEAD_OF_DRAWN}"
+            )
         self._kept_numbers.carried.note_used(what, origin.beside)
         if origin.beside & LEFT_NUMBER:
             self._kept_numbers.check(what)
@@ -285,13 +273,6 @@ class FlowWatch(TorchDispatchMode):
         self.operators.is_explained |= has_warned
         self.operators.check(who)
 
-    def _name(self) -> str:
-        """Return the program's name for the continued generator, in brackets."""
-        state = self._drawn[self._continued].state
-        # By state, because operators receive a different object than the program's.
-        found = in_reach(lambda each: type(each) is torch.Generator and torch.equal(each.get_state(), state))
-        return f" ({found[0][0]})" if found else ""
-
     def end_step(self, who: str) -> None:
         """Raise if two passes of the step have updated the same weights outside the model.
 
@@ -301,7 +282,7 @@ class FlowWatch(TorchDispatchMode):
         self.stop()
         self.own_code.end_step()
         self._origins.clear()
-        self._drawn.clear()
+        self._draws.clear()
         if self._updated:
             raise UsageError(
                 f"{who} updated {self._updated}, which an earlier pass of the step also updated, so its "
@@ -324,24 +305,12 @@ class FlowWatch(TorchDispatchMode):
     def _run(self, call: Call) -> Any:
         self.operators.start(call)
         generator = call.kwargs.get("generator")
-        if not isinstance(generator, torch.Generator):
-            result, drawn = call.run(), NOWHERE
-        else:
-            drawn = self._start_drawing(generator)
-            result = call.run()
-            self._drawn[id(generator)] = _Drawn(generator, generator.get_state(), drawn.towers)
+        drawn = self._draws.start(generator, 1 << self._tower)
+        result = call.run()
+        self._draws.finish(generator, drawn)
         self.operators.finish(call, result)
         self._follow(call, result, drawn)
         return result
-
-    def _start_drawing(self, generator: torch.Generator) -> Origin:
-        """Return this tower, and those whose draws a generator continues because it was not reseeded."""
-        own = 1 << self._tower
-        last = self._drawn.get(id(generator))
-        if last is None or not last.towers & ~own or not torch.equal(generator.get_state(), last.state):
-            return Origin(own, "")
-        self._continued = id(generator)
-        return Origin(last.towers | own, _GENERATOR)
 
     def _follow(self, call: Call, result: Any, drawn: Origin) -> None:
         func, kind, given, written = call.func, call.kind, call.given, call.written
