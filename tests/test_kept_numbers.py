@@ -272,6 +272,19 @@ class ThroughAGenerator(InMethods):
             yield tower
 
 
+class ByNext(InMethods):
+    """A loop that takes its towers by `next`."""
+
+    def __init__(self, job):
+        self.model = self.build()
+        towers = samestep.Towers(self.model, self.num_towers, job=job)
+        for step in range(self.steps):
+            turns = towers(self.batch(step))
+            while (tower := next(turns, None)) is not None:
+                self.run(tower)
+            towers.average()
+
+
 class InAStep(InMethods):
     """A loss function of a `Step`, which has the loop."""
 
@@ -404,6 +417,7 @@ def test_a_number_that_a_pass_computes_from_what_it_finds_is_named(program, name
     [
         (InMethods, "count of meter of self, total of meter of self"),
         (ThroughAGenerator, "count of meter of self, total of meter of self"),
+        (ByNext, "count of meter of self, total of meter of self"),
         (InAStep, "count of meter of self, total of meter of self"),
         (InAnExpression, "baseline of self"),
         (UpdatedLast, "baseline of self"),
@@ -680,6 +694,26 @@ class OneOfTheCode(OneOfAList):
         Baseline.run(self, tower)
 
 
+class Unrolled(Program):
+    """A mean that a step computes from the last one's report; `next` takes two of its towers."""
+
+    steps = 3
+
+    def __init__(self, job):
+        self.model, mean = self.build(), 1.0
+        towers = samestep.Towers(self.model, 2, job=job)
+        for step in range(self.steps):
+            turns = towers(self.batch(step))
+            self.run(next(turns), mean)
+            if (tower := next(turns, None)) is not None:
+                self.run(tower, mean)
+            mean = 0.9 * mean + 0.1 * towers.average().loss
+        self.digest = samestep.digest(self.model)
+
+    def run(self, tower, mean):
+        tower.backward(F.cross_entropy(self.model(tower.batch["x"]), tower.batch["y"]) / (1 + mean))
+
+
 class FromTheStep(Annealed):
     """A temperature that the first pass of a step sets."""
 
@@ -761,3 +795,9 @@ def test_what_is_left_is_forgotten_between_steps():
                 found.append(outputs.mean().item())
             towers.average()
             mean = sum(found) / 2
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_loop_over_steps_is_none_over_towers(num_workers):
+    outcomes = simulate(Unrolled, num_workers)
+    assert [outcome.error for outcome in outcomes] == [None] * num_workers

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from samestep.errors import is_ours
 from samestep.watching.program.code_values import (
     MISSING,
     UNKNOWN,
@@ -170,10 +171,13 @@ class Calls(ast.NodeVisitor, ABC):
 
     def _advance(self, value: Value) -> frozenset[Place]:
         """Note that elements of an iterator are taken, if it is one; return what these are computed from."""
+        frame = value.object.gi_frame if isinstance(value.object, GeneratorType) else None
+        if frame is not None and is_ours(frame):  # the one of the towers
+            return NOWHERE
         if hasattr(type(value.object), "__next__"):
             self._values.fill(value, NOWHERE, is_change=True)
-        if isinstance(value.object, GeneratorType) and value.object.gi_frame is not None:
-            self._resume(value.object, value.object.gi_frame, self._values.data_of(value))
+        if frame is not None:
+            self._resume(value.object, frame, self._values.data_of(value))
         return self._values.data_of(value)
 
     def _resume(self, generator: object, frame: FrameType, deciding: frozenset[Place]) -> None:

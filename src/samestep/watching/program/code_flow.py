@@ -16,7 +16,7 @@ from samestep.watching.program.calls import NOWHERE
 from samestep.watching.program.code_values import Place, Scope, Value
 from samestep.watching.program.expressions import Expressions
 from samestep.watching.program.place_values import ENTRIES
-from samestep.watching.program.program_line import frames_of_program
+from samestep.watching.program.program_line import frames_of_program, has_resumed
 from samestep.watching.program.reach import locals_of
 from samestep.watching.program.source_code import Computed, SourceCode
 from samestep.watching.program.syntax import (
@@ -47,15 +47,18 @@ class CodeFlow(Expressions):
         """Return the values of the loop that takes its next tower, and of generators before it."""
         flow = cls(source)
         for frame in frames_of_program():
-            if (loop := source.loop_in(frame)) is not None:
+            if (loop := source.loop_in(frame, has_called_next=has_resumed(frame))) is not None:
                 flow.run_loop(loop, Scope.of_frame(frame, dict(locals_of(frame))))
                 if not any(isinstance(node, ast.Yield) for node in ast.walk(loop)):
                     break  # what is around it runs once a step
         return flow
 
-    def run_loop(self, loop: ast.For, scope: Scope) -> None:
+    def run_loop(self, loop: ast.For | ast.While, scope: Scope) -> None:
         """Visit the body of a loop."""
         self._scope, self._has_loop = scope, True
+        if isinstance(loop, ast.While):
+            self._run([loop.test, *loop.body])
+            return
         self._set(loop.target, Value())
         names = parallel_names(loop)
         beside = [name for name in names if not _is_tower(scope.objects.get(name))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import os
 import re
@@ -15,7 +16,7 @@ from typing import NamedTuple
 from samestep.errors import is_ours, package_of
 from samestep.watching.program.reach import is_of_watch
 
-__all__ = ["Expression", "ProgramLine", "code_that_we_call", "frames_of_program"]
+__all__ = ["Expression", "ProgramLine", "code_that_we_call", "frames_of_program", "has_resumed"]
 
 _NUMBER = re.compile(r"(?<![\w.])(\d+\.?\d*|\.\d+)(?![\w.])")
 
@@ -50,6 +51,14 @@ def frames_of_program() -> Iterator[FrameType]:
         if not is_ours(frame):
             yield frame
         frame = frame.f_back
+
+
+def has_resumed(frame: FrameType) -> bool:
+    """Say whether a frame on this thread's stack has resumed a generator, which is running."""
+    called = sys._getframe(1)
+    while called.f_back is not None and called.f_back is not frame:
+        called = called.f_back
+    return bool(called.f_code.co_flags & inspect.CO_GENERATOR)
 
 
 def code_that_we_call() -> CodeType | None:

@@ -31,11 +31,18 @@ class SourceCode:
         self._trees: dict[str, ast.Module] = {}
         self._functions: dict[str, Mapping[tuple[str, int], list[Function]]] = {}
 
-    def loop_in(self, frame: FrameType) -> ast.For | None:
-        """Return the loop that takes its next element in a frame."""
+    def loop_in(self, frame: FrameType, *, has_called_next: bool = False) -> ast.For | ast.While | None:
+        """Return the loop that takes its next element in a frame.
+
+        `has_called_next` says that the frame has called `next`, or the like, perhaps in the loop's body.
+        """
         nodes, line = ast.walk(self._tree(frame.f_code)), frame.f_lineno
-        loops = [each for each in nodes if isinstance(each, ast.For)]
-        return next((each for each in loops if each.lineno <= line <= (each.iter.end_lineno or 0)), None)
+        loops = [each for each in nodes if isinstance(each, (ast.For, ast.While))]
+        around = [each for each in loops if each.lineno <= line <= (each.end_lineno or 0)]
+        taking = [e for e in around if isinstance(e, ast.For) and line <= (e.iter.end_lineno or 0)]
+        if taking or not (around and has_called_next):
+            return taking[0] if taking else None
+        return None if _takes_average(around[-1]) else around[-1]
 
     def function(self, code: CodeType) -> Function | None:
         """Return the function that has this code; None for one of several lambdas in a line."""
@@ -70,6 +77,11 @@ class SourceCode:
 
 def _is_of_library(path: str) -> bool:
     return path.startswith((*_LIBRARIES, _OURS)) or any(name in path for name in _PACKAGES)
+
+
+def _takes_average(loop: ast.AST) -> bool:
+    """Say whether a loop's body ends a step, so that it is one over steps."""
+    return any(isinstance(each, ast.Attribute) and each.attr == "average" for each in ast.walk(loop))
 
 
 def _place(function: Function) -> tuple[str, int]:
