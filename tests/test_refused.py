@@ -1,6 +1,5 @@
 """Programs that leave the guarantee's ground hear so by name, on every worker, at any number of them."""
 
-import itertools
 import random
 
 import numpy as np
@@ -15,7 +14,7 @@ from samestep import Error, Step, Towers
 from samestep.errors import BatchError, BufferPolicyError, ConfigError, DisagreementError, UsageError
 
 from .cases import mostly_long
-from .nets import batch_of, loss_of, net, run_passes
+from .nets import batch_of, loss_of, net, run_passes, unseen_count
 from .simulation import simulate
 
 PROGRAMS = {}
@@ -192,10 +191,10 @@ def weights_clipped_through_data_in_the_loss(job):
 def one_value_of_a_large_layer_changed_in_late_passes(job):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 60_000), nn.Linear(60_000, 3))
-    calls = itertools.count(1)
+    calls = unseen_count(1)
 
     def loss(m, b):
-        if next(calls) > 3:
+        if calls() > 3:
             m[0].weight.data[33_333, 3] += 1e-3
         return loss_of(m, b)
 
