@@ -2,9 +2,11 @@
 
 import ast
 import functools
+import io
 import itertools
 import re
 import sys
+import weakref
 from collections import Counter
 from types import SimpleNamespace
 
@@ -270,6 +272,7 @@ PUSHED = {"total of meter", "count of meter"}
         (["for each in cycle:", "    y = each", "    break"], "y", {"cycle"}),
         ([], "next(generated)", {"generated"}),
         ([], "generated.send(x)", {"generated"}),
+        ([], "file.readline()", {"file"}),
         ([], "next(iter(window))", set()),
         ([], "window.pop()", {"window"}),
         (["meter.push(x)"], "partial(ratio, meter)()", set()),  # made in the turn
@@ -349,6 +352,7 @@ def test_objects_and_functions_of_the_program(lines, expression, expected):
         "islice": itertools.islice,
         "cycles": [itertools.cycle([each]) for each in range(3)],
         "generated": running(),
+        "file": io.StringIO("1\n2\n"),
         "partial": functools.partial,
     }
     found = {
@@ -397,6 +401,19 @@ def test_several_lambdas_in_a_line_are_not_told_apart():
     source, both = SourceCode(), (lambda x: x, lambda x: 2 * x)
     assert [source.function(each.__code__) for each in both] == [None, None]
     assert source.function((lambda x: x).__code__) is not None
+
+
+def test_a_generator_that_was_visited_lets_go_of_its_values():
+    def generated():
+        held = Meter()
+        yield weakref.ref(held)
+        held = None
+        yield held
+
+    generator = generated()
+    kept = next(generator)
+    assert carried([], "next(generator)", generator=generator) == {"generator"}
+    assert next(generator) is kept() is None
 
 
 @pytest.mark.parametrize(

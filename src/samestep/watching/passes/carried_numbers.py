@@ -117,8 +117,8 @@ class CarriedNumbers:
             warn(
                 f"{what} on {', '.join(sorted(names))}, which each pass computes from what the one before "
                 "has left; with another number of workers it would be from a different tower: update it "
-                "after average(), compute it from towers.step or from this tower's rows alone, or, if it is "
-                "taken from an iterator, take it once a step, as a part of the batch"
+                "after average(), or compute it from towers.step or from this tower's rows alone; take what "
+                "an iterator gives once a step, as a part of the batch"
             )
         return bool(names)
 

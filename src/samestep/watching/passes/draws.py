@@ -32,7 +32,7 @@ class Draws:
 
     def __init__(self) -> None:
         self._drawn: dict[int, _Drawn] = {}  # by the generators' ids
-        self._continued: _Drawn | None = None  # the use before one that this pass continued
+        self._continued: torch.Generator | None = None  # that this pass drew from after another tower
 
     def clear(self) -> None:
         """Forget all."""
@@ -60,7 +60,7 @@ class Draws:
         last = self._drawn.get(id(generator))
         if last is None or not last.towers & ~own or not torch.equal(generator.get_state(), last.state):
             return Origin(own, "")
-        self._continued = last
+        self._continued = generator
         return Origin(last.towers | own, GENERATOR)
 
     def finish(self, generator: object, drawn: Origin) -> None:
@@ -72,7 +72,7 @@ class Draws:
         """Return `GENERATOR`, with the program's name for the continued one in brackets."""
         if self._continued is None:
             return GENERATOR
-        state = self._drawn[id(self._continued.generator)].state
+        state = self._continued.get_state()
         # By state, because operators receive a different object than the program's.
         found = in_reach(lambda each: type(each) is torch.Generator and torch.equal(each.get_state(), state))
         return f"{GENERATOR} ({found[0][0]})" if found else GENERATOR

@@ -35,8 +35,7 @@ __all__ = ["NOWHERE", "Calls"]
 
 NOWHERE = frozenset[Place]()
 
-_CHANGING = {"add", "append", "appendleft", "extend", "insert", "update"}
-_TAKING = {"pop", "popitem", "popleft", "send"}
+_CHANGING = {"add", "append", "appendleft", "extend", "insert", "pop", "popitem", "popleft", "update"}
 _EMPTYING = {"clear", "fill", "fill_", "zero_"}
 _SPECIAL: Mapping[object, str] = {
     float: "__float__",
@@ -154,12 +153,9 @@ class Calls(ast.NodeVisitor, ABC):
             self._values.empty(holder)
         if method in _CHANGING:
             self._values.fill(holder, sources, is_change=True)
-        if method in _TAKING:
-            self._values.fill(holder, NOWHERE, is_change=True)
-            self._advance(holder)
         if method == "append" and len(arguments) == 1:
             self._values.set_last(holder, arguments[0])
-        return Value(sources | self._values.data_of(holder))
+        return Value(sources | self._advance(holder))
 
     def _data_of_call(self, given: Iterable[Value]) -> frozenset[Place]:
         """Return what a library's function computes from its arguments; it may call these, or iterate."""
@@ -185,7 +181,7 @@ class Calls(ast.NodeVisitor, ABC):
         node = self._source.function(frame.f_code)
         if node is not None:
             with self._values.decided_by(deciding):
-                self._inline(generator, node, Scope.of_frame(frame, dict(frame.f_locals)), [], {})
+                self._inline(generator, node, Scope.of_frame(frame), [], {})
 
     def _call_object(
         self, called: Value, arguments: Sequence[Value], named: Mapping[str, Value]

@@ -17,7 +17,6 @@ from samestep.watching.program.code_values import Place, Scope, Value
 from samestep.watching.program.expressions import Expressions
 from samestep.watching.program.place_values import ENTRIES
 from samestep.watching.program.program_line import frames_of_program, has_resumed
-from samestep.watching.program.reach import locals_of
 from samestep.watching.program.source_code import Computed, SourceCode
 from samestep.watching.program.syntax import (
     OPERATORS,
@@ -48,7 +47,7 @@ class CodeFlow(Expressions):
         flow = cls(source)
         for frame in frames_of_program():
             if (loop := source.loop_in(frame, has_called_next=has_resumed(frame))) is not None:
-                flow.run_loop(loop, Scope.of_frame(frame, dict(locals_of(frame))))
+                flow.run_loop(loop, Scope.of_frame(frame))
                 if not any(isinstance(node, ast.Yield) for node in ast.walk(loop)):
                     break  # what is around it runs once a step
         return flow
@@ -65,8 +64,11 @@ class CodeFlow(Expressions):
         for name in beside if len(beside) < len(names) else ():  # one of them is the tower
             place = scope.place_of(name)
             self._values.put(place, Value(frozenset({place})), name)
-            self._note(loop, frozenset({place}))
-            self._note(loop.iter, frozenset({place}))
+            for node in (
+                loop,
+                loop.iter,
+            ):  # where it takes elements: the one before Python 3.12, the other since
+                self._note(node, frozenset({place}))
         self._run(loop.body)
 
     def run_function(self, function: Callable[..., Any], arguments: Sequence[Value]) -> None:

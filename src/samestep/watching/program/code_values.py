@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
-from samestep.watching.program.reach import cells_of, contents_of, is_proxy
+from samestep.watching.program.reach import cells_of, contents_of, is_proxy, locals_of
 from samestep.watching.program.source_code import Function
 
 __all__ = [
@@ -130,9 +130,9 @@ class Scope:
     around: Scope | None = None
 
     @classmethod
-    def of_frame(cls, frame: FrameType, variables: Mapping[str, Any]) -> Scope:
-        """Return the scope of a function, or a module, that is running, with these variables."""
-        code = frame.f_code
+    def of_frame(cls, frame: FrameType) -> Scope:
+        """Return the scope of a function, or a module, that is running."""
+        code, variables = frame.f_code, dict(locals_of(frame))
         # It is not known which cells are its own, except from functions that share them.
         functions = [each for each in variables.values() if isinstance(each, FunctionType)]
         cells = {name: cell for each in functions for name, cell in cells_of(each).items()}
@@ -141,7 +141,7 @@ class Scope:
         }
         own = frozenset(code.co_varnames + code.co_cellvars + code.co_freevars)
         is_function = bool(code.co_flags & inspect.CO_OPTIMIZED)
-        objects = ChainMap({**variables}, frame.f_globals)
+        objects = ChainMap(variables, frame.f_globals)
         return cls(own if is_function else frozenset(), shared, objects, id(frame.f_globals))
 
     @classmethod

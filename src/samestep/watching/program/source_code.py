@@ -40,9 +40,10 @@ class SourceCode:
         loops = [each for each in nodes if isinstance(each, (ast.For, ast.While))]
         around = [each for each in loops if each.lineno <= line <= (each.end_lineno or 0)]
         taking = [e for e in around if isinstance(e, ast.For) and line <= (e.iter.end_lineno or 0)]
-        if taking or not (around and has_called_next):
-            return taking[0] if taking else None
-        return None if _takes_average(around[-1]) else around[-1]
+        if taking:
+            return taking[0]
+        innermost = around[-1] if around and has_called_next else None
+        return None if innermost is None or _takes_average(innermost) else innermost
 
     def function(self, code: CodeType) -> Function | None:
         """Return the function that has this code; None for one of several lambdas in a line."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from samestep.watching.program.source_code import Function
 
 __all__ = [
     "OPERATORS",
     "asks_for_value",
-    "body_of",
     "constant_name",
     "constant_number",
     "is_whole",
@@ -76,15 +75,11 @@ def loaded(target: ast.Name | ast.Attribute | ast.Subscript) -> ast.expr:
     return ast.copy_location(type(target)(**{**vars(target), "ctx": ast.Load()}), target)
 
 
-def body_of(function: Function) -> Sequence[ast.AST]:
-    """Return the statements of a function, or the expression of a lambda."""
-    return [function.body] if isinstance(function, ast.Lambda) else function.body
-
-
 def own_names(function: Function) -> frozenset[str]:
     """Return the names of a function's own variables."""
     names = {each.arg for each in ast.walk(function.args) if isinstance(each, ast.arg)}
-    nodes = [each for part in body_of(function) for each in ast.walk(part)]
+    body = [function.body] if isinstance(function, ast.Lambda) else function.body
+    nodes = [each for part in body for each in ast.walk(part)]
     outer = {name for each in nodes if isinstance(each, (ast.Global, ast.Nonlocal)) for name in each.names}
     stored = {each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
     return frozenset(names | stored - outer)
