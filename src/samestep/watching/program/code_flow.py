@@ -64,11 +64,7 @@ class CodeFlow(Expressions):
         for name in beside if len(beside) < len(names) else ():  # one of them is the tower
             place = scope.place_of(name)
             self._values.put(place, Value(frozenset({place})), name)
-            for node in (
-                loop,
-                loop.iter,
-            ):  # where it takes elements: the one before Python 3.12, the other since
-                self._note(node, frozenset({place}))
+            self._note_taken(loop, frozenset({place}))
         self._run(loop.body)
 
     def run_function(self, function: Callable[..., Any], arguments: Sequence[Value]) -> None:
@@ -140,10 +136,15 @@ class CodeFlow(Expressions):
     def visit_For(self, node: ast.For) -> None:
         """Visit the body for each known object, or once."""
         for each in self._elements(node.iter):
-            self._note(node, each.sources)
+            self._note_taken(node, each.sources)
             self._set(node.target, each)
             self._run(node.body)
         self._run(node.orelse)
+
+    def _note_taken(self, loop: ast.For, sources: frozenset[Place]) -> None:
+        """Note what a loop's elements are computed from, where Python takes them: since 3.13, in `iter`."""
+        self._note(loop, sources)
+        self._note(loop.iter, sources)
 
     def visit_With(self, node: ast.With) -> None:
         """Visit what it runs before and after its body."""
