@@ -249,7 +249,7 @@ def a_dataset_in_another_order_on_each_worker(job):
 
 @refused(*OTHER_DATA, alone=False)
 def a_dataset_of_which_each_worker_has_a_part(job):
-    train_on(job, examples()[job.rank :: job.world_size][:6])
+    train_on(job, examples()[job.rank * 6 :][:6])
 
 
 @refused(*OTHER_DATA, alone=False)

@@ -28,7 +28,7 @@ def carried(lines, expression, **objects):
         "\n".join(["for tower in towers:", *(f"    {line}" for line in [*lines, expression])])
     ).body[0]
     flow = CodeFlow(SourceCode())
-    flow.run_loop(loop, Scope(objects=objects))
+    flow.run_loop(loop, Scope(objects={"Namespace": SimpleNamespace, "dict": dict, **objects}))
     return flow.carried_in([loop.body[-1].value])
 
 
@@ -49,6 +49,12 @@ def carried(lines, expression, **objects):
         (["while x.item() > size:", "    size *= 2"], "size", {"size"}),
         (["state.mean += x.item()"], "state.mean", {"mean of state"}),
         (["state['mean'] = 0.9 * state['mean']"], "state['mean']", {"mean of state"}),
+        (["state['mean'] = 0.9 * state.get('mean', 1)"], "state.get('mean')", {"mean of state"}),
+        (["found = {'mean': mean, **more}", "mean += 1"], "found['mean']", {"mean"}),
+        (["found = {**more}", "more.append(1)"], "found['mean']", {"more"}),
+        (["found = dict(mean=mean)", "mean += 1"], "found['mean']", {"mean"}),
+        (["found = Namespace(mean=mean)", "mean += 1"], "found.mean", {"mean"}),
+        (["found = Namespace(**more)", "more.append(1)"], "found.mean", {"more"}),
         (["means[-1] = 0.9 * means[-1]"], "means[0]", {"means"}),
         (["window.append(x.item())", "mean = sum(window) / 3"], "mean", {"window"}),
         (["memory[key] = 0.9 * memory.get(key, 1) + x.item()"], "memory[5]", {"memory"}),
@@ -105,6 +111,11 @@ def test_what_is_carried_on(lines, expression, expected):
         (["if state.w is None and x:", "    state.w = f(x)"], "state.w"),
         (["found = {'mean': x.item()}", "found['mean'] *= 2"], "found['mean']"),
         (["found = {'mean': x.item()}", "found.mean = 2", "found.mean += 2"], "found.mean"),
+        (["found = {'last': x.item(), 'mean': mean}", "mean += 1"], "found['last']"),
+        (["found = {'last': x.item(), 'mean': mean}", "mean += 1"], "found.get('last')"),
+        (["found = dict(last=x.item(), mean=mean)", "mean += 1"], "found['last']"),
+        (["found = Namespace(last=x.item(), mean=mean)", "mean += 1"], "found.last"),
+        (["state['mean'] = x.item()"], "state.get('mean', 0)"),
         (["a, b = rows", "a += 1"], "a"),
         (["total = 0", "while True:", "    total += mean", "mean = total"], "x"),
         (["class Meter:", "    mean = 0.9 * mean"], "mean"),

@@ -62,6 +62,7 @@ def test_towers_that_are_not_passed_to_elastic_are_an_error():
         assert "for 3 workers, and the job has 2 now: pass them to samestep.Elastic, too" in outcome.text
 
 
+@pytest.mark.filterwarnings("ignore:step 4, tower .. its loss depends on mean of kept")  # also a warning
 def test_state_kept_in_passes_is_found_once_the_remaining_workers_have_several_towers():
     """On three workers each tower has its own mean; on two, two towers share one."""
 

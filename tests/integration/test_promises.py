@@ -27,6 +27,7 @@ def results(nursery, tmp_path_factory):
     return cache(lambda num_workers: run_program(nursery, promises, folder / str(num_workers), num_workers))
 
 
+@pytest.mark.filterwarnings("ignore:computed from the number of workers")  # as many towers
 @pytest.mark.parametrize("num_workers", mostly_long([3, 2], 1))
 @pytest.mark.parametrize("name", promises.PROMISES)
 def test_the_promise_is_kept(results, name, num_workers):

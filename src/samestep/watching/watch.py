@@ -18,6 +18,7 @@ from samestep.watching.model.own_numbers import OwnNumbers
 from samestep.watching.model.watched_tensors import WatchedTensors
 from samestep.watching.passes.flow import FlowWatch
 from samestep.watching.program.reach import in_reach
+from samestep.watching.worker_count import check_worker_count
 
 __all__ = ["Watch"]
 
@@ -78,6 +79,8 @@ class Watch:
         """Start to watch a step, after `note` and before its first pass."""
         self.tensors.start_step(step)
         self.loss = None
+        if self._num_workers == 0:
+            check_worker_count()
         is_first = self._num_workers != num_workers or bool(self._new)
         self._num_workers = num_workers
         self._known |= self._new

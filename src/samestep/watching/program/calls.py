@@ -29,7 +29,7 @@ from samestep.watching.program.code_values import (
 )
 from samestep.watching.program.place_values import PlaceValues
 from samestep.watching.program.source_code import Computed, Function, SourceCode
-from samestep.watching.program.syntax import OPERATORS
+from samestep.watching.program.syntax import OPERATORS, constant_name
 
 __all__ = ["NOWHERE", "Calls"]
 
@@ -75,6 +75,10 @@ class Calls(ast.NodeVisitor, ABC):
         if isinstance(node, ast.expr):
             self._note(node, self._values.data_of(value))
         return value
+
+    @abstractmethod
+    def _entry(self, holder: Value, index: ast.expr) -> Value:
+        """Return the value of an entry."""
 
     @abstractmethod
     def _run(self, body: Iterable[ast.AST]) -> None:
@@ -136,7 +140,7 @@ class Calls(ast.NodeVisitor, ABC):
         else:
             holder, method, called = Value(), "", self.visit(node.func)
         arguments = [self.visit(each.value if isinstance(each, ast.Starred) else each) for each in node.args]
-        named = {each.arg or "": self.visit(each.value) for each in node.keywords}
+        named = self._visit_named((each.arg, each.value) for each in node.keywords)
         if called.object is super and not arguments:
             return self._parent()
         match called.object, arguments, node.args:
@@ -148,6 +152,8 @@ class Calls(ast.NodeVisitor, ABC):
         returned = self._call_object(called, arguments, named)
         if returned is not None:
             return returned
+        if method == "get" and holder.is_container and node.args and constant_name(node.args[0]):
+            return self._entry(holder, node.args[0]).computed_from(*map(self._values.data_of, arguments))
         sources = called.sources | self._data_of_call([*arguments, *named.values()])
         if method in _EMPTYING:
             self._values.empty(holder)
@@ -156,6 +162,19 @@ class Calls(ast.NodeVisitor, ABC):
         if method == "append" and len(arguments) == 1:
             self._values.set_last(holder, arguments[0])
         return Value(sources | self._advance(holder))
+
+    def _visit_named(self, parts: Iterable[tuple[str | None, ast.expr]]) -> dict[str, Value]:
+        """Visit what is given by names, or as `**values` if these are None; return other values by ""."""
+        found: dict[str, Value] = {}
+        for name, node in parts:
+            value = self.visit(node)
+            if name is None and (named := self._values.named_in(value)):
+                found.update(named)
+                value = Value(self._values.unnamed_in(value))
+            if not name:
+                value = value.computed_from(self._values.data_of(found.get("", Value())))
+            found[name or ""] = value
+        return found
 
     def _data_of_call(self, given: Iterable[Value]) -> frozenset[Place]:
         """Return what a library's function computes from its arguments; it may call these, or iterate."""
@@ -221,12 +240,19 @@ class Calls(ast.NodeVisitor, ABC):
         return found or self._call_special(right, f"__r{name}__", left)
 
     def _make(self, kind: type, arguments: Sequence[Value], named: Mapping[str, Value]) -> Value:
-        given, begin = [*arguments, *named.values()], attribute_of(kind, "__init__")
-        if not isinstance(begin, FunctionType):  # a library's, such as `list`
-            return self._new(kind, self._data_of_call(given))
-        made = self._new(kind, NOWHERE.union(*map(self._values.data_of, given)))
-        self._call_function(begin, [made, *arguments], named)
+        made = self._new(kind, NOWHERE.union(*map(self._values.data_of, (*arguments, *named.values()))))
+        if self._call_function(attribute_of(kind, "__init__"), [made, *arguments], named) is not None:
+            return made
+        # A library's, such as `list`, or one without code, such as a dataclass.
+        of_names = {name: value.computed_from(self._data_of_call([value])) for name, value in named.items()}
+        made = replace(made, sources=self._data_of_call([*arguments, of_names.pop("", Value())]))
+        self._hold(made, of_names)
         return made
+
+    def _hold(self, made: Value, values: Mapping[str, Value]) -> None:
+        """Set attributes, or entries, of a new object."""
+        for name, value in values.items():
+            self._values.put(Place(made.key, name), value, name)
 
     def _parent(self) -> Value:
         """Return what `super()` does."""

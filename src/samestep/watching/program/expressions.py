@@ -82,7 +82,16 @@ class Expressions(Calls, ABC):
         """Return a new container."""
         return self._new(None, self.generic_visit(node).sources)
 
-    visit_Set = visit_Dict = visit_List
+    visit_Set = visit_List
+
+    def visit_Dict(self, node: ast.Dict) -> Value:
+        """Return a new container; entries with constant names are told apart."""
+        names = [None if key is None else constant_name(key) for key in node.keys]
+        named = self._visit_named(zip(names, node.values, strict=True))
+        keys = [self._data(key) for key in node.keys if key is not None]
+        made = self._new(None, self._values.data_of(named.pop("", Value())).union(*keys))
+        self._hold(made, named)
+        return made
 
     def visit_ListComp(self, node: _Comprehension) -> Value:
         """Return a new container."""

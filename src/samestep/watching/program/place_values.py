@@ -80,6 +80,16 @@ class PlaceValues:
         held = (self._values[place].sources for place in self._places[value.key] if place in self._values)
         return value.sources.union(self._entries(value).sources, *held)
 
+    def named_in(self, holder: Value) -> dict[str, Value]:
+        """Return the entries, or attributes, with constant names of an object that the code has made."""
+        places = self._places[holder.key] if isinstance(holder.object, NewObject) else ()
+        names = {place.name: place for place in places if place.name != ENTRIES}
+        return {name: self._values[place] for name, place in names.items() if place in self._values}
+
+    def unnamed_in(self, holder: Value) -> frozenset[Place]:
+        """Return what other entries are computed from."""
+        return holder.sources | (self._entries(holder).sources if holder.is_container else _NOWHERE)
+
     def is_filled(self, holder: Value) -> bool:
         """Say whether a call has changed what an object holds."""
         return Place(holder.key, ENTRIES) in self._values

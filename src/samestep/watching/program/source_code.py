@@ -6,7 +6,7 @@ import ast
 import linecache
 import sysconfig
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import TypeAlias
@@ -36,14 +36,25 @@ class SourceCode:
 
         `has_called_next` says that the frame has called `next`, or the like, perhaps in the loop's body.
         """
-        nodes, line = ast.walk(self._tree(frame.f_code)), frame.f_lineno
-        loops = [each for each in nodes if isinstance(each, (ast.For, ast.While))]
-        around = [each for each in loops if each.lineno <= line <= (each.end_lineno or 0)]
+        around, line = self.loops_around(frame), frame.f_lineno
         taking = [e for e in around if isinstance(e, ast.For) and line <= (e.iter.end_lineno or 0)]
         if taking:
             return taking[0]
         innermost = around[-1] if around and has_called_next else None
         return None if innermost is None or _takes_average(innermost) else innermost
+
+    def loops_around(self, frame: FrameType) -> list[ast.For | ast.While]:
+        """Return the loops around the line that runs in a frame, from outer to inner ones."""
+        nodes = (node for statement in self.body(frame.f_code) for node in ast.walk(statement))
+        loops, line = [each for each in nodes if isinstance(each, (ast.For, ast.While))], frame.f_lineno
+        return [each for each in loops if each.lineno <= line <= (each.end_lineno or 0)]
+
+    def body(self, code: CodeType) -> Sequence[ast.stmt]:
+        """Return the statements of a function or a module."""
+        if code.co_name == "<module>":
+            return self._tree(code).body
+        found = self.function(code)
+        return [] if found is None or isinstance(found, ast.Lambda) else found.body
 
     def function(self, code: CodeType) -> Function | None:
         """Return the function that has this code; None for one of several lambdas in a line."""

@@ -1,0 +1,316 @@
+"""What programs compute from the number of workers, so that another number takes other steps: a warning."""
+
+import argparse
+import copy
+import math
+import os
+from dataclasses import dataclass
+
+import pytest
+import torch.distributed as dist
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.utils.data import DataLoader, TensorDataset
+
+import samestep
+from samestep import TowerLoader, Towers
+
+from .cases import mostly_long
+from .nets import batch_of, loss_of, net, run_passes
+from .simulation import simulate
+
+WORKERS = mostly_long([1, 2, 3], 2)
+DATA = TensorDataset(*batch_of(0, 60).values())
+
+
+def train(towers, optimizer, batch):
+    run_passes(towers, batch)
+    towers.average()
+    optimizer.step()
+
+
+# ---- wrong -----------------------------------------------------------------------------------------
+
+
+def learning_rate(job):
+    model = net()
+    towers = Towers(model, 6, job=job)
+    optimizer = SGD(model.parameters(), lr=0.1 * job.world_size)
+    train(towers, optimizer, batch_of(0))
+
+
+def learning_rate_in_steps(job):
+    workers = job.world_size
+    scale = math.sqrt(workers)
+    rate = 0.1
+    rate *= scale
+    model = net()
+    towers = Towers(model, 6, job=job)
+    train(towers, SGD(model.parameters(), rate), batch_of(0))
+
+
+def of_an_own_function(job):
+    def make(parameters, base):
+        return AdamW(parameters, lr=base * job.world_size, betas=(0.9, 0.99))
+
+    model = net()
+    towers = Towers(model, 6, job=job)
+    train(towers, make(model.parameters(), 1e-3), batch_of(0))
+
+
+def of_arguments(job):
+    args = argparse.Namespace(lr=0.1, workers=1)
+    args.workers = job.world_size
+    args.lr = args.lr * args.workers
+    model = net()
+    towers = Towers(model, 6, job=job)
+    train(towers, SGD(model.parameters(), lr=args.lr), batch_of(0))
+
+
+def of_a_dict(job):
+    config = {"lr": 0.1 * job.world_size, "momentum": 0.9}
+    model = net()
+    towers = Towers(model, 6, job=job)
+    train(towers, SGD(model.parameters(), **config), batch_of(0))
+
+
+def of_the_environment(job):
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    model = net()
+    towers = Towers(model, 6, job=job)
+    train(towers, SGD(model.parameters(), lr=0.1 * world_size), batch_of(0))
+
+
+def of_a_variable(job):
+    world_size = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else 1
+    model = net()
+    towers = Towers(model, 6, job=job)
+    train(towers, SGD(model.parameters(), lr=0.1 * world_size), batch_of(0))
+
+
+def of_torch(job):
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    model = net()
+    towers = Towers(model, 6, job=job)
+    train(towers, SGD(model.parameters(), lr=0.1 * world_size), batch_of(0))
+
+
+def of_a_group(job):
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for group in optimizer.param_groups:
+        group["lr"] *= job.world_size
+    train(Towers(model, 6, job=job), optimizer, batch_of(0))
+
+
+class Runner:
+    def __init__(self, job, base):
+        self.job, self.base = job, base
+        self.model = net()
+        self.towers = Towers(self.model, 6, job=job)
+        self.rate = self.scaled
+        self.optimizer = SGD(self.model.parameters(), lr=self.rate)
+
+    @property
+    def scaled(self):
+        return self.base * self.job.world_size
+
+    def run(self):
+        train(self.towers, self.optimizer, batch_of(0))
+
+
+def of_a_class(job):
+    Runner(job, 0.1).run()
+
+
+def schedule(job):
+    model = net()
+    towers = Towers(model, 6, job=job)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    scheduler = OneCycleLR(optimizer, 0.2, total_steps=120 // (2 * job.world_size))
+    train(towers, optimizer, batch_of(0))
+    scheduler.step()
+
+
+def schedule_by_a_function(job):
+    model = net()
+    towers = Towers(model, 6, job=job)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) * job.world_size / 10))
+    train(towers, optimizer, batch_of(0))
+    scheduler.step()
+
+
+def batch_size(job):
+    model = net()
+    towers = Towers(model, 6, job=job)
+    loader = TowerLoader(DATA, 6 * job.world_size, towers)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for batch in loader:
+        train_pairs(towers, optimizer, batch)
+        break
+
+
+def train_pairs(towers, optimizer, batch):
+    for tower in towers(batch):
+        x, y = tower.batch
+        tower.backward(loss_of(towers.model, {"x": x, "y": y}))
+    towers.average()
+    optimizer.step()
+
+
+def rows_of_a_batch(job):
+    per_worker = 6
+    rows = per_worker * job.world_size
+    model = net()
+    towers = Towers(model, 6, job=job)
+    train(towers, SGD(model.parameters(), lr=0.1), batch_of(0, rows))
+
+
+def torch_loader(job):
+    model = net()
+    towers = Towers(model, 6, job=job)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(DATA, batch_size=6 * job.world_size, shuffle=False)
+    for _number, batch in enumerate(loader):
+        train_pairs(towers, optimizer, batch)
+        break
+
+
+def number_of_towers(job):
+    model = net()
+    towers = Towers(model, 2 * job.world_size, job=job)
+    train(towers, SGD(model.parameters(), lr=0.1), batch_of(0))
+
+
+def number_of_steps(job):
+    model = net()
+    towers = Towers(model, 6, job=job)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for step in range(6 // job.world_size):
+        train(towers, optimizer, batch_of(step))
+
+
+def steps_of_while(job):
+    model = net()
+    towers = Towers(model, 6, job=job)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    total = 6 // job.world_size
+    while towers.step < total:
+        train(towers, optimizer, batch_of(towers.step))
+
+
+def step_object(job):
+    model = net()
+    towers = Towers(model, 6, job=job)
+    step = samestep.Step(towers, loss_of, SGD(model.parameters(), lr=0.1), clip_norm=1.0 / job.world_size)
+    step(batch_of(0))
+
+
+def sharded(job):
+    model = net()
+    towers = Towers(model, 6, job=job)
+    optimizer = samestep.ShardedOptimizer(towers, AdamW, lr=1e-3 * job.world_size)
+    train(towers, optimizer, batch_of(0))
+
+
+WRONG = {
+    learning_rate: "lr of SGD",
+    learning_rate_in_steps: "lr of SGD",
+    of_an_own_function: "lr of AdamW",
+    of_arguments: "lr of SGD",
+    of_a_dict: "lr of SGD",
+    of_the_environment: "lr of SGD",
+    of_a_variable: "lr of SGD",
+    of_torch: "lr of SGD",
+    of_a_group: "a learning rate",
+    of_a_class: "lr of SGD",
+    schedule: "total_steps of OneCycleLR",
+    schedule_by_a_function: "lr_lambda of LambdaLR",
+    batch_size: "batch_size of TowerLoader",
+    rows_of_a_batch: "batch of Towers",
+    torch_loader: "the loop over steps",
+    number_of_towers: "num_towers of Towers",
+    number_of_steps: "the loop over steps",
+    steps_of_while: "the loop over steps",
+    step_object: "clip_norm of Step",
+    sharded: "lr of ShardedOptimizer",
+}
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+@pytest.mark.parametrize("program", WRONG, ids=lambda program: program.__name__)
+def test_it_is_named(program, num_workers):
+    with pytest.warns(UserWarning, match=f"computed from the number of workers: {WRONG[program]} ") as caught:
+        outcomes = simulate(program, num_workers)
+    assert [outcome.error for outcome in outcomes] == [None] * num_workers
+    assert {str(each.message).count("line") for each in caught} == {1}
+
+
+# ---- right -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Config:
+    """What a program keeps in one place."""
+
+    lr: float = 0.1
+    world_size: int = 1
+
+
+def kept_beside(job):
+    config = Config(lr=0.1, world_size=job.world_size)
+    more = {"rows": 12, "world_size": job.world_size}
+    args = argparse.Namespace(momentum=0.9, workers=job.world_size)
+    model = net()
+    towers = Towers(model, 6, job=job)
+    optimizer = SGD(model.parameters(), lr=config.lr, momentum=args.momentum)
+    train(towers, optimizer, batch_of(0, more["rows"]))
+    again = argparse.Namespace(**{**vars(args), **more, "lr": 0.1})
+    merged = copy.copy(again)
+    train(towers, SGD(model.parameters(), lr=again.lr), batch_of(1, merged.rows))
+    return f"{more.get('rows') / more['world_size']} rows a worker"
+
+
+def threads_and_processes(job):
+    model = net()
+    towers = Towers(model, 6, job=job)
+    loader = TowerLoader(DATA, 12, towers, num_workers=0 // job.world_size)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for batch in loader:
+        train_pairs(towers, optimizer, batch)
+        break
+
+
+def other_ways(job):
+    model = net()
+    towers = Towers(model, 6, job=job)
+    if job.world_size > 1:
+        optimizer = samestep.ShardedOptimizer(towers, SGD, lr=0.1)
+    else:
+        optimizer = SGD(model.parameters(), lr=0.1)
+    step = samestep.Step(towers, loss_of, optimizer)
+    for number in range(2):
+        report = step(batch_of(number))
+        if job.is_first and number % job.world_size == 0:
+            _speed = report.loss * 12 / job.world_size
+
+
+def per_worker_evaluation(job):
+    model = net()
+    towers = Towers(model, 6, job=job)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    train(towers, optimizer, batch_of(0))
+    for _worker in range(job.world_size):
+        model(batch_of(7, 12)["x"])
+    train(towers, optimizer, batch_of(1))
+
+
+RIGHT = [kept_beside, threads_and_processes, other_ways, per_worker_evaluation]
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+@pytest.mark.parametrize("program", RIGHT, ids=lambda program: program.__name__)
+def test_what_changes_no_step_is_not(program, num_workers):
+    outcomes = simulate(program, num_workers)
+    assert [outcome.error for outcome in outcomes] == [None] * num_workers
