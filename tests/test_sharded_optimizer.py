@@ -712,7 +712,7 @@ def raises(optimizer):
     def step():
         raise RuntimeError("out of memory")
 
-    optimizer._step_inner = step
+    optimizer._update_shards = step
 
 
 def another_rate(optimizer):
@@ -723,7 +723,7 @@ def interrupts(optimizer):
     def step():
         raise KeyboardInterrupt
 
-    optimizer._step_inner = step
+    optimizer._update_shards = step
 
 
 @pytest.mark.sampled

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from operator import is_not
@@ -32,11 +31,10 @@ from samestep.batches.columns import Whole
 from samestep.batches.fingerprint import fingerprint
 from samestep.errors import ConfigError, DisagreementError, UsageError, shown
 from samestep.sharding.cuts import divide
-from samestep.sharding.own_state import OwnState
-from samestep.sharding.separable import check_groups, check_separable
+from samestep.sharding.inner_optimizer import InnerOptimizer, group_of, settings_in
+from samestep.sharding.separable import check_separable
 from samestep.sharding.shards import Shard, gather
 from samestep.sharding.update import Update
-from samestep.streams import GlobalStreams
 from samestep.towers.division import Division, UpdatesShards
 from samestep.towers.optimizer import settings_of
 from samestep.towers.result import StepResult
@@ -49,9 +47,6 @@ __all__ = ["ShardedOptimizer"]
 
 _ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
 """Optimizers of torch that compute each element only from elements at the same index; no subclasses."""
-
-_SCALING = ("grad_scale", "found_inf")
-"""Attributes that a `GradScaler` sets for one step of an optimizer that unscales gradients itself."""
 
 
 class ShardedOptimizer(Optimizer, UpdatesShards):
@@ -109,9 +104,8 @@ class ShardedOptimizer(Optimizer, UpdatesShards):
             )
         self.optimizer_class = optimizer_class
         self._towers = towers
-        self._inner: Optimizer | None = None
+        self._inner: InnerOptimizer | None = None
         self._shards: list[list[Shard]] = []  # of each parameter
-        self._own: list[list[Shard]] = []  # of each group, as the inner optimizer has them
         self._elsewhere: set[int] = set()  # ids of parameters that other workers update, fully or in part
         self._loads = [0] * towers.job.world_size
         self._loaded = 0  # a checksum of all loaded states
@@ -129,19 +123,17 @@ class ShardedOptimizer(Optimizer, UpdatesShards):
         if not (isinstance(made, type) and issubclass(made, Optimizer)):
             raise ConfigError(f"optimizer_class = {shown(made)}: expected a class, such as torch.optim.AdamW")
         super().__init__(params, {})
-        groups = self._shard(self.param_groups)
+        own = self._shard(self.param_groups)
         if made not in (*_ELEMENTWISE, SparseAdam):  # SparseAdam takes no dense gradients
+            groups = [group_of(group, shards) for group, shards in zip(self.param_groups, own, strict=True)]
             check_separable(made, groups, defaults, self._towers.job.device)
-        self._inner = made(groups, **defaults)
-        check_groups(self._inner, self._own)
-        self.defaults = self._inner.defaults
-        self._keep_state(self._inner.state)
-        self._take_settings()
+        self._inner = InnerOptimizer(self, made, own, self._elsewhere, defaults)
+        self.defaults = self._inner.optimizer.defaults
         if any(group.get("differentiable") for group in self.param_groups):
             raise ConfigError(
                 "differentiable = True: no gradient flows through a sharded update; leave it out"
             )
-        if getattr(self._inner, "_step_supports_amp_scaling", False):
+        if getattr(self._inner.optimizer, "_step_supports_amp_scaling", False):
             self._step_supports_amp_scaling = True
 
     def _agree(self, where: str, error: Exception | None) -> None:
@@ -159,8 +151,8 @@ class ShardedOptimizer(Optimizer, UpdatesShards):
             must_match |= {name: repr(value) for name, value in settings_of(self).items()}
         agree(self._towers.job, must_match, where=where, error=error)
 
-    def _shard(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Divide the parameters of new groups; return the groups with this worker's shards."""
+    def _shard(self, groups: Sequence[Mapping[str, Any]]) -> list[list[Shard]]:
+        """Divide the parameters of new groups; return this worker's shards in each of them."""
         rank, parameters = self._towers.job.rank, [p for group in groups for p in group["params"]]
         is_elementwise = self.optimizer_class in _ELEMENTWISE
         found = divide(parameters, self._towers, self._loads, is_elementwise=is_elementwise)
@@ -169,10 +161,7 @@ class ShardedOptimizer(Optimizer, UpdatesShards):
         each = ((s[0].parameter, [(shard.worker, shard.elements) for shard in s]) for s in self._shards)
         self._division = Division({id(parameter): shards for parameter, shards in each})
         self._update: Update | None = None
-        own = [[s for p in group["params"] for s in found[id(p)] if s.worker == rank] for group in groups]
-        self._own += own
-        pairs = zip(groups, own, strict=True)
-        return [{**_settings(group), "params": [s.tensor for s in shards]} for group, shards in pairs]
+        return [[s for p in group["params"] for s in found[id(p)] if s.worker == rank] for group in groups]
 
     def __repr__(self) -> str:
         return super().__repr__().replace("(", f"of {self.optimizer_class.__name__} (", 1)
@@ -192,10 +181,8 @@ class ShardedOptimizer(Optimizer, UpdatesShards):
         try:
             given = {"params", *param_group}  # to which torch adds defaults
             super().add_param_group(param_group)
-            (group,) = self._shard(self.param_groups[-1:])
-            self._inner.add_param_group({name: group[name] for name in group.keys() & given})
-            check_groups(self._inner, self._own)
-            self._take_settings()
+            (own,) = self._shard(self.param_groups[-1:])
+            self._inner.add_group(own, given)
         except Exception as found:
             error = found
         self._agree("add_param_group", error)
@@ -255,9 +242,10 @@ class ShardedOptimizer(Optimizer, UpdatesShards):
         return None if step_hooks(self) else self._division
 
     def _take_averages(self) -> list[Tensor] | None:
-        sharded, own = self._last_sharded(), [*chain.from_iterable(self._own)]
-        if sharded is None:
+        sharded = self._last_sharded()
+        if sharded is None or self._inner is None:
             return None
+        own = self._inner.shards
         if sharded.own_averages:
             averages, sharded.own_averages = sharded.own_averages, []
             parameters = sharded.run.parameters
@@ -301,7 +289,7 @@ class ShardedOptimizer(Optimizer, UpdatesShards):
                 words["states that were loaded"] = self._loaded
                 found = {} if self._last_sharded() else update.hashes(self._towers.step)
                 words |= {f"hash of {name}": value for name, value in found.items()}
-            self._step_inner()
+            self._update_shards()
         except Exception as error:
             return words, error
         return words, None
@@ -316,56 +304,11 @@ class ShardedOptimizer(Optimizer, UpdatesShards):
                 "reorder them, create a new ShardedOptimizer"
             )
 
-    def _step_inner(self) -> None:
-        inner, own = self._inner, list(chain.from_iterable(self._own))
-        assert inner is not None
-        if self.state is not inner.state:
-            self._keep_state(self._checked_state(own))
+    def _update_shards(self) -> None:
+        assert self._inner is not None
+        self._inner.take_state()
         self._take_averages()
-        scaling = {name: getattr(self, name) for name in _SCALING if hasattr(self, name)}
-        vars(inner).update(scaling)
-        for mine, its in zip(self.param_groups, inner.param_groups, strict=True):
-            its.update(_settings(mine))
-        for shard in own:
-            shard.begin()
-        may_draw = not self.optimizer_class.__module__.startswith("torch.")
-        before = GlobalStreams.capture(self._towers.job.device) if may_draw else None
-        try:
-            step: Any = type(inner).step
-            # Without torch's global hooks, which have already run for the ShardedOptimizer.
-            (step.__wrapped__ if getattr(step, "hooked", False) else step)(inner)
-        finally:
-            for shard in own:
-                shard.end()
-            for name in scaling:
-                delattr(inner, name)
-        if before is not None and before.has_changed():
-            raise UsageError(
-                f"{self.optimizer_class.__name__} draws random numbers in step(), which each worker would "
-                "draw for its own shards: use the optimizer itself, not sharded"
-            )
-        self._take_settings()
-
-    def _keep_state(self, state: Mapping[Tensor, Any]) -> None:
-        """Let both optimizers have this state."""
-        assert self._inner is not None
-        self.state = self._inner.state = OwnState(state, self._elsewhere)
-
-    def _checked_state(self, own: Sequence[Shard]) -> defaultdict[Tensor, Any]:
-        """Return `state`, which the program has replaced, for example to clear it; check its keys."""
-        known = {id(shard.tensor) for shard in own}
-        if not isinstance(self.state, defaultdict) or any(id(key) not in known for key in self.state):
-            raise UsageError(
-                "optimizer.state was replaced by one that does not belong to this worker's shards: use "
-                "load_state_dict(), on all workers, or an empty defaultdict(dict) to start over"
-            )
-        return self.state
-
-    def _take_settings(self) -> None:
-        """Copy the settings from the inner optimizer, which may change them."""
-        assert self._inner is not None
-        for mine, its in zip(self.param_groups, self._inner.param_groups, strict=True):
-            mine.update(_settings(its))
+        self._inner.step(self._towers.job.device)
 
     # ---- state ---------------------------------------------------------------------------------------
 
@@ -394,25 +337,14 @@ class ShardedOptimizer(Optimizer, UpdatesShards):
         groups, all_saved = self.param_groups, state_dict["param_groups"]
         if [len(group["params"]) for group in groups] != [len(saved["params"]) for saved in all_saved]:
             raise ValueError("loaded state dict has other groups, or other numbers of parameters in them")
-        state: dict[int, Any] = {}
-        own_groups, number = [], 0
         saved_keys = chain.from_iterable(saved["params"] for saved in all_saved)
         for key, shards in zip(saved_keys, self._shards, strict=True):
             shards[0].check(state_dict["state"].get(key, {}))  # all of it, so that all workers raise alike
-        for group, saved, shards in zip(groups, all_saved, self._own, strict=True):
-            keys = dict(zip(map(id, group["params"]), saved["params"], strict=True))
-            numbers = range(number, number + len(shards))
-            entries = [state_dict["state"].get(keys[id(shard.parameter)]) for shard in shards]
-            parts = zip(numbers, shards, entries, strict=True)
-            state |= {n: shard.part_of(entry) for n, shard, entry in parts if entry is not None}
-            own_groups.append({**_settings(saved), "params": [*numbers]})
-            number += len(shards)
         assert self._inner is not None
-        self._inner.load_state_dict({"state": state, "param_groups": own_groups})
-        self._keep_state(self._inner.state)
-        for group, saved, its in zip(groups, all_saved, self._inner.param_groups, strict=True):
+        self._inner.load_state_dict(state_dict)
+        for group, saved, its in zip(groups, all_saved, self._inner.optimizer.param_groups, strict=True):
             kept = {name: group[name] for name in ("params", "param_names") if name in group}
-            loaded = {**saved, **_settings(its), "params": kept["params"]}
+            loaded = {**saved, **settings_in(its), "params": kept["params"]}
             group.clear()
             group.update({**loaded, **{n: v for n, v in kept.items() if n not in loaded}})
         self._loaded = zlib.crc32(fingerprint(Whole(state_dict)).to_bytes(4), self._loaded)
@@ -422,21 +354,15 @@ class ShardedOptimizer(Optimizer, UpdatesShards):
 
     def _keep(self) -> Callable[[], None]:
         """Return a function that restores this worker's current state after another was loaded."""
-        inner, groups = self._inner, [dict(group) for group in self.param_groups]
-        assert inner is not None
-        state, own_groups = inner.state, inner.param_groups
+        assert self._inner is not None
+        put_inner_back, groups = self._inner.keep(), [dict(group) for group in self.param_groups]
         loaded, half_done = self._loaded, self._half_done
 
         def put_back() -> None:
-            inner.state, inner.param_groups, self.state = state, own_groups, state
+            put_inner_back()
             self._loaded, self._half_done = loaded, half_done
             for group, before in zip(self.param_groups, groups, strict=True):
                 group.clear()
                 group.update(before)
 
         return put_back
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a group, without its parameters."""
-    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
