@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from samestep.buffers.named_tensors import NamedBuffer
 from samestep.identity import is_compiled
+from samestep.watching.clipping import Clipping
 from samestep.watching.model.modes import Modes
 from samestep.watching.model.optimizer_settings import OptimizerSettings, has_settings
 from samestep.watching.model.outside_nets import OutsideNets
@@ -53,6 +54,7 @@ class Watch:
         self.tensors = WatchedTensors()
         self._optimizers = OptimizerSettings()
         self.flow = FlowWatch()
+        self._clipping = Clipping()
         self.looks = self.follows = False
 
     def look_at_model(self, fixed: Sequence[NamedBuffer], shared: Sequence[NamedBuffer]) -> None:
@@ -81,6 +83,7 @@ class Watch:
         self.loss = None
         if self._num_workers == 0:
             check_worker_count()
+            self._clipping.start_step()
         is_first = self._num_workers != num_workers or bool(self._new)
         self._num_workers = num_workers
         self._known |= self._new
@@ -193,6 +196,7 @@ class Watch:
     def end_step(self, who: str) -> None:
         """Check again after the last backward."""
         self.check(who)
+        self._clipping.end_step(self._model.parameters())
         if self.looks:
             self.numbers.check()  # the loop may have ended with a `break`
             self._optimizers.start_step(())  # or go on after average(), where settings may change
