@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from samestep.watching.operators.operator_calls import Call
+from samestep.watching.operators.origins import storage_of
 from samestep.watching.passes.pass_operators import PassOperators
 from samestep.watching.passes.reads import Reads
 
@@ -595,6 +596,27 @@ def test_memory_that_unknown_code_writes_to_is_not_compared():
         operators.note_losses([loss])
         reads.stop()
         assert reads.found
+    operators.check("a pass")  # no warning
+
+
+def test_a_buffer_that_a_pass_frees_is_not_taken_for_a_later_tensor_at_its_address():
+    """As where a forward assigns a new tensor to a buffer."""
+    reads = Reads()
+    operators = PassOperators(reads)
+    for tower in range(2):
+        rows, buffer = torch.ones(2), torch.ones(2)
+        address = storage_of(buffer)
+        reads.start(is_known=True)
+        operators.start_pass(tower, [rows], [buffer])
+        with reads.ignored():
+            if tower == 1:
+                del buffer
+            made = [torch.full((2,), 3.0) for _ in range(100)]
+            again = [each for each in made if storage_of(each) == address]
+            loss = run(operators, torch.ops.aten.mul.Tensor, (again or made)[0], rows)
+        operators.note_losses([loss])
+        reads.stop()
+    assert operators.losses
     operators.check("a pass")  # no warning
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from samestep.watching.losses.rows import Rows
 from samestep.watching.operators.operator_calls import SUM, Call, number_of, reduction_of, tensors_in
-from samestep.watching.operators.origins import is_dense, storage_of
+from samestep.watching.operators.origins import Kept, is_dense, keep_address, storage_of
 from samestep.watching.program.program_line import ProgramLine
 
 __all__ = ["RowSums"]
@@ -41,7 +41,8 @@ class RowSums:
 
     def clear(self) -> None:
         """Forget the pass."""
-        self._factors: dict[int, float] = {}  # by which terms were multiplied, by storage
+        # By which terms were multiplied, by storage, with what keeps its address from being reused.
+        self._factors: dict[int, tuple[float, Kept]] = {}
         self._sums: dict[int, _Sum] = {}
 
     def note(self, call: Call, result: Any, *, takes_rows: bool) -> None:
@@ -75,13 +76,15 @@ class RowSums:
 
     def _note_terms(self, name: str, call: Call, result: Any) -> None:
         if name in _SCALING and self._rows.dimension_of(result) == 0:
-            before = math.prod(self._factors.get(storage_of(each), 1) for each in call.given)
-            self._factors[storage_of(result)] = before * _factor_in(name, call)
+            factor = math.prod(map(self._factor_of, call.given)) * _factor_in(name, call)
+            self._factors[storage_of(result)] = factor, keep_address(result)
         if name == "sum" or reduction_of(call.func, call.args, call.kwargs) == SUM:
             terms, total = call.args[0], result if isinstance(result, Tensor) else result[0]
             if total.numel() == 1 and terms.requires_grad and self._rows.dimension_of(terms) == 0:
-                factor = self._factors.get(storage_of(terms), 1)
-                self._sums[id(total)] = _Sum(total, str(ProgramLine.current()), factor)
+                self._sums[id(total)] = _Sum(total, str(ProgramLine.current()), self._factor_of(terms))
+
+    def _factor_of(self, tensor: Tensor) -> float:
+        return self._factors.get(storage_of(tensor), (1.0, None))[0]
 
 
 def _factor_in(name: str, call: Call) -> float:

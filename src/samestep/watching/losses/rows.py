@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from samestep.watching.operators.operator_calls import Call, argument, tensors_in
-from samestep.watching.operators.origins import is_dense, storage_of
+from samestep.watching.operators.origins import Kept, is_dense, keep_address, storage_of
 
 __all__ = ["BY_ELEMENT", "Rows"]
 
@@ -35,7 +34,7 @@ class Rows:
         """Forget the pass."""
         self._num_rows = 0
         # The bytes from one row to the next, by storage; references keep its address from being reused.
-        self._strides: dict[int, tuple[int, StorageWeakRef]] = {}
+        self._strides: dict[int, tuple[int, Kept]] = {}
 
     def start_pass(self, num_rows: int, rows: Iterable[Tensor]) -> None:
         """Follow these rows; a single one can't be told from other dimensions of size one."""
@@ -78,7 +77,7 @@ class Rows:
         is_new = storage and storage not in self._strides and is_dense(tensor) and tensor.dim() > dimension
         if is_new and (size := tensor.shape[dimension]) and size % self._num_rows == 0:
             num_bytes = tensor.itemsize * tensor.stride(dimension) * (size // self._num_rows)
-            self._strides[storage] = num_bytes, StorageWeakRef(tensor.untyped_storage())
+            self._strides[storage] = num_bytes, keep_address(tensor)
 
 
 def _is_over_rows(call: Call) -> bool:

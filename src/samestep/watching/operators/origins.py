@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["NOWHERE", "Origin", "Origins", "Write", "is_dense", "is_plain", "storage_of"]
+__all__ = [
+    "NOWHERE",
+    "Kept",
+    "Origin",
+    "Origins",
+    "Write",
+    "is_dense",
+    "is_plain",
+    "keep_address",
+    "storage_of",
+]
 
 _MOST_ELEMENTS = 2**24
 """The largest storage whose elements are tracked one by one."""
@@ -29,6 +39,9 @@ class Origin(NamedTuple):
 
 
 NOWHERE = Origin(0, "")
+
+Kept: TypeAlias = StorageWeakRef | None
+"""What keeps the address of a storage."""
 
 
 class Origins:
@@ -77,8 +90,7 @@ class _Storage:
     """Origins of a storage's elements, as numbers: one for all of them, or one for each."""
 
     def __init__(self, tensor: Tensor) -> None:
-        # Lets the memory be freed, but keeps its `StorageImpl`, so that the address is not reused.
-        self._reference = StorageWeakRef(tensor.untyped_storage())
+        self._kept = keep_address(tensor)
         self._itemsize = tensor.itemsize
         self._of_all = 0
         self._of_each: Tensor | None = None
@@ -128,6 +140,11 @@ def storage_of(tensor: Tensor) -> int:
         return 0 if tensor.is_meta else int(held.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # some subclasses
         return 0
+
+
+def keep_address(tensor: Tensor) -> Kept:
+    """Return what keeps `storage_of` a tensor from being that of a later one; its memory may be freed."""
+    return StorageWeakRef(_strided(tensor).untyped_storage()) if storage_of(tensor) else None
 
 
 def _strided(tensor: Tensor) -> Tensor:

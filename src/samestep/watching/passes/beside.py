@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from samestep.errors import warn
-from samestep.watching.operators.origins import storage_of
+from samestep.watching.operators.origins import Kept, keep_address, storage_of
 from samestep.watching.operators.values import MOST_ELEMENTS, checksum_of_value, is_readable
 from samestep.watching.passes.held_number import HeldNumber, is_number, is_simple
 from samestep.watching.program.reach import Named, in_reach
@@ -69,7 +68,7 @@ class _Read(NamedTuple):
 class _Held(NamedTuple):
     """The tensors in one storage, or the NumPy arrays that begin at one address."""
 
-    reference: StorageWeakRef | NDArray[Any]  # so that the address is not reused
+    reference: Kept | NDArray[Any]  # so that the address is not reused
     indices: dict[tuple[int, int], int]  # of values in `Beside`, by offset and number of elements
 
 
@@ -118,7 +117,7 @@ class Beside:
             if not storage:
                 return None
             if storage not in self._held:
-                self._held[storage] = _Held(StorageWeakRef(value.untyped_storage()), {})
+                self._held[storage] = _Held(keep_address(value), {})
             return self._held[storage].indices.setdefault(_place(value), index)
         if isinstance(value, np.ndarray):
             held = self._arrays.setdefault(value.ctypes.data, _Held(value, {}))

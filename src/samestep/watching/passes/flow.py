@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from samestep.errors import UsageError, warn
@@ -20,7 +19,7 @@ from samestep.watching.losses.row_pairs import RowPairs
 from samestep.watching.losses.row_sums import RowSums
 from samestep.watching.losses.rows import Rows
 from samestep.watching.operators.operator_calls import Call, tensors_in
-from samestep.watching.operators.origins import Origin, Origins, storage_of
+from samestep.watching.operators.origins import Kept, Origin, Origins, keep_address, storage_of
 from samestep.watching.passes.beside import COUNTED_NUMBER, LEFT_NUMBER, Beside
 from samestep.watching.passes.draws import GENERATOR, INSTEAD_OF_DRAWN, Draws
 from samestep.watching.passes.kept_numbers import KeptNumbers
@@ -73,13 +72,13 @@ class FlowWatch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._origins = Origins()
-        self._parameters: dict[int, StorageWeakRef] = {}  # the storages of parameters outside the model
+        self._parameters: dict[int, Kept] = {}  # the storages of parameters outside the model
         self._tower = -1
         self._follows = False  # in this pass
         self._is_paused = True
         self._is_backward = False
         self._updated = ""
-        self._shared: set[int] = set()
+        self._shared: dict[int, Kept] = {}  # those of the model's tensors before the pass
         self._draws = Draws()
         self._kept_numbers = KeptNumbers()
         self._counts = PassCounts()
@@ -138,7 +137,7 @@ class FlowWatch(TorchDispatchMode):
         self._means.start_pass(num_rows)
         self._rows.start_pass(num_rows, held)
         self._parameters.clear()
-        self._shared = set(map(storage_of, shared))
+        self._shared = {storage_of(tensor): keep_address(tensor) for tensor in shared}
         for storage in self._shared:
             self._origins.forget(storage)
         self._counts.start_pass(held)
@@ -384,7 +383,7 @@ class FlowWatch(TorchDispatchMode):
             if isinstance(tensor, nn.Parameter):
                 storage = storage_of(tensor)
                 if storage and storage not in self._shared:
-                    self._parameters.setdefault(storage, StorageWeakRef(tensor.untyped_storage()))
+                    self._parameters.setdefault(storage, keep_address(tensor))
 
     def _note_update(self, tensor: Tensor, towers: int) -> None:
         """Note an update of weights outside the model that another tower's pass has updated, too."""

@@ -16,12 +16,11 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from samestep.batches.columns import version_of
 from samestep.errors import warn
 from samestep.watching.operators.operator_calls import Call, tensors_in
-from samestep.watching.operators.origins import storage_of
+from samestep.watching.operators.origins import Kept, keep_address, storage_of
 from samestep.watching.operators.values import checksum_of_value, is_readable
 from samestep.watching.passes.reads import Reads
 from samestep.watching.program.program_line import ProgramLine
@@ -36,7 +35,6 @@ _ALIKE = (
     "neither tower.index nor random numbers of the tower's own seed"
 )
 _MOST_KINDS = 16  # of losses that are kept in a step
-_Reference: TypeAlias = StorageWeakRef | None
 _PLAIN = (int, float, str, type(None), torch.dtype)
 
 
@@ -108,19 +106,20 @@ class PassOperators:
     def start_pass(self, tower: int, rows: Sequence[Tensor], shared: Iterable[Tensor]) -> None:
         """Begin a tower's pass. `shared` are the model's parameters and buffers."""
         self._is_followed = not (self.has_warned or self._reads.found)
-        # By storage; the references keep its address from being reused.
-        self._results: dict[int, tuple[int, _Reference]] = {}
-        self._values: dict[tuple[Any, ...], tuple[int, _Reference]] = {}
-        self._empty: dict[int, _Reference] = {}  # those with arbitrary values
+        # By storage, with what keeps its address from being reused.
+        self._results: dict[int, tuple[int, Kept]] = {}
+        self._values: dict[tuple[Any, ...], tuple[int, Kept]] = {}
+        self._empty: dict[int, Kept] = {}  # those with arbitrary values
         self._operators: dict[int, _Operator] = {}
         if self._is_followed:
             self._tower, self._values_read, self._newest = tower, 0, (-1, 0)
             with self._reads.ignored():
                 self._own_seed = torch.default_generator.initial_seed()
             self._kind = tuple((tensor.shape, tensor.dtype) for tensor in rows)
-            self._shared = {storage_of(tensor): number for number, tensor in enumerate(shared)}
+            each = enumerate(shared)
+            self._shared = {storage_of(tensor): (number, keep_address(tensor)) for number, tensor in each}
             for number, tensor in enumerate(rows):
-                self._results[storage_of(tensor)] = number, _reference(tensor)
+                self._results[storage_of(tensor)] = number, keep_address(tensor)
 
     def stop_pass(self) -> None:
         """Forget the pass, except its loss."""
@@ -161,14 +160,14 @@ class PassOperators:
             operator = self._operator(call)
             for index, tensor in enumerate(filter(storage_of, made)):
                 self._operators[self._number + index] = operator
-                self._results[storage_of(tensor)] = self._number + index, _reference(tensor)
+                self._results[storage_of(tensor)] = self._number + index, keep_address(tensor)
                 if tensor.is_floating_point() and tensor.numel() == 1:
                     self._newest = self._number + index, self._values_read
         elif self._reads.found:
             for tensor in call.written:
                 self._results.pop(storage_of(tensor), None)
         elif str(call.func).startswith(("aten.empty", "aten.new_empty")):
-            self._empty.update((storage_of(each), _reference(each)) for each in filter(storage_of, made))
+            self._empty.update((storage_of(each), keep_address(each)) for each in filter(storage_of, made))
 
     def _operator(self, call: Call) -> _Operator:
         numbers = [f"{each:.6g}" for each in call.values if type(each) in (int, float)]
@@ -196,7 +195,7 @@ class PassOperators:
         if storage in self._results:
             return self._results[storage][0], place
         if storage in self._shared:
-            return "model", self._shared[storage], place
+            return "model", self._shared[storage][0], place
         if storage in self._overwritten or storage == self._table:
             return "", place[1]
         if storage in self._empty or not is_readable(value):  # it is not known what is there
@@ -204,7 +203,7 @@ class PassOperators:
             return ""
         key = (storage, place, value.stride(), version_of(value))
         if key not in self._values:
-            self._values[key] = checksum_of_value(value), _reference(value)
+            self._values[key] = checksum_of_value(value), keep_address(value)
         return self._values[key][0], place[1]
 
     def note_losses(self, losses: Iterable[Any]) -> None:
@@ -306,7 +305,3 @@ def _global_generator(call: Call) -> torch.Generator | None:
         generator: torch.Generator = torch.cuda.default_generators[index]
         return generator
     return torch.default_generator if device.type == "cpu" else None
-
-
-def _reference(tensor: Tensor) -> _Reference:
-    return StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else None
