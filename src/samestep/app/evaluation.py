@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from datetime import datetime
 from typing import Any, TypeAlias
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from samestep.buffers.kept_buffers import KeptBuffers
 from samestep.data.readers import COMPARED, BatchedReader, Reader, Request, compared_at, is_batched
 from samestep.errors import ConfigError, UsageError, shown
 from samestep.streams import keep_globals, seed_globals, stream_seed
+from samestep.watching.measured import check_measured
 from samestep.watching.model.own_generators import OwnGenerators, is_generator
 from samestep.watching.model.weight_hash import WeightHash
 from samestep.watching.must_match import of_weights
@@ -32,6 +34,9 @@ __all__ = ["Evaluation", "describe", "evaluation_mode", "line_of"]
 Measure: TypeAlias = Callable[[nn.Module, Any], Mapping[str, tuple[Any, Any]]]
 Totals: TypeAlias = Mapping[str, tuple[Tensor, Tensor]]
 _Part: TypeAlias = dict[str, tuple[Tensor, Tensor]]
+
+_seen: WeakSet[Evaluation] = WeakSet()
+"""The evaluations of this process that have run."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +108,9 @@ class Evaluation:
         must_match: dict[str, Any] = {}
         error = None
         try:
+            if self not in _seen:
+                _seen.add(self)
+                check_measured(self.measure, self.metrics, model)
             generators = OwnGenerators(model)
             generators.start_step(in_reach(_is_generator, [("measure", self.measure)]))
             generators.note()

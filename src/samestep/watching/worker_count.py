@@ -7,29 +7,23 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from os.path import basename
 from types import FrameType, FunctionType
 from typing import Any
 
-import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.errors import warn
 from samestep.watching.program.calls import NOWHERE
-from samestep.watching.program.code_flow import CodeFlow
 from samestep.watching.program.code_values import Method, NewObject, Place, Scope, Value, attribute_of
 from samestep.watching.program.program_line import frames_of_program
 from samestep.watching.program.source_code import SourceCode
 from samestep.watching.program.syntax import constant_name
+from samestep.watching.program.worker_values import NUM_WORKERS, WorkerValues
 
 __all__ = ["check_worker_count"]
-
-_COUNT = Place("the number of workers", "")
-_ONLY_COUNT = Value(frozenset({_COUNT}))
-_ATTRIBUTE, _VARIABLES = "world_size", ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 _WITHOUT_EFFECT = ("num_workers", "prefetch_factor")
 """Parameters of loaders on which no result depends."""
@@ -57,7 +51,7 @@ def check_worker_count() -> None:
         )
 
 
-class _WorkerCountFlow(CodeFlow):
+class _WorkerCountFlow(WorkerValues):
     """The values of a function or a module that is running, from its beginning.
 
     Args:
@@ -80,41 +74,9 @@ class _WorkerCountFlow(CodeFlow):
         return self._counted
 
     def _check(self, what: str, sources: frozenset[Place], line: int) -> bool:
-        if _COUNT in sources:
+        if NUM_WORKERS in sources:
             self._counted.setdefault(f"{basename(self._path)}, line {line}", what)
-        return _COUNT in sources
-
-    # ---- where the number comes from -----------------------------------------------------------------
-
-    def visit_Constant(self, node: ast.Constant) -> Value:
-        """Return the number of workers for the name of its variable, as in `os.getenv`."""
-        return _ONLY_COUNT if node.value in _VARIABLES else Value()
-
-    def _entry(self, holder: Value, index: ast.expr) -> Value:
-        return _ONLY_COUNT if constant_name(index) in _VARIABLES else super()._entry(holder, index)
-
-    def _attribute_value(self, holder: Value, name: str) -> Value:
-        if name == _ATTRIBUTE:
-            return _ONLY_COUNT
-        value = super()._attribute_value(holder, name)
-        # A library may have made a configuration of it and of others.
-        return value if holder.is_known or holder.key else replace(value, sources=value.sources - {_COUNT})
-
-    def _branch(
-        self,
-        bodies: Iterable[Sequence[ast.stmt]],
-        deciding: frozenset[Place] = NOWHERE,
-        filled: frozenset[Place] = NOWHERE,
-    ) -> None:
-        # As for comparisons.
-        super()._branch(bodies, deciding - {_COUNT}, filled)
-
-    def visit_Compare(self, node: ast.Compare) -> Value:
-        """Return what decides only which way something is done, such as `job.world_size > 1`."""
-        value = super().visit_Compare(node)
-        return replace(value, sources=value.sources - {_COUNT})
-
-    # ---- what must not be computed from it -----------------------------------------------------------
+        return NUM_WORKERS in sources
 
     def visit_Call(self, node: ast.Call) -> Value:
         """Note the line."""
@@ -136,8 +98,6 @@ class _WorkerCountFlow(CodeFlow):
     def _call_object(
         self, called: Value, arguments: Sequence[Value], named: Mapping[str, Value]
     ) -> Value | None:
-        if called.object is dist.get_world_size:
-            return _ONLY_COUNT
         named = {name: value for name, value in named.items() if name not in _WITHOUT_EFFECT}
         if self._check_arguments(_kind(called).__name__, _deciding(called, arguments, named)):
             return self._new(_kind(called), NOWHERE)

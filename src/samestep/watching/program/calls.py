@@ -36,7 +36,7 @@ __all__ = ["NOWHERE", "Calls"]
 NOWHERE = frozenset[Place]()
 
 _CHANGING = {"add", "append", "appendleft", "extend", "insert", "pop", "popitem", "popleft", "update"}
-_EMPTYING = {"clear", "fill", "fill_", "zero_"}
+_EMPTYING = {"clear", "fill", "fill_", "reset", "zero_"}
 _SPECIAL: Mapping[object, str] = {
     float: "__float__",
     int: "__int__",

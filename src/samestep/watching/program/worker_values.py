@@ -1,0 +1,75 @@
+"""Follows what a program's code computes from the number of workers, and from a worker's rank."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from samestep.watching.program.calls import NOWHERE
+from samestep.watching.program.code_flow import CodeFlow
+from samestep.watching.program.code_values import Place, Value
+
+__all__ = ["NUM_WORKERS", "RANK", "WorkerValues"]
+
+NUM_WORKERS = Place("the number of workers", "")
+RANK = Place("the worker's rank", "")
+
+_BOTH = frozenset({NUM_WORKERS, RANK})
+_VARIABLES = {"WORLD_SIZE": NUM_WORKERS, "LOCAL_WORLD_SIZE": NUM_WORKERS, "RANK": RANK, "LOCAL_RANK": RANK}
+_FUNCTIONS = {dist.get_world_size: NUM_WORKERS, dist.get_rank: RANK}
+
+
+class WorkerValues(CodeFlow):
+    """Values with `NUM_WORKERS` and `RANK` among their sources, if they are computed from these.
+
+    These are attributes named `world_size`, a job's `rank`, torch's functions, and the launchers' environment
+    variables. Not what comparisons and branches decide, such as `if job.world_size > 1`, because both sides
+    may compute the same.
+    """
+
+    def visit_Constant(self, node: ast.Constant) -> Value:
+        """Return what an environment variable of this name has, as for `os.getenv`."""
+        return _named(_VARIABLES, node.value) or Value()
+
+    def visit_Compare(self, node: ast.Compare) -> Value:
+        """Return what a comparison returns, as if it did not depend on workers."""
+        value = super().visit_Compare(node)
+        return replace(value, sources=value.sources - _BOTH)
+
+    def _entry(self, holder: Value, index: ast.expr) -> Value:
+        name = index.value if isinstance(index, ast.Constant) else None
+        return _named(_VARIABLES, name) or super()._entry(holder, index)
+
+    def _attribute_value(self, holder: Value, name: str) -> Value:
+        if name == "world_size":
+            return Value(frozenset({NUM_WORKERS}))
+        if name == "rank" and type(holder.object).__module__.startswith("samestep."):
+            return Value(frozenset({RANK}))  # a low-rank layer has a rank, too
+        value = super()._attribute_value(holder, name)
+        # A library may have made a configuration of it and of others.
+        return value if holder.is_known or holder.key else replace(value, sources=value.sources - _BOTH)
+
+    def _call_object(
+        self, called: Value, arguments: Sequence[Value], named: Mapping[str, Value]
+    ) -> Value | None:
+        place = next((place for function, place in _FUNCTIONS.items() if called.object is function), None)
+        if place is not None:
+            return Value(frozenset({place}))
+        return super()._call_object(called, arguments, named)
+
+    def _branch(
+        self,
+        bodies: Iterable[Sequence[ast.stmt]],
+        deciding: frozenset[Place] = NOWHERE,
+        filled: frozenset[Place] = NOWHERE,
+    ) -> None:
+        super()._branch(bodies, deciding - _BOTH, filled)
+
+
+def _named(places: Mapping[str, Place], name: Any) -> Value | None:
+    place = places.get(name) if isinstance(name, str) else None
+    return None if place is None else Value(frozenset({place}))
