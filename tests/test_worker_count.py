@@ -4,7 +4,7 @@ import argparse
 import copy
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import pytest
 import torch.distributed as dist
@@ -65,6 +65,29 @@ def of_arguments(job):
     model = net()
     towers = Towers(model, 6, job=job)
     train(towers, SGD(model.parameters(), lr=args.lr), batch_of(0))
+
+
+def parsed(job):
+    args = argparse.ArgumentParser().parse_args([])
+    args.lr, args.momentum = 0.1, 0.9
+    args.lr *= job.world_size
+    return args
+
+
+def of_parsed_arguments(job):
+    args = parsed(job)
+    model = net()
+    towers = Towers(model, 6, job=job)
+    train(towers, SGD(model.parameters(), lr=args.lr, momentum=args.momentum), batch_of(0))
+
+
+def of_a_group_of_parameters(job):
+    model = net()
+    groups = [
+        {"params": model[0].parameters(), "lr": 0.1 * job.world_size},
+        {"params": model[2].parameters()},
+    ]
+    train(Towers(model, 6, job=job), SGD(groups, lr=0.1), batch_of(0))
 
 
 def of_a_dict(job):
@@ -219,6 +242,8 @@ WRONG = {
     learning_rate_in_steps: "lr of SGD",
     of_an_own_function: "lr of AdamW",
     of_arguments: "lr of SGD",
+    of_parsed_arguments: "lr of SGD",
+    of_a_group_of_parameters: "params of SGD",
     of_a_dict: "lr of SGD",
     of_the_environment: "lr of SGD",
     of_a_variable: "lr of SGD",
@@ -272,6 +297,32 @@ def kept_beside(job):
     return f"{more.get('rows') / more['world_size']} rows a worker"
 
 
+class Keeping:
+    """A program in a class, which merges what it was given."""
+
+    num_steps = 2
+
+    def __init__(self, config, given, job):
+        merged = {**asdict(config), **given}
+        self.config = Config(**{name: value for name, value in merged.items() if name != "rank"})
+        self.job, self.model, self.best = job, net(), 0.0
+        self.towers = Towers(self.model, 6, job=job)
+        self.loader = TowerLoader(DATA, 6 * self.num_steps, self.towers)
+        self.optimizer = SGD(self.model.parameters(), lr=self.config.lr)
+        self.schedule = LambdaLR(self.optimizer, lambda step: 0.9 ** (step // self.num_steps))
+
+    def run(self):
+        for _epoch in range(self.num_steps):
+            for batch in self.loader:
+                train_pairs(self.towers, self.optimizer, batch)
+            self.schedule.step()
+
+
+def merged(job):
+    given = {"lr": 0.2, "world_size": job.world_size, "rank": job.rank}
+    Keeping(Config(0.1, job.world_size), given, job).run()
+
+
 def threads_and_processes(job):
     model = net()
     towers = Towers(model, 6, job=job)
@@ -306,7 +357,7 @@ def per_worker_evaluation(job):
     train(towers, optimizer, batch_of(1))
 
 
-RIGHT = [kept_beside, threads_and_processes, other_ways, per_worker_evaluation]
+RIGHT = [kept_beside, merged, threads_and_processes, other_ways, per_worker_evaluation]
 
 
 @pytest.mark.parametrize("num_workers", WORKERS)

@@ -6,7 +6,6 @@ All workers compute the same, so comparing them shows nothing. The program's sou
 from __future__ import annotations
 
 import ast
-import inspect
 from collections.abc import Mapping, Sequence
 from os.path import basename
 from types import FrameType, FunctionType
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.errors import warn
-from samestep.watching.program.calls import NOWHERE
+from samestep.watching.program.calls import NOWHERE, positional_names
 from samestep.watching.program.code_values import Method, NewObject, Place, Scope, Value, attribute_of
 from samestep.watching.program.program_line import frames_of_program
 from samestep.watching.program.source_code import SourceCode
@@ -109,7 +108,7 @@ class _WorkerCountFlow(WorkerValues):
 
     def _check_arguments(self, name: str, given: Mapping[str, Value]) -> bool:
         return any(
-            self._check(f"{argument or 'arguments'} of {name}", self._data_of_call([value]), self._line)
+            self._check(f"{argument or 'arguments'} of {name}", self._all_in(value), self._line)
             for argument, value in given.items()
             if not (self._repeats and argument == "batch")  # it is from that loop
         )
@@ -153,6 +152,6 @@ def _deciding(called: Value, arguments: Sequence[Value], named: Mapping[str, Val
         return {}
     method = called.object.function if isinstance(called.object, Method) else None
     function = method or attribute_of(kind, "__init__" if is_new else "__call__")
-    names = list(inspect.signature(function).parameters)[1:] if isinstance(function, FunctionType) else []
+    names = positional_names(function)[1:]
     given = {**dict(zip(names, arguments, strict=False)), **named}
     return given if is_of_torch else {name: value for name, value in given.items() if name in _ARGUMENTS}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -31,7 +32,7 @@ from samestep.watching.program.place_values import PlaceValues
 from samestep.watching.program.source_code import Computed, Function, SourceCode
 from samestep.watching.program.syntax import OPERATORS, constant_name
 
-__all__ = ["NOWHERE", "Calls"]
+__all__ = ["NOWHERE", "Calls", "positional_names"]
 
 NOWHERE = frozenset[Place]()
 
@@ -241,11 +242,15 @@ class Calls(ast.NodeVisitor, ABC):
 
     def _make(self, kind: type, arguments: Sequence[Value], named: Mapping[str, Value]) -> Value:
         made = self._new(kind, NOWHERE.union(*map(self._values.data_of, (*arguments, *named.values()))))
-        if self._call_function(attribute_of(kind, "__init__"), [made, *arguments], named) is not None:
+        begin = attribute_of(kind, "__init__")
+        if self._call_function(begin, [made, *arguments], named) is not None:
             return made
         # A library's, such as `list`, or one without code, such as a dataclass.
-        of_names = {name: value.computed_from(self._data_of_call([value])) for name, value in named.items()}
-        made = replace(made, sources=self._data_of_call([*arguments, of_names.pop("", Value())]))
+        names = positional_names(begin)[1:]
+        given = {**dict(zip(names, arguments, strict=False)), **named}
+        of_names = {name: value.computed_from(self._data_of_call([value])) for name, value in given.items()}
+        others = [*arguments[len(names) :], of_names.pop("", Value())]
+        made = replace(made, sources=self._data_of_call(others))
         self._hold(made, of_names)
         return made
 
@@ -309,6 +314,12 @@ class Calls(ast.NodeVisitor, ABC):
         for name in (*names, *(each.arg for each in parameters.kwonlyargs)):
             bound = values.get(name, Value())
             self._values.put(self._scope.place_of(name), replace(bound, name=bound.name or name), name)
+
+
+def positional_names(function: Any) -> list[str]:
+    """Return the names of parameters that may be given by position; none if a function is not in Python."""
+    code = getattr(inspect.unwrap(function), "__code__", None) if isinstance(function, FunctionType) else None
+    return [] if code is None else list(code.co_varnames[: code.co_argcount])
 
 
 def _defaults_of(function: FunctionType) -> Mapping[str, Value]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from samestep.watching.program.calls import NOWHERE
 from samestep.watching.program.code_flow import CodeFlow
-from samestep.watching.program.code_values import Place, Value
+from samestep.watching.program.code_values import NewObject, Place, Value
 
 __all__ = ["NUM_WORKERS", "RANK", "WorkerValues"]
 
@@ -35,6 +35,11 @@ class WorkerValues(CodeFlow):
         """Return what an environment variable of this name has, as for `os.getenv`."""
         return _named(_VARIABLES, node.value) or Value()
 
+    def visit_Call(self, node: ast.Call) -> Value:
+        """Return what a call returns: if a library's, a new object, which may get attributes."""
+        value = super().visit_Call(node)
+        return value if value.key is not None else replace(self._new(None, value.sources), name=value.name)
+
     def visit_Compare(self, node: ast.Compare) -> Value:
         """Return what a comparison returns, as if it did not depend on workers."""
         value = super().visit_Compare(node)
@@ -50,8 +55,29 @@ class WorkerValues(CodeFlow):
         if name == "rank" and type(holder.object).__module__.startswith("samestep."):
             return Value(frozenset({RANK}))  # a low-rank layer has a rank, too
         value = super()._attribute_value(holder, name)
-        # A library may have made a configuration of it and of others.
-        return value if holder.is_known or holder.key else replace(value, sources=value.sources - _BOTH)
+        is_set = holder.key is not None and self._values.get(Place(holder.key, name)) is not None
+        if is_set or not _may_hold_others(holder):
+            return value
+        return replace(value, sources=value.sources - _BOTH)
+
+    def _new(self, kind: type | None, sources: frozenset[Place]) -> Value:
+        """Return a new object, whose attributes are followed one by one."""
+        return super()._new(kind, sources if kind is None else sources - _BOTH)
+
+    def _data_of_call(self, given: Iterable[Value]) -> frozenset[Place]:
+        """Return what a library's function computes of these values, not of all that they hold."""
+        given = list(given)
+        held = _BOTH.difference(*(each.sources for each in given))
+        return super()._data_of_call(given) - held
+
+    def _advance(self, value: Value) -> frozenset[Place]:
+        """Return what elements are computed from; not what a dict holds by names."""
+        found = super()._advance(value)
+        return found - (_BOTH - value.sources) if _may_hold_others(value) else found
+
+    def _all_in(self, value: Value) -> frozenset[Place]:
+        """Return what a value is computed from, with all that it holds, or returns when it is called."""
+        return self._values.data_of(value) | super()._data_of_call([value])
 
     def _call_object(
         self, called: Value, arguments: Sequence[Value], named: Mapping[str, Value]
@@ -68,6 +94,12 @@ class WorkerValues(CodeFlow):
         filled: frozenset[Place] = NOWHERE,
     ) -> None:
         super()._branch(bodies, deciding - _BOTH, filled)
+
+
+def _may_hold_others(value: Value) -> bool:
+    """Say whether this may be a configuration that a library has made, which holds other values, too."""
+    made = value.object if isinstance(value.object, NewObject) else None
+    return not value.is_known or (made is not None and made.kind in (None, dict))
 
 
 def _named(places: Mapping[str, Place], name: Any) -> Value | None:
