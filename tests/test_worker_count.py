@@ -126,6 +126,15 @@ def of_a_group(job):
     train(Towers(model, 6, job=job), optimizer, batch_of(0))
 
 
+def of_a_parameter_with_the_name_of_a_loaders(job):
+    def make(parameters, num_workers):
+        return SGD(parameters, lr=0.1 * num_workers)
+
+    model = net()
+    towers = Towers(model, 6, job=job)
+    train(towers, make(model.parameters(), num_workers=job.world_size), batch_of(0))
+
+
 class Runner:
     def __init__(self, job, base):
         self.job, self.base = job, base
@@ -249,6 +258,7 @@ WRONG = {
     of_a_variable: "lr of SGD",
     of_torch: "lr of SGD",
     of_a_group: "a learning rate",
+    of_a_parameter_with_the_name_of_a_loaders: "lr of SGD",
     of_a_class: "lr of SGD",
     schedule: "total_steps of OneCycleLR",
     schedule_by_a_function: "lr_lambda of LambdaLR",

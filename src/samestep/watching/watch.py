@@ -19,6 +19,7 @@ from samestep.watching.model.own_numbers import OwnNumbers
 from samestep.watching.model.watched_tensors import WatchedTensors
 from samestep.watching.passes.flow import FlowWatch
 from samestep.watching.program.reach import in_reach
+from samestep.watching.program.source_code import SourceCode
 from samestep.watching.worker_count import check_worker_count
 
 __all__ = ["Watch"]
@@ -54,7 +55,7 @@ class Watch:
         self.tensors = WatchedTensors()
         self._optimizers = OptimizerSettings()
         self.flow = FlowWatch()
-        self._clipping = Clipping()
+        self._clipping: Clipping | None = None  # in the worker's first step
         self.looks = self.follows = False
 
     def look_at_model(self, fixed: Sequence[NamedBuffer], shared: Sequence[NamedBuffer]) -> None:
@@ -81,9 +82,11 @@ class Watch:
         """Start to watch a step, after `note` and before its first pass."""
         self.tensors.start_step(step)
         self.loss = None
+        self._clipping = None
         if self._num_workers == 0:
-            check_worker_count()
-            self._clipping.start_step()
+            source = SourceCode()
+            check_worker_count(source)
+            self._clipping = Clipping(source)
         is_first = self._num_workers != num_workers or bool(self._new)
         self._num_workers = num_workers
         self._known |= self._new
@@ -196,7 +199,8 @@ class Watch:
     def end_step(self, who: str) -> None:
         """Check again after the last backward."""
         self.check(who)
-        self._clipping.end_step(self._model.parameters())
+        if self._clipping is not None:
+            self._clipping.check(self._model.parameters())
         if self.looks:
             self.numbers.check()  # the loop may have ended with a `break`
             self._optimizers.start_step(())  # or go on after average(), where settings may change

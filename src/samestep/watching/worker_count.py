@@ -7,17 +7,26 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping, Sequence
-from os.path import basename
 from types import FrameType, FunctionType
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from samestep.errors import warn
 from samestep.watching.program.calls import NOWHERE, positional_names
-from samestep.watching.program.code_values import Method, NewObject, Place, Scope, Value, attribute_of
-from samestep.watching.program.program_line import frames_of_program
+from samestep.watching.program.code_values import (
+    LocalFunction,
+    Method,
+    NewObject,
+    Place,
+    Scope,
+    Value,
+    attribute_of,
+    is_of_samestep,
+)
+from samestep.watching.program.program_line import ProgramLine, frames_of_program
 from samestep.watching.program.source_code import SourceCode
 from samestep.watching.program.syntax import constant_name
 from samestep.watching.program.worker_values import NUM_WORKERS, WorkerValues
@@ -31,22 +40,22 @@ _ARGUMENTS = ("batch", "batch_size", "clip_norm", "num_towers", "seed", "steps")
 """Parameters of samestep's classes on which the result depends."""
 
 
-def check_worker_count() -> None:
+def check_worker_count(source: SourceCode) -> None:
     """Warn of what the program on this thread's stack computes from the number of workers.
 
     These are the options of an optimizer or a schedule, the batch of a step, the number of towers, and how
     often a loop around the step runs.
     """
-    source, frames = SourceCode(), list(frames_of_program())
+    frames = list(frames_of_program())
     loops = [loop for frame in frames for loop in source.loops_around(frame)]
-    found: dict[str, str] = {}
+    found: dict[ProgramLine, str] = {}
     for frame in frames:
         found.update(_WorkerCountFlow(source, loops).find_in(frame))
     if found:
-        listed = "; ".join(f"{what} ({place})" for place, what in sorted(found.items()))
+        listed = "; ".join(f"{what} ({line})" for line, what in sorted(found.items()))
         warn(
-            f"computed from the number of workers: {listed}. With another number of workers, steps would be "
-            "other ones: write numbers that do not depend on it, such as the rows of the whole batch"
+            f"computed from the number of workers: {listed}. Another number of workers would take different "
+            "steps: use numbers that do not depend on it, such as the rows of the whole batch"
         )
 
 
@@ -61,12 +70,12 @@ class _WorkerCountFlow(WorkerValues):
     def __init__(self, source: SourceCode, loops: Sequence[ast.For | ast.While]) -> None:
         super().__init__(source)
         self._loops = loops
-        self._counted: dict[str, str] = {}  # what is computed from the number of workers, by its line
+        self._counted: dict[ProgramLine, str] = {}  # what is computed from the number of workers, by its line
         self._repeats = False  # how often a loop runs is computed from it
         self._path = ""
         self._line = 0  # of the current call
 
-    def find_in(self, frame: FrameType) -> Mapping[str, str]:
+    def find_in(self, frame: FrameType) -> Mapping[ProgramLine, str]:
         """Visit the code of a frame; return what it computes from the number of workers, by line."""
         self._scope, self._path = Scope.of_frame(frame), frame.f_code.co_filename
         self._run(self._source.body(frame.f_code))
@@ -74,7 +83,7 @@ class _WorkerCountFlow(WorkerValues):
 
     def _check(self, what: str, sources: frozenset[Place], line: int) -> bool:
         if NUM_WORKERS in sources:
-            self._counted.setdefault(f"{basename(self._path)}, line {line}", what)
+            self._counted.setdefault(ProgramLine(self._path, line), what)
         return NUM_WORKERS in sources
 
     def visit_Call(self, node: ast.Call) -> Value:
@@ -97,7 +106,8 @@ class _WorkerCountFlow(WorkerValues):
     def _call_object(
         self, called: Value, arguments: Sequence[Value], named: Mapping[str, Value]
     ) -> Value | None:
-        named = {name: value for name, value in named.items() if name not in _WITHOUT_EFFECT}
+        if _kind(called) is DataLoader or is_of_samestep(_kind(called)):
+            named = {name: value for name, value in named.items() if name not in _WITHOUT_EFFECT}
         if self._check_arguments(_kind(called).__name__, _deciding(called, arguments, named)):
             return self._new(_kind(called), NOWHERE)
         returned = super()._call_object(called, arguments, named)
@@ -139,6 +149,8 @@ def _kind(value: Value) -> type:
             return _kind(holder)
         case NewObject(kind=kind):
             return kind or object
+        case LocalFunction():
+            return FunctionType
         case type() as kind:
             return kind
     return type(value.object)
@@ -148,7 +160,7 @@ def _deciding(called: Value, arguments: Sequence[Value], named: Mapping[str, Val
     """Return the arguments on which the result depends, by name, of what torch and samestep define."""
     kind, is_new = _kind(called), isinstance(called.object, type)
     is_of_torch = is_new and issubclass(kind, (Optimizer, LRScheduler))
-    if not (is_of_torch or str(kind.__module__).startswith("samestep.")):
+    if not (is_of_torch or is_of_samestep(kind)):
         return {}
     method = called.object.function if isinstance(called.object, Method) else None
     function = method or attribute_of(kind, "__init__" if is_new else "__call__")

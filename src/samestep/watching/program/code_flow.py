@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from samestep.watching.program.calls import NOWHERE
-from samestep.watching.program.code_values import Place, Scope, Value
+from samestep.watching.program.code_values import Place, Scope, Value, is_of_samestep
 from samestep.watching.program.expressions import Expressions
 from samestep.watching.program.place_values import ENTRIES
 from samestep.watching.program.program_line import frames_of_program, has_resumed
@@ -60,7 +60,7 @@ class CodeFlow(Expressions):
             return
         self._set(loop.target, Value())
         names = parallel_names(loop)
-        beside = [name for name in names if not _is_tower(scope.objects.get(name))]
+        beside = [name for name in names if not is_of_samestep(type(scope.objects.get(name)))]
         for name in beside if len(beside) < len(names) else ():  # one of them is the tower
             place = scope.place_of(name)
             self._values.put(place, Value(frozenset({place})), name)
@@ -70,6 +70,11 @@ class CodeFlow(Expressions):
     def run_function(self, function: Callable[..., Any], arguments: Sequence[Value]) -> None:
         """Visit a function; arguments that are missing depend on nothing."""
         self._call_function(function, arguments, {})
+
+    def object_at(self, node: ast.expr, scope: Scope) -> object:
+        """Return the object that an expression is; `UNKNOWN` if that is not known."""
+        self._scope = scope
+        return self.visit(node).object
 
     def sets_anew(self, found: object, name: str) -> bool:
         """Say whether an object's attribute is set, and no expression depends on what it was before.
@@ -201,7 +206,3 @@ class CodeFlow(Expressions):
                 case ast.Subscript(value=of, slice=index, ctx=ast.Store()):
                     yield Place(self.visit(of).key, ENTRIES)
                     yield Place(self.visit(of).key, constant_name(index))
-
-
-def _is_tower(found: object) -> bool:
-    return type(found).__module__.partition(".")[0] == "samestep"

@@ -28,6 +28,7 @@ __all__ = [
     "Scope",
     "Value",
     "attribute_of",
+    "is_of_samestep",
     "join",
 ]
 
@@ -101,6 +102,11 @@ class Value:
     def computed_from(self, *others: frozenset[Place]) -> Value:
         """Return it with other sources as well."""
         return replace(self, sources=self.sources.union(*others))
+
+
+def is_of_samestep(kind: type) -> bool:
+    """Say whether a class is defined in this package."""
+    return str(kind.__module__).partition(".")[0] == "samestep"
 
 
 def join(values: Iterable[Value]) -> Value:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import torch.distributed as dist
 
 from samestep.watching.program.calls import NOWHERE
 from samestep.watching.program.code_flow import CodeFlow
-from samestep.watching.program.code_values import NewObject, Place, Value
+from samestep.watching.program.code_values import NewObject, Place, Value, is_of_samestep
+from samestep.watching.program.syntax import constant_name
 
 __all__ = ["NUM_WORKERS", "RANK", "WorkerValues"]
 
@@ -19,8 +21,14 @@ NUM_WORKERS = Place("the number of workers", "")
 RANK = Place("the worker's rank", "")
 
 _BOTH = frozenset({NUM_WORKERS, RANK})
-_VARIABLES = {"WORLD_SIZE": NUM_WORKERS, "LOCAL_WORLD_SIZE": NUM_WORKERS, "RANK": RANK, "LOCAL_RANK": RANK}
-_FUNCTIONS = {dist.get_world_size: NUM_WORKERS, dist.get_rank: RANK}
+_COUNTED, _RANKED = Value(frozenset({NUM_WORKERS})), Value(frozenset({RANK}))
+_VARIABLES: Mapping[Any, Value] = {
+    "WORLD_SIZE": _COUNTED,
+    "LOCAL_WORLD_SIZE": _COUNTED,
+    "RANK": _RANKED,
+    "LOCAL_RANK": _RANKED,
+}
+_FUNCTIONS: Mapping[Any, Value] = {dist.get_world_size: _COUNTED, dist.get_rank: _RANKED}
 
 
 class WorkerValues(CodeFlow):
@@ -33,7 +41,7 @@ class WorkerValues(CodeFlow):
 
     def visit_Constant(self, node: ast.Constant) -> Value:
         """Return what an environment variable of this name has, as for `os.getenv`."""
-        return _named(_VARIABLES, node.value) or Value()
+        return _VARIABLES.get(node.value, Value())
 
     def visit_Call(self, node: ast.Call) -> Value:
         """Return what a call returns: if a library's, a new object, which may get attributes."""
@@ -46,14 +54,13 @@ class WorkerValues(CodeFlow):
         return replace(value, sources=value.sources - _BOTH)
 
     def _entry(self, holder: Value, index: ast.expr) -> Value:
-        name = index.value if isinstance(index, ast.Constant) else None
-        return _named(_VARIABLES, name) or super()._entry(holder, index)
+        return _VARIABLES.get(constant_name(index)) or super()._entry(holder, index)
 
     def _attribute_value(self, holder: Value, name: str) -> Value:
         if name == "world_size":
-            return Value(frozenset({NUM_WORKERS}))
-        if name == "rank" and type(holder.object).__module__.startswith("samestep."):
-            return Value(frozenset({RANK}))  # a low-rank layer has a rank, too
+            return _COUNTED
+        if name == "rank" and is_of_samestep(type(holder.object)):
+            return _RANKED  # a low-rank layer has a rank, too
         value = super()._attribute_value(holder, name)
         is_set = holder.key is not None and self._values.get(Place(holder.key, name)) is not None
         if is_set or not _may_hold_others(holder):
@@ -82,10 +89,8 @@ class WorkerValues(CodeFlow):
     def _call_object(
         self, called: Value, arguments: Sequence[Value], named: Mapping[str, Value]
     ) -> Value | None:
-        place = next((place for function, place in _FUNCTIONS.items() if called.object is function), None)
-        if place is not None:
-            return Value(frozenset({place}))
-        return super()._call_object(called, arguments, named)
+        known = _FUNCTIONS.get(called.object) if isinstance(called.object, FunctionType) else None
+        return known or super()._call_object(called, arguments, named)
 
     def _branch(
         self,
@@ -100,8 +105,3 @@ def _may_hold_others(value: Value) -> bool:
     """Say whether this may be a configuration that a library has made, which holds other values, too."""
     made = value.object if isinstance(value.object, NewObject) else None
     return not value.is_known or (made is not None and made.kind in (None, dict))
-
-
-def _named(places: Mapping[str, Place], name: Any) -> Value | None:
-    place = places.get(name) if isinstance(name, str) else None
-    return None if place is None else Value(frozenset({place}))
