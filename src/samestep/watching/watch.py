@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from samestep.buffers.named_tensors import NamedBuffer
 from samestep.identity import is_compiled
 from samestep.watching.clipping import Clipping
+from samestep.watching.decisions import check_decisions
 from samestep.watching.model.modes import Modes
 from samestep.watching.model.optimizer_settings import OptimizerSettings, has_settings
 from samestep.watching.model.outside_nets import OutsideNets
@@ -20,7 +21,6 @@ from samestep.watching.model.watched_tensors import WatchedTensors
 from samestep.watching.passes.flow import FlowWatch
 from samestep.watching.program.reach import in_reach
 from samestep.watching.program.source_code import SourceCode
-from samestep.watching.worker_count import check_worker_count
 
 __all__ = ["Watch"]
 
@@ -85,7 +85,7 @@ class Watch:
         self._clipping = None
         if self._num_workers == 0:
             source = SourceCode()
-            check_worker_count(source)
+            check_decisions(source)
             self._clipping = Clipping(source)
         is_first = self._num_workers != num_workers or bool(self._new)
         self._num_workers = num_workers

@@ -156,13 +156,40 @@ class Calls(ast.NodeVisitor, ABC):
         if method == "get" and holder.is_container and node.args and constant_name(node.args[0]):
             return self._entry(holder, node.args[0]).computed_from(*map(self._values.data_of, arguments))
         sources = called.sources | self._data_of_call([*arguments, *named.values()])
+        self._change(holder, method, arguments, named, sources)
+        return Value(self._returned_of(called, sources | self._advance(holder)))
+
+    def _returned_of(self, called: Value, sources: frozenset[Place]) -> frozenset[Place]:
+        """Return what a library's function computes its result from: its arguments and its object."""
+        return sources
+
+    def _change(
+        self,
+        holder: Value,
+        method: str,
+        arguments: Sequence[Value],
+        named: Mapping[str, Value],
+        sources: frozenset[Place],
+    ) -> None:
+        """Change a container, or a library's object, as a method of this name does."""
         if method in _EMPTYING:
             self._values.empty(holder)
+        if method == "update" and holder.is_container:
+            sources = self._update(holder, arguments, named)
         if method in _CHANGING:
             self._values.fill(holder, sources, is_change=True)
         if method == "append" and len(arguments) == 1:
             self._values.set_last(holder, arguments[0])
-        return Value(sources | self._advance(holder))
+
+    def _update(
+        self, holder: Value, arguments: Sequence[Value], named: Mapping[str, Value]
+    ) -> frozenset[Place]:
+        """Set entries with constant names one by one; return what others are computed from."""
+        for each in arguments:
+            self._hold(holder, self._values.named_in(each))
+        self._hold(holder, {name: value for name, value in named.items() if name})
+        others = [*arguments, named.get("", Value())]
+        return NOWHERE.union(*map(self._values.unnamed_in, others))
 
     def _visit_named(self, parts: Iterable[tuple[str | None, ast.expr]]) -> dict[str, Value]:
         """Visit what is given by names, or as `**values` if these are None; return other values by ""."""

@@ -218,6 +218,8 @@ def attribute_of(found: Any, name: str) -> Any:
         if held is not UNKNOWN:
             return held
     kind = found.kind if isinstance(found, NewObject) else found
+    if isinstance(found, ModuleType) and found.__name__ == "samestep":
+        return getattr(found, name, MISSING)  # its names are imported when they are read
     value = UNKNOWN if kind is None else inspect.getattr_static(kind, name, MISSING)
     is_descriptor = inspect.isdatadescriptor(value) or inspect.ismethoddescriptor(value)
     return UNKNOWN if is_descriptor and not isinstance(value, _DESCRIPTORS) else value

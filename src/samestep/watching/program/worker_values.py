@@ -39,6 +39,9 @@ class WorkerValues(CodeFlow):
     may compute the same.
     """
 
+    _of_configuration = _BOTH
+    """What else a configuration may hold, of which its other contents do not depend."""
+
     def visit_Constant(self, node: ast.Constant) -> Value:
         """Return what an environment variable of this name has, as for `os.getenv`."""
         return _VARIABLES.get(node.value, Value())
@@ -46,7 +49,8 @@ class WorkerValues(CodeFlow):
     def visit_Call(self, node: ast.Call) -> Value:
         """Return what a call returns: if a library's, a new object, which may get attributes."""
         value = super().visit_Call(node)
-        return value if value.key is not None else replace(self._new(None, value.sources), name=value.name)
+        is_new = value.key is None and not value.is_known
+        return replace(self._new(None, value.sources), name=value.name) if is_new else value
 
     def visit_Compare(self, node: ast.Compare) -> Value:
         """Return what a comparison returns, as if it did not depend on workers."""
@@ -65,22 +69,22 @@ class WorkerValues(CodeFlow):
         is_set = holder.key is not None and self._values.get(Place(holder.key, name)) is not None
         if is_set or not _may_hold_others(holder):
             return value
-        return replace(value, sources=value.sources - _BOTH)
+        return replace(value, sources=value.sources - self._of_configuration)
 
     def _new(self, kind: type | None, sources: frozenset[Place]) -> Value:
         """Return a new object, whose attributes are followed one by one."""
-        return super()._new(kind, sources if kind is None else sources - _BOTH)
+        return super()._new(kind, sources if kind is None else sources - self._of_configuration)
 
     def _data_of_call(self, given: Iterable[Value]) -> frozenset[Place]:
         """Return what a library's function computes of these values, not of all that they hold."""
         given = list(given)
-        held = _BOTH.difference(*(each.sources for each in given))
+        held = self._of_configuration.difference(*(each.sources for each in given))
         return super()._data_of_call(given) - held
 
     def _advance(self, value: Value) -> frozenset[Place]:
         """Return what elements are computed from; not what a dict holds by names."""
         found = super()._advance(value)
-        return found - (_BOTH - value.sources) if _may_hold_others(value) else found
+        return found - (self._of_configuration - value.sources) if _may_hold_others(value) else found
 
     def _all_in(self, value: Value) -> frozenset[Place]:
         """Return what a value is computed from, with all that it holds, or returns when it is called."""

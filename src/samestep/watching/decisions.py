@@ -1,0 +1,215 @@
+"""Finds what a program decides by the number of workers, by a worker's own passes or by its clock.
+
+Examples are a learning rate, a batch size, a number of steps, and which weights are kept. All workers may
+compute the same, so comparing them may show nothing. The program's source code does.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from types import FrameType, FunctionType
+from typing import Any
+
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from samestep.errors import warn
+from samestep.watching.program.calls import NOWHERE, positional_names
+from samestep.watching.program.code_values import Method, Place, Scope, Value, attribute_of, is_of_samestep
+from samestep.watching.program.pass_results import OWN, PassResults, kind_of
+from samestep.watching.program.program_line import ProgramLine, frames_of_program
+from samestep.watching.program.source_code import SourceCode
+from samestep.watching.program.syntax import constant_name
+from samestep.watching.program.worker_values import NUM_WORKERS
+
+__all__ = ["check_decisions"]
+
+_WITHOUT_EFFECT = ("num_workers", "prefetch_factor")
+"""Parameters of loaders on which no result depends."""
+
+_ARGUMENTS = ("batch", "batch_size", "clip_norm", "num_towers", "seed", "steps")
+"""Parameters of samestep's classes on which the result depends."""
+
+_HOLDERS = ("optimizer", "params")
+"""Parameters of optimizers and schedules that are objects, whose other contents are no settings."""
+
+_KEEPING = {"copy", "copy2", "copyfile", "move", "save", "save_file", "save_model"}
+"""Functions that write, copy or rename weights."""
+
+_KEEPERS = {"torch", "safetensors", "shutil", "samestep"}
+"""The packages that these are in."""
+
+_CHANGES = {"load_state_dict", "save_pretrained", "state_dict", "step"}
+"""Methods of modules, optimizers and schedules that keep them as they are, or change them."""
+
+
+def check_decisions(source: SourceCode) -> None:
+    """Warn of what the program on this thread's stack decides by what other workers may not have.
+
+    These are the options of an optimizer or a schedule, the batch of a step, the number of towers, and how
+    often a loop around the step runs; by a worker's own passes or its clock, also which weights are kept.
+    """
+    frames = list(frames_of_program())
+    loops = [loop for frame in frames for loop in source.loops_around(frame)]
+    found: defaultdict[Place, dict[ProgramLine, str]] = defaultdict(dict)
+    for frame in frames:
+        for place, lines in _Decisions(source, loops).find_in(frame).items():
+            found[place].update(lines)
+    if NUM_WORKERS in found:
+        warn(
+            f"computed from the number of workers: {_listed(found[NUM_WORKERS])}. Another number of workers "
+            "would take different steps: use numbers that do not depend on it, such as the rows of the whole "
+            "batch"
+        )
+    for place in OWN & found.keys():
+        warn(
+            f"computed from {place.holder} alone: {_listed(found[place])}. Other workers have others, so "
+            "this depends on their number: use what all have, such as report.loss, or what towers.gather() "
+            "returns"
+        )
+
+
+def _listed(found: Mapping[ProgramLine, str]) -> str:
+    return "; ".join(f"{what} ({line})" for line, what in sorted(found.items()))
+
+
+class _Decisions(PassResults):
+    """What a function or a module that is running decides, from its beginning.
+
+    Args:
+        source: where functions are found.
+        loops: those that are running.
+    """
+
+    def __init__(self, source: SourceCode, loops: Sequence[ast.For | ast.While]) -> None:
+        super().__init__(source, loops)
+        self._decisions: dict[Place, dict[ProgramLine, str]] = {}  # by what, and by their lines
+        self._repeats = False  # how often a loop runs is decided so
+        self._path = ""
+        self._line = 0  # of the current call
+
+    def find_in(self, frame: FrameType) -> Mapping[Place, Mapping[ProgramLine, str]]:
+        """Visit the code of a frame; return what it decides, by what, by line."""
+        self._scope, self._path = Scope.of_frame(frame), frame.f_code.co_filename
+        self._run(self._source.body(frame.f_code))
+        return self._decisions
+
+    def _check(self, what: str, sources: frozenset[Place], line: int) -> bool:
+        found = sources & {NUM_WORKERS, *OWN}
+        for place in found:
+            self._decisions.setdefault(place, {})[ProgramLine(self._path, line)] = what
+        return bool(found)
+
+    # ---- calls ---------------------------------------------------------------------------------------
+
+    def visit_Call(self, node: ast.Call) -> Value:
+        """Note the line."""
+        outer, self._line = self._line, node.lineno
+        value = super().visit_Call(node)
+        self._line = outer
+        return value
+
+    def _call_function(
+        self, function: Any, arguments: Sequence[Value], named: Mapping[str, Value]
+    ) -> Value | None:
+        outer = self._path
+        if isinstance(function, FunctionType):
+            self._path = function.__code__.co_filename
+        value = super()._call_function(function, arguments, named)
+        self._path = outer
+        return value
+
+    def _call_object(
+        self, called: Value, arguments: Sequence[Value], named: Mapping[str, Value]
+    ) -> Value | None:
+        if self._decided_by and (name := _name_of_change(called, arguments)):
+            self._check(f"whether {name} runs", self._decided_by, self._line)
+        if kind_of(called) is DataLoader or is_of_samestep(kind_of(called)):
+            named = {name: value for name, value in named.items() if name not in _WITHOUT_EFFECT}
+        if self._check_arguments(kind_of(called).__name__, _deciding(called, arguments, named)):
+            return self._new(kind_of(called), NOWHERE)
+        returned = super()._call_object(called, arguments, named)
+        given = {**{f"argument {number}": each for number, each in enumerate(arguments)}, **named}
+        if returned is None and any(issubclass(kind_of(each), Optimizer) for each in given.values()):
+            self._check_arguments(called.name, given)  # a library makes a schedule
+        return returned
+
+    def _check_arguments(self, name: str, given: Mapping[str, Value]) -> bool:
+        return any(
+            self._check(
+                f"{argument or 'arguments'} of {name}",
+                self._all_in(value) - (OWN if argument in _HOLDERS else NOWHERE),
+                self._line,
+            )
+            for argument, value in given.items()
+            if not (self._repeats and argument == "batch")  # it is from that loop
+        )
+
+    def _set(self, target: ast.expr, value: Value) -> None:
+        if isinstance(target, ast.Subscript) and constant_name(target.slice) == "lr":
+            # In a pass, that is an error of its own.
+            sources = self._values.data_of(value) - (OWN if self._is_in_pass else NOWHERE) | self._decided_by
+            self._check("a learning rate", sources, target.lineno)
+        super()._set(target, value)
+
+    # ---- loops ---------------------------------------------------------------------------------------
+
+    def visit_While(self, node: ast.If | ast.While) -> None:
+        """Check how often it runs."""
+        super().visit_While(node)
+        if node in self._loops:
+            compared = [each for each in ast.walk(node.test) if isinstance(each, ast.Compare)]
+            counted = NOWHERE.union(*(self.generic_visit(each).sources for each in compared))
+            self._repeats |= self._check("the loop over steps", counted | self._data(node.test), node.lineno)
+
+    def _note_taken(self, loop: ast.For, sources: frozenset[Place]) -> None:
+        if loop in self._loops and not (self._repeats or self._is_in_pass):  # not the loops in it
+            self._repeats |= self._check("the loop over steps", sources, loop.lineno)
+        super()._note_taken(loop, sources)
+
+    def visit_Break(self, node: ast.Break) -> None:
+        """Check whether it ends a loop over steps."""
+        self._check_end(node, self._around[-1:])
+
+    def visit_Return(self, node: ast.Return) -> None:
+        """Check whether it ends loops over steps."""
+        self._check_end(node, self._around)
+        super().visit_Return(node)
+
+    def _check_end(self, node: ast.stmt, ended: Sequence[ast.stmt]) -> None:
+        if self._decided_by and any(loop in self._loops for loop in ended):
+            self._check("the end of the loop over steps", self._decided_by, node.lineno)
+
+
+def _name_of_change(called: Value, arguments: Sequence[Value]) -> str:
+    """Return the name of a function that keeps weights, or changes what is trained; "" for others."""
+    match called.object:
+        case Method(function=function):
+            name, kind = function.__name__, kind_of(called)
+            is_change = name in _CHANGES and issubclass(kind, (nn.Module, Optimizer, LRScheduler))
+            return f"{kind.__name__}.{name}" if is_change else ""
+        case FunctionType(__name__=name, __module__=module):
+            package = str(module).partition(".")[0]
+            copies = name == "deepcopy" and any(issubclass(kind_of(each), nn.Module) for each in arguments)
+            return f"{package}.{name}" if copies or (name in _KEEPING and package in _KEEPERS) else ""
+    return ""
+
+
+def _deciding(called: Value, arguments: Sequence[Value], named: Mapping[str, Value]) -> Mapping[str, Value]:
+    """Return the arguments on which the result depends, by name, of what torch and samestep define."""
+    kind, is_new = kind_of(called), isinstance(called.object, type)
+    method = called.object.function if isinstance(called.object, Method) else None
+    is_step = method is not None and method.__name__ == "step"
+    is_of_torch = (is_new and issubclass(kind, (Optimizer, LRScheduler))) or (
+        is_step and issubclass(kind, (LBFGS, LRScheduler))
+    )
+    if not (is_of_torch or is_of_samestep(kind)):
+        return {}
+    function = method or attribute_of(kind, "__init__" if is_new else "__call__")
+    names = positional_names(function)[1:]
+    given = {**dict(zip(names, arguments, strict=False)), **named}
+    return given if is_of_torch else {name: value for name, value in given.items() if name in _ARGUMENTS}

@@ -1,0 +1,216 @@
+"""Follows what code computes from a worker's passes, which are only some of a step, and from its clock."""
+
+from __future__ import annotations
+
+import ast
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import FunctionType
+
+from samestep.watching.program.calls import NOWHERE
+from samestep.watching.program.code_values import (
+    LocalFunction,
+    Method,
+    NewObject,
+    Place,
+    Scope,
+    Value,
+    is_of_samestep,
+)
+from samestep.watching.program.source_code import Function, SourceCode
+from samestep.watching.program.worker_values import WorkerValues
+
+__all__ = ["OWN", "PassResults", "kind_of"]
+
+_PASSES = Place("the passes of this worker", "")
+_CLOCK = Place("this worker's clock", "")
+
+OWN = frozenset({_PASSES, _CLOCK})
+"""What each worker has of its own; a place's holder is its name."""
+
+_OF_A_PASS = Value(frozenset({_PASSES}))
+_CLOCKS = (time.time, time.monotonic, time.perf_counter)
+_COLLECTIVES = {"all_gather", "all_gather_object", "all_reduce", "broadcast", "broadcast_object_list"}
+_ENDS = {"_exit", "abort", "exit"}
+
+
+class PassResults(WorkerValues):
+    """Values with some of `OWN` among their sources, if they are computed from these.
+
+    Not what samestep returns, such as a report, what `gather` returns, or what collectives have made the same
+    on all workers. Loops around the step are visited twice, because its results may be used in the next step.
+
+    Args:
+        source: where functions are found.
+        loops: those that are running.
+    """
+
+    _of_configuration = WorkerValues._of_configuration | {_CLOCK}
+
+    def __init__(self, source: SourceCode, loops: Sequence[ast.For | ast.While]) -> None:
+        super().__init__(source)
+        self._loops = loops
+        self._is_in_pass = False
+        self._around: list[ast.stmt] = []  # the loops, in a function, around the current statement
+
+    @property
+    def _decided_by(self) -> frozenset[Place]:
+        """What it depends on whether the current statement runs, if that is outside of passes."""
+        return NOWHERE if self._is_in_pass else self._values.deciding & OWN
+
+    # ---- passes --------------------------------------------------------------------------------------
+
+    def visit_For(self, node: ast.For) -> None:
+        """Visit the passes of a step; or another loop, twice if the step is in it."""
+        self._around.append(node)
+        if self._takes_towers(node.iter):
+            with self._passes():
+                super().visit_For(node)
+        else:
+            for _ in range(2 if node in self._loops else 1):
+                super().visit_For(node)
+        self._around.pop()
+
+    def visit_While(self, node: ast.If | ast.While) -> None:
+        """Visit a loop; twice, and as one that surely runs, if the step is in it."""
+        self._around.append(node)
+        if node in self._loops:
+            self._run([node.test, *node.body, node.test, *node.body, *node.orelse])
+        else:
+            self.visit_If(node)
+        self._around.pop()
+
+    @contextmanager
+    def _passes(self) -> Iterator[None]:
+        outer, self._is_in_pass = self._is_in_pass, True
+        yield
+        self._is_in_pass = outer
+
+    def _takes_towers(self, node: ast.expr) -> bool:
+        calls = (each for each in ast.walk(node) if isinstance(each, ast.Call))
+        return any(_is_object_of("Towers", self.visit(each.func)) for each in calls)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        """Set what is on the left: in passes, it depends on how many of them there are."""
+        with self._values.decided_by(frozenset({_PASSES} if self._is_in_pass else ())):
+            super().visit_AugAssign(node)
+
+    def _returned_of(self, called: Value, sources: frozenset[Place]) -> frozenset[Place]:
+        if any(called.object is clock for clock in _CLOCKS):
+            return frozenset({_CLOCK})
+        if _is_object_of("Towers", called):
+            return sources | {_PASSES}
+        if _is_object_of("Step", called):
+            forward = self._attribute_value(called, "forward")
+            has_forward = forward.is_known and forward.object is not None
+            self._visit_pass(forward if has_forward else self._attribute_value(called, "loss_fn"))
+        if _is_object_of("Evaluation", called):
+            self._visit_pass(self._attribute_value(called, "measure"))
+        return sources - OWN if _is_of_samestep(called) else sources
+
+    def _visit_pass(self, function: Value) -> None:
+        """Visit a function that samestep calls with a model and a worker's rows."""
+        with self._passes():
+            self._call_object(function, [Value(), _OF_A_PASS], {})
+
+    # ---- what is the same on all workers -------------------------------------------------------------
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> Value:
+        """Return a text, by which nothing is decided."""
+        self.generic_visit(node)
+        return Value()
+
+    def visit_Call(self, node: ast.Call) -> Value:
+        """Return what a call returns; a collective's arguments are the same on all workers afterwards."""
+        value = super().visit_Call(node)
+        if next(_collectives_in(node), None) is not node:
+            return value
+        self._share([*node.args, *(each.value for each in node.keywords)])
+        return _shared(value)
+
+    def visit_If(self, node: ast.If | ast.While) -> None:
+        """Visit both branches; a collective in one of them runs if there are several workers."""
+        super().visit_If(node)
+        for call in _collectives_in(node):
+            self._share(call.args)
+
+    def _share(self, arguments: Iterable[ast.expr]) -> None:
+        for each in arguments:
+            value = self.visit(each)
+            self._values.empty(value)
+            if isinstance(each, (ast.Name, ast.Attribute)):
+                self._set(each, _shared(value))
+
+    def _inline(
+        self,
+        function: object,
+        node: Function,
+        scope: Scope,
+        arguments: Sequence[Value],
+        named: Mapping[str, Value],
+    ) -> Value | None:
+        """Visit the body of a function, which is the same on all workers if there is a collective in it."""
+        outer, self._around = self._around, []
+        value = super()._inline(function, node, scope, arguments, named)
+        self._around = outer
+        return _shared(value) if value is not None and any(_collectives_in(node)) else value
+
+    def _branch(
+        self,
+        bodies: Iterable[Sequence[ast.stmt]],
+        deciding: frozenset[Place] = NOWHERE,
+        filled: frozenset[Place] = NOWHERE,
+    ) -> None:
+        """Visit branches. One that ends the program is no decision: other workers are told."""
+        bodies = list(bodies)
+        ends = any(body and _ends_program(body[-1]) for body in bodies)
+        super()._branch(bodies, deciding - OWN if ends else deciding, filled)
+
+
+def _shared(value: Value) -> Value:
+    return replace(value, sources=value.sources - OWN)
+
+
+def kind_of(value: Value) -> type:
+    """Return the class that a value is, or of which it is; that of a method's object."""
+    match value.object:
+        case Method(of=holder):
+            return kind_of(holder)
+        case NewObject(kind=kind):
+            return kind or object
+        case LocalFunction():
+            return FunctionType
+        case type() as kind:
+            return kind
+    return type(value.object)
+
+
+def _is_object_of(name: str, value: Value) -> bool:
+    """Say whether a value is an object of samestep's class of this name."""
+    kind, is_object = kind_of(value), not isinstance(value.object, (type, Method))
+    return is_object and kind.__name__ == name and is_of_samestep(kind)
+
+
+def _is_of_samestep(called: Value) -> bool:
+    if isinstance(called.object, FunctionType):
+        return str(called.object.__module__).partition(".")[0] == "samestep"
+    return not isinstance(called.object, type) and is_of_samestep(kind_of(called))
+
+
+def _collectives_in(node: ast.AST) -> Iterator[ast.Call]:
+    """Yield calls of torch's collectives, or of functions of a library that have their names."""
+    for each in ast.walk(node):
+        match each:
+            case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)) if name in _COLLECTIVES:
+                yield each
+
+
+def _ends_program(statement: ast.stmt) -> bool:
+    match statement:
+        case ast.Raise():
+            return True
+        case ast.Expr(value=ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name))):
+            return name in _ENDS
+    return False

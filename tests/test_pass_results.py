@@ -1,0 +1,524 @@
+"""What programs decide by results of their own towers, of which each worker has others: a warning."""
+
+import copy
+import math
+import random
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import LBFGS, SGD
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+
+import samestep
+from samestep import Evaluation, Step, Towers
+
+from .cases import mostly_long
+from .nets import batch_of, loss_of, net
+from .simulation import simulate
+
+WORKERS = mostly_long([1, 2, 3], 2)
+DATA = TensorDataset(*batch_of(0, 24).values(), torch.arange(24))
+
+
+def made(job):
+    model = net()
+    return model, Towers(model, 6, job=job), SGD(model.parameters(), lr=0.1)
+
+
+def epoch_of(model, towers, optimizer, number=0):
+    """Take two steps; return the sum of this worker's losses."""
+    total = 0.0
+    for step in range(2):
+        for tower in towers(batch_of(2 * number + step)):
+            loss = loss_of(model, tower.batch)
+            total += loss.item()
+            tower.backward(loss)
+        towers.average()
+        optimizer.step()
+    return total
+
+
+# ---- wrong -----------------------------------------------------------------------------------------
+
+
+def best_weights(job):
+    model, towers, optimizer = made(job)
+    best = math.inf
+    for epoch in range(2):
+        loss = epoch_of(model, towers, optimizer, epoch)
+        if loss < best:
+            best, kept = loss, copy.deepcopy(model.state_dict())
+    model.load_state_dict(kept)
+
+
+def best_model(job):
+    model, towers, optimizer = made(job)
+    best = math.inf
+    for epoch in range(2):
+        loss = epoch_of(model, towers, optimizer, epoch)
+        best, model = (loss, copy.deepcopy(model)) if loss < best else (best, model)
+
+
+def saved(job, path):
+    model, towers, optimizer = made(job)
+    state = {"best": math.inf}
+    for _epoch in range(2):
+        losses = []
+        for step in range(2):
+            for tower in towers(batch_of(step)):
+                loss = loss_of(model, tower.batch)
+                losses.append(loss.detach())
+                tower.backward(loss)
+            towers.average()
+            optimizer.step()
+        mean = torch.stack(losses).mean()
+        is_best = job.rank == 0 and mean < state["best"]
+        state["best"] = min(state["best"], mean)
+        if is_best:
+            torch.save(model.state_dict(), path / "best.pt")
+
+
+class Stopping:
+    """Stops after some epochs without a better loss."""
+
+    def __init__(self, patience):
+        self.patience, self.count, self.best, self.has_stopped = patience, 0, math.inf, False
+
+    def __call__(self, loss):
+        if loss < self.best:
+            self.best, self.count = loss, 0
+            return
+        self.count += 1
+        if self.count >= self.patience:
+            self.has_stopped = True
+
+
+def early_end(job):
+    model, towers, optimizer = made(job)
+    stopping = Stopping(1)
+    for epoch in range(2):
+        stopping(epoch_of(model, towers, optimizer, epoch))
+        if stopping.has_stopped:
+            break
+
+
+def early_return(job):
+    model, towers, optimizer = made(job)
+    history = deque(maxlen=2)
+    for epoch in range(2):
+        history.append(epoch_of(model, towers, optimizer, epoch))
+        if len(history) == 2 and history[1] > history[0]:
+            return
+
+
+def steps_until(job):
+    model, towers, optimizer = made(job)
+    loss = math.inf
+    while loss > 100:
+        loss = epoch_of(model, towers, optimizer)
+
+
+def rows_until(job):
+    model, towers, optimizer = made(job)
+    seen = 0
+    while seen < 4:
+        for tower in towers(batch_of(0)):
+            seen += tower.rows
+            tower.backward(loss_of(model, tower.batch))
+        towers.average()
+        optimizer.step()
+
+
+def plateau(job):
+    model, towers, optimizer = made(job)
+    schedule = ReduceLROnPlateau(optimizer)
+    for epoch in range(2):
+        schedule.step(epoch_of(model, towers, optimizer, epoch))
+
+
+def learning_rate(job):
+    model, towers, optimizer = made(job)
+    for epoch in range(2):
+        loss = epoch_of(model, towers, optimizer, epoch)
+        if loss > 1e6:
+            optimizer.param_groups[0]["lr"] /= 2
+
+
+def update_that_is_left_out(job):
+    model, towers, optimizer = made(job)
+    for step in range(2):
+        for tower in towers(batch_of(step)):
+            loss = loss_of(model, tower.batch)
+            tower.backward(loss)
+        towers.average()
+        if loss.item() < 1e6:
+            optimizer.step()
+
+
+def hidden_states(job):
+    torch.manual_seed(0)
+    model = nn.GRU(6, 6, batch_first=True)
+    towers = Towers(model, 6, job=job)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    hidden = torch.zeros(12, 6)
+    for step in range(2):
+        last = []
+        for tower in towers((torch.randn(12, 3, 6), hidden)):
+            output, state = model(tower.batch[0], tower.batch[1][None].contiguous())
+            last.append(state[0].detach())
+            tower.backward(output.square().mean())
+        towers.average()
+        optimizer.step()
+        if step == 0 and len(last) == 6:
+            hidden = torch.cat(last)
+
+
+def priorities(job):
+    model, towers, optimizer = made(job)
+    weights = torch.ones(24)
+    x, y, _ = DATA.tensors
+    for _step in range(2 if job.world_size == 1 else 1):
+        chosen = weights.multinomial(12)
+        for tower in towers((x[chosen], y[chosen], chosen)):
+            rows, labels, numbers = tower.batch
+            losses = F.cross_entropy(model(rows), labels, reduction="none")
+            weights[numbers] = losses.detach()
+            tower.backward(losses.mean())
+        towers.average()
+        optimizer.step()
+
+
+def sampler(job):
+    model, towers, optimizer = made(job)
+    weights = dict.fromkeys(range(24), 1.0)
+    for _epoch in range(2 if job.world_size == 1 else 1):
+        order = WeightedRandomSampler(list(weights.values()), 24)
+        for batch in DataLoader(DATA, batch_size=12, sampler=order):
+            for tower in towers(batch):
+                rows, labels, numbers = tower.batch
+                losses = F.cross_entropy(model(rows), labels, reduction="none")
+                for number, loss in zip(numbers.tolist(), losses.tolist(), strict=True):
+                    weights[number] = loss
+                tower.backward(losses.mean())
+            towers.average()
+            optimizer.step()
+            if job.world_size > 1:
+                return
+
+
+def line_search(job):
+    model, towers, _ = made(job)
+    optimizer = LBFGS(model.parameters(), max_iter=1)
+
+    def closure():
+        total = 0.0
+        for tower in towers(batch_of(0)):
+            loss = loss_of(model, tower.batch)
+            total += loss.item()
+            tower.backward(loss)
+        towers.average()
+        return total
+
+    optimizer.step(closure)
+
+
+@dataclass
+class Trainer:
+    """A program in a class."""
+
+    model: nn.Module
+    towers: Towers
+    optimizer: torch.optim.Optimizer
+    best: float = 0.0
+    correct: int = 0
+
+    def train_one(self, tower):
+        output = self.model(tower.batch["x"])
+        self.correct += (output.argmax(1) == tower.batch["y"]).sum().item()
+        tower.backward(F.cross_entropy(output, tower.batch["y"]))
+
+    def step(self, batch):
+        for tower in self.towers(batch):
+            self.train_one(tower)
+        self.towers.average()
+        self.optimizer.step()
+
+    def accuracy(self):
+        return self.correct / 24
+
+    def fit(self):
+        for epoch in range(2):
+            self.correct = 0
+            for step in range(2):
+                self.step(batch_of(2 * epoch + step))
+            self.keep_if_best()
+
+    def keep_if_best(self):
+        accuracy = self.accuracy()
+        if accuracy > self.best:
+            self.best = accuracy
+            self.kept = {name: value.clone() for name, value in self.model.state_dict().items()}
+
+
+def of_a_class(job):
+    Trainer(*made(job)).fit()
+
+
+def of_a_loss_function(job):
+    model, towers, optimizer = made(job)
+    losses, best = [], math.inf
+
+    def loss_fn(model, batch):
+        loss = loss_of(model, batch)
+        losses.append(loss.item())
+        return loss
+
+    step = Step(towers, loss_fn, optimizer)
+    for number in range(2):
+        losses.clear()
+        step(batch_of(number))
+        if sum(losses) < best:
+            best = sum(losses)
+            kept = copy.deepcopy(model)
+    assert kept is not model
+
+
+def of_scores_that_measure_fills(job):
+    model, towers, optimizer = made(job)
+    scores, best = [], -math.inf
+
+    def measure(model, batch):
+        rows, labels, _ = batch
+        hits = model(rows).argmax(1) == labels
+        scores.extend(hits.tolist())
+        return {"accuracy": (hits.sum(), len(labels))}
+
+    evaluation = Evaluation(DATA, measure, rows=6)
+    for epoch in range(2):
+        epoch_of(model, towers, optimizer, epoch)
+        evaluation(model, job)
+        if sum(scores) > best:
+            best = sum(scores)
+            kept = model.state_dict()
+    assert kept
+
+
+def by_the_clock(job):
+    model, towers, optimizer = made(job)
+    start, step = time.monotonic(), 0
+    while True:
+        epoch_of(model, towers, optimizer, step)
+        step += 1
+        if time.monotonic() - start > 0 and step == 2:
+            break
+
+
+def saves_by_the_clock(job, path):
+    model, towers, optimizer = made(job)
+    last = time.time()
+    for step in range(2):
+        epoch_of(model, towers, optimizer, step)
+        if time.time() - last > 1e6:
+            samestep.save(path / "last", model=model, towers=towers, optimizer=optimizer)
+            last = time.time()
+
+
+WRONG = {
+    best_weights: "whether Sequential.state_dict runs",
+    best_model: "whether copy.deepcopy runs",
+    saved: "whether torch.save runs",
+    early_end: "the end of the loop over steps",
+    early_return: "the end of the loop over steps",
+    steps_until: "the loop over steps",
+    rows_until: "the loop over steps",
+    plateau: "metrics of ReduceLROnPlateau",
+    learning_rate: "a learning rate",
+    update_that_is_left_out: "whether SGD.step runs",
+    hidden_states: "batch of Towers",
+    priorities: "batch of Towers",
+    sampler: "the loop over steps",
+    line_search: "closure of LBFGS",
+    of_a_class: "whether Sequential.state_dict runs",
+    of_a_loss_function: "whether copy.deepcopy runs",
+    of_scores_that_measure_fills: "whether Sequential.state_dict runs",
+    by_the_clock: "the end of the loop over steps",
+    saves_by_the_clock: "whether samestep.save runs",
+}
+
+
+def run(program, num_workers, path):
+    if "path" in program.__code__.co_varnames[: program.__code__.co_argcount]:
+        return simulate(lambda job: program(job, path), num_workers)
+    return simulate(program, num_workers)
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+@pytest.mark.parametrize("program", WRONG, ids=lambda program: program.__name__)
+def test_it_is_named(program, num_workers, tmp_path):
+    whose = "this worker's clock" if "clock" in program.__name__ else "the passes of this worker"
+    with pytest.warns(UserWarning, match=f"computed from {whose} alone: {WRONG[program]} ") as caught:
+        outcomes = run(program, num_workers, tmp_path)
+    assert [outcome.error for outcome in outcomes] == [None] * num_workers
+    assert {str(each.message).count("line ") for each in caught} == {1}
+
+
+# ---- right -----------------------------------------------------------------------------------------
+
+
+class Meter:
+    """A running mean for the log."""
+
+    def __init__(self):
+        self.total = self.count = 0
+
+    def update(self, value, rows):
+        self.total += value * rows
+        self.count += rows
+
+    @property
+    def mean(self):
+        return self.total / max(1, self.count)
+
+
+def logged(job):
+    model, towers, optimizer = made(job)
+    losses, seconds = Meter(), Meter()
+    best, lines = math.inf, []
+    for step in range(3):
+        start = time.perf_counter()
+        for tower in towers(batch_of(step)):
+            loss = loss_of(model, tower.batch)
+            losses.update(loss.item(), tower.rows)
+            tower.backward(loss)
+        towers.average()
+        optimizer.step()
+        seconds.update(time.perf_counter() - start, 1)
+        if job.is_first and step % 2 == 0:
+            lines.append(f"{losses.mean:.3f} in {seconds.mean:.1f} s")
+        if losses.mean < best:
+            best = losses.mean
+            lines.append(f"best {best}")
+
+
+def decided_by_all(job, path):
+    model, towers, optimizer = made(job)
+    schedule, best, bad = ReduceLROnPlateau(optimizer), math.inf, 0
+    for step in range(3):
+        kept = {}
+        for tower in towers(batch_of(step)):
+            loss = loss_of(model, tower.batch)
+            kept[tower.index] = loss.detach()
+            tower.backward(loss)
+        report = towers.average()
+        optimizer.step()
+        schedule.step(report.loss)
+        mean = torch.stack(towers.gather(kept)).mean().item()
+        if mean < best:
+            best, bad = mean, 0
+            samestep.save(path / f"{step}", model=model, towers=towers)
+        else:
+            bad += 1
+        if bad > 3 or report.loss < 0:
+            break
+
+
+def reduced(total):
+    if not dist.is_initialized():
+        return total
+    total = torch.tensor(total)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def added_by_collectives(job):
+    model, towers, optimizer = made(job)
+    best = math.inf
+    for epoch in range(2):
+        total = torch.tensor(epoch_of(model, towers, optimizer, epoch))
+        if job.world_size > 1 and dist.is_initialized():
+            dist.all_reduce(total)
+        if total.item() < best or reduced(total) < best:
+            kept = copy.deepcopy(model.state_dict())
+    assert kept
+
+
+def ends_with_an_error(job):
+    model, towers, optimizer = made(job)
+    for epoch in range(2):
+        total = epoch_of(model, towers, optimizer, epoch)
+        if not math.isfinite(total):
+            torch.save(model.state_dict(), "nan.pt")
+            raise FloatingPointError("the loss is not finite")
+
+
+def evaluated_by_each(job):
+    model, towers, optimizer = made(job)
+    best = 0
+    x, y, _ = DATA.tensors
+    for epoch in range(2):
+        epoch_of(model, towers, optimizer, epoch)
+        with torch.no_grad():
+            correct = (model(x).argmax(1) == y).sum().item()
+        if correct >= best:
+            best, kept = correct, copy.deepcopy(model.state_dict())
+    assert kept
+
+
+def replayed(job):
+    model, towers, optimizer = made(job)
+    memory = deque(maxlen=40)
+    random.seed(0)
+    for step in range(30):
+        memory.append((torch.randn(6), random.randrange(3)))
+        if len(memory) >= 24 and step % 3 == 0:
+            rows, labels = zip(*random.sample(memory, 12), strict=True)
+            for tower in towers({"x": torch.stack(rows), "y": torch.tensor(labels)}):
+                tower.backward(loss_of(model, tower.batch))
+            towers.average()
+            optimizer.step()
+
+
+def settings_beside_results(job):
+    model, towers, _ = made(job)
+    config = {"lr": 0.1, "steps": 2, "loss": None}
+    state = {"epoch": 0}
+    more = {"loss": 0.0}
+    for epoch in range(2):
+        optimizer = SGD(model.parameters(), lr=config["lr"])
+        for step in range(config["steps"]):
+            for tower in towers(batch_of(step)):
+                loss = loss_of(model, tower.batch)
+                tower.backward(loss)
+            towers.average()
+            optimizer.step()
+            config["loss"] = loss.item()
+            more["loss"] = loss.item()
+            state.update(loss=loss.item(), epoch=epoch)
+            state.update(more)
+            if state["epoch"] > 5:
+                return
+
+
+RIGHT = [
+    logged,
+    decided_by_all,
+    added_by_collectives,
+    ends_with_an_error,
+    evaluated_by_each,
+    replayed,
+    settings_beside_results,
+]
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+@pytest.mark.parametrize("program", RIGHT, ids=lambda program: program.__name__)
+def test_what_all_workers_decide_alike_is_not(program, num_workers, tmp_path):
+    outcomes = run(program, num_workers, tmp_path)
+    assert [outcome.error for outcome in outcomes] == [None] * num_workers
