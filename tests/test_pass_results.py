@@ -229,6 +229,44 @@ def line_search(job):
     optimizer.step(closure)
 
 
+def weight_of_the_loss(job):
+    model, towers, optimizer = made(job)
+    weight = 1.0
+    for step in range(2):
+        losses = []
+        for tower in towers(batch_of(step)):
+            loss = loss_of(model, tower.batch)
+            losses.append(loss.item())
+            tower.backward(weight * loss)
+        towers.average()
+        optimizer.step()
+        if sum(losses) > 1e6:
+            weight = 0.5
+
+
+def weight_in_a_loss_function(job):
+    class Loss:
+        weight = 1.0
+
+        def __init__(self):
+            self.outputs = []
+
+        def __call__(self, model, batch):
+            self.outputs.append(model(batch["x"]).detach())
+            return self.weight * loss_of(model, batch)
+
+        def adapt(self):
+            self.weight = 0.5 if torch.cat(self.outputs).mean() > 1e6 else 1.0
+            self.outputs.clear()
+
+    _model, towers, optimizer = made(job)
+    loss_fn = Loss()
+    step = Step(towers, loss_fn, optimizer)
+    for number in range(2):
+        step(batch_of(number))
+        loss_fn.adapt()
+
+
 @dataclass
 class Trainer:
     """A program in a class."""
@@ -345,6 +383,8 @@ WRONG = {
     priorities: "batch of Towers",
     sampler: "the loop over steps",
     line_search: "closure of LBFGS",
+    weight_of_the_loss: "the loss of later passes",
+    weight_in_a_loss_function: "the loss of later passes",
     of_a_class: "whether Sequential.state_dict runs",
     of_a_loss_function: "whether copy.deepcopy runs",
     of_scores_that_measure_fills: "whether Sequential.state_dict runs",

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from samestep.errors import warn
 from samestep.watching.program.calls import NOWHERE, positional_names
 from samestep.watching.program.code_values import Method, Place, Scope, Value, attribute_of, is_of_samestep
-from samestep.watching.program.pass_results import OWN, PassResults, kind_of
+from samestep.watching.program.pass_results import OWN, PASSES, PassResults, kind_of
 from samestep.watching.program.program_line import ProgramLine, frames_of_program
 from samestep.watching.program.source_code import SourceCode
 from samestep.watching.program.syntax import constant_name
@@ -155,6 +155,9 @@ class _Decisions(PassResults):
             sources = self._values.data_of(value) - (OWN if self._is_in_pass else NOWHERE) | self._decided_by
             self._check("a learning rate", sources, target.lineno)
         super()._set(target, value)
+
+    def _depends_on_left(self) -> None:
+        self._check("the loss of later passes", frozenset({PASSES}), self._line)
 
     # ---- loops ---------------------------------------------------------------------------------------
 

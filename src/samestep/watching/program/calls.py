@@ -135,11 +135,7 @@ class Calls(ast.NodeVisitor, ABC):
 
     def visit_Call(self, node: ast.Call) -> Value:
         """Visit what the call runs; return what that returns."""
-        if isinstance(node.func, ast.Attribute):
-            holder, method = self.visit(node.func.value), node.func.attr
-            called = self._attribute_value(holder, method)
-        else:
-            holder, method, called = Value(), "", self.visit(node.func)
+        called, holder, method = self._callee(node.func)
         arguments = [self.visit(each.value if isinstance(each, ast.Starred) else each) for each in node.args]
         named = self._visit_named((each.arg, each.value) for each in node.keywords)
         if called.object is super and not arguments:
@@ -158,6 +154,15 @@ class Calls(ast.NodeVisitor, ABC):
         sources = called.sources | self._data_of_call([*arguments, *named.values()])
         self._change(holder, method, arguments, named, sources)
         return Value(self._returned_of(called, sources | self._advance(holder)))
+
+    def _callee(self, node: ast.expr) -> tuple[Value, Value, str]:
+        """Return what is called; if that is a method, also its object and its name."""
+        if not isinstance(node, ast.Attribute):
+            return self.visit(node), Value(), ""
+        holder = self.visit(node.value)
+        called = self._attribute_value(holder, node.attr)
+        is_set = holder.key is not None and self._values.get(Place(holder.key, node.attr)) is not None
+        return (called, Value(), "") if is_set else (called, holder, node.attr)
 
     def _returned_of(self, called: Value, sources: frozenset[Place]) -> frozenset[Place]:
         """Return what a library's function computes its result from: its arguments and its object."""

@@ -22,15 +22,18 @@ from samestep.watching.program.code_values import (
 from samestep.watching.program.source_code import Function, SourceCode
 from samestep.watching.program.worker_values import WorkerValues
 
-__all__ = ["OWN", "PassResults", "kind_of"]
+__all__ = ["OWN", "PASSES", "PassResults", "kind_of"]
 
-_PASSES = Place("the passes of this worker", "")
-_CLOCK = Place("this worker's clock", "")
+PASSES = Place("the passes of this worker", "")
+CLOCK = Place("this worker's clock", "")
 
-OWN = frozenset({_PASSES, _CLOCK})
+OWN = frozenset({PASSES, CLOCK})
 """What each worker has of its own; a place's holder is its name."""
 
-_OF_A_PASS = Value(frozenset({_PASSES}))
+_LEFT = Place("what passes of earlier steps have left", "")
+_ALL = OWN | {_LEFT}
+
+_OF_A_PASS = Value(frozenset({PASSES}))
 _CLOCKS = (time.time, time.monotonic, time.perf_counter)
 _COLLECTIVES = {"all_gather", "all_gather_object", "all_reduce", "broadcast", "broadcast_object_list"}
 _ENDS = {"_exit", "abort", "exit"}
@@ -47,7 +50,7 @@ class PassResults(WorkerValues):
         loops: those that are running.
     """
 
-    _of_configuration = WorkerValues._of_configuration | {_CLOCK}
+    _of_configuration = WorkerValues._of_configuration | {CLOCK}
 
     def __init__(self, source: SourceCode, loops: Sequence[ast.For | ast.While]) -> None:
         super().__init__(source)
@@ -94,26 +97,42 @@ class PassResults(WorkerValues):
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         """Set what is on the left: in passes, it depends on how many of them there are."""
-        with self._values.decided_by(frozenset({_PASSES} if self._is_in_pass else ())):
+        with self._values.decided_by(frozenset({PASSES} if self._is_in_pass else ())):
             super().visit_AugAssign(node)
 
     def _returned_of(self, called: Value, sources: frozenset[Place]) -> frozenset[Place]:
         if any(called.object is clock for clock in _CLOCKS):
-            return frozenset({_CLOCK})
+            return frozenset({CLOCK})
         if _is_object_of("Towers", called):
-            return sources | {_PASSES}
+            return sources - {_LEFT} | {PASSES}  # a batch is checked itself
         if _is_object_of("Step", called):
             forward = self._attribute_value(called, "forward")
             has_forward = forward.is_known and forward.object is not None
-            self._visit_pass(forward if has_forward else self._attribute_value(called, "loss_fn"))
+            self._note_loss(
+                self._visit_pass(forward if has_forward else self._attribute_value(called, "loss_fn"))
+            )
         if _is_object_of("Evaluation", called):
             self._visit_pass(self._attribute_value(called, "measure"))
-        return sources - OWN if _is_of_samestep(called) else sources
+        return sources - _ALL if _is_of_samestep(called) else sources
 
-    def _visit_pass(self, function: Value) -> None:
+    def _visit_pass(self, function: Value) -> frozenset[Place]:
         """Visit a function that samestep calls with a model and a worker's rows."""
         with self._passes():
-            self._call_object(function, [Value(), _OF_A_PASS], {})
+            returned = self._call_object(function, [Value(), _OF_A_PASS], {})
+        return self._values.data_of(returned or Value())
+
+    def _set(self, target: ast.expr, value: Value) -> None:
+        if not self._is_in_pass and PASSES in value.sources | self._values.deciding:
+            value = value.computed_from(frozenset({_LEFT}))
+        super()._set(target, value)
+
+    def _note_loss(self, sources: frozenset[Place]) -> None:
+        """Note what the loss of a pass is computed from."""
+        if _LEFT in sources:
+            self._depends_on_left()
+
+    def _depends_on_left(self) -> None:
+        """Note that the loss of a pass depends on what passes of earlier steps have left."""
 
     # ---- what is the same on all workers -------------------------------------------------------------
 
@@ -125,6 +144,8 @@ class PassResults(WorkerValues):
     def visit_Call(self, node: ast.Call) -> Value:
         """Return what a call returns; a collective's arguments are the same on all workers afterwards."""
         value = super().visit_Call(node)
+        if self._is_in_pass and _is_backward(node.func):
+            self._note_loss(NOWHERE.union(*(self._found.get(id(each), NOWHERE) for each in node.args)))
         if next(_collectives_in(node), None) is not node:
             return value
         self._share([*node.args, *(each.value for each in node.keywords)])
@@ -166,11 +187,11 @@ class PassResults(WorkerValues):
         """Visit branches. One that ends the program is no decision: other workers are told."""
         bodies = list(bodies)
         ends = any(body and _ends_program(body[-1]) for body in bodies)
-        super()._branch(bodies, deciding - OWN if ends else deciding, filled)
+        super()._branch(bodies, deciding - _ALL if ends else deciding, filled)
 
 
 def _shared(value: Value) -> Value:
-    return replace(value, sources=value.sources - OWN)
+    return replace(value, sources=value.sources - _ALL)
 
 
 def kind_of(value: Value) -> type:
@@ -197,6 +218,10 @@ def _is_of_samestep(called: Value) -> bool:
     if isinstance(called.object, FunctionType):
         return str(called.object.__module__).partition(".")[0] == "samestep"
     return not isinstance(called.object, type) and is_of_samestep(kind_of(called))
+
+
+def _is_backward(called: ast.expr) -> bool:
+    return isinstance(called, ast.Attribute) and called.attr in ("backward", "backward_sum")
 
 
 def _collectives_in(node: ast.AST) -> Iterator[ast.Call]:
