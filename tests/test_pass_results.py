@@ -60,10 +60,11 @@ def best_weights(job):
 
 def best_model(job):
     model, towers, optimizer = made(job)
-    best = math.inf
+    best, kept = math.inf, None
     for epoch in range(2):
         loss = epoch_of(model, towers, optimizer, epoch)
-        best, model = (loss, copy.deepcopy(model)) if loss < best else (best, model)
+        best, kept = (loss, copy.deepcopy(model)) if loss < best else (best, kept)
+    assert kept is not None
 
 
 def saved(job, path):
@@ -160,6 +161,15 @@ def update_that_is_left_out(job):
         towers.average()
         if loss.item() < 1e6:
             optimizer.step()
+
+
+def step_that_is_left_out(job):
+    model, towers, optimizer = made(job)
+    step = Step(towers, loss_of, optimizer)
+    for number in range(2):
+        total = epoch_of(model, towers, optimizer, number)
+        if total < 1e6:
+            step(batch_of(number))
 
 
 def hidden_states(job):
@@ -309,6 +319,32 @@ def of_a_class(job):
     Trainer(*made(job)).fit()
 
 
+class Best:
+    """Keeps the weights with the best value of a name."""
+
+    def __init__(self, name):
+        self.name, self.value = name, math.inf
+
+    def on_epoch(self, model, values):
+        if values[self.name] < self.value:
+            self.value = values[self.name]
+            self.kept = copy.deepcopy(model.state_dict())
+
+
+def called_back(job, name):
+    model, towers, optimizer = made(job)
+    callbacks = [Best(name)]
+    for epoch in range(2):
+        values = {"train": epoch_of(model, towers, optimizer, epoch), "seconds": time.perf_counter()}
+        values["val"] = loss_of(model, batch_of(9)).item()
+        for callback in callbacks:
+            getattr(callback, "on_epoch")(model, values)  # noqa: B009
+
+
+def of_callbacks(job):
+    called_back(job, "train")
+
+
 def of_a_loss_function(job):
     model, towers, optimizer = made(job)
     losses, best = [], math.inf
@@ -379,6 +415,7 @@ WRONG = {
     plateau: "metrics of ReduceLROnPlateau",
     learning_rate: "a learning rate",
     update_that_is_left_out: "whether SGD.step runs",
+    step_that_is_left_out: "whether Step runs",
     hidden_states: "batch of Towers",
     priorities: "batch of Towers",
     sampler: "the loop over steps",
@@ -386,6 +423,7 @@ WRONG = {
     weight_of_the_loss: "the loss of later passes",
     weight_in_a_loss_function: "the loss of later passes",
     of_a_class: "whether Sequential.state_dict runs",
+    of_callbacks: "whether Sequential.state_dict runs",
     of_a_loss_function: "whether copy.deepcopy runs",
     of_scores_that_measure_fills: "whether Sequential.state_dict runs",
     by_the_clock: "the end of the loop over steps",
@@ -546,7 +584,12 @@ def settings_beside_results(job):
                 return
 
 
+def of_another_name(job):
+    called_back(job, "val")
+
+
 RIGHT = [
+    of_another_name,
     logged,
     decided_by_all,
     added_by_collectives,

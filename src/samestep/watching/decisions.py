@@ -20,10 +20,9 @@ from torch.utils.data import DataLoader
 from samestep.errors import warn
 from samestep.watching.program.calls import NOWHERE, positional_names
 from samestep.watching.program.code_values import Method, Place, Scope, Value, attribute_of, is_of_samestep
-from samestep.watching.program.pass_results import OWN, PASSES, PassResults, kind_of
+from samestep.watching.program.pass_results import OWN, PASSES, PassResults, is_object_of, kind_of
 from samestep.watching.program.program_line import ProgramLine, frames_of_program
 from samestep.watching.program.source_code import SourceCode
-from samestep.watching.program.syntax import constant_name
 from samestep.watching.program.worker_values import NUM_WORKERS
 
 __all__ = ["check_decisions"]
@@ -126,11 +125,12 @@ class _Decisions(PassResults):
     def _call_object(
         self, called: Value, arguments: Sequence[Value], named: Mapping[str, Value]
     ) -> Value | None:
-        if self._decided_by and (name := _name_of_change(called, arguments)):
-            self._check(f"whether {name} runs", self._decided_by, self._line)
         if kind_of(called) is DataLoader or is_of_samestep(kind_of(called)):
             named = {name: value for name, value in named.items() if name not in _WITHOUT_EFFECT}
-        if self._check_arguments(kind_of(called).__name__, _deciding(called, arguments, named)):
+        is_found = self._check_arguments(kind_of(called).__name__, _deciding(called, arguments, named))
+        if self._decided_by and (name := _name_of_change(called, arguments)):
+            self._check(f"whether {name} runs", self._decided_by, self._line)
+        if is_found:
             return self._new(kind_of(called), NOWHERE)
         returned = super()._call_object(called, arguments, named)
         given = {**{f"argument {number}": each for number, each in enumerate(arguments)}, **named}
@@ -150,7 +150,7 @@ class _Decisions(PassResults):
         )
 
     def _set(self, target: ast.expr, value: Value) -> None:
-        if isinstance(target, ast.Subscript) and constant_name(target.slice) == "lr":
+        if isinstance(target, ast.Subscript) and self._name_of(target.slice) == "lr":
             # In a pass, that is an error of its own.
             sources = self._values.data_of(value) - (OWN if self._is_in_pass else NOWHERE) | self._decided_by
             self._check("a learning rate", sources, target.lineno)
@@ -190,6 +190,8 @@ class _Decisions(PassResults):
 
 def _name_of_change(called: Value, arguments: Sequence[Value]) -> str:
     """Return the name of a function that keeps weights, or changes what is trained; "" for others."""
+    if is_object_of("Towers", called) or is_object_of("Step", called):
+        return kind_of(called).__name__
     match called.object:
         case Method(function=function):
             name, kind = function.__name__, kind_of(called)

@@ -30,7 +30,7 @@ from samestep.watching.program.code_values import (
 )
 from samestep.watching.program.place_values import PlaceValues
 from samestep.watching.program.source_code import Computed, Function, SourceCode
-from samestep.watching.program.syntax import OPERATORS, constant_name
+from samestep.watching.program.syntax import OPERATORS
 
 __all__ = ["NOWHERE", "Calls", "positional_names"]
 
@@ -76,6 +76,11 @@ class Calls(ast.NodeVisitor, ABC):
         if isinstance(node, ast.expr):
             self._note(node, self._values.data_of(value))
         return value
+
+    def _name_of(self, index: ast.expr) -> str:
+        """Return the name of an entry, if it is known; or ""."""
+        name = self.visit(index).object
+        return name if isinstance(name, str) else ""
 
     @abstractmethod
     def _entry(self, holder: Value, index: ast.expr) -> Value:
@@ -141,15 +146,15 @@ class Calls(ast.NodeVisitor, ABC):
         if called.object is super and not arguments:
             return self._parent()
         match called.object, arguments, node.args:
-            case builtins.getattr, [of, _, *default], [_, ast.Constant(str(name)), *_]:
+            case builtins.getattr, [of, Value(object=str(name)), *default], _:
                 return self._attribute_value(of, name).computed_from(*map(self._values.data_of, default))
-            case builtins.setattr, [of, _, new], [_, ast.Constant(str(name)), _]:
+            case builtins.setattr, [of, Value(object=str(name)), new], _:
                 self._set_attribute(of, name, new)
                 return Value()
         returned = self._call_object(called, arguments, named)
         if returned is not None:
             return returned
-        if method == "get" and holder.is_container and node.args and constant_name(node.args[0]):
+        if method == "get" and holder.is_container and node.args and self._name_of(node.args[0]):
             return self._entry(holder, node.args[0]).computed_from(*map(self._values.data_of, arguments))
         sources = called.sources | self._data_of_call([*arguments, *named.values()])
         self._change(holder, method, arguments, named, sources)

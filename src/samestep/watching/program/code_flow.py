@@ -21,7 +21,6 @@ from samestep.watching.program.source_code import Computed, SourceCode
 from samestep.watching.program.syntax import (
     OPERATORS,
     asks_for_value,
-    constant_name,
     is_whole,
     loaded,
     parallel_names,
@@ -205,4 +204,4 @@ class CodeFlow(Expressions):
                     yield Place(self.visit(of).key, name)
                 case ast.Subscript(value=of, slice=index, ctx=ast.Store()):
                     yield Place(self.visit(of).key, ENTRIES)
-                    yield Place(self.visit(of).key, constant_name(index))
+                    yield Place(self.visit(of).key, self._name_of(index))

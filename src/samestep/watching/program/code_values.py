@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import ChainMap, deque
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import FrameType, FunctionType, ModuleType
@@ -53,9 +53,10 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class NewObject:
-    """An object that the code makes, of a class if that is known."""
+    """An object that the code makes, of a class if that is known; `parts` are those of a list."""
 
     kind: type | None = None
+    parts: Sequence[Value] = ()
 
 
 _CONTAINERS = (list, tuple, dict, set, deque, np.ndarray, NewObject)
@@ -111,10 +112,11 @@ def is_of_samestep(kind: type) -> bool:
 
 def join(values: Iterable[Value]) -> Value:
     """Return the value that is one of several."""
-    found = list(values)
+    first, *others = found = list(values)
     sources = frozenset[Place]().union(*(each.sources for each in found))
-    keys = {each.key for each in found}
-    return replace(found[0], sources=sources) if len(keys) == 1 else Value(sources)
+    if all(each.key == first.key and each.object is first.object for each in others):
+        return replace(first, sources=sources)
+    return Value(sources)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from samestep.watching.program.calls import NOWHERE, Calls
 from samestep.watching.program.code_values import UNKNOWN, LocalFunction, NewObject, Place, Scope, Value, join
 from samestep.watching.program.place_values import ENTRIES
 from samestep.watching.program.source_code import Function
-from samestep.watching.program.syntax import constant_name, constant_number, is_whole, own_names
+from samestep.watching.program.syntax import constant_number, is_whole, own_names
 
 __all__ = ["Expressions"]
 
@@ -26,6 +26,10 @@ class Expressions(Calls, ABC):
         """Visit all parts, of which the value is computed."""
         parts = [self._values.data_of(self.visit(each)) for each in ast.iter_child_nodes(node)]
         return Value(NOWHERE.union(*parts))
+
+    def visit_Constant(self, node: ast.Constant) -> Value:
+        """Return what is constant; a string as such, because it may name something."""
+        return Value(NOWHERE, node.value) if isinstance(node.value, str) else Value()
 
     def visit_Name(self, node: ast.Name) -> Value:
         """Return a variable's value."""
@@ -78,15 +82,17 @@ class Expressions(Calls, ABC):
         parts = _Parts(map(self.visit, node.elts))
         return Value(NOWHERE.union(*map(self._values.data_of, parts)), parts)
 
-    def visit_List(self, node: ast.AST) -> Value:
+    def visit_List(self, node: ast.List | ast.Set) -> Value:
         """Return a new container."""
-        return self._new(None, self.generic_visit(node).sources)
+        parts = [self.visit(each) for each in node.elts]
+        made = self._values.keep(NewObject(None, parts))
+        return Value(NOWHERE.union(*map(self._values.data_of, parts)), made, made)
 
     visit_Set = visit_List
 
     def visit_Dict(self, node: ast.Dict) -> Value:
         """Return a new container; entries with constant names are told apart."""
-        names = [None if key is None else constant_name(key) for key in node.keys]
+        names = [None if key is None else self._name_of(key) for key in node.keys]
         named = self._visit_named(zip(names, node.values, strict=True))
         keys = [self._data(key) for key in node.keys if key is not None]
         made = self._new(None, self._values.data_of(named.pop("", Value())).union(*keys))
@@ -126,7 +132,7 @@ class Expressions(Calls, ABC):
         return self._values.objects_in(value) or [Value(self._advance(value))]
 
     def _entry(self, holder: Value, index: ast.expr) -> Value:
-        given, name = self.visit(index), constant_name(index)
+        given, name = self.visit(index), self._name_of(index)
         others = self._values.data_of(given)
         if (found := self._call_special(holder, "__getitem__", given)) is not None:
             return found
@@ -139,19 +145,19 @@ class Expressions(Calls, ABC):
         place = Place(holder.key, name)
         entries = (self._values.get(Place(holder.key, ENTRIES)) or Value()).sources
         if (known := self._values.get(place)) is not None:
-            return known.computed_from(entries)
+            return known.computed_from(entries, others)
         if isinstance(holder.object, NewObject):
             return Value(self._values.data_of(holder))
         held = holder.object.get(name, UNKNOWN) if isinstance(holder.object, dict) else UNKNOWN
         before = Value.before(place, f"{name} of {holder.name}", held)
-        return self._values.read(before).computed_from(entries)
+        return self._values.read(before).computed_from(entries, others)
 
     def _object_at(self, holder: Value, index: ast.expr) -> Value | None:
         """Return the object in a container that is known; where the index is computed, always the first."""
         objects, number = self._values.objects_in(holder), constant_number(index)
         if number is not None and not isinstance(holder.object, dict):
             return objects[number] if -len(objects) <= number < len(objects) else None
-        is_computed = number is None and not constant_name(index) and not isinstance(index, ast.Slice)
+        is_computed = number is None and not self._name_of(index) and not isinstance(index, ast.Slice)
         return objects[0] if objects and is_computed else None
 
     def _set(self, target: ast.expr, value: Value) -> None:
@@ -161,7 +167,7 @@ class Expressions(Calls, ABC):
             case ast.Attribute(value=of, attr=name):
                 self._set_attribute(self.visit(of), name, value)
             case ast.Subscript(value=of, slice=index):
-                holder, name = self.visit(of), constant_name(index)
+                holder, name = self.visit(of), self._name_of(index)
                 if self._call_special(holder, "__setitem__", self.visit(index), value) is not None:
                     return
                 if is_whole(index):

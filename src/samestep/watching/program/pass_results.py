@@ -22,7 +22,7 @@ from samestep.watching.program.code_values import (
 from samestep.watching.program.source_code import Function, SourceCode
 from samestep.watching.program.worker_values import WorkerValues
 
-__all__ = ["OWN", "PASSES", "PassResults", "kind_of"]
+__all__ = ["OWN", "PASSES", "PassResults", "is_object_of", "kind_of"]
 
 PASSES = Place("the passes of this worker", "")
 CLOCK = Place("this worker's clock", "")
@@ -93,7 +93,7 @@ class PassResults(WorkerValues):
 
     def _takes_towers(self, node: ast.expr) -> bool:
         calls = (each for each in ast.walk(node) if isinstance(each, ast.Call))
-        return any(_is_object_of("Towers", self.visit(each.func)) for each in calls)
+        return any(is_object_of("Towers", self.visit(each.func)) for each in calls)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         """Set what is on the left: in passes, it depends on how many of them there are."""
@@ -103,15 +103,15 @@ class PassResults(WorkerValues):
     def _returned_of(self, called: Value, sources: frozenset[Place]) -> frozenset[Place]:
         if any(called.object is clock for clock in _CLOCKS):
             return frozenset({CLOCK})
-        if _is_object_of("Towers", called):
+        if is_object_of("Towers", called):
             return sources - {_LEFT} | {PASSES}  # a batch is checked itself
-        if _is_object_of("Step", called):
+        if is_object_of("Step", called):
             forward = self._attribute_value(called, "forward")
             has_forward = forward.is_known and forward.object is not None
             self._note_loss(
                 self._visit_pass(forward if has_forward else self._attribute_value(called, "loss_fn"))
             )
-        if _is_object_of("Evaluation", called):
+        if is_object_of("Evaluation", called):
             self._visit_pass(self._attribute_value(called, "measure"))
         return sources - _ALL if _is_of_samestep(called) else sources
 
@@ -208,7 +208,7 @@ def kind_of(value: Value) -> type:
     return type(value.object)
 
 
-def _is_object_of(name: str, value: Value) -> bool:
+def is_object_of(name: str, value: Value) -> bool:
     """Say whether a value is an object of samestep's class of this name."""
     kind, is_object = kind_of(value), not isinstance(value.object, (type, Method))
     return is_object and kind.__name__ == name and is_of_samestep(kind)

@@ -123,12 +123,14 @@ class PlaceValues:
     def objects_in(self, holder: Value) -> list[Value]:
         """Return the objects in a container that is known, if they are a few, and no numbers."""
         held = holder.object.values() if isinstance(holder.object, dict) else holder.object
+        held = held.parts if isinstance(held, NewObject) else held
         if not isinstance(held, (list, tuple, deque, ValuesView)) or len(held) > _MOST_OBJECTS:
             return []
-        if any(isinstance(each, (*PLAIN, Value)) for each in held):
+        found = [each if isinstance(each, Value) else Value.of(each, holder.name) for each in held]
+        if any(each.key is None or isinstance(each.object, PLAIN) for each in found):
             return []
         entries = self.data_of(holder)
-        return [Value.of(each, holder.name).computed_from(entries) for each in held]
+        return [each.computed_from(entries) for each in found]
 
     def _entries(self, holder: Value) -> Value:
         place = Place(holder.key, ENTRIES)

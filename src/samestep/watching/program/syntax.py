@@ -10,7 +10,6 @@ from samestep.watching.program.source_code import Function
 __all__ = [
     "OPERATORS",
     "asks_for_value",
-    "constant_name",
     "constant_number",
     "is_whole",
     "loaded",
@@ -54,11 +53,6 @@ def is_whole(index: ast.expr) -> bool:
     if isinstance(index, ast.Slice):
         return index.lower is None and index.upper is None and index.step is None
     return isinstance(index, ast.Constant) and index.value is Ellipsis
-
-
-def constant_name(index: ast.expr) -> str:
-    """Return the name of an entry, if it is constant; or ""."""
-    return index.value if isinstance(index, ast.Constant) and isinstance(index.value, str) else ""
 
 
 def constant_number(index: ast.expr) -> int | None:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from samestep.watching.program.calls import NOWHERE
 from samestep.watching.program.code_flow import CodeFlow
 from samestep.watching.program.code_values import NewObject, Place, Value, is_of_samestep
-from samestep.watching.program.syntax import constant_name
 
 __all__ = ["NUM_WORKERS", "RANK", "WorkerValues"]
 
@@ -44,7 +43,8 @@ class WorkerValues(CodeFlow):
 
     def visit_Constant(self, node: ast.Constant) -> Value:
         """Return what an environment variable of this name has, as for `os.getenv`."""
-        return _VARIABLES.get(node.value, Value())
+        value = super().visit_Constant(node)
+        return value.computed_from(_VARIABLES.get(node.value, value).sources)
 
     def visit_Call(self, node: ast.Call) -> Value:
         """Return what a call returns: if a library's, a new object, which may get attributes."""
@@ -58,7 +58,7 @@ class WorkerValues(CodeFlow):
         return replace(value, sources=value.sources - _BOTH)
 
     def _entry(self, holder: Value, index: ast.expr) -> Value:
-        return _VARIABLES.get(constant_name(index)) or super()._entry(holder, index)
+        return _VARIABLES.get(self._name_of(index)) or super()._entry(holder, index)
 
     def _attribute_value(self, holder: Value, name: str) -> Value:
         if name == "world_size":
