@@ -337,6 +337,24 @@ PUSHED = {"total of meter", "count of meter"}
         (["with meter as new:", "    new.push(x)"], "meter.total", set()),
         (["meter.push(meter.absent)"], "meter.absent", set()),
         (["state.mean = x if state.absent else state.absent"], "state.mean", set()),
+        (
+            ["name = 'mean'", "setattr(state, name, getattr(state, name) + x)"],
+            "state.mean",
+            {"mean of state"},
+        ),
+        (["if not hasattr(state, 'size'):", "    state.size = x"], "state.size", set()),
+        (["if not hasattr(state, 'size'):", "    setattr(state, 'size', x)"], "state.size", set()),
+        (["name = 'mean'", "sums[name] = sums[name] + x"], "sums[name] + sums['count']", {"mean of sums"}),
+        (["sums.update(mean=sums['mean'] + x, count=x)"], "sums['count']", set()),
+        (["sums.update({'mean': sums['mean'] + x})"], "sums['mean']", {"mean of sums"}),
+        (["made = [meter, other]", "made[0].push(x)"], "meter.mean", PUSHED),
+        (["made = [meter, other]", "made[1].push(x)"], "meter.mean", set()),
+        (["for each in (meter, other):", "    each.push(x)"], "meter.mean", PUSHED),
+        (
+            ["new = Meter(x)", "new.function = abs", "meter.push(x)", "new.of = meter.total"],
+            "new.function(y)",
+            set(),
+        ),
     ],
 )
 def test_objects_and_functions_of_the_program(lines, expression, expected):
@@ -356,6 +374,7 @@ def test_objects_and_functions_of_the_program(lines, expression, expected):
         "state": SimpleNamespace(mean=1.0, weigh=ratio),
         "lazy": Lazy(),
         "counts": Counter(),
+        "sums": {"mean": 1.0, "count": 0},
         "array": np.zeros(3),
         "metric": functools.partialmethod(print),
         "window": [1.0, 2.0],

@@ -148,6 +148,8 @@ class Calls(ast.NodeVisitor, ABC):
         match called.object, arguments, node.args:
             case builtins.getattr, [of, Value(object=str(name)), *default], _:
                 return self._attribute_value(of, name).computed_from(*map(self._values.data_of, default))
+            case builtins.hasattr, [of, Value(object=str(name))], _:
+                return Value(of.sources | {Place(of.key, name)})
             case builtins.setattr, [of, Value(object=str(name)), new], _:
                 self._set_attribute(of, name, new)
                 return Value()
@@ -184,22 +186,21 @@ class Calls(ast.NodeVisitor, ABC):
         """Change a container, or a library's object, as a method of this name does."""
         if method in _EMPTYING:
             self._values.empty(holder)
-        if method == "update" and holder.is_container:
-            sources = self._update(holder, arguments, named)
+        if method == "update" and holder.is_dict and self._update(holder, arguments, named):
+            return
         if method in _CHANGING:
             self._values.fill(holder, sources, is_change=True)
         if method == "append" and len(arguments) == 1:
             self._values.set_last(holder, arguments[0])
 
-    def _update(
-        self, holder: Value, arguments: Sequence[Value], named: Mapping[str, Value]
-    ) -> frozenset[Place]:
-        """Set entries with constant names one by one; return what others are computed from."""
-        for each in arguments:
-            self._hold(holder, self._values.named_in(each))
-        self._hold(holder, {name: value for name, value in named.items() if name})
-        others = [*arguments, named.get("", Value())]
-        return NOWHERE.union(*map(self._values.unnamed_in, others))
+    def _update(self, holder: Value, arguments: Sequence[Value], named: Mapping[str, Value]) -> bool:
+        """Set entries with constant names; say whether these are all."""
+        parts = [dict(named), *map(self._values.named_in, arguments)]
+        if not any(parts) or not all(parts[1:]) or "" in named:
+            return False
+        for each in parts:
+            self._hold(holder, each)
+        return True
 
     def _visit_named(self, parts: Iterable[tuple[str | None, ast.expr]]) -> dict[str, Value]:
         """Visit what is given by names, or as `**values` if these are None; return other values by ""."""
@@ -294,7 +295,7 @@ class Calls(ast.NodeVisitor, ABC):
     def _hold(self, made: Value, values: Mapping[str, Value]) -> None:
         """Set attributes, or entries, of a new object."""
         for name, value in values.items():
-            self._values.put(Place(made.key, name), value, name)
+            self._values.put(Place(made.key, name), value, f"{name} of {made.name}" if made.name else name)
 
     def _parent(self) -> Value:
         """Return what `super()` does."""

@@ -202,6 +202,8 @@ class CodeFlow(Expressions):
                     yield self._scope.place_of(name)
                 case ast.Attribute(value=of, attr=name, ctx=ast.Store()):
                     yield Place(self.visit(of).key, name)
+                case ast.Call(func=ast.Name(id="setattr"), args=[of, index, _]):
+                    yield Place(self.visit(of).key, self._name_of(index))
                 case ast.Subscript(value=of, slice=index, ctx=ast.Store()):
                     yield Place(self.visit(of).key, ENTRIES)
                     yield Place(self.visit(of).key, self._name_of(index))

@@ -100,6 +100,13 @@ class Value:
         """Whether its data are its entries, as far as is known."""
         return self.key is not None and (not self.is_known or isinstance(self.object, _CONTAINERS))
 
+    @property
+    def is_dict(self) -> bool:
+        """Whether it is a dict, or may be one that the code makes."""
+        if isinstance(self.object, NewObject):
+            return self.object.kind in (None, dict)
+        return type(self.object) is dict
+
     def computed_from(self, *others: frozenset[Place]) -> Value:
         """Return it with other sources as well."""
         return replace(self, sources=self.sources.union(*others))

@@ -107,5 +107,4 @@ class WorkerValues(CodeFlow):
 
 def _may_hold_others(value: Value) -> bool:
     """Say whether this may be a configuration that a library has made, which holds other values, too."""
-    made = value.object if isinstance(value.object, NewObject) else None
-    return not value.is_known or (made is not None and made.kind in (None, dict))
+    return not value.is_known or (value.is_dict and isinstance(value.object, NewObject))
