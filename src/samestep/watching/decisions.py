@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from samestep.errors import warn
 from samestep.watching.program.calls import NOWHERE, positional_names
 from samestep.watching.program.code_values import Method, Place, Scope, Value, attribute_of, is_of_samestep
-from samestep.watching.program.pass_results import OWN, PASSES, PassResults, is_object_of, kind_of
+from samestep.watching.program.pass_results import LEFT, OWN, PASSES, PassResults, is_object_of, kind_of
 from samestep.watching.program.program_line import ProgramLine, frames_of_program
 from samestep.watching.program.source_code import SourceCode
 from samestep.watching.program.worker_values import NUM_WORKERS
@@ -64,7 +64,7 @@ def check_decisions(source: SourceCode) -> None:
             "would take different steps: use numbers that do not depend on it, such as the rows of the whole "
             "batch"
         )
-    for place in OWN & found.keys():
+    for place in sorted(OWN & found.keys()):
         warn(
             f"computed from {place.holder} alone: {_listed(found[place])}. Other workers have others, so "
             "this depends on their number: use what all have, such as report.loss, or what towers.gather() "
@@ -127,7 +127,7 @@ class _Decisions(PassResults):
     ) -> Value | None:
         if kind_of(called) is DataLoader or is_of_samestep(kind_of(called)):
             named = {name: value for name, value in named.items() if name not in _WITHOUT_EFFECT}
-        is_found = self._check_arguments(kind_of(called).__name__, _deciding(called, arguments, named))
+        is_found = self._check_arguments(kind_of(called).__name__, _settings(called, arguments, named))
         if self._decided_by and (name := _name_of_change(called, arguments)):
             self._check(f"whether {name} runs", self._decided_by, self._line)
         if is_found:
@@ -135,14 +135,16 @@ class _Decisions(PassResults):
         returned = super()._call_object(called, arguments, named)
         given = {**{f"argument {number}": each for number, each in enumerate(arguments)}, **named}
         if returned is None and any(issubclass(kind_of(each), Optimizer) for each in given.values()):
-            self._check_arguments(called.name, given)  # a library makes a schedule
+            self._check_arguments(called.name, given, but=OWN)  # a library makes a schedule
         return returned
 
-    def _check_arguments(self, name: str, given: Mapping[str, Value]) -> bool:
+    def _check_arguments(
+        self, name: str, given: Mapping[str, Value], but: frozenset[Place] = NOWHERE
+    ) -> bool:
         return any(
             self._check(
                 f"{argument or 'arguments'} of {name}",
-                self._all_in(value) - (OWN if argument in _HOLDERS else NOWHERE),
+                self._all_in(value) - (OWN if argument in _HOLDERS else but),
                 self._line,
             )
             for argument, value in given.items()
@@ -156,8 +158,9 @@ class _Decisions(PassResults):
             self._check("a learning rate", sources, target.lineno)
         super()._set(target, value)
 
-    def _depends_on_left(self) -> None:
-        self._check("the loss of later passes", frozenset({PASSES}), self._line)
+    def _note_loss(self, sources: frozenset[Place]) -> None:
+        if LEFT in sources:
+            self._check("the loss of later passes", frozenset({PASSES}), self._line)
 
     # ---- loops ---------------------------------------------------------------------------------------
 
@@ -204,7 +207,7 @@ def _name_of_change(called: Value, arguments: Sequence[Value]) -> str:
     return ""
 
 
-def _deciding(called: Value, arguments: Sequence[Value], named: Mapping[str, Value]) -> Mapping[str, Value]:
+def _settings(called: Value, arguments: Sequence[Value], named: Mapping[str, Value]) -> Mapping[str, Value]:
     """Return the arguments on which the result depends, by name, of what torch and samestep define."""
     kind, is_new = kind_of(called), isinstance(called.object, type)
     method = called.object.function if isinstance(called.object, Method) else None

@@ -22,16 +22,18 @@ from samestep.watching.program.code_values import (
 from samestep.watching.program.source_code import Function, SourceCode
 from samestep.watching.program.worker_values import WorkerValues
 
-__all__ = ["OWN", "PASSES", "PassResults", "is_object_of", "kind_of"]
+__all__ = ["LEFT", "OWN", "PASSES", "PassResults", "is_object_of", "kind_of"]
 
 PASSES = Place("the passes of this worker", "")
-CLOCK = Place("this worker's clock", "")
+_CLOCK = Place("this worker's clock", "")
 
-OWN = frozenset({PASSES, CLOCK})
+OWN = frozenset({PASSES, _CLOCK})
 """What each worker has of its own; a place's holder is its name."""
 
-_LEFT = Place("what passes of earlier steps have left", "")
-_ALL = OWN | {_LEFT}
+LEFT = Place("what passes of earlier steps have left", "")
+"""A source, beside `PASSES`, of what code outside of passes computes from their results."""
+
+_ALL = OWN | {LEFT}
 
 _OF_A_PASS = Value(frozenset({PASSES}))
 _CLOCKS = (time.time, time.monotonic, time.perf_counter)
@@ -50,7 +52,7 @@ class PassResults(WorkerValues):
         loops: those that are running.
     """
 
-    _of_configuration = WorkerValues._of_configuration | {CLOCK}
+    _of_configuration = WorkerValues._of_configuration | {_CLOCK}
 
     def __init__(self, source: SourceCode, loops: Sequence[ast.For | ast.While]) -> None:
         super().__init__(source)
@@ -102,9 +104,9 @@ class PassResults(WorkerValues):
 
     def _returned_of(self, called: Value, sources: frozenset[Place]) -> frozenset[Place]:
         if any(called.object is clock for clock in _CLOCKS):
-            return frozenset({CLOCK})
+            return frozenset({_CLOCK})
         if is_object_of("Towers", called):
-            return sources - {_LEFT} | {PASSES}  # a batch is checked itself
+            return sources - {LEFT} | {PASSES}  # a batch is checked itself
         if is_object_of("Step", called):
             forward = self._attribute_value(called, "forward")
             has_forward = forward.is_known and forward.object is not None
@@ -123,16 +125,11 @@ class PassResults(WorkerValues):
 
     def _set(self, target: ast.expr, value: Value) -> None:
         if not self._is_in_pass and PASSES in value.sources | self._values.deciding:
-            value = value.computed_from(frozenset({_LEFT}))
+            value = value.computed_from(frozenset({LEFT}))
         super()._set(target, value)
 
     def _note_loss(self, sources: frozenset[Place]) -> None:
         """Note what the loss of a pass is computed from."""
-        if _LEFT in sources:
-            self._depends_on_left()
-
-    def _depends_on_left(self) -> None:
-        """Note that the loss of a pass depends on what passes of earlier steps have left."""
 
     # ---- what is the same on all workers -------------------------------------------------------------
 
