@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -215,6 +216,29 @@ def number_of_towers(job):
     train(towers, SGD(model.parameters(), lr=0.1), batch_of(0))
 
 
+def size_of_a_layer(job):
+    hidden = 8 * job.world_size
+    model = nn.Sequential(nn.Linear(6, hidden), nn.ReLU(), nn.LazyLinear(3))
+    model(batch_of(0)["x"])
+    towers = Towers(model, 6, job=job)
+    train(towers, SGD(model.parameters(), lr=0.1), batch_of(0))
+
+
+def number_that_is_chosen(job):
+    model = net()
+    towers = Towers(model, 6, job=job)
+    train(towers, SGD(model.parameters(), lr=0.2 if job.world_size > 1 else 0.1), batch_of(0))
+
+
+def number_in_a_branch(job):
+    args = argparse.Namespace(lr=0.1)
+    if job.world_size > 1:
+        args.lr *= 2
+    model = net()
+    towers = Towers(model, 6, job=job)
+    train(towers, SGD(model.parameters(), lr=args.lr), batch_of(0))
+
+
 def number_of_steps(job):
     model = net()
     towers = Towers(model, 6, job=job)
@@ -266,6 +290,9 @@ WRONG = {
     rows_of_a_batch: "batch of Towers",
     torch_loader: "the loop over steps",
     number_of_towers: "num_towers of Towers",
+    size_of_a_layer: "out_features of Linear",
+    number_that_is_chosen: "lr of SGD",
+    number_in_a_branch: "lr of SGD",
     number_of_steps: "the loop over steps",
     steps_of_while: "the loop over steps",
     step_object: "clip_norm of Step",
@@ -347,9 +374,12 @@ def other_ways(job):
     model = net()
     towers = Towers(model, 6, job=job)
     if job.world_size > 1:
+        threads = 2
         optimizer = samestep.ShardedOptimizer(towers, SGD, lr=0.1)
     else:
+        threads = 1
         optimizer = SGD(model.parameters(), lr=0.1)
+    assert threads <= (4 if job.world_size > 1 else 2)
     step = samestep.Step(towers, loss_of, optimizer)
     for number in range(2):
         report = step(batch_of(number))

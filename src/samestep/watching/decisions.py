@@ -127,7 +127,10 @@ class _Decisions(PassResults):
     ) -> Value | None:
         if kind_of(called) is DataLoader or is_of_samestep(kind_of(called)):
             named = {name: value for name, value in named.items() if name not in _WITHOUT_EFFECT}
-        is_found = self._check_arguments(kind_of(called).__name__, _settings(called, arguments, named))
+        given = _settings(called, arguments, named)
+        # A layer in a pass may have the size of its rows.
+        but = OWN if issubclass(kind_of(called), nn.Module) else NOWHERE
+        is_found = self._check_arguments(kind_of(called).__name__, given, but)
         if self._decided_by and (name := _name_of_change(called, arguments)):
             self._check(f"whether {name} runs", self._decided_by, self._line)
         if is_found:
@@ -168,9 +171,8 @@ class _Decisions(PassResults):
         """Check how often it runs."""
         super().visit_While(node)
         if node in self._loops:
-            compared = [each for each in ast.walk(node.test) if isinstance(each, ast.Compare)]
-            counted = NOWHERE.union(*(self.generic_visit(each).sources for each in compared))
-            self._repeats |= self._check("the loop over steps", counted | self._data(node.test), node.lineno)
+            sources = self._counted_in(node.test) | self._data(node.test)
+            self._repeats |= self._check("the loop over steps", sources, node.lineno)
 
     def _note_taken(self, loop: ast.For, sources: frozenset[Place]) -> None:
         if loop in self._loops and not (self._repeats or self._is_in_pass):  # not the loops in it
@@ -212,7 +214,8 @@ def _settings(called: Value, arguments: Sequence[Value], named: Mapping[str, Val
     kind, is_new = kind_of(called), isinstance(called.object, type)
     method = called.object.function if isinstance(called.object, Method) else None
     is_step = method is not None and method.__name__ == "step"
-    is_of_torch = (is_new and issubclass(kind, (Optimizer, LRScheduler))) or (
+    is_layer = issubclass(kind, nn.Module) and kind.__module__.startswith("torch.")
+    is_of_torch = (is_new and (is_layer or issubclass(kind, (Optimizer, LRScheduler)))) or (
         is_step and issubclass(kind, (LBFGS, LRScheduler))
     )
     if not (is_of_torch or is_of_samestep(kind)):

@@ -11,6 +11,7 @@ __all__ = [
     "OPERATORS",
     "asks_for_value",
     "constant_number",
+    "has_number",
     "is_whole",
     "loaded",
     "own_names",
@@ -62,6 +63,15 @@ def constant_number(index: ast.expr) -> int | None:
     except ValueError:
         return None
     return found if isinstance(found, int) else None
+
+
+def has_number(*expressions: ast.expr) -> bool:
+    """Say whether a number is written out in one of these, and none of them calls anything."""
+    nodes = [node for each in expressions for node in ast.walk(each)]
+    numbers = (each.value for each in nodes if isinstance(each, ast.Constant))
+    return any(type(each) in (int, float) for each in numbers) and not any(
+        isinstance(each, ast.Call) for each in nodes
+    )
 
 
 def loaded(target: ast.Name | ast.Attribute | ast.Subscript) -> ast.expr:

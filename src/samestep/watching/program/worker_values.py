@@ -13,6 +13,7 @@ import torch.distributed as dist
 from samestep.watching.program.calls import NOWHERE
 from samestep.watching.program.code_flow import CodeFlow
 from samestep.watching.program.code_values import NewObject, Place, Value, is_of_samestep
+from samestep.watching.program.syntax import has_number
 
 __all__ = ["NUM_WORKERS", "RANK", "WorkerValues"]
 
@@ -35,7 +36,7 @@ class WorkerValues(CodeFlow):
 
     These are attributes named `world_size`, a job's `rank`, torch's functions, and the launchers' environment
     variables. Not what comparisons and branches decide, such as `if job.world_size > 1`, because both sides
-    may compute the same.
+    may compute the same; but other numbers are, such as `0.2 if job.world_size > 1 else 0.1`.
     """
 
     _of_configuration = _BOTH
@@ -56,6 +57,26 @@ class WorkerValues(CodeFlow):
         """Return what a comparison returns, as if it did not depend on workers."""
         value = super().visit_Compare(node)
         return replace(value, sources=value.sources - _BOTH)
+
+    def visit_IfExp(self, node: ast.IfExp) -> Value:
+        """Return one of two values; which number it is depends on what is compared."""
+        value = super().visit_IfExp(node)
+        is_number = has_number(node.body, node.orelse)
+        return value.computed_from(self._counted_in(node.test)) if is_number else value
+
+    def visit_If(self, node: ast.If | ast.While) -> None:
+        """Visit both branches; which number one of them sets depends on what is compared."""
+        super().visit_If(node)
+        counted = self._counted_in(node.test)
+        for each in (*node.body, *node.orelse) if counted else ():
+            if isinstance(each, (ast.Assign, ast.AugAssign)) and has_number(each.value):
+                for target in each.targets if isinstance(each, ast.Assign) else [each.target]:
+                    self._set(target, self.visit(target).computed_from(counted))
+
+    def _counted_in(self, test: ast.expr) -> frozenset[Place]:
+        """Return `NUM_WORKERS`, if a comparison has it."""
+        compared = (each for each in ast.walk(test) if isinstance(each, ast.Compare))
+        return NOWHERE.union(*(self.generic_visit(each).sources for each in compared)) & {NUM_WORKERS}
 
     def _entry(self, holder: Value, index: ast.expr) -> Value:
         return _VARIABLES.get(self._name_of(index)) or super()._entry(holder, index)
