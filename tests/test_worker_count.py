@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import samestep
 from samestep import TowerLoader, Towers
@@ -210,6 +210,16 @@ def torch_loader(job):
         break
 
 
+def sampler_of_torch(job):
+    model = net()
+    towers = Towers(model, 6, job=job)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    sampler = DistributedSampler(DATA) if dist.is_initialized() else None
+    for batch in DataLoader(DATA, batch_size=6, sampler=sampler):
+        train_pairs(towers, optimizer, batch)
+        break
+
+
 def number_of_towers(job):
     model = net()
     towers = Towers(model, 2 * job.world_size, job=job)
@@ -289,6 +299,7 @@ WRONG = {
     batch_size: "batch_size of TowerLoader",
     rows_of_a_batch: "batch of Towers",
     torch_loader: "the loop over steps",
+    sampler_of_torch: "the loop over steps",
     number_of_towers: "num_towers of Towers",
     size_of_a_layer: "out_features of Linear",
     number_that_is_chosen: "lr of SGD",

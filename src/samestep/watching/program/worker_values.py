@@ -9,6 +9,7 @@ from types import FunctionType
 from typing import Any
 
 import torch.distributed as dist
+from torch.utils.data import DistributedSampler
 
 from samestep.watching.program.calls import NOWHERE
 from samestep.watching.program.code_flow import CodeFlow
@@ -34,9 +35,10 @@ _FUNCTIONS: Mapping[Any, Value] = {dist.get_world_size: _COUNTED, dist.get_rank:
 class WorkerValues(CodeFlow):
     """Values with `NUM_WORKERS` and `RANK` among their sources, if they are computed from these.
 
-    These are attributes named `world_size`, a job's `rank`, torch's functions, and the launchers' environment
-    variables. Not what comparisons and branches decide, such as `if job.world_size > 1`, because both sides
-    may compute the same; but other numbers are, such as `0.2 if job.world_size > 1 else 0.1`.
+    These are attributes named `world_size`, a job's `rank`, torch's functions and its `DistributedSampler`, and
+    the launchers' environment variables. Not what comparisons and branches decide, such as
+    `if job.world_size > 1`, because both sides may compute the same; but other numbers are, such as
+    `0.2 if job.world_size > 1 else 0.1`.
     """
 
     _of_configuration = _BOTH
@@ -115,7 +117,10 @@ class WorkerValues(CodeFlow):
         self, called: Value, arguments: Sequence[Value], named: Mapping[str, Value]
     ) -> Value | None:
         known = _FUNCTIONS.get(called.object) if isinstance(called.object, FunctionType) else None
-        return known or super()._call_object(called, arguments, named)
+        returned = known or super()._call_object(called, arguments, named)
+        if called.object is DistributedSampler and len(arguments) < 2 and "num_replicas" not in named:
+            return replace(returned or Value(), sources=_BOTH)  # it asks torch
+        return returned
 
     def _branch(
         self,
