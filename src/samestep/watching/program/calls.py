@@ -48,7 +48,6 @@ _SPECIAL: Mapping[object, str] = {
 }
 _CALLED = (FunctionType, MethodType, Method, LocalFunction, partial)
 _MOST_CALLS = 8  # one within the other
-_MOST_NODES = 10_000
 
 
 class Calls(ast.NodeVisitor, ABC):
@@ -57,6 +56,9 @@ class Calls(ast.NodeVisitor, ABC):
     Args:
         source: where functions are found.
     """
+
+    _most_nodes = 10_000
+    """Of a program's code; what comes after so many is not visited."""
 
     def __init__(self, source: SourceCode) -> None:
         self._source = source
@@ -71,7 +73,7 @@ class Calls(ast.NodeVisitor, ABC):
     def visit(self, node: ast.AST) -> Value:
         """Visit a statement or expression; return the value of an expression."""
         self._num_nodes += 1
-        value = super().visit(node) if self._num_nodes < _MOST_NODES else None
+        value = super().visit(node) if self._num_nodes < self._most_nodes else None
         value = value or Value()
         if isinstance(node, ast.expr):
             self._note(node, self._values.data_of(value))

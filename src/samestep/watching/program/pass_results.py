@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FunctionType
@@ -52,12 +52,14 @@ class PassResults(WorkerValues):
         loops: those that are running.
     """
 
+    _most_nodes = 30_000  # about a second, once
     _of_configuration = WorkerValues._of_configuration | {_CLOCK}
 
     def __init__(self, source: SourceCode, loops: Sequence[ast.For | ast.While]) -> None:
         super().__init__(source)
         self._loops = loops
-        self._is_in_pass = False
+        self._is_in_pass = self._is_again = False
+        self._collectives: dict[ast.AST, Sequence[ast.Call]] = {}  # that are in a node
         self._around: list[ast.stmt] = []  # the loops, in a function, around the current statement
 
     @property
@@ -73,19 +75,29 @@ class PassResults(WorkerValues):
         if self._takes_towers(node.iter):
             with self._passes():
                 super().visit_For(node)
+        elif node in self._loops:
+            self._visit_twice(lambda: super(PassResults, self).visit_For(node))
         else:
-            for _ in range(2 if node in self._loops else 1):
-                super().visit_For(node)
+            super().visit_For(node)
         self._around.pop()
 
     def visit_While(self, node: ast.If | ast.While) -> None:
         """Visit a loop; twice, and as one that surely runs, if the step is in it."""
         self._around.append(node)
         if node in self._loops:
-            self._run([node.test, *node.body, node.test, *node.body, *node.orelse])
+            self._visit_twice(lambda: self._run([node.test, *node.body]))
+            self._run([node.test, *node.orelse])
         else:
             self.visit_If(node)
         self._around.pop()
+
+    def _visit_twice(self, visit: Callable[[], None]) -> None:
+        """Visit a loop twice, and those in it twice only in the first visit."""
+        visit()
+        if not self._is_again:
+            self._is_again = True
+            visit()
+            self._is_again = False
 
     @contextmanager
     def _passes(self) -> Iterator[None]:
@@ -143,7 +155,7 @@ class PassResults(WorkerValues):
         value = super().visit_Call(node)
         if self._is_in_pass and _is_backward(node.func):
             self._note_loss(NOWHERE.union(*(self._found.get(id(each), NOWHERE) for each in node.args)))
-        if next(_collectives_in(node), None) is not node:
+        if not _is_collective(node):
             return value
         self._share([*node.args, *(each.value for each in node.keywords)])
         return _shared(value)
@@ -151,8 +163,14 @@ class PassResults(WorkerValues):
     def visit_If(self, node: ast.If | ast.While) -> None:
         """Visit both branches; a collective in one of them runs if there are several workers."""
         super().visit_If(node)
-        for call in _collectives_in(node):
+        for call in self._collectives_in(node):
             self._share(call.args)
+
+    def _collectives_in(self, node: ast.AST) -> Sequence[ast.Call]:
+        if node not in self._collectives:
+            nodes = (each for each in ast.walk(node) if isinstance(each, ast.Call))
+            self._collectives[node] = [each for each in nodes if _is_collective(each)]
+        return self._collectives[node]
 
     def _share(self, arguments: Iterable[ast.expr]) -> None:
         for each in arguments:
@@ -173,7 +191,7 @@ class PassResults(WorkerValues):
         outer, self._around = self._around, []
         value = super()._inline(function, node, scope, arguments, named)
         self._around = outer
-        return _shared(value) if value is not None and any(_collectives_in(node)) else value
+        return _shared(value) if value is not None and self._collectives_in(node) else value
 
     def _branch(
         self,
@@ -221,12 +239,12 @@ def _is_backward(called: ast.expr) -> bool:
     return isinstance(called, ast.Attribute) and called.attr in ("backward", "backward_sum")
 
 
-def _collectives_in(node: ast.AST) -> Iterator[ast.Call]:
-    """Yield calls of torch's collectives, or of functions of a library that have their names."""
-    for each in ast.walk(node):
-        match each:
-            case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)) if name in _COLLECTIVES:
-                yield each
+def _is_collective(node: ast.Call) -> bool:
+    """Say whether a call is one of torch's collectives, or of a library's function that has its name."""
+    match node.func:
+        case ast.Attribute(attr=name) | ast.Name(id=name):
+            return name in _COLLECTIVES
+    return False
 
 
 def _ends_program(statement: ast.stmt) -> bool:

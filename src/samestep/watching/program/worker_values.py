@@ -35,8 +35,8 @@ _FUNCTIONS: Mapping[Any, Value] = {dist.get_world_size: _COUNTED, dist.get_rank:
 class WorkerValues(CodeFlow):
     """Values with `NUM_WORKERS` and `RANK` among their sources, if they are computed from these.
 
-    These are attributes named `world_size`, a job's `rank`, torch's functions and its `DistributedSampler`, and
-    the launchers' environment variables. Not what comparisons and branches decide, such as
+    These are attributes named `world_size`, a job's `rank`, torch's functions and its `DistributedSampler`,
+    and the launchers' environment variables. Not what comparisons and branches decide, such as
     `if job.world_size > 1`, because both sides may compute the same; but other numbers are, such as
     `0.2 if job.world_size > 1 else 0.1`.
     """
