@@ -109,7 +109,8 @@ class Value:
 
     def computed_from(self, *others: frozenset[Place]) -> Value:
         """Return it with other sources as well."""
-        return replace(self, sources=self.sources.union(*others))
+        sources = self.sources.union(*others)
+        return self if sources == self.sources else Value(sources, self.object, self.key, self.name)
 
 
 def is_of_samestep(kind: type) -> bool:

@@ -169,8 +169,11 @@ class PlaceValues:
                 visit()
                 after.append(self._values)
                 self._filled = outer
-        self._values = {}
-        for place in set[Place]().union(*after):
+        self._values = before
+        changed = {
+            place for values in after for place, value in values.items() if before.get(place) is not value
+        }
+        for place in changed:
             first, *others = (values.get(place) for values in after)
             if first is None or any(each is not first for each in others):
                 first = join(_before(place) if each is None else each for each in (first, *others))

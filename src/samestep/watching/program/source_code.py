@@ -7,9 +7,10 @@ import linecache
 import sysconfig
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from samestep.watching.program.program_line import Expression
 
@@ -28,8 +29,7 @@ class SourceCode:
     """The code of a program, without libraries."""
 
     def __init__(self) -> None:
-        self._trees: dict[str, ast.Module] = {}
-        self._functions: dict[str, Mapping[tuple[str, int], list[Function]]] = {}
+        self._files: dict[str, _File] = {}
 
     def loop_in(self, frame: FrameType, *, has_called_next: bool = False) -> ast.For | ast.While | None:
         """Return the loop that takes its next element in a frame.
@@ -52,39 +52,63 @@ class SourceCode:
     def body(self, code: CodeType) -> Sequence[ast.stmt]:
         """Return the statements of a function or a module."""
         if code.co_name == "<module>":
-            return self._tree(code).body
+            return self._file(code).tree.body
         found = self.function(code)
         return [] if found is None or isinstance(found, ast.Lambda) else found.body
 
     def function(self, code: CodeType) -> Function | None:
         """Return the function that has this code; None for one of several lambdas in a line."""
-        if code.co_filename not in self._functions:
-            found = self._functions[code.co_filename] = defaultdict(list)
-            for node in ast.walk(self._tree(code)):
-                if isinstance(node, Function):
-                    found[_place(node)].append(node)
-        functions = self._functions[code.co_filename].get((code.co_name, code.co_firstlineno), [])
+        functions = self._file(code).functions.get((code.co_name, code.co_firstlineno), ())
         return functions[0] if len(functions) == 1 else None
 
     def all_at(self, expression: Expression) -> list[Computed]:
         """Return what an expression is in the code, if known."""
-        nodes = (node for node in ast.walk(self._tree(expression.code)) if isinstance(node, Computed))
-        place = expression.place()
-        return [
-            each
-            for each in nodes
-            if (each.lineno, each.end_lineno, each.col_offset, each.end_col_offset) == place
-        ]
+        return list(self._file(expression.code).computed.get(expression.place(), ()))
 
-    def _tree(self, code: CodeType) -> ast.Module:
+    def _file(self, code: CodeType) -> _File:
         path = code.co_filename
-        if path not in self._trees:
-            text = "" if _is_of_library(path) else "".join(linecache.getlines(path))
-            try:
-                self._trees[path] = ast.parse(text)
-            except (SyntaxError, ValueError):  # not in Python
-                self._trees[path] = ast.parse("")
-        return self._trees[path]
+        if path not in self._files:
+            self._files[path] = _parsed("" if _is_of_library(path) else "".join(linecache.getlines(path)))
+        return self._files[path]
+
+
+class _File:
+    """The source code of a file.
+
+    Attributes:
+        tree: all of it; empty if it is not in Python.
+    """
+
+    def __init__(self, text: str) -> None:
+        try:
+            self.tree = ast.parse(text)
+        except (SyntaxError, ValueError):
+            self.tree = ast.parse("")
+
+    @cached_property
+    def functions(self) -> Mapping[tuple[str, int], Sequence[Function]]:
+        """The functions, by their names and first lines, as their code has them."""
+        found = defaultdict(list)
+        for node in ast.walk(self.tree):
+            if isinstance(node, Function):
+                found[_place(node)].append(node)
+        return found
+
+    @cached_property
+    def computed(self) -> Mapping[Any, Sequence[Computed]]:
+        """What operators run for, by first and last line, and first and last column."""
+        found = defaultdict(list)
+        for node in ast.walk(self.tree):
+            if isinstance(node, Computed):
+                place = (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset)
+                found[place].append(node)
+        return found
+
+
+@lru_cache(maxsize=16)
+def _parsed(text: str) -> _File:
+    """Return a file with this text: a program's files are read more than once."""
+    return _File(text)
 
 
 def _is_of_library(path: str) -> bool:
