@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import importlib
 import math
 import os
 from dataclasses import asdict, dataclass
@@ -318,6 +319,32 @@ def test_it_is_named(program, num_workers):
         outcomes = simulate(program, num_workers)
     assert [outcome.error for outcome in outcomes] == [None] * num_workers
     assert {str(each.message).count("line") for each in caught} == {1}
+
+
+HELPERS = """
+from torch.optim import SGD
+
+def maker(world_size):
+    def make(parameters):
+        rate = 0.1 * world_size
+        return SGD(parameters, lr=rate)
+
+    return make
+"""
+
+
+def test_a_function_of_another_file_is_named_with_its_file(tmp_path, monkeypatch):
+    (tmp_path / "helpers.py").write_text(HELPERS)
+    monkeypatch.syspath_prepend(tmp_path)
+    helpers = importlib.import_module("helpers")
+
+    def program(job):
+        model = net()
+        make = helpers.maker(job.world_size)
+        train(Towers(model, 6, job=job), make(model.parameters()), batch_of(0))
+
+    with pytest.warns(UserWarning, match=r"lr of SGD \(helpers.py, line 7\)"):
+        assert simulate(program, 2)[0].error is None
 
 
 # ---- right -----------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import ast
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from types import FrameType, FunctionType
-from typing import Any
 
 from torch import nn
 from torch.optim import LBFGS, Optimizer
@@ -19,8 +18,16 @@ from torch.utils.data import DataLoader
 
 from samestep.errors import warn
 from samestep.watching.program.calls import NOWHERE, positional_names
-from samestep.watching.program.code_values import Method, Place, Scope, Value, attribute_of, is_of_samestep
-from samestep.watching.program.pass_results import LEFT, OWN, PASSES, PassResults, is_object_of, kind_of
+from samestep.watching.program.code_values import (
+    Method,
+    Place,
+    Scope,
+    Value,
+    attribute_of,
+    is_of_samestep,
+    kind_of,
+)
+from samestep.watching.program.pass_results import CLOCK, LEFT, OWN, PASSES, PassResults, is_object_of
 from samestep.watching.program.program_line import ProgramLine, frames_of_program
 from samestep.watching.program.source_code import SourceCode
 from samestep.watching.program.worker_values import NUM_WORKERS
@@ -46,6 +53,14 @@ _CHANGES = {"load_state_dict", "save_pretrained", "state_dict", "step"}
 """Methods of modules, optimizers and schedules that keep them as they are, or change them."""
 
 
+_REMEDIES = {
+    PASSES: "Each worker runs only some of the towers, so another number of workers would decide otherwise: "
+    "use what all workers have, such as report.loss, or what towers.gather() returns",
+    CLOCK: "Each worker has a clock of its own, so workers would not decide alike: count steps instead, "
+    "such as by towers.step",
+}
+
+
 def check_decisions(source: SourceCode) -> None:
     """Warn of what the program on this thread's stack decides by what other workers may not have.
 
@@ -65,11 +80,7 @@ def check_decisions(source: SourceCode) -> None:
             "batch"
         )
     for place in sorted(OWN & found.keys()):
-        warn(
-            f"computed from {place.holder} alone: {_listed(found[place])}. Other workers have others, so "
-            "this depends on their number: use what all have, such as report.loss, or what towers.gather() "
-            "returns"
-        )
+        warn(f"computed from {place.holder} alone: {_listed(found[place])}. {_REMEDIES[place]}")
 
 
 def _listed(found: Mapping[ProgramLine, str]) -> str:
@@ -88,19 +99,18 @@ class _Decisions(PassResults):
         super().__init__(source, loops)
         self._decisions: dict[Place, dict[ProgramLine, str]] = {}  # by what, and by their lines
         self._repeats = False  # how often a loop runs is decided so
-        self._path = ""
         self._line = 0  # of the current call
 
     def find_in(self, frame: FrameType) -> Mapping[Place, Mapping[ProgramLine, str]]:
         """Visit the code of a frame; return what it decides, by what, by line."""
-        self._scope, self._path = Scope.of_frame(frame), frame.f_code.co_filename
+        self._scope = Scope.of_frame(frame)
         self._run(self._source.body(frame.f_code))
         return self._decisions
 
     def _check(self, what: str, sources: frozenset[Place], line: int) -> bool:
         found = sources & {NUM_WORKERS, *OWN}
         for place in found:
-            self._decisions.setdefault(place, {})[ProgramLine(self._path, line)] = what
+            self._decisions.setdefault(place, {})[ProgramLine(self._scope.path, line)] = what
         return bool(found)
 
     # ---- calls ---------------------------------------------------------------------------------------
@@ -110,16 +120,6 @@ class _Decisions(PassResults):
         outer, self._line = self._line, node.lineno
         value = super().visit_Call(node)
         self._line = outer
-        return value
-
-    def _call_function(
-        self, function: Any, arguments: Sequence[Value], named: Mapping[str, Value]
-    ) -> Value | None:
-        outer = self._path
-        if isinstance(function, FunctionType):
-            self._path = function.__code__.co_filename
-        value = super()._call_function(function, arguments, named)
-        self._path = outer
         return value
 
     def _call_object(
@@ -155,7 +155,7 @@ class _Decisions(PassResults):
         )
 
     def _set(self, target: ast.expr, value: Value) -> None:
-        if isinstance(target, ast.Subscript) and self._name_of(target.slice) == "lr":
+        if isinstance(target, ast.Subscript) and self.visit(target.slice).text == "lr":
             # In a pass, that is an error of its own.
             sources = self._values.data_of(value) - (OWN if self._is_in_pass else NOWHERE) | self._decided_by
             self._check("a learning rate", sources, target.lineno)

@@ -79,11 +79,6 @@ class Calls(ast.NodeVisitor, ABC):
             self._note(node, self._values.data_of(value))
         return value
 
-    def _name_of(self, index: ast.expr) -> str:
-        """Return the name of an entry, if it is known; or ""."""
-        name = self.visit(index).object
-        return name if isinstance(name, str) else ""
-
     @abstractmethod
     def _entry(self, holder: Value, index: ast.expr) -> Value:
         """Return the value of an entry."""
@@ -134,8 +129,8 @@ class Calls(ast.NodeVisitor, ABC):
         of = holder.object.of if isinstance(holder.object, Parent) else holder
         return Value.of(self._values.keep(Method(function, of)), of.name)
 
-    def _new(self, kind: type | None, sources: frozenset[Place]) -> Value:
-        made = self._values.keep(NewObject(kind))
+    def _new(self, kind: type | None, sources: frozenset[Place], parts: Sequence[Value] = ()) -> Value:
+        made = self._values.keep(NewObject(kind, parts))
         return Value(sources, made, made)
 
     # ---- calls ---------------------------------------------------------------------------------------
@@ -147,18 +142,18 @@ class Calls(ast.NodeVisitor, ABC):
         named = self._visit_named((each.arg, each.value) for each in node.keywords)
         if called.object is super and not arguments:
             return self._parent()
-        match called.object, arguments, node.args:
-            case builtins.getattr, [of, Value(object=str(name)), *default], _:
+        match called.object, arguments:
+            case builtins.getattr, [of, Value(object=str(name)), *default]:
                 return self._attribute_value(of, name).computed_from(*map(self._values.data_of, default))
-            case builtins.hasattr, [of, Value(object=str(name))], _:
+            case builtins.hasattr, [of, Value(object=str(name))]:
                 return Value(of.sources | {Place(of.key, name)})
-            case builtins.setattr, [of, Value(object=str(name)), new], _:
+            case builtins.setattr, [of, Value(object=str(name)), new]:
                 self._set_attribute(of, name, new)
                 return Value()
         returned = self._call_object(called, arguments, named)
         if returned is not None:
             return returned
-        if method == "get" and holder.is_container and node.args and self._name_of(node.args[0]):
+        if method == "get" and holder.is_container and arguments and arguments[0].text:
             return self._entry(holder, node.args[0]).computed_from(*map(self._values.data_of, arguments))
         sources = called.sources | self._data_of_call([*arguments, *named.values()])
         self._change(holder, method, arguments, named, sources)

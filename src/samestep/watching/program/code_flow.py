@@ -188,11 +188,18 @@ class CodeFlow(Expressions):
 
     def _branch(
         self,
-        bodies: Iterable[Sequence[ast.stmt]],
+        bodies: Sequence[Sequence[ast.stmt]],
         deciding: frozenset[Place] = NOWHERE,
         filled: frozenset[Place] = NOWHERE,
     ) -> None:
+        deciding = self._deciding_in(bodies, deciding)
         self._values.branch([partial(self._run, body) for body in bodies], deciding, filled)
+
+    def _deciding_in(
+        self, bodies: Sequence[Sequence[ast.stmt]], sources: frozenset[Place]
+    ) -> frozenset[Place]:
+        """Return what decides which branch runs, of what the choice is computed from."""
+        return sources
 
     def _places_set_in(self, body: Sequence[ast.stmt]) -> Iterator[Place]:
         """Yield the variables, attributes and containers that statements set."""
@@ -203,7 +210,7 @@ class CodeFlow(Expressions):
                 case ast.Attribute(value=of, attr=name, ctx=ast.Store()):
                     yield Place(self.visit(of).key, name)
                 case ast.Call(func=ast.Name(id="setattr"), args=[of, index, _]):
-                    yield Place(self.visit(of).key, self._name_of(index))
+                    yield Place(self.visit(of).key, self.visit(index).text)
                 case ast.Subscript(value=of, slice=index, ctx=ast.Store()):
                     yield Place(self.visit(of).key, ENTRIES)
-                    yield Place(self.visit(of).key, self._name_of(index))
+                    yield Place(self.visit(of).key, self.visit(index).text)

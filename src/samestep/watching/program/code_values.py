@@ -30,6 +30,7 @@ __all__ = [
     "attribute_of",
     "is_of_samestep",
     "join",
+    "kind_of",
 ]
 
 UNKNOWN = object()
@@ -107,15 +108,20 @@ class Value:
             return self.object.kind in (None, dict)
         return type(self.object) is dict
 
+    @property
+    def text(self) -> str:
+        """The string that it is, which may name something; "" if it is none that is known."""
+        return self.object if isinstance(self.object, str) else ""
+
     def computed_from(self, *others: frozenset[Place]) -> Value:
         """Return it with other sources as well."""
         sources = self.sources.union(*others)
         return self if sources == self.sources else Value(sources, self.object, self.key, self.name)
 
 
-def is_of_samestep(kind: type) -> bool:
-    """Say whether a class is defined in this package."""
-    return str(kind.__module__).partition(".")[0] == "samestep"
+def is_of_samestep(found: type | FunctionType) -> bool:
+    """Say whether a class or a function is defined in this package."""
+    return str(found.__module__).partition(".")[0] == "samestep"
 
 
 def join(values: Iterable[Value]) -> Value:
@@ -136,6 +142,7 @@ class Scope:
         cells: those that functions share, with the ids of their cells.
         objects: what variables are before the turn: the globals, and those around.
         module: the id of the globals.
+        path: the file of the code.
         around: the scope of the function in which it was defined, if the turn defines it.
     """
 
@@ -143,6 +150,7 @@ class Scope:
     cells: Mapping[str, int] = field(default_factory=dict)
     objects: Mapping[str, Any] = field(default_factory=dict)
     module: int = 0
+    path: str = ""
     around: Scope | None = None
 
     @classmethod
@@ -158,7 +166,8 @@ class Scope:
         own = frozenset(code.co_varnames + code.co_cellvars + code.co_freevars)
         is_function = bool(code.co_flags & inspect.CO_OPTIMIZED)
         objects = ChainMap(variables, frame.f_globals)
-        return cls(own if is_function else frozenset(), shared, objects, id(frame.f_globals))
+        module = id(frame.f_globals)
+        return cls(own if is_function else frozenset(), shared, objects, module, code.co_filename)
 
     @classmethod
     def of_function(cls, function: FunctionType) -> Scope:
@@ -166,7 +175,8 @@ class Scope:
         code, cells = function.__code__, cells_of(function)
         objects = ChainMap({**contents_of(cells)}, function.__globals__)
         shared = {name: id(cell) for name, cell in cells.items()}
-        return cls(frozenset(code.co_varnames + code.co_cellvars), shared, objects, id(function.__globals__))
+        own, module = frozenset(code.co_varnames + code.co_cellvars), id(function.__globals__)
+        return cls(own, shared, objects, module, code.co_filename)
 
     def place_of(self, name: str) -> Place:
         """Return the place of a variable."""
@@ -218,6 +228,20 @@ class LocalFunction:
 
     node: Function
     scope: Scope
+
+
+def kind_of(value: Value) -> type:
+    """Return the class that a value is, or of which it is; that of a method's object."""
+    match value.object:
+        case Method(of=holder):
+            return kind_of(holder)
+        case NewObject(kind=kind):
+            return kind or object
+        case LocalFunction():
+            return FunctionType
+        case type() as kind:
+            return kind
+    return type(value.object)
 
 
 def attribute_of(found: Any, name: str) -> Any:

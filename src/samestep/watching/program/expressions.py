@@ -53,7 +53,7 @@ class Expressions(Calls, ABC):
 
     def visit_Lambda(self, node: Function) -> Value:
         """Return a function of the turn's own."""
-        scope = Scope(own_names(node), around=self._scope)
+        scope = Scope(own_names(node), path=self._scope.path, around=self._scope)
         return Value.of(self._values.keep(LocalFunction(node, scope)))
 
     def visit_BinOp(self, node: ast.BinOp) -> Value:
@@ -85,17 +85,17 @@ class Expressions(Calls, ABC):
     def visit_List(self, node: ast.List | ast.Set) -> Value:
         """Return a new container."""
         parts = [self.visit(each) for each in node.elts]
-        made = self._values.keep(NewObject(None, parts))
-        return Value(NOWHERE.union(*map(self._values.data_of, parts)), made, made)
+        return self._new(None, NOWHERE.union(*map(self._values.data_of, parts)), parts)
 
     visit_Set = visit_List
 
     def visit_Dict(self, node: ast.Dict) -> Value:
         """Return a new container; entries with constant names are told apart."""
-        names = [None if key is None else self._name_of(key) for key in node.keys]
+        keys = [None if key is None else self.visit(key) for key in node.keys]
+        names = [None if key is None else key.text for key in keys]
         named = self._visit_named(zip(names, node.values, strict=True))
-        keys = [self._data(key) for key in node.keys if key is not None]
-        made = self._new(None, self._values.data_of(named.pop("", Value())).union(*keys))
+        others = [named.pop("", Value()), *filter(None, keys)]
+        made = self._new(None, NOWHERE.union(*map(self._values.data_of, others)))
         self._hold(made, named)
         return made
 
@@ -132,8 +132,8 @@ class Expressions(Calls, ABC):
         return self._values.objects_in(value) or [Value(self._advance(value))]
 
     def _entry(self, holder: Value, index: ast.expr) -> Value:
-        given, name = self.visit(index), self._name_of(index)
-        others = self._values.data_of(given)
+        given = self.visit(index)
+        name, others = given.text, self._values.data_of(given)
         if (found := self._call_special(holder, "__getitem__", given)) is not None:
             return found
         if constant_number(index) == -1 and (last := self._values.last(holder)) is not None:
@@ -157,7 +157,7 @@ class Expressions(Calls, ABC):
         objects, number = self._values.objects_in(holder), constant_number(index)
         if number is not None and not isinstance(holder.object, dict):
             return objects[number] if -len(objects) <= number < len(objects) else None
-        is_computed = number is None and not self._name_of(index) and not isinstance(index, ast.Slice)
+        is_computed = number is None and not self.visit(index).text and not isinstance(index, ast.Slice)
         return objects[0] if objects and is_computed else None
 
     def _set(self, target: ast.expr, value: Value) -> None:
@@ -167,13 +167,14 @@ class Expressions(Calls, ABC):
             case ast.Attribute(value=of, attr=name):
                 self._set_attribute(self.visit(of), name, value)
             case ast.Subscript(value=of, slice=index):
-                holder, name = self.visit(of), self._name_of(index)
-                if self._call_special(holder, "__setitem__", self.visit(index), value) is not None:
+                holder, given = self.visit(of), self.visit(index)
+                if self._call_special(holder, "__setitem__", given, value) is not None:
                     return
                 if is_whole(index):
                     self._values.empty(holder)
-                if name and holder.key is not None:
-                    self._values.put(Place(holder.key, name), value, f"{name} of {holder.name}")
+                if given.text and holder.key is not None:
+                    place = Place(holder.key, given.text)
+                    self._values.put(place, value, f"{given.text} of {holder.name}")
                 else:
                     sources = self._values.data_of(value).union(self._values.deciding)
                     is_own = any(place.holder == holder.key for place in sources)

@@ -10,24 +10,16 @@ from dataclasses import replace
 from types import FunctionType
 
 from samestep.watching.program.calls import NOWHERE
-from samestep.watching.program.code_values import (
-    LocalFunction,
-    Method,
-    NewObject,
-    Place,
-    Scope,
-    Value,
-    is_of_samestep,
-)
+from samestep.watching.program.code_values import Method, Place, Scope, Value, is_of_samestep, kind_of
 from samestep.watching.program.source_code import Function, SourceCode
 from samestep.watching.program.worker_values import WorkerValues
 
-__all__ = ["LEFT", "OWN", "PASSES", "PassResults", "is_object_of", "kind_of"]
+__all__ = ["CLOCK", "LEFT", "OWN", "PASSES", "PassResults", "is_object_of"]
 
 PASSES = Place("the passes of this worker", "")
-_CLOCK = Place("this worker's clock", "")
+CLOCK = Place("this worker's clock", "")
 
-OWN = frozenset({PASSES, _CLOCK})
+OWN = frozenset({PASSES, CLOCK})
 """What each worker has of its own; a place's holder is its name."""
 
 LEFT = Place("what passes of earlier steps have left", "")
@@ -53,7 +45,7 @@ class PassResults(WorkerValues):
     """
 
     _most_nodes = 30_000  # about a second, once
-    _of_configuration = WorkerValues._of_configuration | {_CLOCK}
+    _of_configuration = WorkerValues._of_configuration | {CLOCK}
 
     def __init__(self, source: SourceCode, loops: Sequence[ast.For | ast.While]) -> None:
         super().__init__(source)
@@ -116,15 +108,13 @@ class PassResults(WorkerValues):
 
     def _returned_of(self, called: Value, sources: frozenset[Place]) -> frozenset[Place]:
         if any(called.object is clock for clock in _CLOCKS):
-            return frozenset({_CLOCK})
+            return frozenset({CLOCK})
         if is_object_of("Towers", called):
             return sources - {LEFT} | {PASSES}  # a batch is checked itself
         if is_object_of("Step", called):
-            forward = self._attribute_value(called, "forward")
+            loss, forward = (self._attribute_value(called, name) for name in ("loss_fn", "forward"))
             has_forward = forward.is_known and forward.object is not None
-            self._note_loss(
-                self._visit_pass(forward if has_forward else self._attribute_value(called, "loss_fn"))
-            )
+            self._note_loss(self._visit_pass(forward if has_forward else loss))
         if is_object_of("Evaluation", called):
             self._visit_pass(self._attribute_value(called, "measure"))
         return sources - _ALL if _is_of_samestep(called) else sources
@@ -193,34 +183,16 @@ class PassResults(WorkerValues):
         self._around = outer
         return _shared(value) if value is not None and self._collectives_in(node) else value
 
-    def _branch(
-        self,
-        bodies: Iterable[Sequence[ast.stmt]],
-        deciding: frozenset[Place] = NOWHERE,
-        filled: frozenset[Place] = NOWHERE,
-    ) -> None:
-        """Visit branches. One that ends the program is no decision: other workers are told."""
-        bodies = list(bodies)
+    def _deciding_in(
+        self, bodies: Sequence[Sequence[ast.stmt]], sources: frozenset[Place]
+    ) -> frozenset[Place]:
+        """Return what decides. If one branch ends the program, nothing: other workers are told."""
         ends = any(body and _ends_program(body[-1]) for body in bodies)
-        super()._branch(bodies, deciding - _ALL if ends else deciding, filled)
+        return super()._deciding_in(bodies, sources) - (_ALL if ends else NOWHERE)
 
 
 def _shared(value: Value) -> Value:
     return replace(value, sources=value.sources - _ALL)
-
-
-def kind_of(value: Value) -> type:
-    """Return the class that a value is, or of which it is; that of a method's object."""
-    match value.object:
-        case Method(of=holder):
-            return kind_of(holder)
-        case NewObject(kind=kind):
-            return kind or object
-        case LocalFunction():
-            return FunctionType
-        case type() as kind:
-            return kind
-    return type(value.object)
 
 
 def is_object_of(name: str, value: Value) -> bool:
@@ -231,7 +203,7 @@ def is_object_of(name: str, value: Value) -> bool:
 
 def _is_of_samestep(called: Value) -> bool:
     if isinstance(called.object, FunctionType):
-        return str(called.object.__module__).partition(".")[0] == "samestep"
+        return is_of_samestep(called.object)
     return not isinstance(called.object, type) and is_of_samestep(kind_of(called))
 
 

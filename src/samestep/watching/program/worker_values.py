@@ -81,7 +81,7 @@ class WorkerValues(CodeFlow):
         return NOWHERE.union(*(self.generic_visit(each).sources for each in compared)) & {NUM_WORKERS}
 
     def _entry(self, holder: Value, index: ast.expr) -> Value:
-        return _VARIABLES.get(self._name_of(index)) or super()._entry(holder, index)
+        return _VARIABLES.get(self.visit(index).text) or super()._entry(holder, index)
 
     def _attribute_value(self, holder: Value, name: str) -> Value:
         if name == "world_size":
@@ -94,9 +94,9 @@ class WorkerValues(CodeFlow):
             return value
         return replace(value, sources=value.sources - self._of_configuration)
 
-    def _new(self, kind: type | None, sources: frozenset[Place]) -> Value:
+    def _new(self, kind: type | None, sources: frozenset[Place], parts: Sequence[Value] = ()) -> Value:
         """Return a new object, whose attributes are followed one by one."""
-        return super()._new(kind, sources if kind is None else sources - self._of_configuration)
+        return super()._new(kind, sources if kind is None else sources - self._of_configuration, parts)
 
     def _data_of_call(self, given: Iterable[Value]) -> frozenset[Place]:
         """Return what a library's function computes of these values, not of all that they hold."""
@@ -122,13 +122,10 @@ class WorkerValues(CodeFlow):
             return replace(returned or Value(), sources=_BOTH)  # it asks torch
         return returned
 
-    def _branch(
-        self,
-        bodies: Iterable[Sequence[ast.stmt]],
-        deciding: frozenset[Place] = NOWHERE,
-        filled: frozenset[Place] = NOWHERE,
-    ) -> None:
-        super()._branch(bodies, deciding - _BOTH, filled)
+    def _deciding_in(
+        self, bodies: Sequence[Sequence[ast.stmt]], sources: frozenset[Place]
+    ) -> frozenset[Place]:
+        return super()._deciding_in(bodies, sources) - _BOTH
 
 
 def _may_hold_others(value: Value) -> bool:
