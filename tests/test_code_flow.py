@@ -405,6 +405,15 @@ def test_a_long_program_is_given_up():
     assert flow.carried_in([loop.body[-1].value]) is None
 
 
+def test_code_that_is_nested_too_deeply_is_given_up():
+    lines = ["y = mean", "y = " + " + ".join(["x"] * 600), "mean += y"]
+    loop = ast.parse("\n".join(["for tower in towers:", *(f"    {line}" for line in lines)])).body[0]
+    flow = CodeFlow(SourceCode())
+    flow.run_loop(loop, Scope())
+    assert flow.carried_in([loop.body[0].value]) == set()
+    assert flow.carried_in([loop.body[2].value]) is None
+
+
 @pytest.mark.parametrize("text", ["for x in towers(batch)\n  mean +=", "\0", ""])
 def test_what_is_not_python_is_not_known(tmp_path, text):
     path = tmp_path / "program.py"

@@ -58,7 +58,7 @@ class Calls(ast.NodeVisitor, ABC):
     """
 
     _most_nodes = 10_000
-    """Of a program's code; what comes after so many is not visited."""
+    """Of a program's code; nothing is visited after so many, or after code that is nested too deeply."""
 
     def __init__(self, source: SourceCode) -> None:
         self._source = source
@@ -69,11 +69,21 @@ class Calls(ast.NodeVisitor, ABC):
         self._selves: list[Value] = []  # the first arguments of functions that are running
         self._returned: list[list[Value]] = []
         self._num_nodes = 0
+        self._is_visiting = False
 
     def visit(self, node: ast.AST) -> Value:
         """Visit a statement or expression; return the value of an expression."""
         self._num_nodes += 1
-        value = super().visit(node) if self._num_nodes < self._most_nodes else None
+        outer, self._is_visiting = self._is_visiting, True
+        value = None
+        try:
+            if self._num_nodes < self._most_nodes:
+                value = super().visit(node)
+        except RecursionError:
+            if outer:
+                raise
+            self._num_nodes = self._most_nodes
+        self._is_visiting = outer
         value = value or Value()
         if isinstance(node, ast.expr):
             self._note(node, self._values.data_of(value))

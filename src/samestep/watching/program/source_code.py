@@ -76,13 +76,13 @@ class _File:
     """The source code of a file.
 
     Attributes:
-        tree: all of it; empty if it is not in Python.
+        tree: all of it; empty if it is not in Python, or nested too deeply.
     """
 
     def __init__(self, text: str) -> None:
         try:
             self.tree = ast.parse(text)
-        except (SyntaxError, ValueError):
+        except (SyntaxError, ValueError, RecursionError):
             self.tree = ast.parse("")
 
     @cached_property
