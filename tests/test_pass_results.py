@@ -163,6 +163,67 @@ def update_that_is_left_out(job):
             optimizer.step()
 
 
+def update_after_a_continue(job):
+    model, towers, optimizer = made(job)
+    for step in range(2):
+        is_finite = True
+        for tower in towers(batch_of(step)):
+            loss = loss_of(model, tower.batch)
+            is_finite &= math.isfinite(loss.item())
+            tower.backward(loss)
+        towers.average()
+        if not is_finite:
+            print("skipped")
+            continue
+        optimizer.step()
+
+
+class Saver:
+    """Saves weights unless a value is worse than the best one."""
+
+    def __init__(self, path):
+        self.path, self.best = path, math.inf
+
+    def __call__(self, model, value):
+        if value >= self.best:
+            print("not better")
+            return
+        self.best = value
+        torch.save(model.state_dict(), self.path)
+
+
+def saved_after_a_return(job, path):
+    model, towers, optimizer = made(job)
+    save = Saver(path / f"{job.rank}.pt")
+    for epoch in range(2):
+        save(model, epoch_of(model, towers, optimizer, epoch))
+
+
+def saved_by_the_else(job, path):
+    model, towers, optimizer = made(job)
+    best = math.inf
+    for epoch in range(2):
+        loss = epoch_of(model, towers, optimizer, epoch)
+        if loss < best:
+            best = loss
+        else:
+            continue
+        torch.save(model.state_dict(), path / f"{job.rank}.pt")
+
+
+def clipped(job):
+    model, towers, optimizer = made(job)
+    losses = []
+    for step in range(2):
+        for tower in towers(batch_of(step)):
+            loss = loss_of(model, tower.batch)
+            losses.append(loss.item())
+            tower.backward(loss)
+        towers.average()
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm=10 + max(losses))
+        optimizer.step()
+
+
 def step_that_is_left_out(job):
     model, towers, optimizer = made(job)
     step = Step(towers, loss_of, optimizer)
@@ -413,6 +474,10 @@ WRONG = {
     plateau: "metrics of ReduceLROnPlateau",
     learning_rate: "a learning rate",
     update_that_is_left_out: "whether SGD.step runs",
+    update_after_a_continue: "whether SGD.step runs",
+    saved_after_a_return: "whether (Sequential.state_dict|torch.save) runs",
+    saved_by_the_else: "whether (Sequential.state_dict|torch.save) runs",
+    clipped: "max_norm of clip_grad_norm_",
     step_that_is_left_out: "whether Step runs",
     hidden_states: "batch of Towers",
     priorities: "batch of Towers",
@@ -534,6 +599,28 @@ def ends_with_an_error(job):
             raise FloatingPointError("the loss is not finite")
 
 
+def left_by_all(job, path):
+    model, towers, optimizer = made(job)
+    best, last = math.inf, 0.0
+    for step in range(3):
+        for tower in towers(batch_of(step)):
+            loss = loss_of(model, tower.batch)
+            last = loss.item()
+            tower.backward(loss)
+        report = towers.average()
+        if not math.isfinite(report.loss):
+            print(last)
+            continue
+        optimizer.step()
+        if time.perf_counter() < 0:
+            raise TimeoutError
+        if report.loss >= best:
+            print(last)
+            continue
+        best = report.loss
+        torch.save(model.state_dict(), path / f"{job.rank}.pt")
+
+
 def evaluated_by_each(job):
     model, towers, optimizer = made(job)
     best = 0
@@ -592,6 +679,7 @@ RIGHT = [
     decided_by_all,
     added_by_collectives,
     ends_with_an_error,
+    left_by_all,
     evaluated_by_each,
     replayed,
     settings_beside_results,

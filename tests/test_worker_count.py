@@ -250,6 +250,30 @@ def number_in_a_branch(job):
     train(towers, SGD(model.parameters(), lr=args.lr), batch_of(0))
 
 
+def rate_of(job):
+    if job.world_size > 1:
+        return 0.2
+    rate = 0.1
+    return rate  # noqa: RET504
+
+
+def number_that_a_function_returns(job):
+    model = net()
+    towers = Towers(model, 6, job=job)
+    train(towers, SGD(model.parameters(), lr=rate_of(job)), batch_of(0))
+
+
+def threshold(job):
+    model = net()
+    towers = Towers(model, 6, job=job)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for tower in towers(batch_of(0)):
+        tower.backward(loss_of(model, tower.batch))
+    towers.average()
+    nn.utils.clip_grad_value_(model.parameters(), 1.0 / job.world_size)
+    optimizer.step()
+
+
 def number_of_steps(job):
     model = net()
     towers = Towers(model, 6, job=job)
@@ -305,6 +329,8 @@ WRONG = {
     size_of_a_layer: "out_features of Linear",
     number_that_is_chosen: "lr of SGD",
     number_in_a_branch: "lr of SGD",
+    number_that_a_function_returns: "lr of SGD",
+    threshold: "clip_value of clip_grad_value_",
     number_of_steps: "the loop over steps",
     steps_of_while: "the loop over steps",
     step_object: "clip_norm of Step",
@@ -435,7 +461,24 @@ def per_worker_evaluation(job):
     train(towers, optimizer, batch_of(1))
 
 
-RIGHT = [kept_beside, merged, threads_and_processes, other_ways, per_worker_evaluation]
+def needs_few_workers(job):
+    if job.world_size > 8:
+        print("at most 8 workers")
+        return
+    rate = 0.1
+    model = net()
+    towers = Towers(model, 6, job=job)
+    train(towers, SGD(model.parameters(), lr=rate), batch_of(0))
+
+
+RIGHT = [
+    kept_beside,
+    merged,
+    threads_and_processes,
+    other_ways,
+    per_worker_evaluation,
+    needs_few_workers,
+]
 
 
 @pytest.mark.parametrize("num_workers", WORKERS)

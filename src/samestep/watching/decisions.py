@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType, FunctionType
 
 from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -40,8 +41,10 @@ _WITHOUT_EFFECT = ("num_workers", "prefetch_factor")
 _ARGUMENTS = ("batch", "batch_size", "clip_norm", "num_towers", "seed", "steps")
 """Parameters of samestep's classes on which the result depends."""
 
-_HOLDERS = ("optimizer", "params")
-"""Parameters of optimizers and schedules that are objects, whose other contents are no settings."""
+_HOLDERS = ("optimizer", "parameters", "params")
+"""Parameters of optimizers, schedules and clipping that are objects, whose other contents are no settings."""
+
+_CLIPPING = (clip_grad_norm_, clip_grad_value_)
 
 _KEEPING = {"copy", "copy2", "copyfile", "move", "save", "save_file", "save_model"}
 """Functions that write, copy or rename weights."""
@@ -130,7 +133,8 @@ class _Decisions(PassResults):
         given = _settings(called, arguments, named)
         # A layer in a pass may have the size of its rows.
         but = OWN if issubclass(kind_of(called), nn.Module) else NOWHERE
-        is_found = self._check_arguments(kind_of(called).__name__, given, but)
+        name = called.object.__name__ if isinstance(called.object, FunctionType) else kind_of(called).__name__
+        is_found = self._check_arguments(name, given, but)
         if self._decided_by and (name := _name_of_change(called, arguments)):
             self._check(f"whether {name} runs", self._decided_by, self._line)
         if is_found:
@@ -211,6 +215,8 @@ def _name_of_change(called: Value, arguments: Sequence[Value]) -> str:
 
 def _settings(called: Value, arguments: Sequence[Value], named: Mapping[str, Value]) -> Mapping[str, Value]:
     """Return the arguments on which the result depends, by name, of what torch and samestep define."""
+    if called.object in _CLIPPING:
+        return dict(zip(positional_names(called.object), arguments, strict=False)) | dict(named)
     kind, is_new = kind_of(called), isinstance(called.object, type)
     method = called.object.function if isinstance(called.object, Method) else None
     is_step = method is not None and method.__name__ == "step"

@@ -14,11 +14,14 @@ from typing import Any, TypeAlias
 
 from samestep.watching.program.program_line import Expression
 
-__all__ = ["Computed", "Function", "SourceCode"]
+__all__ = ["LEAVING", "Computed", "Function", "SourceCode"]
 
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 Computed: TypeAlias = ast.expr | ast.AugAssign | ast.For
 """What operators run for; for a loop, where it takes its next element."""
+
+LEAVING = (ast.Return, ast.Continue, ast.Break)
+"""Statements after which those that follow do not run."""
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _PACKAGES = ("site-packages", "dist-packages")  # also those of the user or the system
@@ -76,7 +79,8 @@ class _File:
     """The source code of a file.
 
     Attributes:
-        tree: all of it; empty if it is not in Python, or nested too deeply.
+        tree: all of it; empty if it is not in Python, or nested too deeply. What follows a branch that leaves
+            a function or a turn of a loop is in the other branch, where it runs.
     """
 
     def __init__(self, text: str) -> None:
@@ -84,6 +88,10 @@ class _File:
             self.tree = ast.parse(text)
         except (SyntaxError, ValueError, RecursionError):
             self.tree = ast.parse("")
+        for node in list(ast.walk(self.tree)):
+            for name in ("body", "orelse", "finalbody"):
+                if isinstance(statements := getattr(node, name, None), list):
+                    _nest_rest(statements)
 
     @cached_property
     def functions(self) -> Mapping[tuple[str, int], Sequence[Function]]:
@@ -109,6 +117,18 @@ class _File:
 def _parsed(text: str) -> _File:
     """Return a file with this text: a program's files are read more than once."""
     return _File(text)
+
+
+def _nest_rest(statements: list[ast.stmt]) -> None:
+    """Move the statements after a branch that leaves them into the other branch."""
+    for number in range(len(statements) - 2, -1, -1):
+        match statements[number]:
+            case ast.If(body=[*_, last], orelse=others) if isinstance(last, LEAVING):
+                others += statements[number + 1 :]
+                del statements[number + 1 :]
+            case ast.If(body=others, orelse=[*_, last]) if isinstance(last, LEAVING):
+                others += statements[number + 1 :]
+                del statements[number + 1 :]
 
 
 def _is_of_library(path: str) -> bool:

@@ -14,6 +14,7 @@ from torch.utils.data import DistributedSampler
 from samestep.watching.program.calls import NOWHERE
 from samestep.watching.program.code_flow import CodeFlow
 from samestep.watching.program.code_values import NewObject, Place, Value, is_of_samestep
+from samestep.watching.program.source_code import LEAVING
 from samestep.watching.program.syntax import has_number
 
 __all__ = ["NUM_WORKERS", "RANK", "WorkerValues"]
@@ -67,10 +68,16 @@ class WorkerValues(CodeFlow):
         return value.computed_from(self._counted_in(node.test)) if is_number else value
 
     def visit_If(self, node: ast.If | ast.While) -> None:
-        """Visit both branches; which number one of them sets depends on what is compared."""
+        """Visit both branches; which number they set or return depends on what is compared."""
         super().visit_If(node)
         counted = self._counted_in(node.test)
-        for each in (*node.body, *node.orelse) if counted else ():
+        last = [body[-1] for body in (node.body, node.orelse) if body]
+        returned = [each.value for each in last if isinstance(each, ast.Return) and each.value is not None]
+        if counted and self._returned and len(returned) == 2 and any(map(has_number, returned)):
+            self._returned[-1].append(Value(counted))
+        if not counted or any(isinstance(each, LEAVING) for each in last):
+            return  # the other branch has what follows, and does not choose what it sets
+        for each in (*node.body, *node.orelse):
             if isinstance(each, (ast.Assign, ast.AugAssign)) and has_number(each.value):
                 for target in each.targets if isinstance(each, ast.Assign) else [each.target]:
                     self._set(target, self.visit(target).computed_from(counted))
