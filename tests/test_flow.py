@@ -433,6 +433,27 @@ def test_weights_outside_the_model_that_several_passes_update_are_an_error(progr
     assert all("that is not part of the model" in text and "after average()" in text for text in texts)
 
 
+class AverageInNewTensors(AverageOfWeights):
+    def follow(self, p, q):
+        p.data = 0.9 * p.data + 0.1 * q.data
+
+
+class Shadow(Program):
+    def run(self, tower):
+        shadow = self.keep("shadow", lambda: {name: p.clone() for name, p in self.model.named_parameters()})
+        super().run(tower)
+        for name, p in self.model.named_parameters():
+            new = 0.1 * p.data + 0.9 * shadow[name]
+            shadow[name] = new.clone()
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("program", [AverageInNewTensors, Shadow])
+def test_so_are_averages_of_weights_in_new_tensors(program, num_workers):
+    texts = errors(program, num_workers)
+    assert all("that is not part of the model" in text and "after average()" in text for text in texts)
+
+
 @pytest.mark.parametrize("num_workers", WORKERS)
 def test_a_teacher_that_passes_update_is_an_error(num_workers):
     class Teacher(AverageOfWeights):
@@ -455,6 +476,19 @@ class Logs(Program):
         self.confusion.index_put_((y, z.argmax(1)), torch.ones(()), accumulate=True)
         assert torch.isfinite(torch.cat(self.outputs)).all()
         return loss
+
+
+class OfWeights(Program):
+    """Norms of weights, for the log, and a copy of weights that is made once."""
+
+    def loss(self, x, y):
+        norms = torch.stack([p.detach().norm() for p in self.model.parameters()] * 2)  # as many as biases
+        self.norms = self.keep("norms", lambda: torch.zeros(8)) + norms
+        weight = self.model[0].weight
+        first = self.keep("first", weight.detach().clone)
+        self.moved = (first - weight.detach()).abs()
+        self.most = max(self.keep("most", lambda: torch.zeros(())), self.moved.max())
+        return F.cross_entropy(self.model(x), y)
 
 
 class Scratch(Program):
@@ -639,6 +673,7 @@ class OutputsOfBefore(Program):
     mostly_long(
         [
             Logs,
+            OfWeights,
             Scratch,
             CacheByIndex,
             CacheByScattering,

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from samestep.errors import UsageError, warn
@@ -27,6 +27,7 @@ from samestep.watching.passes.own_code import OwnCode
 from samestep.watching.passes.pass_counts import PassCounts
 from samestep.watching.passes.pass_operators import PassOperators
 from samestep.watching.passes.reads import Reads
+from samestep.watching.passes.weight_updates import WeightUpdates
 from samestep.watching.program.reach import Named
 
 aten = torch.ops.aten
@@ -72,12 +73,11 @@ class FlowWatch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._origins = Origins()
-        self._parameters: dict[int, Kept] = {}  # the storages of parameters outside the model
         self._tower = -1
         self._follows = False  # in this pass
         self._is_paused = True
         self._is_backward = False
-        self._updated = ""
+        self._updates = WeightUpdates()
         self._shared: dict[int, Kept] = {}  # those of the model's tensors before the pass
         self._draws = Draws()
         self._kept_numbers = KeptNumbers()
@@ -108,7 +108,7 @@ class FlowWatch(TorchDispatchMode):
         self._draws.clear()
         self._kept_numbers.start_step()
         self._counts.start_step()
-        self._updated = ""
+        self._updates.start_step()
 
     def start_pass(
         self,
@@ -136,8 +136,8 @@ class FlowWatch(TorchDispatchMode):
         self._kept_numbers.start_pass(functions)
         self._means.start_pass(num_rows)
         self._rows.start_pass(num_rows, held)
-        self._parameters.clear()
         self._shared = {storage_of(tensor): keep_address(tensor) for tensor in shared}
+        self._updates.start_pass(tower, self._shared)
         for storage in self._shared:
             self._origins.forget(storage)
         self._counts.start_pass(held)
@@ -282,10 +282,10 @@ class FlowWatch(TorchDispatchMode):
         self.own_code.end_step()
         self._origins.clear()
         self._draws.clear()
-        if self._updated:
+        if self._updates.found:
             raise UsageError(
-                f"{who} updated {self._updated}, which an earlier pass of the step also updated, so its "
-                "value depends on how many towers share a worker: update averages of weights, and other "
+                f"{who} updated {self._updates.found}, which an earlier pass of the step also updated, so "
+                "its value depends on how many towers share a worker: update averages of weights, and other "
                 "nets, after average()"
             )
 
@@ -314,7 +314,7 @@ class FlowWatch(TorchDispatchMode):
     def _follow(self, call: Call, result: Any, drawn: Origin) -> None:
         func, kind, given, written = call.func, call.kind, call.given, call.written
         own = 1 << self._tower
-        self._note_parameters(given)
+        self._updates.note_parameters(given)
         taken: list[Tensor] = [] if kind.takes_shapes_only else given
         if call.overwrites:
             taken = [tensor for tensor in taken if not any(tensor is each for each in written)]
@@ -331,15 +331,17 @@ class FlowWatch(TorchDispatchMode):
         is_average = not call.overwrites and any(storage_of(tensor) in self._shared for tensor in taken)
         for tensor in written:
             of_this = origin
-            if is_average or storage_of(tensor) in self._parameters:
-                self._note_update(tensor, origin.towers)
+            if is_average or self._updates.is_outside(tensor):
+                self._updates.note_in_place(tensor, origin.towers)
                 of_this = origin._replace(towers=origin.towers | own)
             self._origins.note(tensor, of_this, kind.write and partial(kind.write, call.args))
         # `torch.tensor` hands its result to an operator that returns it.
         before = set() if func is aten.lift_fresh.default else set(map(storage_of, given))
-        for tensor in tensors_in((result,)):
-            if storage_of(tensor) not in before:
-                self._origins.note(tensor, origin)
+        made = [tensor for tensor in tensors_in((result,)) if storage_of(tensor) not in before]
+        for tensor in made:
+            self._origins.note(tensor, origin)
+        if not origin.towers:
+            self._updates.note_made(taken, made)
 
     def _take_numbers(self, call: Call, taken: Iterable[Tensor]) -> int:
         """Return the bits of numbers that count passes, and of what is held beside the model."""
@@ -377,18 +379,6 @@ class FlowWatch(TorchDispatchMode):
                 name = getattr(func, "overloadpacket", func)
                 how = before or f"a tensor of shape {list(tensor.shape)} that {name} read"
         return Origin(towers, how, beside)
-
-    def _note_parameters(self, given: Iterable[Tensor]) -> None:
-        for tensor in given:
-            if isinstance(tensor, nn.Parameter):
-                storage = storage_of(tensor)
-                if storage and storage not in self._shared:
-                    self._parameters.setdefault(storage, keep_address(tensor))
-
-    def _note_update(self, tensor: Tensor, towers: int) -> None:
-        """Note an update of weights outside the model that another tower's pass has updated, too."""
-        if towers & ~(1 << self._tower):
-            self._updated = f"a tensor of shape {list(tensor.shape)} that is not part of the model"
 
 
 def _indices(bits: int) -> list[int]:
