@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,22 +41,8 @@ def check_separable(
     """
     name = optimizer_class.__name__
     settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-
-    def train(rows: Sequence[int]) -> tuple[list[Tensor], Optimizer]:
-        """Train one matrix for each row and group; return the matrices row by row, and the optimizer."""
-        seed_globals(0, device)
-        matrices = [
-            [_wave(1 + 2 * row + 3 * n, device).requires_grad_() for n in range(len(groups))] for row in rows
-        ]
-        each = zip(copy.deepcopy(settings), zip(*matrices, strict=True), strict=True)
-        optimizer = optimizer_class([{**group, "params": list(own)} for group, own in each], **defaults)
-        for step in range(_NUM_STEPS):
-            for row, found in zip(rows, matrices, strict=True):
-                for n, matrix in enumerate(found):
-                    matrix.grad = 100 * _wave(2 + step + 5 * row + 7 * n, device)
-            optimizer.step()
-        return [matrix.detach() for found in matrices for matrix in found], optimizer
-
+    make = partial(optimizer_class, **defaults)
+    train = partial(_train, make, settings, device)
     try:
         with keep_globals(device):
             (both, optimizer), (first, _), (second, _) = train((0, 1)), train((0,)), train((1,))
@@ -73,6 +60,27 @@ def check_separable(
         raise ConfigError(
             f"{name} cannot be sharded: it keeps state that belongs to no single parameter; use it unsharded"
         )
+
+
+def _train(
+    make: Callable[[Any], Optimizer],
+    settings: Sequence[Mapping[str, Any]],
+    device: torch.device,
+    rows: Sequence[int],
+) -> tuple[list[Tensor], Optimizer]:
+    """Train one matrix for each row and group; return the matrices row by row, and the optimizer."""
+    seed_globals(0, device)
+    matrices = [
+        [_wave(1 + 2 * row + 3 * n, device).requires_grad_() for n in range(len(settings))] for row in rows
+    ]
+    each = zip(copy.deepcopy(settings), zip(*matrices, strict=True), strict=True)
+    optimizer = make([{**group, "params": list(own)} for group, own in each])
+    for step in range(_NUM_STEPS):
+        for row, found in zip(rows, matrices, strict=True):
+            for n, matrix in enumerate(found):
+                matrix.grad = 100 * _wave(2 + step + 5 * row + 7 * n, device)
+        optimizer.step()
+    return [matrix.detach() for found in matrices for matrix in found], optimizer
 
 
 def check_groups(optimizer: Optimizer, given: Sequence[Sequence[Shard]]) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import NoneType
 from typing import Any, Literal, NoReturn
 
@@ -138,17 +139,19 @@ class Towers:
         self._asked = shown(placement)
         self._resumed: Resumed | None = None
         self._may_change_workers = False  # between making a batch and taking its step
-
-        def prepare() -> Mapping[str, Any]:
-            # A newcomer is alone until it joins the others, so a placement for several workers does not fit.
-            if placement == "auto" or not self.job.is_newcomer:
-                self.placement = placement
-            self._root = together(model, also)
-            self._replica = Replica(self._root, self.job, self._settings, sparse_parameters)
-            return {"the layer": self._replica.watch.numbers.settings()}
-
-        self._agree(num_towers, prepare)
+        self._agree(num_towers, partial(self._make_replica, placement, also, sparse_parameters))
         self._opening.plan = self._opening.send_new_tensors(self._opening.plan)
+
+    def _make_replica(
+        self, placement: Placed, also: Also | None, sparse_parameters: Sequence[nn.Parameter]
+    ) -> Mapping[str, Any]:
+        """Place the towers as asked, and look at the model; return what other workers must have, too."""
+        # A newcomer is alone until it joins the others, so a placement for several workers does not fit.
+        if placement == "auto" or not self.job.is_newcomer:
+            self.placement = placement
+        self._root = together(self._model, also)
+        self._replica = Replica(self._root, self.job, self._settings, sparse_parameters)
+        return {"the layer": self._replica.watch.numbers.settings()}
 
     def _agree(
         self,
