@@ -19,16 +19,14 @@ from samestep.towers.tower import Tower
 from samestep.watching.program.code_flow import CodeFlow
 from samestep.watching.program.code_values import Scope
 from samestep.watching.program.program_line import Expression
-from samestep.watching.program.source_code import SourceCode
+from samestep.watching.program.source_code import SourceCode, parse
 
 
 def carried(lines, expression, **objects):
     """Return the names that an expression after some lines depends on, and that they find and change."""
-    loop = ast.parse(
-        "\n".join(["for tower in towers:", *(f"    {line}" for line in [*lines, expression])])
-    ).body[0]
+    loop, *_ = parse("\n    ".join(["for tower in towers:", *lines, expression])).body
     flow = CodeFlow(SourceCode())
-    flow.run_loop(loop, Scope(objects={"Namespace": SimpleNamespace, "dict": dict, **objects}))
+    flow.run_loop(loop, Scope(objects={"Namespace": SimpleNamespace, "dict": dict, "cache": {}, **objects}))
     return flow.carried_in([loop.body[-1].value])
 
 
@@ -78,10 +76,32 @@ def carried(lines, expression, **objects):
         (["mean += 1", "def weigh(x, by=2):", "    return x * by"], "weigh(1, by=mean)", {"mean"}),
         (["mean += 1"], "max(rows, key=lambda each: each - mean)", {"mean"}),
         (["mean += 1"], "(lambda *x, **y: (x, y))(1, a=mean)", {"mean"}),
+        (
+            [
+                "def smooth(x):",
+                "    if state.mean is not None:",
+                "        state.mean = 0.9 * state.mean + x",
+                "        return state.mean",
+                "    state.mean = x",
+                "    return x",
+            ],
+            "smooth(x)",
+            {"mean of state"},
+        ),
+        (
+            ["count += 1", "def weigh(x):", "    if count < 5:", "        return 0.1 * x", "    return x"],
+            "weigh(x)",
+            {"count"},
+        ),
     ],
 )
 def test_what_is_carried_on(lines, expression, expected):
     assert carried(lines, expression) == expected
+
+
+GET = ["def get(key):"]
+FILL = ["    cache[key] = w = f(key)", "    return w"]
+FILL_STATE = ["    state.key, state.w = key, f(key)", "    return state.w"]
 
 
 @pytest.mark.parametrize(
@@ -109,6 +129,17 @@ def test_what_is_carried_on(lines, expression, expected):
         (["if len(table) != x:", "    table = f(x)"], "table"),
         (["if not table:", "    table = f(x)"], "table"),
         (["if state.w is None and x:", "    state.w = f(x)"], "state.w"),
+        (["if key in cache:", "    w = cache[key]", "else:", "    cache[key] = w = f(key)"], "w"),
+        ([*GET, "    if key in cache:", "        return cache[key]", *FILL], "get(x)"),
+        (
+            [*GET, "    if key not in cache:", "        cache[key] = f(key)", "    return cache[key]"],
+            "get(x)",
+        ),
+        ([*GET, "    w = cache.get(key)", "    if w is not None:", "        return w", *FILL], "get(x)"),
+        ([*GET, "    w = cache.get(key)", "    if w:", "        return w", *FILL], "get(x)"),
+        ([*GET, "    if state.w is not None and x:", "        return state.w", *FILL_STATE], "get(x)"),
+        ([*GET, "    if state.key == key:", "        return state.w", *FILL_STATE], "get(x)"),
+        ([*GET, "    if hasattr(state, 'w'):", "        return state.w", *FILL_STATE], "get(x)"),
         (["found = {'mean': x.item()}", "found['mean'] *= 2"], "found['mean']"),
         (["found = {'mean': x.item()}", "found.mean = 2", "found.mean += 2"], "found.mean"),
         (["found = {'last': x.item(), 'mean': mean}", "mean += 1"], "found['last']"),

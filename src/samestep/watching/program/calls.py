@@ -131,6 +131,8 @@ class Calls(ast.NodeVisitor, ABC):
                 return Value.of(function, name)
             case found if found is MISSING or isinstance(holder.object, NewObject):
                 return Value(holder.sources)
+            case found if found is UNKNOWN and holder.is_known and holder.is_container:
+                return Value(holder.sources)  # a method, such as `get` of a dict
             case found:
                 return self._values.read(Value.before(place, f"{name} of {holder.name}", found))
 

@@ -20,7 +20,7 @@ from samestep.watching.program.program_line import frames_of_program, has_resume
 from samestep.watching.program.source_code import Computed, SourceCode
 from samestep.watching.program.syntax import (
     OPERATORS,
-    asks_for_value,
+    branch_without_value,
     is_whole,
     loaded,
     parallel_names,
@@ -132,8 +132,9 @@ class CodeFlow(Expressions):
         deciding = self._data(node.test)
         places = frozenset(self._places_set_in([*node.body, *node.orelse]))
         asked = (each for each in places if not {each, Place(each.holder, ENTRIES)}.isdisjoint(deciding))
-        filled = places if asks_for_value(node.test) and any(asked) else NOWHERE
-        self._branch([node.body, node.orelse], deciding - places, filled)
+        filling = branch_without_value(node) if any(asked) else None
+        bodies = [node.orelse, node.body] if filling is node.orelse else [node.body, node.orelse]
+        self._branch(bodies, deciding - places, NOWHERE if filling is None else places)
 
     visit_While = visit_If  # its body may not run
 

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from samestep.watching.program.program_line import Expression
 
-__all__ = ["LEAVING", "Computed", "Function", "SourceCode"]
+__all__ = ["LEAVING", "Computed", "Function", "SourceCode", "parse"]
 
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 Computed: TypeAlias = ast.expr | ast.AugAssign | ast.For
@@ -79,19 +79,14 @@ class _File:
     """The source code of a file.
 
     Attributes:
-        tree: all of it; empty if it is not in Python, or nested too deeply. What follows a branch that leaves
-            a function or a turn of a loop is in the other branch, where it runs.
+        tree: all of it; empty if it is not in Python, or nested too deeply.
     """
 
     def __init__(self, text: str) -> None:
         try:
-            self.tree = ast.parse(text)
+            self.tree = parse(text)
         except (SyntaxError, ValueError, RecursionError):
             self.tree = ast.parse("")
-        for node in list(ast.walk(self.tree)):
-            for name in ("body", "orelse", "finalbody"):
-                if isinstance(statements := getattr(node, name, None), list):
-                    _nest_rest(statements)
 
     @cached_property
     def functions(self) -> Mapping[tuple[str, int], Sequence[Function]]:
@@ -117,6 +112,20 @@ class _File:
 def _parsed(text: str) -> _File:
     """Return a file with this text: a program's files are read more than once."""
     return _File(text)
+
+
+def parse(text: str) -> ast.Module:
+    """Parse code; what follows a branch that leaves a function or a turn of a loop is in the other branch.
+
+    Raises:
+        SyntaxError: as for `ast.parse`; so `ValueError` and `RecursionError`.
+    """
+    tree = ast.parse(text)
+    for node in list(ast.walk(tree)):
+        for name in ("body", "orelse", "finalbody"):
+            if isinstance(statements := getattr(node, name, None), list):
+                _nest_rest(statements)
+    return tree
 
 
 def _nest_rest(statements: list[ast.stmt]) -> None:

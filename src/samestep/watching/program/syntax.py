@@ -9,7 +9,7 @@ from samestep.watching.program.source_code import Function
 
 __all__ = [
     "OPERATORS",
-    "asks_for_value",
+    "branch_without_value",
     "constant_number",
     "has_number",
     "is_whole",
@@ -37,16 +37,30 @@ OPERATORS: Mapping[type[ast.operator | ast.cmpop], str] = {
 """The names of the methods, without underscores, by which a class defines operators."""
 
 
-def asks_for_value(test: ast.expr) -> bool:
-    """Say whether a choice asks for what has no value yet, or that of something else, as for a cache."""
+def branch_without_value(choice: ast.If | ast.While) -> list[ast.stmt] | None:
+    """Return what runs where something has no value yet, or that of something else, as for a cache.
+
+    None if that is not what is asked for.
+    """
+    if (has_value := _has_value(choice.test)) is None:
+        return None
+    return choice.orelse if has_value else choice.body
+
+
+def _has_value(test: ast.expr) -> bool | None:
+    """Say what it means that a test is true; None if it asks for something else."""
     match test:
         case ast.UnaryOp(op=ast.Not()) | ast.Compare(ops=[ast.NotIn() | ast.NotEq()]):
-            return True
+            return False
         case ast.Compare(ops=[ast.Is() | ast.Eq()], comparators=[ast.Constant(None)]):
+            return False
+        case ast.Compare(ops=[ast.In() | ast.Eq() | ast.IsNot()]) | ast.Name() | ast.Attribute():
+            return True
+        case ast.Call(func=ast.Name(id="hasattr")):
             return True
         case ast.BoolOp(values=[first, *_]):
-            return asks_for_value(first)
-    return False
+            return _has_value(first)
+    return None
 
 
 def is_whole(index: ast.expr) -> bool:
