@@ -616,6 +616,37 @@ class SumOfTheTower(UpdatedFirst):
         return F.cross_entropy(self.model(x) * (total + found["share"]), y)
 
 
+class Rotary(UpdatedFirst):
+    """Tables and masks that grow with the longest row so far, kept from step to step."""
+
+    def build(self):
+        self.longest, self.waves, self.mask, self.tables = 0, None, torch.empty(0), {}
+        return super().build()
+
+    def turned(self, length):
+        if length > self.longest:
+            self.longest = length
+            self.waves = torch.outer(torch.arange(1.0, 1 + length), torch.tensor([0.1, 0.2, 0.3])).cos()
+        return self.waves[:length]
+
+    def masked(self, length):
+        if self.mask.size(0) >= length:
+            return self.mask[:length, :length]
+        self.mask = torch.full([length, length], 0.5).tril()
+        return self.mask
+
+    def scaled(self, length):
+        table = self.tables.get(length)
+        if table is None:
+            self.tables[length] = table = 1 / (1 + torch.arange(length))
+        return table
+
+    def loss(self, x, y):
+        length = x.shape[1]
+        x = x @ self.masked(length) * self.scaled(length)
+        return F.cross_entropy(self.model(x) * self.turned(length)[-1], y)
+
+
 class OfEachTower(UpdatedFirst):
     """A running mean for each tower."""
 
@@ -747,8 +778,15 @@ class AfterTheStep(Baseline):
             ForTheLog,
             MeanForTheLog,
             ComputedAnew,
+            MeanOfFactors,
             OneOfTwo,
             Drawn,
+            SpikesOfTheTower,
+            Remembered,
+            OfSizes,
+            SumOfTheTower,
+            Rotary,
+            OfEachTower,
             Quotient,
             Searched,
             OfTheTower,

@@ -58,6 +58,7 @@ class CarriedNumbers:
     def start_pass(self) -> None:
         """Begin a pass, which has taken nothing."""
         self._taken: dict[Expression, dict[_Kind, set[float]]] = {}
+        self._computed: dict[Expression, dict[_Kind, set[float]]] = {}
         self._used: dict[str, int] = {}
 
     def take(self, numbers: Collection[float]) -> int:
@@ -66,11 +67,13 @@ class CarriedNumbers:
 
     def take_values(self, tensor: Tensor) -> int:
         """Return a bit for the expression that reads a tensor that depends on no tower's rows."""
-        if not (is_readable(tensor) and tensor.is_cpu) or tensor.is_complex():
-            return 0
-        is_small = tensor.numel() <= _MOST_ELEMENTS
-        values = map(abs, tensor.flatten().tolist()) if is_small else [checksum_of_value(tensor)]
-        return self._take((tensor.shape, tensor.dtype), set(values))
+        return self._take((tensor.shape, tensor.dtype), values) if (values := _values_of(tensor)) else 0
+
+    def note_values(self, tensor: Tensor) -> None:
+        """Note a tensor that the step has computed of numbers; a later step may find it, as in a cache."""
+        if (values := _values_of(tensor)) and (expression := Expression.current()) is not None:
+            kinds = self._computed.setdefault(expression, {})
+            kinds.setdefault((tensor.shape, tensor.dtype), set()).update(values)
 
     def _take(self, kind: _Kind, values: set[float]) -> int:
         expression = Expression.current()
@@ -110,7 +113,7 @@ class CarriedNumbers:
         numbers = [number for number in left if not number.is_integer()]
         found = ((what, self._find(numbers, bits, code)) for what, bits in self._used.items())
         what, names = next(((what, names) for what, names in found if names), ("", set[str]()))
-        for expression, taken in self._taken.items():
+        for expression, taken in (*self._computed.items(), *self._taken.items()):
             self._before.setdefault(expression, {}).update(taken)
         self._has_before = True
         if names:
@@ -191,6 +194,14 @@ class _Code:
 def _first(name: str) -> str:
     """Return the name of an attribute, or a variable, without that of the object."""
     return name.partition(" of ")[0]
+
+
+def _values_of(tensor: Tensor) -> set[float]:
+    """Return the values of a small tensor, a hash of those of another one, and nothing if it is not read."""
+    if not (is_readable(tensor) and tensor.is_cpu) or tensor.is_complex():
+        return set()
+    is_small = tensor.numel() <= _MOST_ELEMENTS
+    return set(map(abs, tensor.flatten().tolist()) if is_small else [checksum_of_value(tensor)])
 
 
 def _has_one_of(numbers: Iterable[float], values: _Values) -> bool:

@@ -371,7 +371,9 @@ class FlowWatch(TorchDispatchMode):
         towers, how, beside = drawn
         for tensor in taken:
             more, before, more_beside = self._origins.of(tensor)
-            if not (more or more_beside or storage_of(tensor) in self._shared):
+            if not more and more_beside:
+                self._kept_numbers.note_values(tensor)
+            elif not (more or storage_of(tensor) in self._shared):
                 more_beside = self._kept_numbers.take_values(tensor)
             towers |= more
             beside |= more_beside

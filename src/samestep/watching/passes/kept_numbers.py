@@ -117,6 +117,11 @@ class KeptNumbers:
         """Return the bits of a tensor that an operator reads, and that depends on no tower's rows."""
         return 0 if self.has_warned else self.carried.take_values(tensor)
 
+    def note_values(self, tensor: Tensor) -> None:
+        """Note a tensor that an operator reads, and that the step has computed of numbers."""
+        if not self.has_warned:
+            self.carried.note_values(tensor)
+
     def _rounded_in(self, tensor: Tensor) -> list[float]:
         """Return the numbers that were left and are in a small tensor, rounded to its dtype."""
         if not self._left or tensor.numel() > _MOST_ELEMENTS or not tensor.is_floating_point():
