@@ -220,9 +220,9 @@ def test_under_any_faults_the_bits_or_the_error_are_right(first):
     assert seen["schedules"] == 100
 
 
-@pytest.mark.parametrize("first", mostly_long(range(0, 200, 10), 1))
+@pytest.mark.parametrize("first", mostly_long(range(0, 200, 5), 1))
 def test_under_any_faults_with_a_model_the_bits_or_the_error_are_right(first):
-    assert schedules.run(range(first, first + 10), with_model=True)[1] == []
+    assert schedules.run(range(first, first + 5), with_model=True)[1] == []
 
 
 FOUND = {
