@@ -500,6 +500,7 @@ def run(program, num_workers, path):
     return simulate(program, num_workers)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize("program", WRONG, ids=lambda program: program.__name__)
 def test_it_is_named(program, num_workers, tmp_path):

@@ -338,6 +338,7 @@ WRONG = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize("program", WRONG, ids=lambda program: program.__name__)
 def test_it_is_named(program, num_workers):
