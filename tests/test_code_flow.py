@@ -445,6 +445,21 @@ def test_code_that_is_nested_too_deeply_is_given_up():
     assert flow.carried_in([loop.body[2].value]) is None
 
 
+def test_hundreds_of_early_returns_are_visited_of_which_the_last_ones_decide():
+    returns = (f"    if x == {n} or first > {n}: return {n}" for n in range(300))
+    lines = [
+        "first += 1",
+        "last += 1",
+        "def weigh(x):",
+        *returns,
+        "    if last > 5: return 1",
+        "    return x",
+    ]
+    assert carried(lines, "weigh(x)") == {"first", "last"}
+    lines = ["mean += 1", *(line.replace("first", "mean") for line in lines[2:]), "if mean > 3: mean = 1"]
+    assert carried(lines, "mean") == {"mean"}
+
+
 @pytest.mark.parametrize("text", ["for x in towers(batch)\n  mean +=", "\0", ""])
 def test_what_is_not_python_is_not_known(tmp_path, text):
     path = tmp_path / "program.py"

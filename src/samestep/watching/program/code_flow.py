@@ -20,10 +20,12 @@ from samestep.watching.program.program_line import frames_of_program, has_resume
 from samestep.watching.program.source_code import Computed, SourceCode
 from samestep.watching.program.syntax import (
     OPERATORS,
+    Finder,
     branch_without_value,
     is_whole,
     loaded,
     parallel_names,
+    sets_place,
 )
 
 __all__ = ["CodeFlow"]
@@ -39,6 +41,7 @@ class CodeFlow(Expressions):
     def __init__(self, source: SourceCode) -> None:
         super().__init__(source)
         self._has_loop = False
+        self._setting = Finder(sets_place)
 
     @classmethod
     def of_running_loop(cls, source: SourceCode) -> CodeFlow:
@@ -204,14 +207,14 @@ class CodeFlow(Expressions):
 
     def _places_set_in(self, body: Sequence[ast.stmt]) -> Iterator[Place]:
         """Yield the variables, attributes and containers that statements set."""
-        for node in (node for statement in body for node in ast.walk(statement)):
+        for node in self._setting.find(body):
             match node:
-                case ast.Name(id=name, ctx=ast.Store()):
+                case ast.Name(id=name):
                     yield self._scope.place_of(name)
-                case ast.Attribute(value=of, attr=name, ctx=ast.Store()):
+                case ast.Attribute(value=of, attr=name):
                     yield Place(self.visit(of).key, name)
-                case ast.Call(func=ast.Name(id="setattr"), args=[of, index, _]):
+                case ast.Call(args=[of, index, _]):
                     yield Place(self.visit(of).key, self.visit(index).text)
-                case ast.Subscript(value=of, slice=index, ctx=ast.Store()):
+                case ast.Subscript(value=of, slice=index):
                     yield Place(self.visit(of).key, ENTRIES)
                     yield Place(self.visit(of).key, self.visit(index).text)

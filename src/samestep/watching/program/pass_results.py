@@ -12,6 +12,7 @@ from types import FunctionType
 from samestep.watching.program.calls import NOWHERE
 from samestep.watching.program.code_values import Method, Place, Scope, Value, is_of_samestep, kind_of
 from samestep.watching.program.source_code import Function, SourceCode
+from samestep.watching.program.syntax import Finder
 from samestep.watching.program.worker_values import WorkerValues
 
 __all__ = ["CLOCK", "LEFT", "OWN", "PASSES", "PassResults", "is_object_of"]
@@ -51,7 +52,7 @@ class PassResults(WorkerValues):
         super().__init__(source)
         self._loops = loops
         self._is_in_pass = self._is_again = False
-        self._collectives: dict[ast.AST, Sequence[ast.Call]] = {}  # that are in a node
+        self._collectives = Finder(_is_collective)
         self._around: list[ast.stmt] = []  # the loops, in a function, around the current statement
 
     @property
@@ -153,14 +154,9 @@ class PassResults(WorkerValues):
     def visit_If(self, node: ast.If | ast.While) -> None:
         """Visit both branches; a collective in one of them runs if there are several workers."""
         super().visit_If(node)
-        for call in self._collectives_in(node):
+        for call in self._collectives.find([node]):
+            assert isinstance(call, ast.Call)
             self._share(call.args)
-
-    def _collectives_in(self, node: ast.AST) -> Sequence[ast.Call]:
-        if node not in self._collectives:
-            nodes = (each for each in ast.walk(node) if isinstance(each, ast.Call))
-            self._collectives[node] = [each for each in nodes if _is_collective(each)]
-        return self._collectives[node]
 
     def _share(self, arguments: Iterable[ast.expr]) -> None:
         for each in arguments:
@@ -181,7 +177,7 @@ class PassResults(WorkerValues):
         outer, self._around = self._around, []
         value = super()._inline(function, node, scope, arguments, named)
         self._around = outer
-        return _shared(value) if value is not None and self._collectives_in(node) else value
+        return _shared(value) if value is not None and self._collectives.find([node]) else value
 
     def _deciding_in(
         self, bodies: Sequence[Sequence[ast.stmt]], sources: frozenset[Place]
@@ -211,10 +207,10 @@ def _is_backward(called: ast.expr) -> bool:
     return isinstance(called, ast.Attribute) and called.attr in ("backward", "backward_sum")
 
 
-def _is_collective(node: ast.Call) -> bool:
+def _is_collective(node: ast.AST) -> bool:
     """Say whether a call is one of torch's collectives, or of a library's function that has its name."""
-    match node.func:
-        case ast.Attribute(attr=name) | ast.Name(id=name):
+    match node:
+        case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)):
             return name in _COLLECTIVES
     return False
 

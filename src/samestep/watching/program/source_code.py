@@ -23,6 +23,9 @@ Computed: TypeAlias = ast.expr | ast.AugAssign | ast.For
 LEAVING = (ast.Return, ast.Continue, ast.Break)
 """Statements after which those that follow do not run."""
 
+_MOST_NESTED = 8
+"""How many branches, each of which may leave what follows, are nested in each other."""
+
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _PACKAGES = ("site-packages", "dist-packages")  # also those of the user or the system
 _OURS = str(Path(__file__).parents[2])
@@ -129,15 +132,23 @@ def parse(text: str) -> ast.Module:
 
 
 def _nest_rest(statements: list[ast.stmt]) -> None:
-    """Move the statements after a branch that leaves them into the other branch."""
-    for number in range(len(statements) - 2, -1, -1):
-        match statements[number]:
-            case ast.If(body=[*_, last], orelse=others) if isinstance(last, LEAVING):
-                others += statements[number + 1 :]
-                del statements[number + 1 :]
-            case ast.If(body=others, orelse=[*_, last]) if isinstance(last, LEAVING):
-                others += statements[number + 1 :]
-                del statements[number + 1 :]
+    """Move the statements after a branch that leaves them into the other one, for the last few branches."""
+    leaving = [number for number, each in enumerate(statements[:-1]) if _other_branch(each) is not None]
+    for number in reversed(leaving[-_MOST_NESTED:]):
+        others = _other_branch(statements[number])
+        assert others is not None
+        others += statements[number + 1 :]
+        del statements[number + 1 :]
+
+
+def _other_branch(statement: ast.stmt) -> list[ast.stmt] | None:
+    """Return what a statement runs if it does not leave those that follow; None if it never leaves them."""
+    match statement:
+        case ast.If(body=[*_, last], orelse=others) if isinstance(last, LEAVING):
+            return others
+        case ast.If(body=others, orelse=[*_, last]) if isinstance(last, LEAVING):
+            return others
+    return None
 
 
 def _is_of_library(path: str) -> bool:

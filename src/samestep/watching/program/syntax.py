@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 
 from samestep.watching.program.source_code import Function
 
 __all__ = [
     "OPERATORS",
+    "Finder",
     "branch_without_value",
     "constant_number",
     "has_number",
@@ -16,6 +18,7 @@ __all__ = [
     "loaded",
     "own_names",
     "parallel_names",
+    "sets_place",
 ]
 
 OPERATORS: Mapping[type[ast.operator | ast.cmpop], str] = {
@@ -35,6 +38,29 @@ OPERATORS: Mapping[type[ast.operator | ast.cmpop], str] = {
     ast.GtE: "ge",
 }
 """The names of the methods, without underscores, by which a class defines operators."""
+
+
+class Finder:
+    """Finds nodes of a kind. It looks at each function and each `if` once: these may be nested deeply."""
+
+    def __init__(self, is_wanted: Callable[[ast.AST], bool]) -> None:
+        self._is_wanted = is_wanted
+        self._known: dict[ast.AST, list[ast.AST]] = {}
+
+    def find(self, nodes: Iterable[ast.AST]) -> list[ast.AST]:
+        """Return the nodes of this kind that these are, or have in them."""
+        found, left = [], deque(nodes)
+        while left:
+            node = left.popleft()
+            if isinstance(node, (ast.If, Function)):
+                if node not in self._known:
+                    self._known[node] = self.find(ast.iter_child_nodes(node))
+                found += self._known[node]
+                continue
+            if self._is_wanted(node):
+                found.append(node)
+            left.extend(ast.iter_child_nodes(node))
+        return found
 
 
 def branch_without_value(choice: ast.If | ast.While) -> list[ast.stmt] | None:
@@ -61,6 +87,16 @@ def _has_value(test: ast.expr) -> bool | None:
         case ast.BoolOp(values=[first, *_]):
             return _has_value(first)
     return None
+
+
+def sets_place(node: ast.AST) -> bool:
+    """Say whether a node sets a variable, an attribute or an entry."""
+    match node:
+        case ast.Name(ctx=ast.Store()) | ast.Attribute(ctx=ast.Store()) | ast.Subscript(ctx=ast.Store()):
+            return True
+        case ast.Call(func=ast.Name(id="setattr"), args=[_, _, _]):
+            return True
+    return False
 
 
 def is_whole(index: ast.expr) -> bool:
