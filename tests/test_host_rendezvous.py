@@ -26,7 +26,7 @@ def nodes(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    return replace(Nodes.of("2:3", f"127.0.0.1:{port}"), timeout_s=20)
+    return replace(Nodes.of("2:3", f"127.0.0.1:{port}"), timeout_s=60)
 
 
 @pytest.mark.long
