@@ -267,8 +267,7 @@ def threshold(job):
     model = net()
     towers = Towers(model, 6, job=job)
     optimizer = SGD(model.parameters(), lr=0.1)
-    for tower in towers(batch_of(0)):
-        tower.backward(loss_of(model, tower.batch))
+    run_passes(towers, batch_of(0))
     towers.average()
     nn.utils.clip_grad_value_(model.parameters(), 1.0 / job.world_size)
     optimizer.step()

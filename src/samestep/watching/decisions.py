@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from samestep.errors import warn
-from samestep.watching.program.calls import NOWHERE, positional_names
+from samestep.watching.program.calls import NOWHERE, by_name, positional_names
 from samestep.watching.program.code_values import (
     Method,
     Place,
@@ -215,8 +215,8 @@ def _name_of_change(called: Value, arguments: Sequence[Value]) -> str:
 
 def _settings(called: Value, arguments: Sequence[Value], named: Mapping[str, Value]) -> Mapping[str, Value]:
     """Return the arguments on which the result depends, by name, of what torch and samestep define."""
-    if called.object in _CLIPPING:
-        return dict(zip(positional_names(called.object), arguments, strict=False)) | dict(named)
+    if any(called.object is each for each in _CLIPPING):
+        return by_name(positional_names(called.object), arguments, named)
     kind, is_new = kind_of(called), isinstance(called.object, type)
     method = called.object.function if isinstance(called.object, Method) else None
     is_step = method is not None and method.__name__ == "step"
@@ -228,5 +228,5 @@ def _settings(called: Value, arguments: Sequence[Value], named: Mapping[str, Val
         return {}
     function = method or attribute_of(kind, "__init__" if is_new else "__call__")
     names = positional_names(function)[1:]
-    given = {**dict(zip(names, arguments, strict=False)), **named}
+    given = by_name(names, arguments, named)
     return given if is_of_torch else {name: value for name, value in given.items() if name in _ARGUMENTS}

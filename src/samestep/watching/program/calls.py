@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import BuiltinFunctionType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -32,19 +32,21 @@ from samestep.watching.program.place_values import PlaceValues
 from samestep.watching.program.source_code import Computed, Function, SourceCode
 from samestep.watching.program.syntax import OPERATORS
 
-__all__ = ["NOWHERE", "Calls", "positional_names"]
+__all__ = ["NOWHERE", "Calls", "by_name", "positional_names"]
+
+T = TypeVar("T")
 
 NOWHERE = frozenset[Place]()
 
 _CHANGING = {"add", "append", "appendleft", "extend", "insert", "pop", "popitem", "popleft", "update"}
 _EMPTYING = {"clear", "fill", "fill_", "reset", "zero_"}
-_SPECIAL: Mapping[object, str] = {
-    float: "__float__",
-    int: "__int__",
-    bool: "__bool__",
-    abs: "__abs__",
-    len: "__len__",
-    next: "__next__",
+_SPECIAL: Mapping[int, str] = {
+    id(float): "__float__",
+    id(int): "__int__",
+    id(bool): "__bool__",
+    id(abs): "__abs__",
+    id(len): "__len__",
+    id(next): "__next__",
 }
 _CALLED = (FunctionType, MethodType, Method, LocalFunction, partial)
 _MOST_CALLS = 8  # one within the other
@@ -154,7 +156,8 @@ class Calls(ast.NodeVisitor, ABC):
         named = self._visit_named((each.arg, each.value) for each in node.keywords)
         if called.object is super and not arguments:
             return self._parent()
-        match called.object, arguments:
+        # Other objects may define `==` in their own way.
+        match called.object if isinstance(called.object, BuiltinFunctionType) else None, arguments:
             case builtins.getattr, [of, Value(object=str(name)), *default]:
                 return self._attribute_value(of, name).computed_from(*map(self._values.data_of, default))
             case builtins.hasattr, [of, Value(object=str(name))]:
@@ -269,8 +272,8 @@ class Calls(ast.NodeVisitor, ABC):
                 given = [*map(Value.of, function.args), *arguments]
                 fixed = {name: Value.of(value, name) for name, value in function.keywords.items()}
                 return self._call_object(Value.of(function.func), given, {**fixed, **named})
-            case (type() | BuiltinFunctionType()) as builtin if builtin in _SPECIAL and arguments:
-                return self._call_special(arguments[0], _SPECIAL[builtin])
+            case (type() | BuiltinFunctionType()) as builtin if id(builtin) in _SPECIAL and arguments:
+                return self._call_special(arguments[0], _SPECIAL[id(builtin)])
             case type() as kind:
                 return self._make(kind, arguments, named)
             case nn.Module() as module:
@@ -294,7 +297,7 @@ class Calls(ast.NodeVisitor, ABC):
             return made
         # A library's, such as `list`, or one without code, such as a dataclass.
         names = positional_names(begin)[1:]
-        given = {**dict(zip(names, arguments, strict=False)), **named}
+        given = by_name(names, arguments, named)
         of_names = {name: value.computed_from(self._data_of_call([value])) for name, value in given.items()}
         others = [*arguments[len(names) :], of_names.pop("", Value())]
         made = replace(made, sources=self._data_of_call(others))
@@ -367,6 +370,11 @@ def positional_names(function: Any) -> list[str]:
     """Return the names of parameters that may be given by position; none if a function is not in Python."""
     code = getattr(inspect.unwrap(function), "__code__", None) if isinstance(function, FunctionType) else None
     return [] if code is None else list(code.co_varnames[: code.co_argcount])
+
+
+def by_name(names: Sequence[str], arguments: Sequence[T], named: Mapping[str, T]) -> dict[str, T]:
+    """Return arguments by their names; without those by position for which there is none."""
+    return {**dict(zip(names, arguments, strict=False)), **named}
 
 
 def _defaults_of(function: FunctionType) -> Mapping[str, Value]:

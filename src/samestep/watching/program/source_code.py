@@ -121,7 +121,7 @@ def parse(text: str) -> ast.Module:
     """Parse code; what follows a branch that leaves a function or a turn of a loop is in the other branch.
 
     Raises:
-        SyntaxError: as for `ast.parse`; so `ValueError` and `RecursionError`.
+        SyntaxError, ValueError, RecursionError: as for `ast.parse`.
     """
     tree = ast.parse(text)
     for node in list(ast.walk(tree)):
@@ -133,12 +133,11 @@ def parse(text: str) -> ast.Module:
 
 def _nest_rest(statements: list[ast.stmt]) -> None:
     """Move the statements after a branch that leaves them into the other one, for the last few branches."""
-    leaving = [number for number, each in enumerate(statements[:-1]) if _other_branch(each) is not None]
-    for number in reversed(leaving[-_MOST_NESTED:]):
-        others = _other_branch(statements[number])
-        assert others is not None
-        others += statements[number + 1 :]
-        del statements[number + 1 :]
+    branches = [(number, _other_branch(each)) for number, each in enumerate(statements[:-1], start=1)]
+    leaving = [(number, others) for number, others in branches if others is not None]
+    for number, others in reversed(leaving[-_MOST_NESTED:]):
+        others.extend(statements[number:])
+        del statements[number:]
 
 
 def _other_branch(statement: ast.stmt) -> list[ast.stmt] | None:
