@@ -22,6 +22,7 @@ import traceback
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -262,6 +263,21 @@ class World:
 # ---- workers -----------------------------------------------------------------------------------------
 
 
+@dataclass
+class _Ending:
+    """The end of a worker's thread."""
+
+    worker: Worker
+
+    def close(self) -> None:
+        worker, world = self.worker, self.worker.world
+        worker.is_running = False
+        world.end(worker.number, is_killed=isinstance(worker.outcome.error, Killed))
+        if not world.is_over:
+            world.choose()
+            world.pass_on()
+
+
 class Worker:
     """A thread that runs in turns, and its transport."""
 
@@ -289,17 +305,13 @@ class Worker:
         self.thread.start()
 
     def _run(self, work: Callable[[Job], Any]) -> None:
-        try:
-            self._take_over()
-            self.outcome.value = work(Job(CPU, transport=self))
-        except BaseException as error:
-            self.outcome.error = error
-            let_go(error)
-        self.is_running = False
-        self.world.end(self.number, is_killed=isinstance(self.outcome.error, Killed))
-        if not self.world.is_over:
-            self.world.choose()
-            self.world.pass_on()
+        with closing(_Ending(self)):
+            try:
+                self._take_over()
+                self.outcome.value = work(Job(CPU, transport=self))
+            except BaseException as error:
+                self.outcome.error = error
+                let_go(error)
 
     @property
     def is_ready(self) -> bool:

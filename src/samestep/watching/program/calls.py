@@ -7,7 +7,6 @@ import builtins
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from types import BuiltinFunctionType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, TypeVar
@@ -300,7 +299,7 @@ class Calls(ast.NodeVisitor, ABC):
         given = by_name(names, arguments, named)
         of_names = {name: value.computed_from(self._data_of_call([value])) for name, value in given.items()}
         others = [*arguments[len(names) :], of_names.pop("", Value())]
-        made = replace(made, sources=self._data_of_call(others))
+        made = made._replace(sources=self._data_of_call(others))
         self._hold(made, of_names)
         return made
 
@@ -363,7 +362,7 @@ class Calls(ast.NodeVisitor, ABC):
                 self._values.put(self._scope.place_of(each.arg), others, each.arg)
         for name in (*names, *(each.arg for each in parameters.kwonlyargs)):
             bound = values.get(name, Value())
-            self._values.put(self._scope.place_of(name), replace(bound, name=bound.name or name), name)
+            self._values.put(self._scope.place_of(name), bound._replace(name=bound.name or name), name)
 
 
 def positional_names(function: Any) -> list[str]:

@@ -20,7 +20,6 @@ from samestep.watching.program.program_line import frames_of_program, has_resume
 from samestep.watching.program.source_code import Computed, SourceCode
 from samestep.watching.program.syntax import (
     OPERATORS,
-    Finder,
     branch_without_value,
     is_whole,
     loaded,
@@ -41,7 +40,6 @@ class CodeFlow(Expressions):
     def __init__(self, source: SourceCode) -> None:
         super().__init__(source)
         self._has_loop = False
-        self._setting = Finder(sets_place)
 
     @classmethod
     def of_running_loop(cls, source: SourceCode) -> CodeFlow:
@@ -207,7 +205,7 @@ class CodeFlow(Expressions):
 
     def _places_set_in(self, body: Sequence[ast.stmt]) -> Iterator[Place]:
         """Yield the variables, attributes and containers that statements set."""
-        for node in self._setting.find(body):
+        for node in self._source.find(sets_place, body):
             match node:
                 case ast.Name(id=name):
                     yield self._scope.place_of(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import ChainMap, deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -63,8 +63,7 @@ class NewObject:
 _CONTAINERS = (list, tuple, dict, set, deque, np.ndarray, NewObject)
 
 
-@dataclass(frozen=True)
-class Value:
+class Value(NamedTuple):
     """A value.
 
     Attributes:
@@ -129,7 +128,7 @@ def join(values: Iterable[Value]) -> Value:
     first, *others = found = list(values)
     sources = frozenset[Place]().union(*(each.sources for each in found))
     if all(each.key == first.key and each.object is first.object for each in others):
-        return replace(first, sources=sources)
+        return first._replace(sources=sources)
     return Value(sources)
 
 

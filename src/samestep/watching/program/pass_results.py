@@ -6,13 +6,11 @@ import ast
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from types import FunctionType
 
 from samestep.watching.program.calls import NOWHERE
 from samestep.watching.program.code_values import Method, Place, Scope, Value, is_of_samestep, kind_of
 from samestep.watching.program.source_code import Function, SourceCode
-from samestep.watching.program.syntax import Finder
 from samestep.watching.program.worker_values import WorkerValues
 
 __all__ = ["CLOCK", "LEFT", "OWN", "PASSES", "PassResults", "is_object_of"]
@@ -52,7 +50,6 @@ class PassResults(WorkerValues):
         super().__init__(source)
         self._loops = loops
         self._is_in_pass = self._is_again = False
-        self._collectives = Finder(_is_collective)
         self._around: list[ast.stmt] = []  # the loops, in a function, around the current statement
 
     @property
@@ -154,7 +151,7 @@ class PassResults(WorkerValues):
     def visit_If(self, node: ast.If | ast.While) -> None:
         """Visit both branches; a collective in one of them runs if there are several workers."""
         super().visit_If(node)
-        for call in self._collectives.find([node]):
+        for call in self._source.find(_is_collective, [node]):
             assert isinstance(call, ast.Call)
             self._share(call.args)
 
@@ -177,7 +174,7 @@ class PassResults(WorkerValues):
         outer, self._around = self._around, []
         value = super()._inline(function, node, scope, arguments, named)
         self._around = outer
-        return _shared(value) if value is not None and self._collectives.find([node]) else value
+        return _shared(value) if value is not None and self._source.find(_is_collective, [node]) else value
 
     def _deciding_in(
         self, bodies: Sequence[Sequence[ast.stmt]], sources: frozenset[Place]
@@ -188,7 +185,7 @@ class PassResults(WorkerValues):
 
 
 def _shared(value: Value) -> Value:
-    return replace(value, sources=value.sources - _ALL)
+    return value._replace(sources=value.sources - _ALL)
 
 
 def is_object_of(name: str, value: Value) -> bool:

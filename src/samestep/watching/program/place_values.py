@@ -75,7 +75,7 @@ class PlaceValues:
 
     def data_of(self, value: Value) -> frozenset[Place]:
         """Return what a value is computed from, with a container's entries."""
-        if not (value.is_container or self.is_filled(value)):
+        if value.key is None or not (value.is_container or self.is_filled(value)):
             return value.sources
         held = (self._values[place].sources for place in self._places[value.key] if place in self._values)
         return value.sources.union(self._entries(value).sources, *held)

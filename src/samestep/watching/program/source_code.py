@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import linecache
 import sysconfig
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
@@ -19,6 +19,8 @@ __all__ = ["LEAVING", "Computed", "Function", "SourceCode", "parse"]
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 Computed: TypeAlias = ast.expr | ast.AugAssign | ast.For
 """What operators run for; for a loop, where it takes its next element."""
+
+_IsWanted: TypeAlias = Callable[[ast.AST], bool]
 
 LEAVING = (ast.Return, ast.Continue, ast.Break)
 """Statements after which those that follow do not run."""
@@ -36,6 +38,7 @@ class SourceCode:
 
     def __init__(self) -> None:
         self._files: dict[str, _File] = {}
+        self._finders: dict[_IsWanted, _Finder] = {}
 
     def loop_in(self, frame: FrameType, *, has_called_next: bool = False) -> ast.For | ast.While | None:
         """Return the loop that takes its next element in a frame.
@@ -71,11 +74,40 @@ class SourceCode:
         """Return what an expression is in the code, if known."""
         return list(self._file(expression.code).computed.get(expression.place(), ()))
 
+    def find(self, is_wanted: _IsWanted, nodes: Iterable[ast.AST]) -> list[ast.AST]:
+        """Return the wanted nodes that these are, or have in them."""
+        if is_wanted not in self._finders:
+            self._finders[is_wanted] = _Finder(is_wanted)
+        return self._finders[is_wanted].find(nodes)
+
     def _file(self, code: CodeType) -> _File:
         path = code.co_filename
         if path not in self._files:
             self._files[path] = _parsed("" if _is_of_library(path) else "".join(linecache.getlines(path)))
         return self._files[path]
+
+
+class _Finder:
+    """Finds nodes of a kind. It looks at each function and each `if` once: these may be nested deeply."""
+
+    def __init__(self, is_wanted: _IsWanted) -> None:
+        self._is_wanted = is_wanted
+        self._known: dict[ast.AST, list[ast.AST]] = {}
+
+    def find(self, nodes: Iterable[ast.AST]) -> list[ast.AST]:
+        """Return the nodes of this kind that these are, or have in them."""
+        found, left = [], deque(nodes)
+        while left:
+            node = left.popleft()
+            if isinstance(node, (ast.If, Function)):
+                if node not in self._known:
+                    self._known[node] = self.find(ast.iter_child_nodes(node))
+                found += self._known[node]
+                continue
+            if self._is_wanted(node):
+                found.append(node)
+            left.extend(ast.iter_child_nodes(node))
+        return found
 
 
 class _File:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 
 from samestep.watching.program.source_code import Function
 
 __all__ = [
     "OPERATORS",
-    "Finder",
     "branch_without_value",
     "constant_number",
     "has_number",
@@ -38,29 +36,6 @@ OPERATORS: Mapping[type[ast.operator | ast.cmpop], str] = {
     ast.GtE: "ge",
 }
 """The names of the methods, without underscores, by which a class defines operators."""
-
-
-class Finder:
-    """Finds nodes of a kind. It looks at each function and each `if` once: these may be nested deeply."""
-
-    def __init__(self, is_wanted: Callable[[ast.AST], bool]) -> None:
-        self._is_wanted = is_wanted
-        self._known: dict[ast.AST, list[ast.AST]] = {}
-
-    def find(self, nodes: Iterable[ast.AST]) -> list[ast.AST]:
-        """Return the nodes of this kind that these are, or have in them."""
-        found, left = [], deque(nodes)
-        while left:
-            node = left.popleft()
-            if isinstance(node, (ast.If, Function)):
-                if node not in self._known:
-                    self._known[node] = self.find(ast.iter_child_nodes(node))
-                found += self._known[node]
-                continue
-            if self._is_wanted(node):
-                found.append(node)
-            left.extend(ast.iter_child_nodes(node))
-        return found
 
 
 def branch_without_value(choice: ast.If | ast.While) -> list[ast.stmt] | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -54,12 +53,12 @@ class WorkerValues(CodeFlow):
         """Return what a call returns: if a library's, a new object, which may get attributes."""
         value = super().visit_Call(node)
         is_new = value.key is None and not value.is_known
-        return replace(self._new(None, value.sources), name=value.name) if is_new else value
+        return self._new(None, value.sources)._replace(name=value.name) if is_new else value
 
     def visit_Compare(self, node: ast.Compare) -> Value:
         """Return what a comparison returns, as if it did not depend on workers."""
         value = super().visit_Compare(node)
-        return replace(value, sources=value.sources - _BOTH)
+        return value._replace(sources=value.sources - _BOTH)
 
     def visit_IfExp(self, node: ast.IfExp) -> Value:
         """Return one of two values; which number it is depends on what is compared."""
@@ -99,7 +98,7 @@ class WorkerValues(CodeFlow):
         is_set = holder.key is not None and self._values.get(Place(holder.key, name)) is not None
         if is_set or not _may_hold_others(holder):
             return value
-        return replace(value, sources=value.sources - self._of_configuration)
+        return value._replace(sources=value.sources - self._of_configuration)
 
     def _new(self, kind: type | None, sources: frozenset[Place], parts: Sequence[Value] = ()) -> Value:
         """Return a new object, whose attributes are followed one by one."""
@@ -126,7 +125,7 @@ class WorkerValues(CodeFlow):
         known = _FUNCTIONS.get(called.object) if isinstance(called.object, FunctionType) else None
         returned = known or super()._call_object(called, arguments, named)
         if called.object is DistributedSampler and len(arguments) < 2 and "num_replicas" not in named:
-            return replace(returned or Value(), sources=_BOTH)  # it asks torch
+            return (returned or Value())._replace(sources=_BOTH)  # it asks torch
         return returned
 
     def _deciding_in(
