@@ -459,6 +459,114 @@ def saves_by_the_clock(job, path):
             last = time.time()
 
 
+def with_examples(job):
+    """Return a model with towers and an optimizer, and a function that takes one step and counts labels."""
+    model, towers, optimizer = made(job)
+
+    def step(number=0):
+        counts = torch.zeros(3)
+        for tower in towers(batch_of(number)):
+            counts += torch.bincount(tower.batch["y"], minlength=3)
+            tower.backward(loss_of(model, tower.batch))
+        towers.average()
+        return counts
+
+    return model, optimizer, step
+
+
+def gradient_by_a_count(job):
+    model, optimizer, step = with_examples(job)
+    counts = step()
+    for p in model.parameters():
+        p.grad.mul_(21 / counts.sum())
+    optimizer.step()
+
+
+def gradient_that_is_replaced(job):
+    _model, optimizer, step = with_examples(job)
+    counts = step()
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = p.grad / counts.sum()
+    optimizer.step()
+
+
+def gradient_that_is_left_out(job):
+    model, optimizer, step = with_examples(job)
+    if step().max() > 1e6:
+        for p in model.parameters():
+            p.grad = None
+    optimizer.step()
+
+
+def own_update(job):
+    model, _optimizer, step = with_examples(job)
+    rate = 0.1 / step().sum()
+    with torch.no_grad():
+        for _name, p in model.named_parameters():
+            p -= rate * p.grad
+
+
+def bias_from_labels(job):
+    model, optimizer, step = with_examples(job)
+    counts = step()
+    optimizer.step()
+    with torch.no_grad():
+        model[2].bias.copy_(torch.log(counts / counts.sum() + 1e-3))
+
+
+def unused_code(job):
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 3))
+    towers = Towers(model, 6, job=job)
+    used = torch.zeros(8)
+    for tower in towers({"x": torch.arange(12) % 4, "y": torch.arange(12) % 3}):
+        used[tower.batch["x"]] += 1
+        tower.backward(loss_of(model, tower.batch))
+    towers.average()
+    model[0].weight.data[used == 0] = 0.0
+
+
+def temperature_in_place(job):
+    model, towers, optimizer = made(job)
+    temperature = torch.ones(())
+    for step in range(2):
+        losses = []
+        for tower in towers(batch_of(step)):
+            loss = loss_of(model, tower.batch)
+            losses.append(loss.detach())
+            tower.backward(loss / temperature)
+        towers.average()
+        optimizer.step()
+        if step:
+            temperature.mul_(0.9).add_(0.1 * torch.stack(losses).mean())
+
+
+class Noise(nn.Module):
+    """Adds noise, of a strength that the program adapts."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("strength", torch.zeros(()))
+
+    def forward(self, x):
+        return x + self.strength * torch.randn_like(x)
+
+
+def strength_of_a_layer(job):
+    model, towers, optimizer = made(job)
+    noise = Noise()
+    for step in range(2):
+        correct = 0
+        for tower in towers(batch_of(step)):
+            outputs = model(noise(tower.batch["x"]))
+            correct += (outputs.argmax(1) == tower.batch["y"]).sum()
+            tower.backward(F.cross_entropy(outputs, tower.batch["y"]))
+        towers.average()
+        optimizer.step()
+        if step:
+            noise.strength.copy_(correct / 21)
+
+
 WRONG = {
     best_weights: "whether Sequential.state_dict runs",
     best_model: "whether copy.deepcopy runs",
@@ -481,6 +589,14 @@ WRONG = {
     line_search: "closure of LBFGS",
     weight_of_the_loss: "the loss of later passes",
     weight_in_a_loss_function: "the loss of later passes",
+    temperature_in_place: "the loss of later passes",
+    strength_of_a_layer: "the loss of later passes",
+    gradient_by_a_count: "a gradient",
+    gradient_that_is_replaced: "a gradient",
+    gradient_that_is_left_out: "a gradient",
+    own_update: "a weight",
+    bias_from_labels: "a weight",
+    unused_code: "a weight",
     of_a_class: "whether Sequential.state_dict runs",
     of_callbacks: "whether Sequential.state_dict runs",
     of_a_loss_function: "whether copy.deepcopy runs",
@@ -693,6 +809,43 @@ def of_another_name(job):
     called_back(job, "val")
 
 
+def edited_by_all(job):
+    model, towers, optimizer = made(job)
+    seen, temperature = torch.zeros(3), torch.ones(())
+    for step in range(2):
+        noise = torch.empty(21, 6)
+        for tower in towers(batch_of(step)):
+            seen.add_(torch.bincount(tower.batch["y"], minlength=3))
+            noise.resize_(tower.rows, 6).normal_()
+            outputs = model(tower.batch["x"] + 0.1 * noise) / temperature
+            tower.backward(F.cross_entropy(outputs, tower.batch["y"]))
+        report = towers.average()
+        for p in model.parameters():
+            p.grad.mul_(1 / (1 + report.loss))
+        optimizer.step()
+        temperature.mul_(0.9).add_(0.1 * report.loss)
+        seen.zero_()
+        with torch.no_grad():
+            nn.init.zeros_(model[2].bias)
+            model[2].weight.sub_(model[2].weight.mean())
+
+
+def of_the_same_name(job):
+    model, towers, optimizer = made(job)
+    mean = 0.1
+    for step in range(2):
+        sums = []
+        for tower in towers(batch_of(step)):
+            loss = loss_of(model, tower.batch)
+            sums.append([loss.item(), 1.0])
+            tower.backward(mean * loss)
+        towers.average()
+        optimizer.step()
+        assert all(count == 1.0 for mean, count in sums if mean > 0)
+        for group in optimizer.param_groups:
+            group["lr"] = mean
+
+
 RIGHT = [
     of_another_name,
     logged,
@@ -704,6 +857,8 @@ RIGHT = [
     replayed,
     settings_beside_results,
     calls_an_expression,
+    edited_by_all,
+    of_the_same_name,
 ]
 
 

@@ -304,7 +304,20 @@ def sharded(job):
     train(towers, optimizer, batch_of(0))
 
 
+def gradient(job):
+    model = net()
+    towers = Towers(model, 6, job=job)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    run_passes(towers, batch_of(0))
+    towers.average()
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad /= job.world_size
+    optimizer.step()
+
+
 WRONG = {
+    gradient: "a gradient",
     learning_rate: "lr of SGD",
     learning_rate_in_steps: "lr of SGD",
     of_an_own_function: "lr of AdamW",

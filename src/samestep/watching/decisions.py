@@ -31,6 +31,7 @@ from samestep.watching.program.code_values import (
 from samestep.watching.program.pass_results import CLOCK, LEFT, OWN, PASSES, PassResults, is_object_of
 from samestep.watching.program.program_line import ProgramLine, frames_of_program
 from samestep.watching.program.source_code import SourceCode
+from samestep.watching.program.syntax import edited_by, is_in_place
 from samestep.watching.program.worker_values import NUM_WORKERS
 
 __all__ = ["check_decisions"]
@@ -43,6 +44,9 @@ _ARGUMENTS = ("batch", "batch_size", "clip_norm", "num_towers", "seed", "steps")
 
 _HOLDERS = ("optimizer", "parameters", "params")
 """Parameters of optimizers, schedules and clipping that are objects, whose other contents are no settings."""
+
+_WEIGHTS = ("bias", "weight")
+"""Attributes that are parameters, if nothing else is known of them."""
 
 _CLIPPING = (clip_grad_norm_, clip_grad_value_)
 
@@ -123,6 +127,8 @@ class _Decisions(PassResults):
         outer, self._line = self._line, node.lineno
         value = super().visit_Call(node)
         self._line = outer
+        if isinstance(node.func, ast.Attribute) and is_in_place(node.func.attr):
+            self._check_edit(node, *node.args, *(each.value for each in node.keywords))
         return value
 
     def _call_object(
@@ -168,6 +174,36 @@ class _Decisions(PassResults):
     def _note_loss(self, sources: frozenset[Place]) -> None:
         if LEFT in sources:
             self._check("the loss of later passes", frozenset({PASSES}), self._line)
+
+    # ---- weights -------------------------------------------------------------------------------------
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        """Check parts and attributes on the left."""
+        super().visit_Assign(node)
+        for target in node.targets:
+            if isinstance(target, (ast.Attribute, ast.Subscript)):
+                self._check_edit(target, node.value)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        """Check what is on the left."""
+        super().visit_AugAssign(node)
+        self._check_edit(node.target, node.value)
+
+    def _check_edit(self, target: ast.expr, *given: ast.expr) -> None:
+        """Check what code outside of passes has edited, if that is a weight or a gradient."""
+        indices = [each.slice for each in ast.walk(target) if isinstance(each, ast.Subscript)]
+        found = [self._found.get(id(each), NOWHERE) for each in (*given, *indices)]
+        sources = self._decided_by.union(*found)
+        if self._is_in_pass or sources.isdisjoint({NUM_WORKERS, *OWN}):
+            return  # in a pass, that is an error of its own
+        edited = edited_by(target)
+        name = edited.attr if isinstance(edited, ast.Attribute) else ""
+        if name == "grad":
+            self._check("a gradient", sources, target.lineno)
+        elif (name in _WEIGHTS and edited is not target) or issubclass(
+            kind_of(self.visit(edited)), nn.Parameter
+        ):
+            self._check("a weight", sources, target.lineno)
 
     # ---- loops ---------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from samestep.watching.program.code_values import (
 )
 from samestep.watching.program.place_values import PlaceValues
 from samestep.watching.program.source_code import Computed, Function, SourceCode
-from samestep.watching.program.syntax import OPERATORS
+from samestep.watching.program.syntax import OPERATORS, is_in_place
 
 __all__ = ["NOWHERE", "Calls", "by_name", "positional_names"]
 
@@ -171,7 +171,8 @@ class Calls(ast.NodeVisitor, ABC):
             return self._entry(holder, node.args[0]).computed_from(*map(self._values.data_of, arguments))
         sources = called.sources | self._data_of_call([*arguments, *named.values()])
         self._change(holder, method, arguments, named, sources)
-        return Value(self._returned_of(called, sources | self._advance(holder)))
+        returned_of = self._returned_of(called, sources | self._advance(holder))
+        return holder.computed_from(returned_of) if is_in_place(method) else Value(returned_of)
 
     def _callee(self, node: ast.expr) -> tuple[Value, Value, str]:
         """Return what is called; if that is a method, also its object and its name."""
@@ -277,6 +278,8 @@ class Calls(ast.NodeVisitor, ABC):
                 return self._make(kind, arguments, named)
             case nn.Module() as module:
                 return self._call_function(type(module).forward, [called, *arguments], named)
+            case NewObject(kind=type() as kind) if issubclass(kind, nn.Module):
+                return self._call_function(kind.forward, [called, *arguments], named)
         return self._call_function(_attribute(called, "__call__"), [called, *arguments], named)
 
     def _call_special(self, holder: Value, name: str, *others: Value) -> Value | None:

@@ -8,11 +8,22 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TypeAlias
 
+from torch import nn
+
 from samestep.watching.program.calls import NOWHERE, Calls
-from samestep.watching.program.code_values import UNKNOWN, LocalFunction, NewObject, Place, Scope, Value, join
+from samestep.watching.program.code_values import (
+    UNKNOWN,
+    LocalFunction,
+    NewObject,
+    Place,
+    Scope,
+    Value,
+    join,
+    kind_of,
+)
 from samestep.watching.program.place_values import ENTRIES
 from samestep.watching.program.source_code import Function
-from samestep.watching.program.syntax import constant_number, is_whole, own_names
+from samestep.watching.program.syntax import constant_number, is_whole, names_in, own_names
 
 __all__ = ["Expressions"]
 
@@ -101,18 +112,26 @@ class Expressions(Calls, ABC):
 
     def visit_ListComp(self, node: _Comprehension) -> Value:
         """Return a new container."""
-        return self._new(None, self._comprehend(node, node.generators))
+        targets = [generator.target for generator in node.generators]
+        scope = Scope(names_in(targets), path=self._scope.path, around=self._scope)
+        return self._new(None, self._comprehend(node, node.generators, self._values.keep(scope)))
 
     visit_SetComp = visit_DictComp = visit_GeneratorExp = visit_ListComp
 
-    def _comprehend(self, node: _Comprehension, generators: Sequence[ast.comprehension]) -> frozenset[Place]:
+    def _comprehend(
+        self, node: _Comprehension, generators: Sequence[ast.comprehension], scope: Scope
+    ) -> frozenset[Place]:
         if not generators:
             parts = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
             return NOWHERE.union(*map(self._data, parts))
         found = NOWHERE
-        for each in self._elements(generators[0].iter):
+        elements = self._elements(generators[0].iter)
+        outer, self._scope = self._scope, scope
+        for each in elements:
             self._set(generators[0].target, each)
-            found = found.union(*map(self._data, generators[0].ifs), self._comprehend(node, generators[1:]))
+            found = found.union(*map(self._data, generators[0].ifs))
+            found |= self._comprehend(node, generators[1:], scope)
+        self._scope = outer
         return found
 
     def _elements(self, node: ast.expr) -> Sequence[Value]:
@@ -129,7 +148,16 @@ class Expressions(Calls, ABC):
             case ast.Call(func=ast.Attribute(value=of, attr="items")):
                 found = self._values.objects_in(self.visit(of)) or [value]
                 return [Value(each.sources, _Parts([Value(), each])) for each in found]
+            case ast.Call(func=ast.Attribute(value=of, attr="parameters")):
+                return [self._parameter_of(self.visit(of), value)]
+            case ast.Call(func=ast.Attribute(value=of, attr="named_parameters")):
+                parameter = self._parameter_of(self.visit(of), value)
+                return [Value(parameter.sources, _Parts([Value(), parameter]))]
         return self._values.objects_in(value) or [Value(self._advance(value))]
+
+    def _parameter_of(self, module: Value, value: Value) -> Value:
+        """Return one of a module's parameters, for all of them; `value` if that is no module."""
+        return self._new(nn.Parameter, value.sources) if issubclass(kind_of(module), nn.Module) else value
 
     def _entry(self, holder: Value, index: ast.expr) -> Value:
         given = self.visit(index)

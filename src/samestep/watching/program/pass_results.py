@@ -8,9 +8,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FunctionType
 
+from torch import Tensor
+
 from samestep.watching.program.calls import NOWHERE
-from samestep.watching.program.code_values import Method, Place, Scope, Value, is_of_samestep, kind_of
+from samestep.watching.program.code_values import (
+    Method,
+    NewObject,
+    Place,
+    Scope,
+    Value,
+    is_of_samestep,
+    kind_of,
+)
 from samestep.watching.program.source_code import Function, SourceCode
+from samestep.watching.program.syntax import is_in_place
 from samestep.watching.program.worker_values import WorkerValues
 
 __all__ = ["CLOCK", "LEFT", "OWN", "PASSES", "PassResults", "is_object_of"]
@@ -50,6 +61,7 @@ class PassResults(WorkerValues):
         super().__init__(source)
         self._loops = loops
         self._is_in_pass = self._is_again = False
+        self._parts: dict[Place, NewObject] = {}  # attributes of new objects, if code does not set them
         self._around: list[ast.stmt] = []  # the loops, in a function, around the current statement
 
     @property
@@ -124,9 +136,36 @@ class PassResults(WorkerValues):
         return self._values.data_of(returned or Value())
 
     def _set(self, target: ast.expr, value: Value) -> None:
-        if not self._is_in_pass and PASSES in value.sources | self._values.deciding:
-            value = value.computed_from(frozenset({LEFT}))
-        super()._set(target, value)
+        super()._set(target, value.computed_from(self._left_by(value.sources)))
+
+    def _change(
+        self,
+        holder: Value,
+        method: str,
+        arguments: Sequence[Value],
+        named: Mapping[str, Value],
+        sources: frozenset[Place],
+    ) -> None:
+        sources |= self._left_by(sources)
+        super()._change(holder, method, arguments, named, sources)
+        own = (sources | self._values.deciding) & _ALL
+        kind = kind_of(holder)
+        if own and is_in_place(method) and (kind is object or issubclass(kind, Tensor)):
+            self._values.fill(holder, own, is_change=True)
+
+    def _attribute_value(self, holder: Value, name: str) -> Value:
+        """Return an attribute's value; always the same object, if the code makes that which has it."""
+        value, place = super()._attribute_value(holder, name), Place(holder.key, name)
+        is_set, is_new = self._values.get(place) is not None, isinstance(holder.object, NewObject)
+        if is_set or value.is_known or value.key is not None or not is_new or is_of_samestep(kind_of(holder)):
+            return value
+        part = self._parts.setdefault(place, NewObject())
+        return Value(value.sources, part, part, name)
+
+    def _left_by(self, sources: frozenset[Place]) -> frozenset[Place]:
+        """Return `LEFT` if what code sets is computed from results outside of passes."""
+        is_left = not self._is_in_pass and PASSES in sources | self._values.deciding
+        return frozenset({LEFT}) if is_left else NOWHERE
 
     def _note_loss(self, sources: frozenset[Place]) -> None:
         """Note what the loss of a pass is computed from."""

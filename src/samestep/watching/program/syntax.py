@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from samestep.watching.program.source_code import Function
 
@@ -11,9 +11,12 @@ __all__ = [
     "OPERATORS",
     "branch_without_value",
     "constant_number",
+    "edited_by",
     "has_number",
+    "is_in_place",
     "is_whole",
     "loaded",
+    "names_in",
     "own_names",
     "parallel_names",
     "sets_place",
@@ -81,6 +84,21 @@ def is_whole(index: ast.expr) -> bool:
     return isinstance(index, ast.Constant) and index.value is Ellipsis
 
 
+def is_in_place(method: str) -> bool:
+    """Say whether a method of tensors changes them, by its name."""
+    return method.endswith("_") and not method.endswith("__")
+
+
+def edited_by(target: ast.expr) -> ast.expr:
+    """Return what an expression is a part or a view of, such as `p` of `p.data[0]` and `p.mul_(2)`."""
+    match target:
+        case ast.Subscript(value=of) | ast.Attribute(value=of, attr="data"):
+            return edited_by(of)
+        case ast.Call(func=ast.Attribute(value=of, attr=name)) if is_in_place(name):
+            return edited_by(of)
+    return target
+
+
 def constant_number(index: ast.expr) -> int | None:
     """Return the number of an entry, if it is constant."""
     try:
@@ -102,6 +120,12 @@ def has_number(*expressions: ast.expr) -> bool:
 def loaded(target: ast.Name | ast.Attribute | ast.Subscript) -> ast.expr:
     """Return an expression that reads what a statement sets."""
     return ast.copy_location(type(target)(**{**vars(target), "ctx": ast.Load()}), target)
+
+
+def names_in(expressions: Iterable[ast.expr]) -> frozenset[str]:
+    """Return the names of variables in expressions."""
+    nodes = (node for each in expressions for node in ast.walk(each))
+    return frozenset(each.id for each in nodes if isinstance(each, ast.Name))
 
 
 def own_names(function: Function) -> frozenset[str]:
