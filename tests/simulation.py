@@ -265,7 +265,7 @@ class World:
 
 @dataclass
 class _Ending:
-    """The end of a worker's thread."""
+    """The end of a worker's thread; an object of its own, so that the first step's checks do not read it."""
 
     worker: Worker
 

@@ -198,11 +198,10 @@ class _Decisions(PassResults):
             return  # in a pass, that is an error of its own
         edited = edited_by(target)
         name = edited.attr if isinstance(edited, ast.Attribute) else ""
+        is_part = edited is not target  # and no attribute that is set to something else
         if name == "grad":
             self._check("a gradient", sources, target.lineno)
-        elif (name in _WEIGHTS and edited is not target) or issubclass(
-            kind_of(self.visit(edited)), nn.Parameter
-        ):
+        elif (is_part and name in _WEIGHTS) or issubclass(kind_of(self.visit(edited)), nn.Parameter):
             self._check("a weight", sources, target.lineno)
 
     # ---- loops ---------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from abc import ABC
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import TypeAlias
 
@@ -139,20 +139,18 @@ class Expressions(Calls, ABC):
         value = self.visit(node)
         match node:
             case ast.Call(func=ast.Name(id="enumerate"), args=[of]):
-                return [Value(each.sources, _Parts([Value(), each])) for each in self._elements(of)]
+                return _pairs(self._elements(of))
             case ast.Call(func=ast.Name(id="zip"), args=parts):
                 taken = zip_longest(*map(self._elements, parts), fillvalue=Value())
                 return [Value(value.sources, _Parts(each)) for each in taken]
             case ast.Call(func=ast.Attribute(value=of, attr="values")):
                 return self._values.objects_in(self.visit(of)) or [value]
             case ast.Call(func=ast.Attribute(value=of, attr="items")):
-                found = self._values.objects_in(self.visit(of)) or [value]
-                return [Value(each.sources, _Parts([Value(), each])) for each in found]
+                return _pairs(self._values.objects_in(self.visit(of)) or [value])
             case ast.Call(func=ast.Attribute(value=of, attr="parameters")):
                 return [self._parameter_of(self.visit(of), value)]
             case ast.Call(func=ast.Attribute(value=of, attr="named_parameters")):
-                parameter = self._parameter_of(self.visit(of), value)
-                return [Value(parameter.sources, _Parts([Value(), parameter]))]
+                return _pairs([self._parameter_of(self.visit(of), value)])
         return self._values.objects_in(value) or [Value(self._advance(value))]
 
     def _parameter_of(self, module: Value, value: Value) -> Value:
@@ -218,3 +216,8 @@ class Expressions(Calls, ABC):
 
 class _Parts(list[Value]):
     """The values in a tuple."""
+
+
+def _pairs(values: Iterable[Value]) -> list[Value]:
+    """Return pairs of a number, or a name, and a value."""
+    return [Value(each.sources, _Parts([Value(), each])) for each in values]
