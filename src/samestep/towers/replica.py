@@ -125,6 +125,12 @@ class Replica:
             self.model.zero_grad()  # a parameter that was frozen must not keep its last gradient
             self._look_at_model()
         self._check_hooks(warns=self.job.is_first)
+        plan = self._plans.get(kind)
+        if plan is None:
+            plan = self._make_plan(kind)
+        return plan
+
+    def _make_plan(self, kind: Kind) -> Plan:
         if len(self._plans) > _MOST_PLANS:
             self._plans.clear()
         plain = Kind(kind.placement, division=kind.division)

@@ -137,9 +137,10 @@ class WatchedTensors:
     def _compare(self, ended: _Ended) -> None:
         old = ended.before.by_name()
         changed = {name for name, value in ended.after.by_name().items() if old.get(name, value) != value}
-        has_changed = [place.name in changed for place in self._places]
-        if any(has_changed):
-            self._fail(f"step {ended.step}: a pass", ended.step, has_changed)
+        if changed:
+            self._fail(
+                f"step {ended.step}: a pass", ended.step, [each.name in changed for each in self._places]
+            )
 
     def _fail(self, who: str, step: int, has_changed: Sequence[bool]) -> None:
         triples = zip(self._places, self._tensors, has_changed, strict=True)
