@@ -1,6 +1,7 @@
 """Programs that leave the guarantee's ground hear so by name, on every worker, at any number of them."""
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed import _functional_collectives as functional_collectives
 
 import samestep
 from samestep import Error, Step, Towers
@@ -781,21 +783,55 @@ def test_scripted_models_are_refused(make):
         Towers(nn.Sequential(nn.Identity(), make(net())), 2)
 
 
-def test_a_collective_in_a_pass_is_refused():
+@pytest.fixture
+def group_of_one():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = net()
-        towers = Towers(model, 4, job=samestep.Job(torch.device("cpu")))
-        tower = next(towers(batch_of(0)))
-        loss = loss_of(model, tower.batch)
-        dist.all_reduce(loss.detach())
-        with pytest.raises(UsageError, match=r"Tower\(index=0.*torch\.distributed.*after average"):
-            tower.backward(loss)
-        for tower in towers(batch_of(0)):
-            tower.backward(loss_of(model, tower.batch))
-        dist.all_reduce(torch.tensor(towers.average().loss))
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_collective_in_a_pass_is_refused(group_of_one):
+    model = net()
+    towers = Towers(model, 4, job=samestep.Job(torch.device("cpu")))
+    tower = next(towers(batch_of(0)))
+    loss = loss_of(model, tower.batch)
+    dist.all_reduce(loss.detach())
+    with pytest.raises(UsageError, match=r"Tower\(index=0.*torch\.distributed.*after average"):
+        tower.backward(loss)
+    for tower in towers(batch_of(0)):
+        tower.backward(loss_of(model, tower.batch))
+    dist.all_reduce(torch.tensor(towers.average().loss))
+
+
+def run_passes_that_call(call, towers, model, batch):
+    for tower in towers(batch):
+        tower.backward(loss := loss_of(model, tower.batch))
+        call(loss.detach())
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda group, loss: dist.all_reduce(loss, group=group),
+        lambda group, loss: dist.all_gather_object([None], loss.item(), group=group),
+        lambda group, loss: float(functional_collectives.all_reduce(loss, "sum", group)),
+        lambda group, loss: dist.barrier(group=group),
+    ],
+)
+def test_a_collective_of_another_group_is_refused_also_after_the_last_backward(call, group_of_one):
+    model, group = net(), dist.new_group()
+    towers = Towers(model, 1, job=samestep.Job(torch.device("cpu")))
+    with pytest.raises(UsageError, match=r"step 0, tower 0: the loop over .* torch\.distributed \(\w+\)"):
+        run_passes_that_call(partial(call, group), towers, model, batch_of(0))
+
+
+def test_a_collective_after_a_backward_is_refused_in_a_step_that_is_not_followed(group_of_one):
+    model = net()
+    towers = Towers(model, 2, job=samestep.Job(torch.device("cpu")))
+    run_passes(towers, batch_of(0))
+    towers.average()
+    with pytest.raises(UsageError, match=r"Tower\(index=1, .*: the loop over towers .* torch\.distributed,"):
+        run_passes_that_call(dist.all_reduce, towers, model, batch_of(1))
 
 
 def test_a_launcher_without_init_is_refused(monkeypatch):

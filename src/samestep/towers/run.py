@@ -24,6 +24,7 @@ from samestep.towers.counts import Count, count_slices, wrong_counts
 from samestep.towers.losses import Contribution, Losses, NamedCounts
 from samestep.towers.replica import Replica
 from samestep.towers.tower import Tower
+from samestep.watching.losses.loss_forms import LossForm
 from samestep.watching.model.optimizer_steps import note_outside_gradients, open_steps
 from samestep.watching.pass_check import PassCheck, leaves_of
 from samestep.watching.passes.differences import compare_workers
@@ -55,8 +56,9 @@ class StepRun:
         self.job = replica.job
         self.watch = replica.watch
         self._replica = replica
-        self._check = PassCheck(replica.parameters, replica.buffers)
-        replica.loss_forms.start_step()
+        self._check = PassCheck(replica.parameters, replica.buffers, self.watch.flow.messages)
+        if self.watch.follows:
+            replica.loss_forms.start_step()
         self._is_dropped = self._is_replay = False
         self.is_interrupted = False  # whether another step's passes began in this thread meanwhile
         self.parameters = replica.parameters
@@ -109,6 +111,7 @@ class StepRun:
             self._passes.callback(self.watch.end_pass)
             self._passes.callback(self._buffers.end_passes)
             self._buffers.start_step()
+            self.watch.flow.messages.start_step()
             self._has_begun = True
             self._ends = min(self.local.slices, default=-1), max(self.local.slices, default=-1)
             for index in self.local.slices:
@@ -119,7 +122,6 @@ class StepRun:
                 seed_globals(tower_seed(self.seed, self.step, index), self.job.device)
                 self.watch.start_pass(index)
                 self._turn = tower = Tower(index, batch, len(rows[index]), self)
-                self._check.start()
                 if not self._is_replay and self.watch.follows:
                     self._follow(tower, batch)
                 del batch
@@ -201,12 +203,19 @@ class StepRun:
 
     def take_mean(self, tower: Tower, loss: Tensor | Mapping[str, Tensor]) -> None:
         """Run backward from a tower's mean loss, or from its named sums; see `Tower.backward`."""
+        form: LossForm | None = None
         with self._failing_together():
             self._check_turn(tower)
-            self.watch.note_losses(loss.values() if isinstance(loss, Mapping) else [loss])
-            form = self.watch.flow.form_of(loss, tower.rows)
+            if self.watch.follows:
+                self.watch.note_losses(loss.values() if isinstance(loss, Mapping) else [loss])
+                form = self.watch.flow.form_of(loss, tower.rows)
             found = self.losses.from_mean(tower, loss)
         self._take(tower, found)
+        if form is not None:
+            self._check_form(tower, form)
+
+    def _check_form(self, tower: Tower, form: LossForm) -> None:
+        """Warn of a loss that is no mean over the tower's rows, from what it is made of."""
         with self._failing_together():
             self._replica.loss_forms.note(repr(tower), tower.rows, form)
             if tower._index == self._ends[1]:

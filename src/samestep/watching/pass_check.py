@@ -11,7 +11,7 @@ from torch import Tensor
 from samestep.buffers.model_buffers import ModelBuffers
 from samestep.errors import BufferPolicyError, UsageError
 from samestep.watching.losses.graph import graph_of
-from samestep.workers.default_group import num_messages
+from samestep.watching.passes.messages import Messages
 
 __all__ = ["PassCheck", "leaves_of"]
 
@@ -21,13 +21,8 @@ _grad = operator.attrgetter("grad")
 class PassCheck:
     """Checks the passes of one step, one tower after the other. Errors name the `tower`."""
 
-    def __init__(self, parameters: Sequence[Tensor], buffers: ModelBuffers) -> None:
-        self._parameters, self._buffers = parameters, buffers
-        self._num_messages = 0
-
-    def start(self) -> None:
-        """Begin a tower's turn."""
-        self._num_messages = num_messages()
+    def __init__(self, parameters: Sequence[Tensor], buffers: ModelBuffers, messages: Messages) -> None:
+        self._parameters, self._buffers, self._messages = parameters, buffers, messages
 
     def check_forward(self, tower: object) -> None:
         """Check what a tower's forward has left behind, before samestep runs backward."""
@@ -39,11 +34,7 @@ class PassCheck:
                     "to whole_batch, instead of loss.backward(), which is not averaged; for gradients of "
                     "inputs, as for adversarial examples, use torch.autograd.grad(loss, inputs)"
                 )
-        if num_messages() != self._num_messages:
-            raise UsageError(
-                f"{tower!r}: its pass called torch.distributed, but workers run different numbers of passes, "
-                "on different rows: use the report, or towers.gather() after average()"
-            )
+        self._messages.check(repr(tower), counts=True)
 
     def start_backward(self) -> None:
         """Note which buffers a tower's forward has changed."""

@@ -138,9 +138,8 @@ class WatchedTensors:
         old = ended.before.by_name()
         changed = {name for name, value in ended.after.by_name().items() if old.get(name, value) != value}
         if changed:
-            self._fail(
-                f"step {ended.step}: a pass", ended.step, [each.name in changed for each in self._places]
-            )
+            has_changed = [place.name in changed for place in self._places]
+            self._fail(f"step {ended.step}: a pass", ended.step, has_changed)
 
     def _fail(self, who: str, step: int, has_changed: Sequence[bool]) -> None:
         triples = zip(self._places, self._tensors, has_changed, strict=True)

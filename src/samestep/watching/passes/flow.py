@@ -23,6 +23,7 @@ from samestep.watching.operators.origins import Kept, Origin, Origins, keep_addr
 from samestep.watching.passes.beside import COUNTED_NUMBER, LEFT_NUMBER, Beside
 from samestep.watching.passes.draws import GENERATOR, INSTEAD_OF_DRAWN, Draws
 from samestep.watching.passes.kept_numbers import KeptNumbers
+from samestep.watching.passes.messages import Messages
 from samestep.watching.passes.own_code import OwnCode
 from samestep.watching.passes.pass_counts import PassCounts
 from samestep.watching.passes.pass_operators import PassOperators
@@ -65,6 +66,7 @@ class FlowWatch(TorchDispatchMode):
         beside: what passes read beside the model.
         reads: what this pass reads that may differ between towers.
         operators: how passes compute their losses.
+        messages: which ones the loop over towers sends.
         own_code: whether code of the program runs in backward.
     """
 
@@ -89,6 +91,7 @@ class FlowWatch(TorchDispatchMode):
         self._sums, self._pairs = RowSums(self._rows), RowPairs(self._rows)
         self.reads = Reads()
         self.operators = PassOperators(self.reads)
+        self.messages = Messages()
         self.own_code = OwnCode()
 
     @classmethod
@@ -265,6 +268,7 @@ class FlowWatch(TorchDispatchMode):
 
     def end_turn(self, who: str, *, has_warned: bool) -> None:
         """Warn if this pass has computed its loss in a different way, unless there was another warning."""
+        self.messages.check(who, counts=False)
         has_warned |= self._has_warned
         is_explained = has_warned or self.reads.index or self.operators.is_explained
         self._kept_numbers.end_turn(is_explained=is_explained)
@@ -302,6 +306,8 @@ class FlowWatch(TorchDispatchMode):
             return self._run(Call.of(func, args, kwargs))
 
     def _run(self, call: Call) -> Any:
+        if not self._is_backward:
+            self.messages.note(call.func)
         self.operators.start(call)
         generator = call.kwargs.get("generator")
         drawn = self._draws.start(generator, 1 << self._tower)
