@@ -414,6 +414,7 @@ def another_default_device(job):
             optimizer.step()
         towers.whole_batch(batches[0], lambda part: model[0](part["x"]), lambda found, batch: found.std())
         towers.average()
+        optimizer.step()
         sharded = ShardedOptimizer(towers, torch.optim.Adam)
         for batch in TowerLoader(data, 20, towers):
             for tower in towers(batch):

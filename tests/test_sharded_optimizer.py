@@ -559,6 +559,7 @@ def test_a_layer_that_was_replaced_is_named():
     with pytest.raises(UsageError, match="it is not part of the model; if its layer was replaced, pass the"):
         step()
     optimizer.zero_grad()
+    model.zero_grad()
     optimizer.add_param_group({"params": model[1].parameters()})
     step()
     optimizer.zero_grad()

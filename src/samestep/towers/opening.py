@@ -56,6 +56,7 @@ class Opening:
         `pass_ns` is how long this worker's passes of the previous step took.
         """
         local, plan, error, compared = LocalBatch(0, {}), self.plan, None, 0
+        self._replica.dropped.start_step(step, self._replica.parameters)
         try:
             plan = self._replica.plan(kind)
             is_read_twice = bool(kind.sums) or kind.is_whole_batch

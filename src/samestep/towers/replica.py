@@ -27,6 +27,7 @@ from samestep.towers.division import Division
 from samestep.towers.new_tensors import NewTensors, named_tensors
 from samestep.towers.root import check_module, check_wrappers
 from samestep.watching.losses.loss_forms import LossForms
+from samestep.watching.model.dropped_gradients import DroppedGradients
 from samestep.watching.model.hooks import HookCheck
 from samestep.watching.model.optimizer_steps import averaged_parameters
 from samestep.watching.watch import Watch
@@ -113,6 +114,7 @@ class Replica:
         self.has_reentrant = False  # whether a backward may add to a parameter's gradient twice
         self.loss_forms = LossForms()
         self.watch = Watch(model)
+        self.dropped = DroppedGradients(self.watch.tensors, warns=job.is_first)
         check_wrappers(model)
         check_norms(model, settings.statistics)
         check_policies(find_named_buffers(model), settings.buffers)

@@ -458,6 +458,7 @@ class Towers:
         with self._ending_on_error(run):
             result.take(averages)
             del averages
+            self._replica.dropped.note_average(run.parameters)
             measured = result.noise()
             run.update_buffers()
         if self._resumed is not None and self.job.is_first:

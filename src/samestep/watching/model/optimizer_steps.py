@@ -15,6 +15,7 @@ from torch.optim.optimizer import (
 )
 
 from samestep.errors import UsageError
+from samestep.watching.model.dropped_gradients import note_optimizer
 
 __all__ = ["averaged_parameters", "note_outside_gradients", "open_steps", "step_hooks", "stepped"]
 
@@ -43,6 +44,7 @@ def note_outside_gradients(leaves: Iterable[Tensor]) -> None:
 
 def _refuse_wrong_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     stepped.add(optimizer)
+    note_optimizer(optimizer)
     if open_steps:
         _refuse_no_average(optimizer)
     if not _outside_gradients:

@@ -58,6 +58,7 @@ class WatchedTensors:
     late_hash: int
 
     def __init__(self) -> None:
+        self._step = 0
         self._before = Hashes()
         self._ended: _Ended | None = None  # on a GPU: the last step that has ended, to be compared later
 
@@ -108,6 +109,15 @@ class WatchedTensors:
         """Return a hash of the current value of each parameter and buffer, the same in any mode of layers."""
         return WeightHash(self._all, (), ()).by_name()
 
+    def have_changed(self) -> bool:
+        """Whether a watched tensor has changed since `note`, or this step's slice since it was hashed."""
+        now = self._current()
+        if len(now) != len(self._tensors) or any(map(operator.is_not, now, self._tensors)):
+            return True
+        if self._differing(_version, self._versions) or self._differing(Tensor.data_ptr, self.pointers):
+            return True
+        return bool(_differing_names(self._before, self._hash.of(self._step, fixed_only=True)))
+
     def check(self, who: str) -> None:
         """Raise if `who` wrote to a watched tensor or replaced it since `note`."""
         now = self._current()
@@ -135,8 +145,7 @@ class WatchedTensors:
                 self._compare(last)
 
     def _compare(self, ended: _Ended) -> None:
-        old = ended.before.by_name()
-        changed = {name for name, value in ended.after.by_name().items() if old.get(name, value) != value}
+        changed = _differing_names(ended.before, ended.after)
         if changed:
             has_changed = [place.name in changed for place in self._places]
             self._fail(f"step {ended.step}: a pass", ended.step, has_changed)
@@ -162,6 +171,11 @@ class WatchedTensors:
         return BufferPolicyError(
             f"{who} {what}: make all layers, parameters and buffers before Towers, in __init__"
         )
+
+
+def _differing_names(before: Hashes, after: Hashes) -> set[str]:
+    old = before.by_name()
+    return {name for name, value in after.by_name().items() if old.get(name, value) != value}
 
 
 def _explain(changed: Sequence[NamedBuffer], empty: Sequence[NamedBuffer] = ()) -> str:

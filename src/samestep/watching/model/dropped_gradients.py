@@ -1,0 +1,113 @@
+"""Warns of gradients that the next step drops before an optimizer has used them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from samestep.errors import warn
+from samestep.watching.model.watched_tensors import WatchedTensors
+
+__all__ = ["DroppedGradients", "note_optimizer"]
+
+_MOST_STEPS = 16
+
+_watched: weakref.WeakSet[DroppedGradients] = weakref.WeakSet()
+
+
+class DroppedGradients:
+    """Finds gradients in `p.grad` when a step begins, in a worker's first steps, that nothing has used.
+
+    In plain PyTorch, the next backward would add to them: a program may accumulate gradients over several
+    batches, or run the backward of a penalty before the loop.
+
+    Args:
+        tensors: tell whether a program has changed the weights.
+        warns: whether to warn on this worker.
+    """
+
+    def __init__(self, tensors: WatchedTensors, *, warns: bool) -> None:
+        self._tensors, self._warns = tensors, warns
+        self._num_steps = 0
+        self._used: dict[int, Tensor] = {}  # gradients with which an optimizer has stepped last, by id
+        self._averaged: dict[int, int] = {}  # ids of parameters, and of the gradients that `average` has set
+        self._step = -1  # the last step that has dropped gradients since an optimizer has stepped
+        _watched.add(self)
+
+    def start_step(self, step: int, parameters: Sequence[Tensor]) -> None:
+        """Look at the gradients that the step drops, before the weights of this step are noted."""
+        if self._is_over:
+            return
+        self._num_steps += 1
+        held = [each.grad for each in parameters if each.grad is not None]
+        unused = [grad for grad in held if id(grad) not in self._used]
+        if self._step >= 0 and not _any(held):  # `zero_grad`: what earlier steps have dropped was not wanted
+            self._step = -1
+        elif self._num_steps > 1 and unused and self._are_wanted(unused):
+            self._step = step
+        self._used.clear()
+
+    def _are_wanted(self, unused: Sequence[Tensor]) -> bool:
+        """Whether these gradients have values by which the program has not changed the weights itself."""
+        are_averages = {id(grad) for grad in unused} <= set(self._averaged.values())
+        return _any(unused) and _are_finite(unused) and not (are_averages and self._tensors.have_changed())
+
+    def note_average(self, parameters: Iterable[Tensor]) -> None:
+        """Note the gradients that `average` has set."""
+        self._used.clear()
+        self._averaged = {} if self._is_over else {id(each): id(each.grad) for each in parameters}
+
+    def note_optimizer(self, optimizer: Optimizer) -> None:
+        """Before an optimizer steps: warn, once, if it takes averages that were to be added to others."""
+        if self._is_over:
+            return
+        held = [
+            each
+            for group in optimizer.param_groups
+            for each in group["params"]
+            if id(each) in self._averaged and each.grad is not None
+        ]
+        if not held:
+            return
+        step, self._step = self._step, -1
+        if step < 0 or any(id(each.grad) != self._averaged[id(each)] for each in held):
+            self._used |= {id(each.grad): each.grad for each in held}
+            return
+        self._num_steps = _MOST_STEPS
+        if self._warns:
+            self._warn(type(optimizer).__name__, step)
+
+    def _warn(self, optimizer: str, step: int) -> None:
+        warn(
+            f"{optimizer}.step() lacks gradients that parameters had before step {step}: towers(batch) "
+            "starts without gradients, and average() does not add to them. To accumulate over batches, pass "
+            "them as one, with more towers (towers.slices does so for small batches); add gradients of your "
+            "own after average(); to drop gradients, call optimizer.zero_grad()"
+        )
+
+    @property
+    def _is_over(self) -> bool:
+        return self._num_steps >= _MOST_STEPS and self._step < 0
+
+
+def note_optimizer(optimizer: Optimizer) -> None:
+    """Notify all `DroppedGradients` of this process that an optimizer is about to step."""
+    for each in list(_watched):
+        each.note_optimizer(optimizer)
+
+
+def _any(gradients: Iterable[Tensor]) -> bool:
+    return any(bool(_values(each).any()) for each in gradients)
+
+
+def _are_finite(gradients: Iterable[Tensor]) -> bool:
+    """Whether no value is infinite or NaN, as after an overflow of fp16."""
+    return all(bool(torch.isfinite(_values(each)).all()) for each in gradients)
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
