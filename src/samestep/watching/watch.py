@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from samestep.buffers.named_tensors import NamedBuffer
 from samestep.identity import is_compiled
-from samestep.watching.clipping import Clipping
 from samestep.watching.decisions import check_decisions
+from samestep.watching.early_gradients import EarlyGradients
 from samestep.watching.model.modes import Modes
 from samestep.watching.model.optimizer_settings import OptimizerSettings, has_settings
 from samestep.watching.model.outside_nets import OutsideNets
@@ -55,7 +55,7 @@ class Watch:
         self.tensors = WatchedTensors()
         self._optimizers = OptimizerSettings()
         self.flow = FlowWatch()
-        self._clipping: Clipping | None = None  # in the worker's first step
+        self._early: EarlyGradients | None = None  # in the worker's first step
         self.looks = self.follows = False
 
     def look_at_model(self, fixed: Sequence[NamedBuffer], shared: Sequence[NamedBuffer]) -> None:
@@ -82,11 +82,11 @@ class Watch:
         """Start to watch a step, after `note` and before its first pass."""
         self.tensors.start_step(step)
         self.loss = None
-        self._clipping = None
+        self._early = None
         if self._num_workers == 0:
             source = SourceCode()
             check_decisions(source)
-            self._clipping = Clipping(source)
+            self._early = EarlyGradients(source)
         is_first = self._num_workers != num_workers or bool(self._new)
         self._num_workers = num_workers
         self._known |= self._new
@@ -199,8 +199,8 @@ class Watch:
     def end_step(self, who: str) -> None:
         """Check again after the last backward."""
         self.check(who)
-        if self._clipping is not None:
-            self._clipping.check(self._model.parameters())
+        if self._early is not None:
+            self._early.check(self._model.parameters())
         if self.looks:
             self.numbers.check()  # the loop may have ended with a `break`
             self._optimizers.start_step(())  # or go on after average(), where settings may change

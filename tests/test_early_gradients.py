@@ -1,4 +1,4 @@
-"""Gradients that are clipped before average(), when parameters have none: a warning."""
+"""Gradients that are clipped or read before average(), when parameters have none: a warning."""
 
 import copy
 
@@ -65,10 +65,60 @@ class InAMethod:
         self.optimizer.step()
 
 
+def with_a_norm(job):
+    model, towers, optimizer = made(job)
+    for tower in towers(batch_of(0)):
+        tower.backward(loss_of(model, tower.batch))
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.01, torch.tensor(1.0))
+    towers.average()
+    optimizer.step()
+
+
 @pytest.mark.parametrize("num_workers", WORKERS)
-@pytest.mark.parametrize("program", [after_the_loop, in_the_loop, of_a_list, InAMethod])
+@pytest.mark.parametrize("program", [after_the_loop, in_the_loop, of_a_list, InAMethod, with_a_norm])
 def test_it_is_named(program, num_workers):
-    with pytest.warns(UserWarning, match=r"clipped before average\(\) \(test_clipping.py, line") as caught:
+    with pytest.warns(UserWarning, match=r"clipped before average\(\) \(test_early_\w+.py, line") as caught:
+        outcomes = simulate(program, num_workers)
+    assert [outcome.error for outcome in outcomes] == [None] * num_workers
+    assert len(caught) == num_workers
+
+
+def read_in_the_loop(job):
+    model, towers, optimizer = made(job)
+    for tower in towers(batch_of(0)):
+        tower.backward(loss_of(model, tower.batch))
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.clamp_(-0.01, 0.01)
+    towers.average()
+    optimizer.step()
+
+
+def read_for_a_log(job):
+    model, towers, _ = made(job)
+    for tower in towers(batch_of(0)):
+        tower.backward(loss_of(model, tower.batch))
+    norms = [p.grad.norm() for _, p in model.named_parameters() if p.grad is not None]
+    towers.average()
+    return norms
+
+
+def read_of_one(job):
+    model, towers, _ = made(job)
+    head = model[-1]
+    for tower in towers(batch_of(0)):
+        tower.backward(loss_of(model, tower.batch))
+        norm = 0.0 if head.weight.grad is None else head.weight.grad.norm()
+    towers.average()
+    return norm
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+@pytest.mark.parametrize("program", [read_in_the_loop, read_for_a_log, read_of_one])
+def test_a_read_is_named(program, num_workers):
+    with pytest.warns(
+        UserWarning, match=r"p.grad is read before average\(\) \(test_early_\w+.py, line"
+    ) as caught:
         outcomes = simulate(program, num_workers)
     assert [outcome.error for outcome in outcomes] == [None] * num_workers
     assert len(caught) == num_workers
@@ -114,8 +164,40 @@ def in_turns(job):
         optimizer.step()
 
 
+def reset_in_the_loop(job):
+    model, towers, optimizer = made(job)
+    for tower in towers(batch_of(0)):
+        for parameter in model.parameters():
+            parameter.grad = None
+            if parameter.grad is not None:
+                parameter.grad.detach_()
+                parameter.grad.zero_()
+        model.zero_grad()
+        tower.backward(loss_of(model, tower.batch))
+    towers.average()
+    optimizer.step()
+
+
+def of_rows_and_others(job):
+    """A saliency map, and gradients of a net beside the model."""
+    model, towers, optimizer = made(job)
+    other = net()
+    for tower in towers(batch_of(0)):
+        x = tower.batch["x"].clone().requires_grad_()
+        loss_of(other, tower.batch).backward()
+        norms = [p.grad.norm() for p in other.parameters()]
+        tower.backward(loss_of(model, {"x": x, "y": tower.batch["y"]}))
+        norms.append(x.grad.norm())
+        other.zero_grad()
+    towers.average()
+    norms += [p.grad.norm() for p in model.parameters()]
+    optimizer.step()
+
+
 @pytest.mark.parametrize("num_workers", WORKERS)
-@pytest.mark.parametrize("program", [after_average, of_a_copy, in_turns])
+@pytest.mark.parametrize(
+    "program", [after_average, of_a_copy, in_turns, reset_in_the_loop, of_rows_and_others]
+)
 def test_what_has_gradients_is_not(program, num_workers):
     outcomes = simulate(program, num_workers)
     assert [outcome.error for outcome in outcomes] == [None] * num_workers
