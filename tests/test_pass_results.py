@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.init import constant_
 from torch.optim import LBFGS, SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
@@ -499,6 +500,22 @@ def gradient_that_is_left_out(job):
     optimizer.step()
 
 
+def gradients_together(job):
+    model, optimizer, step = with_examples(job)
+    counts = step()
+    grads = [p.grad for p in model.parameters()]
+    torch._foreach_mul_(grads, 21 / float(counts.sum()))
+    optimizer.step()
+
+
+def gradient_by_a_function(job):
+    model, optimizer, step = with_examples(job)
+    limit = 100 / step().sum().item()
+    for p in model.parameters():
+        torch.clamp_(p.grad, -limit, limit)
+    optimizer.step()
+
+
 def own_update(job):
     model, _optimizer, step = with_examples(job)
     rate = 0.1 / step().sum()
@@ -513,6 +530,13 @@ def bias_from_labels(job):
     optimizer.step()
     with torch.no_grad():
         model[2].bias.copy_(torch.log(counts / counts.sum() + 1e-3))
+
+
+def bias_by_a_function(job):
+    model, optimizer, step = with_examples(job)
+    counts = step()
+    optimizer.step()
+    constant_(model[2].bias, -math.log(counts.sum()))
 
 
 def unused_code(job):
@@ -594,8 +618,11 @@ WRONG = {
     gradient_by_a_count: "a gradient",
     gradient_that_is_replaced: "a gradient",
     gradient_that_is_left_out: "a gradient",
+    gradients_together: "gradients or weights",
+    gradient_by_a_function: "a gradient",
     own_update: "a weight",
     bias_from_labels: "a weight",
+    bias_by_a_function: "a weight",
     unused_code: "a weight",
     of_a_class: "whether Sequential.state_dict runs",
     of_callbacks: "whether Sequential.state_dict runs",

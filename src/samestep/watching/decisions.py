@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from types import FrameType, FunctionType
+from collections.abc import Iterable, Mapping, Sequence
+from types import FrameType, FunctionType, ModuleType
 
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
@@ -127,9 +127,25 @@ class _Decisions(PassResults):
         outer, self._line = self._line, node.lineno
         value = super().visit_Call(node)
         self._line = outer
-        if isinstance(node.func, ast.Attribute) and is_in_place(node.func.attr):
-            self._check_edit(node, *node.args, *(each.value for each in node.keywords))
+        self._check_call(node)
         return value
+
+    def _check_call(self, node: ast.Call) -> None:
+        """Check what a call edits: a method of a tensor, or a function such as `nn.init.constant_`."""
+        given = [*node.args, *(each.value for each in node.keywords)]
+        match node.func:
+            case ast.Attribute(value=of, attr=name) if is_in_place(name):
+                is_method = not isinstance(self.visit(of).object, (ModuleType, type))
+            case ast.Name(id=name) if is_in_place(name):
+                is_method = False
+            case _:
+                return
+        if is_method:
+            self._check_edit(node, *given)
+        elif name.startswith("_foreach_"):
+            self._check("gradients or weights", self._edited_by(node, given), node.lineno)
+        elif node.args:
+            self._check_edit(node.args[0], *given, is_part=True)
 
     def _call_object(
         self, called: Value, arguments: Sequence[Value], named: Mapping[str, Value]
@@ -189,20 +205,29 @@ class _Decisions(PassResults):
         super().visit_AugAssign(node)
         self._check_edit(node.target, node.value)
 
-    def _check_edit(self, target: ast.expr, *given: ast.expr) -> None:
-        """Check what code outside of passes has edited, if that is a weight or a gradient."""
-        indices = [each.slice for each in ast.walk(target) if isinstance(each, ast.Subscript)]
-        found = [self._found.get(id(each), NOWHERE) for each in (*given, *indices)]
-        sources = self._decided_by.union(*found)
-        if self._is_in_pass or sources.isdisjoint({NUM_WORKERS, *OWN}):
-            return  # in a pass, that is an error of its own
+    def _check_edit(self, target: ast.expr, *given: ast.expr, is_part: bool = False) -> None:
+        """Check what code outside of passes has edited, if that is a weight or a gradient.
+
+        `is_part` is whether it is edited in place, and not an attribute that is set to something else.
+        """
+        sources = self._edited_by(target, given)
+        if not sources:
+            return
         edited = edited_by(target)
         name = edited.attr if isinstance(edited, ast.Attribute) else ""
-        is_part = edited is not target  # and no attribute that is set to something else
+        is_part |= edited is not target
         if name == "grad":
             self._check("a gradient", sources, target.lineno)
         elif (is_part and name in _WEIGHTS) or issubclass(kind_of(self.visit(edited)), nn.Parameter):
             self._check("a weight", sources, target.lineno)
+
+    def _edited_by(self, target: ast.expr, given: Iterable[ast.expr]) -> frozenset[Place]:
+        """Return the numbers of its own by which a worker edits a tensor outside of passes."""
+        if self._is_in_pass:  # where an edit is an error of its own
+            return NOWHERE
+        indices = [each.slice for each in ast.walk(target) if isinstance(each, ast.Subscript)]
+        found = [self._found.get(id(each), NOWHERE) for each in (*given, *indices)]
+        return self._decided_by.union(*found) & {NUM_WORKERS, *OWN}
 
     # ---- loops ---------------------------------------------------------------------------------------
 
