@@ -111,6 +111,111 @@ def test_a_sum_that_is_passed_as_a_mean_is_told_of_once_on_each_worker(program, 
     assert all("call tower.backward_sum(total, tower.rows)" in each for each in told)
 
 
+# ---- sums that are divided by a number of the whole batch ---------------------------------------------
+
+
+class OfTheBatch(Program):
+    """Keeps the number of rows, or of labels other than 2, of the whole batch."""
+
+    def batch(self, step):
+        batch = super().batch(step)
+        self.rows, self.labels = len(batch["y"]), int((batch["y"] != 2).sum())
+        return batch
+
+
+class DividedByAllRows(OfTheBatch):
+    def loss(self, x, y):
+        return F.cross_entropy(self.model(x), y, reduction="sum") / self.rows
+
+
+class DividedByAllElements(OfTheBatch):
+    def loss(self, x, y):
+        return F.mse_loss(self.model(x), x[:, :3], reduction="sum") / (3 * self.rows)
+
+
+class DividedByAllLabels(OfTheBatch):
+    def loss(self, x, y):
+        labels = torch.where(y != 2, y, -100)
+        return F.cross_entropy(self.model(x), labels, reduction="sum") / self.labels
+
+
+class MaskedAndDivided(OfTheBatch):
+    def loss(self, x, y):
+        return ((y != 2) * F.cross_entropy(self.model(x), y, reduction="none")).sum() / self.labels
+
+
+class TimesItsShare(OfTheBatch):
+    """A mean, as a loop that accumulates gradients weighs it."""
+
+    def loss(self, x, y):
+        share = len(y) / self.rows
+        return F.cross_entropy(self.model(x), y) * share
+
+
+class WithATerm(OfTheBatch):
+    def loss(self, x, y):
+        z = self.model(x)
+        return (F.cross_entropy(z, y, reduction="sum") + 0.1 * z.square().sum()) / self.rows
+
+
+PART = "of the mean over the tower's rows, which tower.backward expects"
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
+@pytest.mark.parametrize(
+    "program",
+    [
+        DividedByAllRows,
+        DividedByAllElements,
+        DividedByAllLabels,
+        MaskedAndDivided,
+        TimesItsShare,
+        WithATerm,
+    ],
+)
+def test_a_part_of_a_mean_over_the_batch_is_told_of_once_on_each_worker(program, num_workers):
+    told = told_of(program, num_workers, PART)
+    assert len(told) == num_workers
+    assert all("divided by " in each for each in told)
+
+
+class WeighedByASetting(Program):
+    """By one over the number of towers, as it happens."""
+
+    num_towers = 5
+    weight = 0.2
+
+    def loss(self, x, y):
+        return F.cross_entropy(self.model(x), y) + self.weight * self.model(x).square().mean()
+
+
+class WeighedInTheCode(Program):
+    num_towers = 5
+
+    def loss(self, x, y):
+        return 0.2 * F.cross_entropy(self.model(x), y)
+
+
+class PerPixel(Program):
+    """A sum over the rows and a few features, divided by the number of other ones."""
+
+    def loss(self, x, y):
+        return self.model(x).square().sum() / x.numel()
+
+
+class PartPassedAsSum(OfTheBatch):
+    def run(self, tower):
+        total = F.cross_entropy(self.model(tower.batch["x"]), tower.batch["y"], reduction="sum")
+        tower.backward_sum(total / self.rows, tower.rows / self.rows)
+
+
+@pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
+@pytest.mark.parametrize("program", [WeighedByASetting, WeighedInTheCode, PerPixel, PartPassedAsSum])
+def test_other_parts_are_not(program, num_workers):
+    assert not told_of(program, num_workers, PART)
+
+
 # ---- right: means, and sums that are passed as such ---------------------------------------------------
 
 
@@ -235,6 +340,7 @@ class OfMeansOverRows(Program):
 )
 def test_other_losses_are_not_told_of(program, num_workers):
     assert not told_of(program, num_workers)
+    assert not told_of(program, num_workers, PART)
     assert not told_of(program, num_workers, COMPARED)
 
 

@@ -208,7 +208,7 @@ class StepRun:
             self._check_turn(tower)
             if self.watch.follows:
                 self.watch.note_losses(loss.values() if isinstance(loss, Mapping) else [loss])
-                form = self.watch.flow.form_of(loss, tower.rows)
+                form = self.watch.flow.form_of(loss)
             found = self.losses.from_mean(tower, loss)
         self._take(tower, found)
         if form is not None:
@@ -219,7 +219,7 @@ class StepRun:
         with self._failing_together():
             self._replica.loss_forms.note(repr(tower), tower.rows, form)
             if tower._index == self._ends[1]:
-                self._replica.loss_forms.check(repr(tower), self.plan.placement)
+                self._replica.loss_forms.check(repr(tower), self.plan.placement, self.local.rows)
 
     def take_sum(self, tower: Tower, total: Tensor, count: float | Tensor) -> None:
         """Run backward from a tower's summed loss; see `Tower.backward_sum`."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from samestep.summation.placement import Placement
 from samestep.watching.losses.means import Mean, Means
 from samestep.watching.losses.row_losses import RowLosses
+from samestep.watching.losses.row_sums import RowSum
 from samestep.watching.losses.scaled_losses import ScaledLosses, Scaling
 
 __all__ = ["LossForm", "LossForms"]
@@ -19,13 +20,13 @@ class LossForm(NamedTuple):
     Attributes:
         scaling: how means were scaled to give it, if they were.
         means: those that it is made of.
-        summed_in: where it was summed over the rows; None if it was not.
+        sum: the sums over the rows that it is made of; None if of none.
         pairs: the tensor of pairs of rows that it is made of, in words; None if there is none.
     """
 
     scaling: Scaling | None
     means: Sequence[Mean]
-    summed_in: str | None
+    sum: RowSum | None
     pairs: str | None
 
 
@@ -46,9 +47,9 @@ class LossForms:
         self._scaled.note(form.scaling)
         if rows > 1:  # otherwise, a sum over rows is a mean
             is_mean = any(mean.divisor >= rows for mean in form.means)
-            self._rows.note(None if is_mean else form.summed_in, form.pairs)
+            self._rows.note(form.sum, form.pairs, rows, is_mean=is_mean)
 
-    def check(self, tower: str, placement: Placement) -> None:
+    def check(self, tower: str, placement: Placement, batch_rows: int) -> None:
         """After a worker's last tower, warn of what all its passes do."""
         self._scaled.check(tower, placement)
-        self._rows.check(tower)
+        self._rows.check(tower, placement.num_towers, batch_rows, is_scaled=self._scaled.has_warned)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 from samestep.errors import warn
+from samestep.watching.losses.row_sums import RowSum
 
 __all__ = ["RowLosses"]
+
+_ROUNDING = 1e-3
 
 
 class RowLosses:
@@ -16,16 +21,22 @@ class RowLosses:
 
     def start_step(self) -> None:
         """Forget the passes of another step."""
-        self._sums = set[str | None]()
+        self._sums = set[str | None]()  # where passes have summed their losses; None in one that has not
+        self._parts: list[tuple[RowSum | None, int]] = []  # of the loss of each pass, and its rows
         self._pairs: str | None = None
 
-    def note(self, summed_in: str | None, pairs: str | None) -> None:
-        """Note where a pass summed its loss, and the pairs of rows that it is made of, if any."""
-        self._sums.add(summed_in)
+    def note(self, found: RowSum | None, pairs: str | None, rows: int, *, is_mean: bool) -> None:
+        """Note the sum that the loss of a pass over so many rows is, and the pairs of rows, if any."""
+        is_sum = found is not None and found.is_sum_over(rows) and not is_mean
+        self._sums.add(found.line if found is not None and is_sum else None)
+        self._parts.append((found, rows))
         self._pairs = self._pairs or pairs
 
-    def check(self, who: str) -> None:
-        """Warn if all passes up to this one have summed their losses, or if one has compared rows."""
+    def check(self, who: str, num_towers: int, batch_rows: int, *, is_scaled: bool) -> None:
+        """Warn if all passes up to this one have summed their losses, or if one has compared rows.
+
+        `is_scaled` is whether a warning has named a factor of the loss.
+        """
         if len(self._sums) == 1 and None not in self._sums and not self._has_warned_of_sums:
             self._has_warned_of_sums = True
             warn(
@@ -35,6 +46,13 @@ class RowLosses:
                 "samestep.LossSum(total, count) from a Step's loss_fn: both give the mean over the batch's "
                 "rows; the gradient of their sum is that, times the number of rows in the batch"
             )
+        elif not (self._has_warned_of_sums or is_scaled) and (part := self._part(num_towers, batch_rows)):
+            self._has_warned_of_sums = True
+            warn(
+                f"{who}: {part}. That is about 1/{num_towers} of the mean over the tower's rows, which "
+                "tower.backward expects, and so is the gradient: pass this mean; or the sum, undivided, by "
+                "tower.backward_sum(total, count), or as samestep.LossSum(total, count) from a Step's loss_fn"
+            )
         if self._pairs is not None and not self._has_warned_of_pairs:
             self._has_warned_of_pairs = True
             warn(
@@ -43,3 +61,25 @@ class RowLosses:
                 "of towers; to compare all rows of the batch, call towers.whole_batch(batch, forward, loss) "
                 "instead of the loop over towers"
             )
+
+    def _part(self, num_towers: int, batch_rows: int) -> str:
+        """Say by what all passes have divided their sums, if by a number of the whole batch; else ""."""
+        parts = [(found, rows) for found, rows in self._parts if found is not None and found.weight > 0]
+        if num_towers == 1 or not parts or len(parts) < len(self._parts):
+            return ""
+        divisor = 1 / parts[0][0].weight
+        is_known = all(
+            math.isclose(1 / found.weight, divisor, rel_tol=_ROUNDING)
+            and found.num_terms < divisor * (1 - _ROUNDING)
+            for found, _ in parts
+        )
+        if not is_known:
+            return ""
+        in_words = f"its loss is a sum over rows, made in {parts[0][0].line}, divided by {divisor:g}"
+        per_row = [found.num_terms / rows for found, rows in parts]
+        if any(math.isclose(divisor, batch_rows * each, rel_tol=_ROUNDING) for each in (1, *per_row)):
+            return f"{in_words}, the number of the whole batch"
+        is_count = math.isclose(divisor, round(divisor), rel_tol=_ROUNDING / max(1, divisor))
+        is_of_no_tower = len(parts) > 1 and any(round(divisor) % rows for _, rows in parts)
+        is_possible = divisor <= num_towers * max(found.num_terms for found, _ in parts)
+        return f"{in_words}, the same in all towers" if is_count and is_of_no_tower and is_possible else ""

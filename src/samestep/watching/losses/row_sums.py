@@ -1,4 +1,4 @@
-"""Finds losses that are sums over a tower's rows."""
+"""Finds losses that are sums over a tower's rows, and by what these were divided."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from samestep.watching.losses.rows import Rows
-from samestep.watching.operators.operator_calls import SUM, Call, number_of, reduction_of, tensors_in
+from samestep.watching.operators.operator_calls import MEAN, SUM, Call, number_of, reduction_of, tensors_in
 from samestep.watching.operators.origins import Kept, is_dense, keep_address, storage_of
 from samestep.watching.program.program_line import ProgramLine
 
-__all__ = ["RowSums"]
+__all__ = ["RowSum", "RowSums"]
 
 _KEEPING = {"add", "sub", "rsub", "neg", "add_", "sub_", "neg_", "sum", "stack", "view", "_to_copy", "clone"}
 """Operators whose result is still a sum over rows."""
@@ -20,20 +20,35 @@ _KEEPING = {"add", "sub", "rsub", "neg", "add_", "sub_", "neg_", "sum", "stack",
 _SCALING = {"mul": 1, "mul_": 1, "div": -1, "div_": -1}
 """Products and quotients: the power of their second argument."""
 
+_OF_LABELS = {"nll_loss_forward", "nll_loss2d_forward"}
+
 _ROUNDING = 1e-3
 _MOST_ELEMENTS = 4096  # of weights whose sum is taken
 
 
-class _Sum(NamedTuple):
-    """A tensor that was computed from sums over rows, by sums and products."""
+class RowSum(NamedTuple):
+    """A loss that was computed from sums or means over rows, by sums and products.
 
-    tensor: Tensor  # kept alive, so that no other one gets its id
-    line: str  # where the rows were summed
-    factor: float  # by which a sum was multiplied
+    Attributes:
+        line: where the rows were summed.
+        factor: the largest by which a sum was multiplied; 0 if there are means alone.
+        weight: the largest by which a term of a sum or a mean was multiplied, except by numbers that are
+            written in the code.
+        num_terms: of that sum or mean.
+    """
+
+    line: str
+    factor: float
+    weight: float
+    num_terms: int
+
+    def is_sum_over(self, num_rows: int) -> bool:
+        """Say whether a sum was divided by less than the number of rows, so that it is no mean."""
+        return self.factor * num_rows > 1 + _ROUNDING
 
 
 class RowSums:
-    """The sums over rows that a pass has computed."""
+    """The sums and means over rows that a pass has computed."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
@@ -43,48 +58,63 @@ class RowSums:
         """Forget the pass."""
         # By which terms were multiplied, by storage, with what keeps its address from being reused.
         self._factors: dict[int, tuple[float, Kept]] = {}
-        self._sums: dict[int, _Sum] = {}
+        # By the tensors' ids; they are kept alive, so that no other one gets their id.
+        self._sums: dict[int, tuple[RowSum, Tensor]] = {}
 
     def note(self, call: Call, result: Any, *, takes_rows: bool) -> None:
         """Note an operator that has run; `takes_rows` says whether it took tensors with rows in front."""
         name = getattr(getattr(call.func, "overloadpacket", None), "__name__", "")
-        sums = [self._sums[id(each)] for each in tensors_in(call.args) if id(each) in self._sums]
+        sums = [self._sums[id(each)][0] for each in tensors_in(call.args) if id(each) in self._sums]
         if sums:
             self._note_sum(name, call, sums, result)
         elif takes_rows:
             self._note_terms(name, call, result)
 
-    def line_of(self, loss: Any, num_rows: int) -> str | None:
-        """Return where a loss was summed over the rows, and forget the pass; None if it was not.
-
-        It is a mean if it was divided by the number of rows or more.
-        """
-        found = self._sums.get(id(loss))
+    def of_loss(self, loss: Any) -> RowSum | None:
+        """Return of what sums over the rows a loss was computed, and forget the pass; None if of none."""
+        found, _ = self._sums.get(id(loss), (None, None))
         self.clear()
-        return found.line if found is not None and found.factor * num_rows > 1 + _ROUNDING else None
+        return found
 
-    def _note_sum(self, name: str, call: Call, sums: list[_Sum], result: Any) -> None:
+    def _note_sum(self, name: str, call: Call, sums: list[RowSum], result: Any) -> None:
         if not isinstance(result, Tensor) or result.numel() > len(sums):
             return
+        heaviest = max(sums, key=lambda each: each.weight)
         largest = max(sums, key=lambda each: each.factor)
+        found = heaviest._replace(
+            factor=largest.factor, line=largest.line if largest.factor else heaviest.line
+        )
         if name in _SCALING:
-            self._sums[id(result)] = largest._replace(
-                tensor=result, factor=largest.factor * _factor_in(name, call)
-            )
-        elif name in _KEEPING:
-            self._sums[id(result)] = largest._replace(tensor=result)
+            factor = _factor_in(name, call)
+            weight = 1.0 if _is_written(factor) else factor
+            found = found._replace(factor=found.factor * factor, weight=found.weight * weight)
+        elif name not in _KEEPING:
+            return
+        self._sums[id(result)] = found, result
 
     def _note_terms(self, name: str, call: Call, result: Any) -> None:
         if name in _SCALING and self._rows.dimension_of(result) == 0:
             factor = math.prod(map(self._factor_of, call.given)) * _factor_in(name, call)
             self._factors[storage_of(result)] = factor, keep_address(result)
-        if name == "sum" or reduction_of(call.func, call.args, call.kwargs) == SUM:
+        reduction = reduction_of(call.func, call.args, call.kwargs)
+        is_sum = name == "sum" or reduction == SUM
+        if is_sum or name == "mean" or reduction == MEAN:
             terms, total = call.args[0], result if isinstance(result, Tensor) else result[0]
             if total.numel() == 1 and terms.requires_grad and self._rows.dimension_of(terms) == 0:
-                self._sums[id(total)] = _Sum(total, str(ProgramLine.current()), self._factor_of(terms))
+                num_terms = call.args[1].numel() if name in _OF_LABELS else terms.numel()
+                factor = self._factor_of(terms)
+                found = RowSum(str(ProgramLine.current()), factor, factor, num_terms)
+                mean = found._replace(factor=0.0, weight=factor / num_terms)
+                self._sums[id(total)] = (found if is_sum else mean), total
 
     def _factor_of(self, tensor: Tensor) -> float:
         return self._factors.get(storage_of(tensor), (1.0, None))[0]
+
+
+def _is_written(factor: float) -> bool:
+    """Say whether the current line has a number by which it multiplies or divides so."""
+    numbers = ProgramLine.current().numbers() or []
+    return any(math.isclose(factor, each) or math.isclose(factor * each, 1) for each in numbers)
 
 
 def _factor_in(name: str, call: Call) -> float:
@@ -95,8 +125,9 @@ def _factor_in(name: str, call: Call) -> float:
         if number is not None:
             factor *= number**power
         elif isinstance(value, Tensor) and _is_small(value):
-            total = float((value.detach().double() ** power).sum())
-            factor *= not math.isclose(abs(total), 1, rel_tol=_ROUNDING)
+            weights = value.detach().double() ** power
+            is_mask = bool(((weights == 0) | (weights == 1)).all())
+            factor *= is_mask or not math.isclose(abs(float(weights.sum())), 1, rel_tol=_ROUNDING)
     return factor
 
 

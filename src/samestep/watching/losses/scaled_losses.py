@@ -49,10 +49,14 @@ def _adds(number: int, node: Node) -> bool:
 
 
 class ScaledLosses:
-    """Warns, once, if all passes of a step scale their losses by the number of workers or towers."""
+    """Warns, once, if all passes of a step scale their losses by the number of workers or towers.
+
+    Attributes:
+        has_warned: whether it has.
+    """
 
     def __init__(self) -> None:
-        self._has_warned = False
+        self.has_warned = False
         self.start_step()
 
     def start_step(self) -> None:
@@ -66,11 +70,11 @@ class ScaledLosses:
     def check(self, who: str, placement: Placement) -> None:
         """Warn if all passes up to this one have scaled their losses by the number of workers or towers."""
         (scaling, *others) = self._found
-        if scaling is None or others or self._has_warned:
+        if scaling is None or others or self.has_warned:
             return
         counts = {placement.num_towers: "towers", placement.num_workers: "workers"}
         if scaling.number in counts:
-            self._has_warned = True
+            self.has_warned = True
             warn(
                 f"{who}: its loss was {scaling.how} by {scaling.number}, in {scaling.line}, and this is "
                 f"the number of {counts[scaling.number]}: tower.backward takes the mean over the tower's "

@@ -257,12 +257,12 @@ class FlowWatch(TorchDispatchMode):
         if origin.beside & LEFT_NUMBER:
             self._kept_numbers.check(what)
 
-    def form_of(self, loss: Any, num_rows: int) -> LossForm:
+    def form_of(self, loss: Any) -> LossForm:
         """Return what this pass's loss is made of, and forget it, so that no tensor is kept for it."""
         return LossForm(
             self._means.scaling_of(loss),
             self._means.of_loss(loss),
-            self._sums.line_of(loss, num_rows),
+            self._sums.of_loss(loss),
             self._pairs.in_loss(loss),
         )
 
