@@ -1,5 +1,7 @@
 """Losses that are sums over a tower's rows, or compare them with each other: a warning."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -77,11 +79,14 @@ class Weighted(Program):
 
 
 class OfAStep(Program):
+    counts: ClassVar = None
+
     def __init__(self, job):
         torch.manual_seed(0)
         self.model = self.build()
         towers = Towers(self.model, self.num_towers, job=job)
-        step = Step(towers, self.loss_of, torch.optim.SGD(self.model.parameters(), 0.1))
+        optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        step = Step(towers, self.loss_of, optimizer, counts=self.counts)
         step(self.batch(0))
         self.digest = ""
 
@@ -214,6 +219,82 @@ class PartPassedAsSum(OfTheBatch):
 @pytest.mark.parametrize("program", [WeighedByASetting, WeighedInTheCode, PerPixel, PartPassedAsSum])
 def test_other_parts_are_not(program, num_workers):
     assert not told_of(program, num_workers, PART)
+
+
+# ---- means that are passed as sums ---------------------------------------------------------------------
+
+
+class MeanAsSum(Program):
+    def run(self, tower):
+        x, y = tower.batch["x"], tower.batch["y"]
+        tower.backward_sum(F.cross_entropy(self.model(x), y), len(y))
+
+
+class MeanOverLabelsAsSum(Program):
+    def run(self, tower):
+        x, y = tower.batch["x"], tower.batch["y"]
+        labels = torch.where(y != 2, y, -100)
+        tower.backward_sum(F.cross_entropy(self.model(x), labels), (y != 2).sum() + 1)
+
+
+class DividedTwice(Program):
+    def run(self, tower):
+        x, y = tower.batch["x"], tower.batch["y"]
+        tower.backward_sum(F.cross_entropy(self.model(x), y, reduction="sum") / len(y), len(y))
+
+
+class ReturnedMean(OfAStep):
+    def loss_of(self, model, batch):
+        loss = F.cross_entropy(model(batch["x"]), batch["y"])
+        return LossSum(loss, torch.tensor(len(batch["y"])))
+
+
+class NamedMean(OfAStep):
+    counts: ClassVar = {"rows": lambda batch: len(batch["y"])}
+
+    def loss_of(self, model, batch):
+        return {"rows": F.cross_entropy(model(batch["x"]), batch["y"])}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
+@pytest.mark.parametrize("program", [MeanAsSum, MeanOverLabelsAsSum, DividedTwice, ReturnedMean, NamedMean])
+def test_a_mean_that_is_passed_as_a_sum_is_told_of_once_on_each_worker(program, num_workers):
+    told = told_of(program, num_workers, "is a mean, made in test_row_losses.py, line ")
+    assert len(told) == num_workers
+    assert all("pass the undivided sum" in each for each in told)
+
+
+class OfMeansOfEachRow(Program):
+    def run(self, tower):
+        found = F.mse_loss(self.model(tower.batch["x"]), tower.batch["x"][:, :3], reduction="none")
+        tower.backward_sum(found.mean(1).sum(), tower.rows)
+
+
+class MeanOfATower(Program):
+    """Each tower counts as one."""
+
+    def run(self, tower):
+        tower.backward_sum(F.cross_entropy(self.model(tower.batch["x"]), tower.batch["y"]), 1)
+
+
+class MeanTimesRows(Program):
+    def run(self, tower):
+        loss = F.cross_entropy(self.model(tower.batch["x"]), tower.batch["y"])
+        tower.backward_sum(loss * tower.rows, tower.rows)
+
+
+class NamedSum(OfAStep):
+    counts: ClassVar = {"rows": lambda batch: len(batch["y"])}
+
+    def loss_of(self, model, batch):
+        return {"rows": F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum")}
+
+
+@pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
+@pytest.mark.parametrize("program", [OfMeansOfEachRow, MeanOfATower, MeanTimesRows, NamedSum])
+def test_other_sums_are_not_told_of(program, num_workers):
+    assert not told_of(program, num_workers, "is a mean, made in")
 
 
 # ---- right: means, and sums that are passed as such ---------------------------------------------------

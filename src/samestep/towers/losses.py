@@ -153,6 +153,10 @@ class NamedCounts:
         totals: list[float] = self.counts.sum(0).tolist()
         return totals
 
+    def of_tower(self, tower: int) -> dict[str, float]:
+        """Return a tower's counts, by name."""
+        return dict(zip(self.names, self.counts[tower].tolist(), strict=True))
+
     def loss_sum(self, who: str, losses: Any, tower: int, share: float, unit: int) -> Contribution:
         """Return the contribution of a tower with `share` of `unit` rows."""
         sums = self._in_order(who, losses)

@@ -203,21 +203,19 @@ class StepRun:
 
     def take_mean(self, tower: Tower, loss: Tensor | Mapping[str, Tensor]) -> None:
         """Run backward from a tower's mean loss, or from its named sums; see `Tower.backward`."""
-        form: LossForm | None = None
         with self._failing_together():
             self._check_turn(tower)
-            if self.watch.follows:
-                self.watch.note_losses(loss.values() if isinstance(loss, Mapping) else [loss])
-                form = self.watch.flow.form_of(loss)
+            form = self.watch.form_of(loss)
             found = self.losses.from_mean(tower, loss)
         self._take(tower, found)
         if form is not None:
-            self._check_form(tower, form)
+            named = self.losses.named
+            self._check_form(tower, form, None if named is None else named.of_tower(tower._index))
 
-    def _check_form(self, tower: Tower, form: LossForm) -> None:
-        """Warn of a loss that is no mean over the tower's rows, from what it is made of."""
+    def _check_form(self, tower: Tower, form: LossForm, counts: Mapping[str, float] | None) -> None:
+        """Warn of a loss that is no mean over the tower's rows, or no sum, if it comes with counts."""
         with self._failing_together():
-            self._replica.loss_forms.note(repr(tower), tower.rows, form)
+            self._replica.loss_forms.note(repr(tower), tower.rows, form, counts)
             if tower._index == self._ends[1]:
                 self._replica.loss_forms.check(repr(tower), self.plan.placement, self.local.rows)
 
@@ -225,9 +223,11 @@ class StepRun:
         """Run backward from a tower's summed loss; see `Tower.backward_sum`."""
         with self._failing_together():
             self._check_turn(tower)
-            self.watch.note_losses([total])
+            form = self.watch.form_of({"total": total})
             found = self.losses.from_sum(tower, total, count)
         self._take(tower, found)
+        if form is not None:
+            self._check_form(tower, form, {"total": float(count)})
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:

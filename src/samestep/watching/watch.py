@@ -12,6 +12,7 @@ from samestep.buffers.named_tensors import NamedBuffer
 from samestep.identity import is_compiled
 from samestep.watching.decisions import check_decisions
 from samestep.watching.early_gradients import EarlyGradients
+from samestep.watching.losses.loss_forms import LossForm
 from samestep.watching.model.modes import Modes
 from samestep.watching.model.optimizer_settings import OptimizerSettings, has_settings
 from samestep.watching.model.outside_nets import OutsideNets
@@ -138,6 +139,13 @@ class Watch:
         """Note the losses that a program passes in, or outputs, in a step whose values are followed."""
         if self.follows:
             self.flow.operators.note_losses(losses)
+
+    def form_of(self, loss: Any) -> LossForm | None:
+        """Return what a loss, or its sums by name, are made of, in a step whose values are followed."""
+        if not self.follows:
+            return None
+        self.note_losses(loss.values() if isinstance(loss, Mapping) else [loss])
+        return self.flow.form_of(loss)
 
     def note_explained(self) -> None:
         """Note that a warning has named what may make losses differ from pass to pass."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from samestep.summation.placement import Placement
@@ -20,13 +20,13 @@ class LossForm(NamedTuple):
     Attributes:
         scaling: how means were scaled to give it, if they were.
         means: those that it is made of.
-        sum: the sums over the rows that it is made of; None if of none.
+        sums: of what sums over the rows it, the "loss", is made, or each of its sums by name, if of any.
         pairs: the tensor of pairs of rows that it is made of, in words; None if there is none.
     """
 
     scaling: Scaling | None
     means: Sequence[Mean]
-    sum: RowSum | None
+    sums: Mapping[str, RowSum]
     pairs: str | None
 
 
@@ -41,13 +41,20 @@ class LossForms:
         for each in (self._means, self._scaled, self._rows):
             each.start_step()
 
-    def note(self, tower: str, rows: int, form: LossForm) -> None:
-        """Note the loss of a tower's pass over so many rows; warn of means over other things than rows."""
+    def note(self, tower: str, rows: int, form: LossForm, counts: Mapping[str, float] | None) -> None:
+        """Note the loss of a tower's pass over so many rows; warn of means over other things than rows.
+
+        Or, if it comes with `counts` by name, warn of sums that were divided by these already.
+        """
+        if counts is not None:
+            for name, found in form.sums.items():
+                self._rows.check_total(f"{tower}: {name}", found, counts[name])
+            return
         self._means.compare(tower, rows, form.means)
         self._scaled.note(form.scaling)
         if rows > 1:  # otherwise, a sum over rows is a mean
             is_mean = any(mean.divisor >= rows for mean in form.means)
-            self._rows.note(form.sum, form.pairs, rows, is_mean=is_mean)
+            self._rows.note(form.sums.get("loss"), form.pairs, rows, is_mean=is_mean)
 
     def check(self, tower: str, placement: Placement, batch_rows: int) -> None:
         """After a worker's last tower, warn of what all its passes do."""

@@ -16,7 +16,7 @@ class RowLosses:
     """Warns, once of each, of losses that are no means over a tower's rows."""
 
     def __init__(self) -> None:
-        self._has_warned_of_sums = self._has_warned_of_pairs = False
+        self._has_warned_of_sums = self._has_warned_of_pairs = self._has_warned_of_totals = False
         self.start_step()
 
     def start_step(self) -> None:
@@ -60,6 +60,20 @@ class RowLosses:
                 "own rows: rows of different towers are not compared, so the gradient depends on the number "
                 "of towers; to compare all rows of the batch, call towers.whole_batch(batch, forward, loss) "
                 "instead of the loop over towers"
+            )
+
+    def check_total(self, what: str, found: RowSum, count: float) -> None:
+        """Warn if what is passed as a sum, with this count, is a mean."""
+        if self._has_warned_of_totals or count <= 1 or not found.weight:
+            return
+        divisor = 1 / found.weight
+        is_mean = found.factor == 0 and math.isclose(divisor, found.num_terms, rel_tol=_ROUNDING)
+        if is_mean or math.isclose(divisor, count, rel_tol=_ROUNDING):
+            self._has_warned_of_totals = True
+            warn(
+                f"{what} is a mean, made in {found.line}: it was divided by {divisor:g}, and samestep "
+                f"divides it again, by all towers' counts (here {count:g}), so the gradient is smaller by "
+                "that factor: pass the undivided sum"
             )
 
     def _part(self, num_towers: int, batch_rows: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -70,9 +71,9 @@ class RowSums:
         elif takes_rows:
             self._note_terms(name, call, result)
 
-    def of_loss(self, loss: Any) -> RowSum | None:
-        """Return of what sums over the rows a loss was computed, and forget the pass; None if of none."""
-        found, _ = self._sums.get(id(loss), (None, None))
+    def of_losses(self, losses: Mapping[str, Any]) -> dict[str, RowSum]:
+        """Return of what sums over the rows losses were computed, if of any, and forget the pass."""
+        found = {name: self._sums[id(each)][0] for name, each in losses.items() if id(each) in self._sums}
         self.clear()
         return found
 

@@ -69,8 +69,8 @@ class ScaledLosses:
 
     def check(self, who: str, placement: Placement) -> None:
         """Warn if all passes up to this one have scaled their losses by the number of workers or towers."""
-        (scaling, *others) = self._found
-        if scaling is None or others or self.has_warned:
+        scaling = next(iter(self._found)) if len(self._found) == 1 else None
+        if scaling is None or self.has_warned:
             return
         counts = {placement.num_towers: "towers", placement.num_workers: "workers"}
         if scaling.number in counts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -258,11 +258,14 @@ class FlowWatch(TorchDispatchMode):
             self._kept_numbers.check(what)
 
     def form_of(self, loss: Any) -> LossForm:
-        """Return what this pass's loss is made of, and forget it, so that no tensor is kept for it."""
+        """Return what this pass's loss, or its sums by name, are made of, and forget it.
+
+        No tensor is kept for it.
+        """
         return LossForm(
             self._means.scaling_of(loss),
             self._means.of_loss(loss),
-            self._sums.of_loss(loss),
+            self._sums.of_losses(loss if isinstance(loss, Mapping) else {"loss": loss}),
             self._pairs.in_loss(loss),
         )
 
