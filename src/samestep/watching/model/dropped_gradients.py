@@ -33,7 +33,8 @@ class DroppedGradients:
     def __init__(self, tensors: WatchedTensors, *, warns: bool) -> None:
         self._tensors, self._warns = tensors, warns
         self._num_steps = 0
-        self._used: dict[int, Tensor] = {}  # gradients with which an optimizer has stepped last, by id
+        # Gradients with which an optimizer has stepped last, by id; weak, because the program may free them.
+        self._used: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self._averaged: dict[int, int] = {}  # ids of parameters, and of the gradients that `average` has set
         self._step = -1  # the last step that has dropped gradients since an optimizer has stepped
         _watched.add(self)
@@ -75,7 +76,7 @@ class DroppedGradients:
             return
         step, self._step = self._step, -1
         if step < 0 or any(id(each.grad) != self._averaged[id(each)] for each in held):
-            self._used |= {id(each.grad): each.grad for each in held}
+            self._used.update({id(each.grad): each.grad for each in held})
             return
         self._num_steps = _MOST_STEPS
         if self._warns:

@@ -28,7 +28,7 @@ class Messages:
 
     def note(self, func: Any) -> None:
         """Note an operator that the loop calls."""
-        if not self._called and func.namespace in _NAMESPACES:
+        if not self._called and getattr(func, "namespace", "") in _NAMESPACES:
             self._called = f" ({func.overloadpacket.__name__.rstrip('_')})"
 
     def check(self, who: str, *, counts: bool) -> None:
