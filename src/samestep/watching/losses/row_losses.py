@@ -49,9 +49,10 @@ class RowLosses:
         elif not (self._has_warned_of_sums or is_scaled) and (part := self._part(num_towers, batch_rows)):
             self._has_warned_of_sums = True
             warn(
-                f"{who}: {part}. That is about 1/{num_towers} of the mean over the tower's rows, which "
-                "tower.backward expects, and so is the gradient: pass this mean; or the sum, undivided, by "
-                "tower.backward_sum(total, count), or as samestep.LossSum(total, count) from a Step's loss_fn"
+                f"{who}: {part}. tower.backward expects the mean over the tower's rows; divided by a number "
+                f"of the whole batch, the gradient is smaller by about {num_towers}, the number of towers. "
+                "Pass this mean; or the sum, undivided, by tower.backward_sum(total, count), or as "
+                "samestep.LossSum(total, count) from a Step's loss_fn"
             )
         if self._pairs is not None and not self._has_warned_of_pairs:
             self._has_warned_of_pairs = True
