@@ -91,9 +91,11 @@ class RowLosses:
         if not is_known:
             return ""
         in_words = f"its loss is a sum over rows, made in {parts[0][0].line}, divided by {divisor:g}"
+        if math.isclose(divisor, batch_rows, rel_tol=_ROUNDING):
+            return f"{in_words}, the rows of the whole batch"
         per_row = [found.num_terms / rows for found, rows in parts]
-        if any(math.isclose(divisor, batch_rows * each, rel_tol=_ROUNDING) for each in (1, *per_row)):
-            return f"{in_words}, the number of the whole batch"
+        if any(math.isclose(divisor, batch_rows * each, rel_tol=_ROUNDING) for each in per_row):
+            return f"{in_words}, the elements of the whole batch"
         is_count = math.isclose(divisor, round(divisor), rel_tol=_ROUNDING / max(1, divisor))
         is_of_no_tower = len(parts) > 1 and any(round(divisor) % rows for _, rows in parts)
         is_possible = divisor <= num_towers * max(found.num_terms for found, _ in parts)
