@@ -286,6 +286,26 @@ class MeanTimesRows(Program):
         tower.backward_sum(loss * tower.rows, tower.rows)
 
 
+class MeanTimesThree(Program):
+    def batch(self, step):
+        return batch_of(step, 21)
+
+    def run(self, tower):
+        loss = 3 * F.cross_entropy(self.model(tower.batch["x"]), tower.batch["y"])
+        tower.backward_sum(loss, tower.rows)
+
+
+class OfMeansOverAsManyAsRows(Program):
+    """Three features, in towers of three rows."""
+
+    def batch(self, step):
+        return batch_of(step, 21)
+
+    def run(self, tower):
+        loss = F.mse_loss(self.model(tower.batch["x"]), tower.batch["x"][:, :3])
+        tower.backward_sum(loss * tower.rows, tower.rows)
+
+
 class NamedSum(OfAStep):
     counts: ClassVar = {"rows": lambda batch: len(batch["y"])}
 
@@ -294,7 +314,10 @@ class NamedSum(OfAStep):
 
 
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
-@pytest.mark.parametrize("program", [OfMeansOfEachRow, MeanOfATower, MeanTimesRows, NamedSum])
+@pytest.mark.parametrize(
+    "program",
+    [OfMeansOfEachRow, MeanOfATower, MeanTimesRows, MeanTimesThree, OfMeansOverAsManyAsRows, NamedSum],
+)
 def test_other_sums_are_not_told_of(program, num_workers):
     assert not told_of(program, num_workers, "is a mean, made in")
 

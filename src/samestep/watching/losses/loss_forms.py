@@ -48,7 +48,7 @@ class LossForms:
         """
         if counts is not None:
             for name, found in form.sums.items():
-                self._rows.check_total(f"{tower}: {name}", found, counts[name])
+                self._rows.check_total(f"{tower}: {name}", found, rows, counts[name])
             return
         self._means.compare(tower, rows, form.means)
         self._scaled.note(form.scaling)

@@ -63,13 +63,14 @@ class RowLosses:
                 "instead of the loop over towers"
             )
 
-    def check_total(self, what: str, found: RowSum, count: float) -> None:
-        """Warn if what is passed as a sum, with this count, is a mean."""
-        if self._has_warned_of_totals or count <= 1 or not found.weight:
+    def check_total(self, what: str, found: RowSum, rows: int, count: float) -> None:
+        """Warn if what is passed as a sum over so many rows, with this count, is a mean."""
+        if self._has_warned_of_totals or count <= 1 or not found.weight * found.written:
             return
-        divisor = 1 / found.weight
+        divisor, per_row = 1 / (found.weight * found.written), found.num_terms / rows
         is_mean = found.factor == 0 and math.isclose(divisor, found.num_terms, rel_tol=_ROUNDING)
-        if is_mean or math.isclose(divisor, count, rel_tol=_ROUNDING):
+        is_of_means = math.isclose(divisor, per_row, rel_tol=_ROUNDING)  # of each row
+        if is_mean or (math.isclose(divisor, count, rel_tol=_ROUNDING) and not is_of_means):
             self._has_warned_of_totals = True
             warn(
                 f"{what} is a mean, made in {found.line}: it was divided by {divisor:g}, and samestep "

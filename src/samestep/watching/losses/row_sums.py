@@ -35,12 +35,14 @@ class RowSum(NamedTuple):
         factor: the largest by which a sum was multiplied; 0 if there are means alone.
         weight: the largest by which a term of a sum or a mean was multiplied, except by numbers that are
             written in the code.
+        written: the product of these.
         num_terms: of that sum or mean.
     """
 
     line: str
     factor: float
     weight: float
+    written: float
     num_terms: int
 
     def is_sum_over(self, num_rows: int) -> bool:
@@ -87,8 +89,11 @@ class RowSums:
         )
         if name in _SCALING:
             factor = _factor_in(name, call)
-            weight = 1.0 if _is_written(factor) else factor
-            found = found._replace(factor=found.factor * factor, weight=found.weight * weight)
+            found = found._replace(factor=found.factor * factor)
+            if _is_written(factor):
+                found = found._replace(written=found.written * factor)
+            else:
+                found = found._replace(weight=found.weight * factor)
         elif name not in _KEEPING:
             return
         self._sums[id(result)] = found, result
@@ -104,7 +109,7 @@ class RowSums:
             if total.numel() == 1 and terms.requires_grad and self._rows.dimension_of(terms) == 0:
                 num_terms = call.args[1].numel() if name in _OF_LABELS else terms.numel()
                 factor = self._factor_of(terms)
-                found = RowSum(str(ProgramLine.current()), factor, factor, num_terms)
+                found = RowSum(str(ProgramLine.current()), factor, factor, 1.0, num_terms)
                 mean = found._replace(factor=0.0, weight=factor / num_terms)
                 self._sums[id(total)] = (found if is_sum else mean), total
 
