@@ -103,15 +103,16 @@ class RowSums:
             factor = math.prod(map(self._factor_of, call.given)) * _factor_in(name, call)
             self._factors[storage_of(result)] = factor, keep_address(result)
         reduction = reduction_of(call.func, call.args, call.kwargs)
-        is_sum = name == "sum" or reduction == SUM
-        if is_sum or name == "mean" or reduction == MEAN:
+        if name in ("sum", "mean") or reduction in (SUM, MEAN):
             terms, total = call.args[0], result if isinstance(result, Tensor) else result[0]
-            if total.numel() == 1 and terms.requires_grad and self._rows.dimension_of(terms) == 0:
-                num_terms = call.args[1].numel() if name in _OF_LABELS else terms.numel()
+            num_terms = call.args[1].numel() if name in _OF_LABELS else terms.numel()
+            is_over_rows = terms.requires_grad and self._rows.dimension_of(terms) == 0
+            if num_terms and total.numel() == 1 and is_over_rows:
                 factor = self._factor_of(terms)
                 found = RowSum(str(ProgramLine.current()), factor, factor, 1.0, num_terms)
-                mean = found._replace(factor=0.0, weight=factor / num_terms)
-                self._sums[id(total)] = (found if is_sum else mean), total
+                if name == "mean" or reduction == MEAN:
+                    found = found._replace(factor=0.0, weight=factor / num_terms)
+                self._sums[id(total)] = found, total
 
     def _factor_of(self, tensor: Tensor) -> float:
         return self._factors.get(storage_of(tensor), (1.0, None))[0]
