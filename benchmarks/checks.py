@@ -31,7 +31,9 @@ import samestep
 from samestep.batches.batch import GlobalBatch
 from samestep.towers.replica import Replica
 from samestep.towers.run import StepRun
+from samestep.watching.model.dropped_gradients import DroppedGradients
 from samestep.watching.pass_check import PassCheck
+from samestep.watching.passes.messages import Messages
 from samestep.watching.watch import Watch
 from step import SUBJECTS, Subject, loss_of, pictures, sgd
 
@@ -51,7 +53,10 @@ CHECKS: dict[tuple[type, str], Callable[..., Any]] = {
     (Watch, "check_pass"): nothing,
     (Watch, "end_turn"): nothing,
     (Watch, "end_step"): nothing,
-    (PassCheck, "start"): nothing,
+    (Watch, "form_of"): nothing,
+    (Messages, "start_step"): nothing,
+    (DroppedGradients, "start_step"): nothing,
+    (DroppedGradients, "note_average"): nothing,
     (PassCheck, "check_forward"): nothing,
     (StepRun, "leaves"): lambda run, losses: [],
     (GlobalBatch, "fingerprint"): lambda batch, *_: 0,
@@ -111,7 +116,7 @@ def main() -> None:
         return
     clock = Clock()
     for kind, name in CHECKS:
-        setattr(kind, name, clock.timed(name, getattr(kind, name)))
+        setattr(kind, name, clock.timed(f"{kind.__name__}.{name}", getattr(kind, name)))
     do_nothing = clock.timed("nothing", nothing)
     subjects = {**SUBJECTS, "50 layers": Subject(deep_net, pictures(64), sgd, 128)}
     for label, subject in subjects.items():
@@ -168,7 +173,9 @@ def step_s(towers: samestep.Towers, batch: Any, in_each_pass: Callable[[], None]
         tower.backward(loss_of(towers.model, tower.batch))
         in_each_pass()
     towers.average()
-    return time.thread_time() - started
+    spent_s = time.thread_time() - started
+    towers.model.zero_grad()
+    return spent_s
 
 
 def followed_s(towers: samestep.Towers, batch: Any, *, with_backward: bool) -> float:

@@ -14,7 +14,8 @@ from samestep.watching.model.watched_tensors import WatchedTensors
 
 __all__ = ["DroppedGradients", "note_optimizer"]
 
-_MOST_STEPS = 16
+_MOST_STEPS = 16  # in which it is found that gradients are dropped
+_MOST_ADDED = 256  # averages that a program may want to add up; a loop that only measures takes more
 
 _watched: weakref.WeakSet[DroppedGradients] = weakref.WeakSet()
 
@@ -33,9 +34,10 @@ class DroppedGradients:
     def __init__(self, tensors: WatchedTensors, *, warns: bool) -> None:
         self._tensors, self._warns = tensors, warns
         self._num_steps = 0
-        # Gradients with which an optimizer has stepped last, by id; weak, because the program may free them.
-        self._used: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-        self._averaged: dict[int, int] = {}  # ids of parameters, and of the gradients that `average` has set
+        # Weak, because the program may free gradients, and their ids are used again.
+        self._used = _Gradients()  # with which an optimizer has stepped last
+        self._averaged = _Gradients()  # that `average` has set last
+        self._known: set[int] = set()  # ids of the parameters that have had an average
         self._step = -1  # the last step that has dropped gradients since an optimizer has stepped
         _watched.add(self)
 
@@ -45,40 +47,43 @@ class DroppedGradients:
             return
         self._num_steps += 1
         held = [each.grad for each in parameters if each.grad is not None]
-        unused = [grad for grad in held if id(grad) not in self._used]
-        if self._step >= 0 and not _any(held):  # `zero_grad`: what earlier steps have dropped was not wanted
-            self._step = -1
-        elif self._num_steps > 1 and unused and self._are_wanted(unused):
-            self._step = step
+        is_early = self._num_steps <= _MOST_STEPS
+        if self._step >= 0:
+            if not held or (is_early and not _any(held)):  # `zero_grad`: what was dropped was not wanted
+                self._step = -1
+        elif self._num_steps > 1 and is_early:
+            unused = [grad for grad in held if grad not in self._used]
+            self._step = step if unused and self._are_wanted(unused) else -1
         self._used.clear()
 
     def _are_wanted(self, unused: Sequence[Tensor]) -> bool:
         """Whether these gradients have values by which the program has not changed the weights itself."""
-        are_averages = {id(grad) for grad in unused} <= set(self._averaged.values())
+        are_averages = all(grad in self._averaged for grad in unused)
         return _any(unused) and _are_finite(unused) and not (are_averages and self._tensors.have_changed())
 
-    def note_average(self, parameters: Iterable[Tensor]) -> None:
+    def note_average(self, parameters: Sequence[Tensor]) -> None:
         """Note the gradients that `average` has set."""
         self._used.clear()
-        self._averaged = {} if self._is_over else {id(each): id(each.grad) for each in parameters}
+        self._averaged.clear()
+        if not self._is_over:
+            self._averaged.note(parameters)
+            self._known = set(map(id, parameters))
 
     def note_optimizer(self, optimizer: Optimizer) -> None:
         """Before an optimizer steps: warn, once, if it takes averages that were to be added to others."""
         if self._is_over:
             return
         held = [
-            each
-            for group in optimizer.param_groups
-            for each in group["params"]
-            if id(each) in self._averaged and each.grad is not None
+            each for group in optimizer.param_groups for each in group["params"] if id(each) in self._known
         ]
+        held = [each for each in held if each.grad is not None]
         if not held:
             return
         step, self._step = self._step, -1
-        if step < 0 or any(id(each.grad) != self._averaged[id(each)] for each in held):
-            self._used.update({id(each.grad): each.grad for each in held})
+        if step < 0 or any(each.grad not in self._averaged for each in held):
+            self._used.note(held)
             return
-        self._num_steps = _MOST_STEPS
+        self._num_steps = _MOST_ADDED
         if self._warns:
             self._warn(type(optimizer).__name__, step)
 
@@ -92,7 +97,25 @@ class DroppedGradients:
 
     @property
     def _is_over(self) -> bool:
-        return self._num_steps >= _MOST_STEPS and self._step < 0
+        return self._num_steps >= (_MOST_STEPS if self._step < 0 else _MOST_ADDED)
+
+
+class _Gradients:
+    """A set of gradients, known by identity, that keeps none of them alive."""
+
+    def __init__(self) -> None:
+        self._held: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+    def note(self, parameters: Iterable[Tensor]) -> None:
+        """Add the gradients of these parameters."""
+        self._held.update({id(each.grad): each.grad for each in parameters if each.grad is not None})
+
+    def clear(self) -> None:
+        """Forget them."""
+        self._held.clear()
+
+    def __contains__(self, gradient: Tensor) -> bool:
+        return id(gradient) in self._held
 
 
 def note_optimizer(optimizer: Optimizer) -> None:
