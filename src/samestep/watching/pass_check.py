@@ -34,7 +34,7 @@ class PassCheck:
                     "to whole_batch, instead of loss.backward(), which is not averaged; for gradients of "
                     "inputs, as for adversarial examples, use torch.autograd.grad(loss, inputs)"
                 )
-        self._messages.check(repr(tower), counts=True)
+        self._messages.check(tower, counts=True)
 
     def start_backward(self) -> None:
         """Note which buffers a tower's forward has changed."""

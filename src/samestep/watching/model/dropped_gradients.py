@@ -63,11 +63,12 @@ class DroppedGradients:
 
     def note_average(self, parameters: Sequence[Tensor]) -> None:
         """Note the gradients that `average` has set."""
+        if self._is_over:
+            return
         self._used.clear()
         self._averaged.clear()
-        if not self._is_over:
-            self._averaged.note(parameters)
-            self._known = set(map(id, parameters))
+        self._averaged.note(parameters)
+        self._known = set(map(id, parameters))
 
     def note_optimizer(self, optimizer: Optimizer) -> None:
         """Before an optimizer steps: warn, once, if it takes averages that were to be added to others."""

@@ -31,7 +31,7 @@ class Messages:
         if not self._called and getattr(func, "namespace", "") in _NAMESPACES:
             self._called = f" ({func.overloadpacket.__name__.rstrip('_')})"
 
-    def check(self, who: str, *, counts: bool) -> None:
+    def check(self, who: object, *, counts: bool) -> None:
         """Raise if the loop has called `torch.distributed`.
 
         Args:
