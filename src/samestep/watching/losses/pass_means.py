@@ -13,13 +13,12 @@ from torch._ops import OpOverload
 from samestep.watching.losses.graph import graph_of
 from samestep.watching.losses.means import Mean
 from samestep.watching.losses.scaled_losses import Scaling
-from samestep.watching.operators.operator_calls import MEAN, number_of, reduction_of
+from samestep.watching.operators.operator_calls import MEAN, OF_LABELS, number_of, reduction_of
 
 __all__ = ["PassMeans"]
 
 aten = torch.ops.aten
 
-_OF_LABELS = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
 _MEANS = {aten.mean.default, aten.mean.dim}
 _SUMS = {aten.sum.default, aten.sum.dim_IntList}
 _ADJUSTING = {aten.add.Tensor, aten.clamp.default, aten.clamp_min.default, aten.maximum.default}
@@ -173,7 +172,7 @@ def _of_reduction(
         return _of_all(values) if isinstance(result, Tensor) and result.numel() == 1 else None
     if reduction_of(func, args, kwargs) != MEAN:
         return None
-    if func in _OF_LABELS:
+    if func in OF_LABELS:
         count, (_, labels, weights, *_) = float(result[1]), args
         is_of_all = weights is None and count == labels.numel()
         by = "" if weights is None else ", by their weights"

@@ -9,7 +9,15 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from samestep.watching.losses.rows import Rows
-from samestep.watching.operators.operator_calls import MEAN, SUM, Call, number_of, reduction_of, tensors_in
+from samestep.watching.operators.operator_calls import (
+    MEAN,
+    OF_LABELS,
+    SUM,
+    Call,
+    number_of,
+    reduction_of,
+    tensors_in,
+)
 from samestep.watching.operators.origins import Kept, is_dense, keep_address, storage_of
 from samestep.watching.program.program_line import ProgramLine
 
@@ -20,8 +28,6 @@ _KEEPING = {"add", "sub", "rsub", "neg", "add_", "sub_", "neg_", "sum", "stack",
 
 _SCALING = {"mul": 1, "mul_": 1, "div": -1, "div_": -1}
 """Products and quotients: the power of their second argument."""
-
-_OF_LABELS = {"nll_loss_forward", "nll_loss2d_forward"}
 
 _ROUNDING = 1e-3
 _MOST_ELEMENTS = 4096  # of weights whose sum is taken
@@ -105,7 +111,7 @@ class RowSums:
         reduction = reduction_of(call.func, call.args, call.kwargs)
         if name in ("sum", "mean") or reduction in (SUM, MEAN):
             terms, total = call.args[0], result if isinstance(result, Tensor) else result[0]
-            num_terms = call.args[1].numel() if name in _OF_LABELS else terms.numel()
+            num_terms = call.args[1].numel() if call.func in OF_LABELS else terms.numel()
             is_over_rows = terms.requires_grad and self._rows.dimension_of(terms) == 0
             if num_terms and total.numel() == 1 and is_over_rows:
                 factor = self._factor_of(terms)

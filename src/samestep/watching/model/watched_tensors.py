@@ -111,20 +111,23 @@ class WatchedTensors:
 
     def have_changed(self) -> bool:
         """Whether a watched tensor has changed since `note`, or this step's slice since it was hashed."""
-        now = self._current()
-        if len(now) != len(self._tensors) or any(map(operator.is_not, now, self._tensors)):
-            return True
-        if self._differing(_version, self._versions) or self._differing(Tensor.data_ptr, self.pointers):
-            return True
-        return bool(_differing_names(self._before, self._hash.of(self._step, fixed_only=True)))
+        return bool(
+            self._changes() or _differing_names(self._before, self._hash.of(self._step, fixed_only=True))
+        )
 
     def check(self, who: str) -> None:
         """Raise if `who` wrote to a watched tensor or replaced it since `note`."""
+        if has_changed := self._changes():
+            self._fail(who, self._step, has_changed)
+
+    def _changes(self) -> list[bool]:
+        """Say for each place whether its tensor was written to or replaced since `note`; [] if none was."""
         now = self._current()
         written = self._differing(_version, self._versions) | self._differing(Tensor.data_ptr, self.pointers)
-        if written or any(map(operator.is_not, now, self._tensors)):
-            pairs = zip(now, self._tensors, strict=True)
-            self._fail(who, self._step, [new is not old or id(old) in written for new, old in pairs])
+        if not written and not any(map(operator.is_not, now, self._tensors)):
+            return []
+        pairs = zip(now, self._tensors, strict=True)
+        return [new is not old or id(old) in written for new, old in pairs]
 
     def _differing(self, read: Callable[[Tensor], int], before: list[int]) -> set[int]:
         now = list(map(read, self._present))

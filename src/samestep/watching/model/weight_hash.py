@@ -5,16 +5,16 @@ It finds what version counters do not show: writes through `.data`, and workers 
 
 from __future__ import annotations
 
-import ctypes
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from samestep.buffers.named_tensors import find_named_parameters
-from samestep.identity import checksum, checksum_of
+from samestep.identity import checksum_of
 
 __all__ = ["Hashes", "Place", "WeightHash"]
 
@@ -36,24 +36,11 @@ class Place(Protocol):
         """Return the tensor that is there now."""
 
 
+@dataclass(frozen=True)
 class _Piece:
-    """A range of the elements of what is at a place; `tensor` is there when the tensors are cut."""
-
-    def __init__(self, place: Place, tensor: Tensor | None, elements: slice, *, is_fixed: bool) -> None:
-        self.name, self.get = place.name, place.get
-        self.elements, self.is_fixed = elements, is_fixed
-        self._num_bytes = -1  # of the whole tensor; -1 if its memory may not be what its elements are
-        if tensor is not None and not tensor.is_complex():
-            start, stop, _ = elements.indices(tensor.numel())
-            self._num_bytes = tensor.nbytes
-            self._begin = start * tensor.element_size()
-            self._memory = ctypes.c_char * ((stop - start) * tensor.element_size())
-
-    def checksum(self, tensor: Tensor) -> int:
-        """Return the checksum of this range of a tensor on the host."""
-        if tensor.nbytes == self._num_bytes and tensor.is_contiguous() and (address := tensor.data_ptr()):
-            return checksum(self._memory.from_address(address + self._begin))
-        return checksum_of(_flat(tensor), self.elements)
+    place: Place
+    elements: slice
+    is_fixed: bool
 
 
 class WeightHash:
@@ -66,16 +53,14 @@ class WeightHash:
     """
 
     def __init__(self, fixed: Sequence[Place], shared: Sequence[Place], always: Sequence[Place]) -> None:
-        small: list[_Piece] = []
+        self._always: list[_Piece] = []
         held = 0
         for place in sorted(always, key=_num_bytes):
             held += _num_bytes(place)
             if held <= _SMALL_BYTES:
-                small.append(_Piece(place, place.get(), slice(None), is_fixed=True))
-        done = {piece.name for piece in small}
-        cut = _cut([(p, True) for p in fixed if p.name not in done] + [(p, False) for p in shared])
-        self._slices = [[*small, *pieces] for pieces in cut]
-        self._fixed_slices = [[each for each in pieces if each.is_fixed] for pieces in self._slices]
+                self._always.append(_Piece(place, slice(None), is_fixed=True))
+        done = {piece.place.name for piece in self._always}
+        self._slices = _cut([(p, True) for p in fixed if p.name not in done] + [(p, False) for p in shared])
 
     @classmethod
     def of_parameters(cls, model: nn.Module) -> WeightHash:
@@ -86,8 +71,9 @@ class WeightHash:
 
     def of(self, step: int, *, fixed_only: bool = False) -> Hashes:
         """Return the hashes of this step's slice, and of what is hashed in every step."""
-        slices = self._fixed_slices if fixed_only else self._slices
-        return Hashes(slices[step % len(slices)])
+        pieces = [*self._always, *self._slices[step % len(self._slices)]]
+        pairs = [(piece, piece.place.get()) for piece in pieces if piece.is_fixed or not fixed_only]
+        return Hashes([(piece, t) for piece, t in pairs if t is not None and t.numel()])
 
     def by_name(self, *, fixed_only: bool = False) -> dict[str, int]:
         """Return a hash of each whole tensor, by name."""
@@ -101,18 +87,16 @@ class WeightHash:
 class Hashes:
     """Hashes of pieces of tensors, by name; on a GPU they are computed asynchronously."""
 
-    def __init__(self, pieces: Sequence[_Piece] = ()) -> None:
-        pairs = [(piece, piece.get()) for piece in pieces]
-        found = [(piece, tensor) for piece, tensor in pairs if tensor is not None and tensor.numel()]
-        self._names = [piece.name for piece, _ in found]
+    def __init__(self, pieces: Sequence[tuple[_Piece, Tensor]] = ()) -> None:
+        self._names = [piece.place.name for piece, _ in pieces]
         self._values: list[int] = []
-        self.is_ready = not any(tensor.is_cuda for _, tensor in found)
+        self.is_ready = not any(tensor.is_cuda for _, tensor in pieces)
         if self.is_ready:
-            self._values = [piece.checksum(tensor) for piece, tensor in found]
+            self._values = [checksum_of(_flat(tensor), piece.elements) for piece, tensor in pieces]
         else:
-            parts = [_as_ints(_flat(tensor)[piece.elements]) for piece, tensor in found]
-            hashes = torch.stack([torch.hash_tensor(part).view(torch.int64) for part in parts])
-            self._copy = hashes.to("cpu", non_blocking=True)
+            parts = [_as_ints(_flat(tensor)[piece.elements]) for piece, tensor in pieces]
+            found = torch.stack([torch.hash_tensor(part).view(torch.int64) for part in parts])
+            self._copy = found.to("cpu", non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
 
@@ -137,7 +121,7 @@ def _cut(places: Sequence[tuple[Place, bool]]) -> list[list[_Piece]]:
             assert tensor is not None
             start, stop = max(begin, index * size) - begin, min(end, (index + 1) * size) - begin
             elements = slice(start // tensor.element_size(), stop // tensor.element_size())
-            slices[index].append(_Piece(place, tensor, elements, is_fixed=is_fixed))
+            slices[index].append(_Piece(place, elements, is_fixed))
     return slices or [[]]
 
 

@@ -15,6 +15,7 @@ aten = torch.ops.aten
 
 __all__ = [
     "MEAN",
+    "OF_LABELS",
     "SUM",
     "Call",
     "Kind",
@@ -27,6 +28,9 @@ __all__ = [
 
 MEAN, SUM = 1, 2
 """Torch's numbers for reduction="mean" and "sum"."""
+
+OF_LABELS = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
+"""Losses with a term for each label, which is their second argument."""
 
 _DRAWING = "normal_ uniform_ random_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_"
 _OVERWRITING = {"copy_", "fill_", "zero_", "set_", "_foreach_copy_", "_foreach_zero_", *_DRAWING.split()}
