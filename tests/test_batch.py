@@ -58,7 +58,14 @@ def test_a_slice_is_a_copy_in_memory_of_its_own():
             (torch.zeros(3), {"scale": torch.tensor(1.0)}),
             r"batch\[1\]\['scale'\] is a 0-dimensional tensor",
         ),
-        ({"x": torch.zeros(3, 2), "y": torch.zeros(4)}, r"batch\['y'\] has 4 rows, batch\['x'\] has 3"),
+        (
+            {"x": torch.zeros(3, 2), "y": torch.zeros(4)},
+            r"batch\['y'\] has 4 rows, batch\['x'\] has 3: .* use samestep.Whole\(batch\['y'\]\) to give it",
+        ),
+        (
+            (torch.zeros(9, 4, 2), torch.zeros(4)),
+            r"if the second dimension of batch\[0\] is its rows, transpose it; use samestep.Whole\(batch",
+        ),
     ],
 )
 def test_batches_that_cannot_be_cut_are_refused(batch, named):

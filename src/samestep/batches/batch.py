@@ -305,9 +305,13 @@ def _check_rows(found: list[Column]) -> None:
         )
     lists = dict.fromkeys(each for each in (other.in_list, first.in_list) if each)
     hint = "".join(f"; if {each} has one entry per row, pass np.fromiter({each}, object)" for each in lists)
+    for one, rows in ((other, first.rows), (first, other.rows)):
+        if getattr(one.value, "ndim", 1) > 1 and one.value.shape[1] == rows:
+            hint += f"; if the second dimension of {one.path} is its rows, transpose it"
     raise BatchError(
-        f"{other.path} has {other.rows} rows, {first.path} has {first.rows}: "
-        f"expected the same number of rows in all tensors of a batch{hint}"
+        f"{other.path} has {other.rows} rows, {first.path} has {first.rows}: expected the same number of "
+        f"rows in all tensors of a batch, along their first dimension{hint}; use "
+        f"samestep.Whole({other.path}) to give it to every tower unchanged"
     )
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from samestep.summation.placement import Placement
 from samestep.watching.losses.means import Mean, Means
 from samestep.watching.losses.row_losses import RowLosses
+from samestep.watching.losses.row_pairs import CombinedRows
 from samestep.watching.losses.row_sums import RowSum
 from samestep.watching.losses.scaled_losses import ScaledLosses, Scaling
 
@@ -21,13 +22,13 @@ class LossForm(NamedTuple):
         scaling: how means were scaled to give it, if they were.
         means: those that it is made of.
         sums: of what sums over the rows it, the "loss", is made, or each of its sums by name, if of any.
-        pairs: the tensor of pairs of rows that it is made of, in words; None if there is none.
+        combined: what it is made of that combines rows with each other; None if nothing does.
     """
 
     scaling: Scaling | None
     means: Sequence[Mean]
     sums: Mapping[str, RowSum]
-    pairs: str | None
+    combined: CombinedRows | None
 
 
 class LossForms:
@@ -54,7 +55,7 @@ class LossForms:
         self._scaled.note(form.scaling)
         if rows > 1:  # otherwise, a sum over rows is a mean
             is_mean = any(mean.divisor >= rows for mean in form.means)
-            self._rows.note(form.sums.get("loss"), form.pairs, rows, is_mean=is_mean)
+            self._rows.note(form.sums.get("loss"), form.combined, rows, is_mean=is_mean)
 
     def check(self, tower: str, placement: Placement, batch_rows: int) -> None:
         """After a worker's last tower, warn of what all its passes do."""

@@ -1,10 +1,11 @@
-"""Warns of losses that are sums over a tower's rows, or that compare its rows with each other."""
+"""Warns of losses that are sums over a tower's rows, or that combine its rows with each other."""
 
 from __future__ import annotations
 
 import math
 
 from samestep.errors import warn
+from samestep.watching.losses.row_pairs import CombinedRows
 from samestep.watching.losses.row_sums import RowSum
 
 __all__ = ["RowLosses"]
@@ -16,24 +17,24 @@ class RowLosses:
     """Warns, once of each, of losses that are no means over a tower's rows."""
 
     def __init__(self) -> None:
-        self._has_warned_of_sums = self._has_warned_of_pairs = self._has_warned_of_totals = False
+        self._has_warned_of_sums = self._has_warned_of_combined = self._has_warned_of_totals = False
         self.start_step()
 
     def start_step(self) -> None:
         """Forget the passes of another step."""
         self._sums = set[str | None]()  # where passes have summed their losses; None in one that has not
         self._parts: list[tuple[RowSum | None, int]] = []  # of the loss of each pass, and its rows
-        self._pairs: str | None = None
+        self._combined: CombinedRows | None = None
 
-    def note(self, found: RowSum | None, pairs: str | None, rows: int, *, is_mean: bool) -> None:
-        """Note the sum that the loss of a pass over so many rows is, and the pairs of rows, if any."""
+    def note(self, found: RowSum | None, combined: CombinedRows | None, rows: int, *, is_mean: bool) -> None:
+        """Note the sum that the loss of a pass over so many rows is, and what combines rows in it, if any."""
         is_sum = found is not None and found.is_sum_over(rows) and not is_mean
         self._sums.add(found.line if found is not None and is_sum else None)
         self._parts.append((found, rows))
-        self._pairs = self._pairs or pairs
+        self._combined = self._combined or combined
 
     def check(self, who: str, num_towers: int, batch_rows: int, *, is_scaled: bool) -> None:
-        """Warn if all passes up to this one have summed their losses, or if one has compared rows.
+        """Warn if all passes up to this one have summed their losses, or if one has combined rows.
 
         `is_scaled` is whether a warning has named a factor of the loss.
         """
@@ -54,14 +55,9 @@ class RowLosses:
                 "Pass this mean; or the sum, undivided, by tower.backward_sum(total, count), or as "
                 "samestep.LossSum(total, count) from a Step's loss_fn"
             )
-        if self._pairs is not None and not self._has_warned_of_pairs:
-            self._has_warned_of_pairs = True
-            warn(
-                f"{who}: its loss compares rows with each other, through {self._pairs}. A tower has only its "
-                "own rows: rows of different towers are not compared, so the gradient depends on the number "
-                "of towers; to compare all rows of the batch, call towers.whole_batch(batch, forward, loss) "
-                "instead of the loop over towers"
-            )
+        if self._combined is not None and not self._has_warned_of_combined:
+            self._has_warned_of_combined = True
+            warn(_of_combined(who, self._combined))
 
     def check_total(self, what: str, found: RowSum, rows: int, count: float) -> None:
         """Warn if what is passed as a sum over so many rows, with this count, is a mean."""
@@ -101,3 +97,20 @@ class RowLosses:
         is_of_no_tower = len(parts) > 1 and any(round(divisor) % rows for _, rows in parts)
         is_possible = divisor <= num_towers * max(found.num_terms for found, _ in parts)
         return f"{in_words}, the same in all towers" if is_count and is_of_no_tower and is_possible else ""
+
+
+def _of_combined(who: str, combined: CombinedRows) -> str:
+    if combined.is_time:
+        return (
+            f"{who}: its loss takes rows for time steps, through {combined.made}. Towers are cut along the "
+            "first dimension of the batch's tensors, and a tower has only its own rows, so the gradient "
+            "depends on the number of towers: give towers tensors of shape [rows, time, ...], and layers "
+            "batch_first=True, or transpose in each pass; if all rows of the batch should be combined, call "
+            "towers.whole_batch(batch, forward, loss) instead of the loop over towers"
+        )
+    return (
+        f"{who}: its loss compares rows with each other, through {combined.made}. A tower has only its own "
+        "rows: rows of different towers are not compared, so the gradient depends on the number of towers; "
+        "to compare all rows of the batch, call towers.whole_batch(batch, forward, loss) instead of the "
+        "loop over towers"
+    )

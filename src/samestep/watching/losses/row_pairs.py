@@ -1,53 +1,87 @@
-"""Finds losses that compare a tower's rows with each other."""
+"""Finds losses that combine a tower's rows with each other."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch._ops import OpOverload
 
 from samestep.watching.losses.graph import graph_of
+from samestep.watching.losses.row_steps import RowSteps
 from samestep.watching.losses.rows import BY_ELEMENT, Rows
-from samestep.watching.operators.operator_calls import Call, tensors_in
+from samestep.watching.operators.operator_calls import Call, argument, tensors_in
 from samestep.watching.program.program_line import ProgramLine
 
-__all__ = ["RowPairs"]
+__all__ = ["CombinedRows", "RowPairs"]
 
 _PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
+_BATCHED = {"bmm", "baddbmm"}  # as in attention over several heads
 _DISTANCES = {"_cdist_forward", "_euclidean_dist"}
 _MOST_ELEMENTS = 2**20
+_SORTING = {"topk", "sort", "kthvalue", "median"}
+_ALONG = {"_softmax", "_log_softmax", "logcumsumexp", "cumsum", "cumprod", *_SORTING}
+"""Operators that compare what is along a dimension; the last one, if none is given."""
+
+
+class CombinedRows(NamedTuple):
+    """What a loss is made of that was computed from several rows.
+
+    Attributes:
+        made: what it is and in which line it was made, in words.
+        is_time: whether rows were combined one after the other, as time steps are.
+    """
+
+    made: str
+    is_time: bool
 
 
 class RowPairs:
-    """The tensors of a pass with an element for each pair of its rows, such as a matrix of similarities."""
+    """The tensors of a pass that combine its rows: by pairs, along a dimension, or one after the other."""
 
     def __init__(self, rows: Rows) -> None:
-        self._rows = rows
+        self._rows, self._steps = rows, RowSteps(rows)
         self.clear()
 
     def clear(self) -> None:
         """Forget the pass."""
-        self._found: list[tuple[Tensor, str]] = []
+        self._steps.clear()
+        self._found: list[tuple[Tensor, CombinedRows]] = []
 
     def note(self, call: Call, result: Any) -> None:
         """Note an operator that has run."""
-        if not isinstance(result, Tensor) or not 1 < result.numel() <= _MOST_ELEMENTS:
+        if not self._rows.num_rows or not isinstance(call.func, OpOverload):
             return
-        if isinstance(call.func, OpOverload) and self._has_pairs(call):
-            shape = " x ".join(map(str, result.shape))
-            self._found.append((result, f"a tensor of {shape} made in {ProgramLine.current()}"))
+        name = call.func.overloadpacket.__name__
+        first = next(tensors_in((result,)), None)
+        if first is None:
+            return
+        if how := self._steps.find(name, call, result):
+            self._note(first, f"{how} over rows", is_time=True)
+        elif name in _ALONG and self._is_along_rows(call):
+            self._note(first, f"{name.strip('_')} over rows", is_time=False)
+        elif 1 < first.numel() <= _MOST_ELEMENTS and self._has_pairs(name, call):
+            shape = " x ".join(map(str, first.shape))
+            self._note(first, f"a tensor of {shape} made", is_time=name in _BATCHED and len(first) > 1)
 
-    def in_loss(self, loss: Any) -> str | None:
-        """Return the tensor of pairs that a loss is made of, in words, and forget the pass; None if none."""
-        by_node = {held.grad_fn: words for held, words in self._found if held.grad_fn is not None}
+    def in_loss(self, loss: Any) -> CombinedRows | None:
+        """Return what a loss is made of that combines rows, and forget the pass; None if nothing does."""
+        by_node = {held.grad_fn: what for held, what in self._found if held.grad_fn is not None}
         self.clear()
         if not by_node or not isinstance(loss, Tensor):
             return None
         return next((by_node[node] for node in graph_of([loss]) if node in by_node), None)
 
-    def _has_pairs(self, call: Call) -> bool:
-        name = call.func.overloadpacket.__name__
+    def _note(self, made: Tensor, what: str, *, is_time: bool) -> None:
+        self._found.append((made, CombinedRows(f"{what} in {ProgramLine.current()}", is_time)))
+
+    def _is_along_rows(self, call: Call) -> bool:
+        tensor = call.args[0]
+        along = argument(call.func, "dim", call.args, call.kwargs, -1)
+        is_known = along is not None and tensor.dim() > 0 and tensor.requires_grad
+        return is_known and self._rows.dimension_of(tensor) == along % tensor.dim()
+
+    def _has_pairs(self, name: str, call: Call) -> bool:
         if name not in _PRODUCTS | _DISTANCES | BY_ELEMENT:
             return False
         tensors = list(tensors_in(call.args))[-2:]

@@ -15,6 +15,8 @@ __all__ = ["BY_ELEMENT", "Rows"]
 
 BY_ELEMENT = {"add", "sub", "mul", "div"}
 
+_COPYING = {"clone", "_to_copy"}
+
 _FIRST = {"mm": 0, "mv": 0, "bmm": 0, "addmm": 1, "addmv": 1, "baddbmm": 1}
 """Matrix products, and which of their arguments has the rows of the result."""
 
@@ -24,7 +26,11 @@ class Rows:
 
     A tensor "has rows" in a dimension that is the tower's rows, or that is divided into as many equal parts,
     one for each row, such as the tokens of a sentence. Results of operators are followed if this is their
-    first dimension; views of these may have it in any, and so may what is computed from these by element.
+    first dimension; views of these may have it in any, and so may their copies, and what is computed from
+    them by element.
+
+    Attributes:
+        num_rows: of the tower; 0 if none are followed.
     """
 
     def __init__(self) -> None:
@@ -32,7 +38,7 @@ class Rows:
 
     def clear(self) -> None:
         """Forget the pass."""
-        self._num_rows = 0
+        self.num_rows = 0
         # The bytes from one row to the next, by storage; references keep its address from being reused.
         self._strides: dict[int, tuple[int, Kept]] = {}
 
@@ -40,7 +46,7 @@ class Rows:
         """Follow these rows; a single one can't be told from other dimensions of size one."""
         self.clear()
         if num_rows > 1:
-            self._num_rows = num_rows
+            self.num_rows = num_rows
             for tensor in rows:
                 self._note(tensor, 0)
 
@@ -55,7 +61,7 @@ class Rows:
         if 0 in found and (joins or not _is_over_rows(call)):
             for tensor in tensors_in((result,)):
                 self._note(tensor, 0)
-        elif name in BY_ELEMENT:
+        elif name in BY_ELEMENT or name in _COPYING:
             dims = [at for at, num_dims in found.items() if at is not None and num_dims == result.dim()]
             if len(dims) == 1:
                 self._note(result, dims[0])
@@ -67,16 +73,16 @@ class Rows:
         if held is None or not is_dense(tensor):
             return None
         for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-            num_bytes = tensor.itemsize * stride * (size // self._num_rows)
-            if size and size % self._num_rows == 0 and num_bytes == held[0]:
+            num_bytes = tensor.itemsize * stride * (size // self.num_rows)
+            if size and size % self.num_rows == 0 and num_bytes == held[0]:
                 return dimension
         return None
 
     def _note(self, tensor: Tensor, dimension: int) -> None:
         storage = storage_of(tensor)
         is_new = storage and storage not in self._strides and is_dense(tensor) and tensor.dim() > dimension
-        if is_new and (size := tensor.shape[dimension]) and size % self._num_rows == 0:
-            num_bytes = tensor.itemsize * tensor.stride(dimension) * (size // self._num_rows)
+        if is_new and (size := tensor.shape[dimension]) and size % self.num_rows == 0:
+            num_bytes = tensor.itemsize * tensor.stride(dimension) * (size // self.num_rows)
             self._strides[storage] = num_bytes, keep_address(tensor)
 
 
