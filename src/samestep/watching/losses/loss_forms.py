@@ -11,6 +11,7 @@ from samestep.watching.losses.row_losses import RowLosses
 from samestep.watching.losses.row_pairs import CombinedRows
 from samestep.watching.losses.row_sums import RowSum
 from samestep.watching.losses.scaled_losses import ScaledLosses, Scaling
+from samestep.watching.losses.totals import Totals
 
 __all__ = ["LossForm", "LossForms"]
 
@@ -36,20 +37,20 @@ class LossForms:
 
     def __init__(self) -> None:
         self._means, self._scaled, self._rows = Means(), ScaledLosses(), RowLosses()
+        self._totals = Totals()
 
     def start_step(self) -> None:
         """Forget the passes of another step."""
-        for each in (self._means, self._scaled, self._rows):
+        for each in (self._means, self._scaled, self._rows, self._totals):
             each.start_step()
 
     def note(self, tower: str, rows: int, form: LossForm, counts: Mapping[str, float] | None) -> None:
         """Note the loss of a tower's pass over so many rows; warn of means over other things than rows.
 
-        Or, if it comes with `counts` by name, warn of sums that were divided by these already.
+        Or, if it comes with `counts` by name, warn of totals that are no sums, or that were divided already.
         """
         if counts is not None:
-            for name, found in form.sums.items():
-                self._rows.check_total(f"{tower}: {name}", found, rows, counts[name])
+            self._totals.note(tower, rows, form.sums, counts)
             return
         self._means.compare(tower, rows, form.means)
         self._scaled.note(form.scaling)
@@ -61,3 +62,4 @@ class LossForms:
         """After a worker's last tower, warn of what all its passes do."""
         self._scaled.check(tower, placement)
         self._rows.check(tower, placement.num_towers, batch_rows, is_scaled=self._scaled.has_warned)
+        self._totals.check(tower, placement.num_towers, batch_rows)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from samestep.watching.losses.light_terms import LightTerms
 from samestep.watching.losses.rows import Rows
 from samestep.watching.operators.operator_calls import (
     MEAN,
@@ -23,7 +24,8 @@ from samestep.watching.program.program_line import ProgramLine
 
 __all__ = ["RowSum", "RowSums"]
 
-_KEEPING = {"add", "sub", "rsub", "neg", "add_", "sub_", "neg_", "sum", "stack", "view", "_to_copy", "clone"}
+_ADDING = {"add", "sub", "rsub", "add_", "sub_", "stack"}
+_KEEPING = {*_ADDING, "neg", "neg_", "sum", "view", "_to_copy", "clone"}
 """Operators whose result is still a sum over rows."""
 
 _SCALING = {"mul": 1, "mul_": 1, "div": -1, "div_": -1}
@@ -43,6 +45,7 @@ class RowSum(NamedTuple):
             written in the code.
         written: the product of these.
         num_terms: of that sum or mean.
+        added: where a term was added to a sum that does not grow with the rows; "" if none was.
     """
 
     line: str
@@ -50,6 +53,7 @@ class RowSum(NamedTuple):
     weight: float
     written: float
     num_terms: int
+    added: str = ""
 
     def is_sum_over(self, num_rows: int) -> bool:
         """Say whether a sum was divided by less than the number of rows, so that it is no mean."""
@@ -57,14 +61,20 @@ class RowSum(NamedTuple):
 
 
 class RowSums:
-    """The sums and means over rows that a pass has computed."""
+    """The sums and means over rows that a pass has computed.
 
-    def __init__(self, rows: Rows) -> None:
-        self._rows = rows
+    Args:
+        rows: the tensors that have rows.
+        depends_on_rows: says whether a tensor was computed from the tower's rows or random numbers.
+    """
+
+    def __init__(self, rows: Rows, depends_on_rows: Callable[[Tensor], bool]) -> None:
+        self._rows, self._light = rows, LightTerms(depends_on_rows)
         self.clear()
 
     def clear(self) -> None:
         """Forget the pass."""
+        self._light.clear()
         # By which terms were multiplied, by storage, with what keeps its address from being reused.
         self._factors: dict[int, tuple[float, Kept]] = {}
         # By the tensors' ids; they are kept alive, so that no other one gets their id.
@@ -78,6 +88,7 @@ class RowSums:
             self._note_sum(name, call, sums, result)
         elif takes_rows:
             self._note_terms(name, call, result)
+        self._light.note(name, call, result, takes_rows=takes_rows)
 
     def of_losses(self, losses: Mapping[str, Any]) -> dict[str, RowSum]:
         """Return of what sums over the rows losses were computed, if of any, and forget the pass."""
@@ -86,12 +97,15 @@ class RowSums:
         return found
 
     def _note_sum(self, name: str, call: Call, sums: list[RowSum], result: Any) -> None:
-        if not isinstance(result, Tensor) or result.numel() > len(sums):
+        num_given = len(list(tensors_in(call.args))) if name == "stack" else len(sums)
+        if not isinstance(result, Tensor) or result.numel() > num_given:
             return
         heaviest = max(sums, key=lambda each: each.weight)
         largest = max(sums, key=lambda each: each.factor)
         found = heaviest._replace(
-            factor=largest.factor, line=largest.line if largest.factor else heaviest.line
+            factor=largest.factor,
+            line=largest.line if largest.factor else heaviest.line,
+            added=self._added(name, call, sums),
         )
         if name in _SCALING:
             factor = _factor_in(name, call)
@@ -103,6 +117,12 @@ class RowSums:
         elif name not in _KEEPING:
             return
         self._sums[id(result)] = found, result
+
+    def _added(self, name: str, call: Call, sums: list[RowSum]) -> str:
+        is_sum = any(each.is_sum_over(self._rows.num_rows) for each in sums)
+        if is_sum and name in _ADDING and any(self._light.has(each) for each in tensors_in(call.args)):
+            return str(ProgramLine.current())
+        return next((each.added for each in sums if each.added), "")
 
     def _note_terms(self, name: str, call: Call, result: Any) -> None:
         if name in _SCALING and self._rows.dimension_of(result) == 0:

@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from samestep.watching.operators.operator_calls import Call, argument, tensors_in
 from samestep.watching.operators.origins import Kept, is_dense, keep_address, storage_of
 
-__all__ = ["BY_ELEMENT", "Rows"]
+__all__ = ["BY_ELEMENT", "Rows", "is_over_rows"]
 
 BY_ELEMENT = {"add", "sub", "mul", "div"}
 
@@ -58,7 +58,7 @@ class Rows:
         taken = call.args[_FIRST[name] : _FIRST[name] + 1] if name in _FIRST else call.args
         found = {self.dimension_of(each): each.dim() for each in tensors_in(taken)}
         joins = name == "cat" and list(found) == [0]  # two views of each row, say, one after the other
-        if 0 in found and (joins or not _is_over_rows(call)):
+        if 0 in found and (joins or not is_over_rows(call)):
             for tensor in tensors_in((result,)):
                 self._note(tensor, 0)
         elif name in BY_ELEMENT or name in _COPYING:
@@ -86,7 +86,7 @@ class Rows:
             self._strides[storage] = num_bytes, keep_address(tensor)
 
 
-def _is_over_rows(call: Call) -> bool:
+def is_over_rows(call: Call) -> bool:
     """Say whether an operator combines rows: it works along the first dimension."""
     dims = argument(call.func, "dim", call.args, call.kwargs, 0)
     num_dims = next(tensors_in(call.args)).dim()

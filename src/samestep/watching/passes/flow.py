@@ -88,7 +88,7 @@ class FlowWatch(TorchDispatchMode):
         self.beside = Beside()
         self._means = PassMeans()
         self._rows = Rows()
-        self._sums, self._pairs = RowSums(self._rows), RowPairs(self._rows)
+        self._sums, self._pairs = RowSums(self._rows, self._depends_on_rows), RowPairs(self._rows)
         self.reads = Reads()
         self.operators = PassOperators(self.reads)
         self.messages = Messages()
@@ -351,6 +351,9 @@ class FlowWatch(TorchDispatchMode):
             self._origins.note(tensor, origin)
         if not origin.towers:
             self._updates.note_made(taken, made)
+
+    def _depends_on_rows(self, tensor: Tensor) -> bool:
+        return bool(self._origins.of(tensor).towers & 1 << self._tower)
 
     def _take_numbers(self, call: Call, taken: Iterable[Tensor]) -> int:
         """Return the bits of numbers that count passes, and of what is held beside the model."""

@@ -98,6 +98,16 @@ class Expression:
         """Return its first and last line, and first and last column; None if unknown."""
         return next(islice(self.code.co_positions(), self.instruction, None))
 
+    def text(self) -> str:
+        """Return its source; "" if unknown."""
+        first, last, start, end = self.place()
+        if first is None or last is None or start is None or end is None:
+            return ""
+        lines = [linecache.getline(self.code.co_filename, each).encode() for each in range(first, last + 1)]
+        lines[-1] = lines[-1][:end]  # columns count bytes
+        lines[0] = lines[0][start:]
+        return b"".join(lines).decode()
+
     # A code object's own hash takes time.
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Expression):

@@ -1,0 +1,66 @@
+"""Says whether the expression that is running multiplies by a count, such as a number of rows."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import Any
+
+from samestep.watching.program.program_line import Expression, frames_of_program
+from samestep.watching.program.reach import locals_of
+
+__all__ = ["LEAST_COUNT", "multiplies_by_count"]
+
+LEAST_COUNT = 2
+
+_SIZES = {"rows", "shape", "size", "numel"}  # of tensors and towers
+
+
+def multiplies_by_count() -> bool:
+    """Say whether a factor of it is `len(...)`, a size of a tensor or a tower, or a variable of two or more.
+
+    An operator may get but the product, as in `rows * 0.01 * penalty`.
+    """
+    expression = Expression.current()
+    frame = next(frames_of_program(), None)
+    if expression is None or frame is None or frame.f_code is not expression.code:
+        return False
+    try:
+        product = ast.parse(expression.text().strip(), mode="eval").body
+    except SyntaxError:  # not all of it is known
+        return False
+    factors = list(_factors(product))
+    if any(map(_is_size, factors)):
+        return True
+    names = {each.id for each in factors if isinstance(each, ast.Name)}
+    variables = dict(locals_of(frame)) if names else {}
+    return any(_is_count(variables.get(name, frame.f_globals.get(name))) for name in names)
+
+
+def _factors(product: ast.expr) -> Iterator[ast.expr]:
+    match product:
+        case ast.BinOp(left=left, right=right):
+            yield from _factors(left)
+            yield from _factors(right)
+        case ast.Call(func=ast.Attribute(value=value, attr="mul" | "mul_"), args=[factor]):
+            yield from _factors(value)
+            yield from _factors(factor)
+        case ast.Call(func=ast.Name("float" | "int"), args=[value]):
+            yield from _factors(value)
+        case _:
+            yield product
+
+
+def _is_size(factor: ast.expr) -> bool:
+    match factor:
+        case ast.Call(func=ast.Name("len")):
+            return True
+        case ast.Call(func=ast.Attribute(attr=name)) | ast.Attribute(attr=name):
+            return name in _SIZES
+        case ast.Subscript(value=ast.Attribute(attr="shape")):
+            return True
+    return False
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int | float) and value >= LEAST_COUNT

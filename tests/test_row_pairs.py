@@ -1,0 +1,331 @@
+"""Losses that combine a tower's rows with each other: a warning."""
+
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .cases import mostly_long
+from .nets import batch_of
+from .test_flow import Program
+from .test_row_losses import told_of
+
+COMPARED = "its loss compares rows with each other, through a tensor of "
+
+
+# ---- pairs of rows --------------------------------------------------------------------------------------
+
+
+class Contrastive(Program):
+    def similarities(self, left, right):
+        return left @ right.T
+
+    def loss(self, x, y):
+        z = F.normalize(self.model(x))
+        return F.cross_entropy(self.similarities(z, F.normalize(x[:, :3])), torch.arange(len(z)))
+
+
+class OfItself(Contrastive):
+    def similarities(self, left, right):
+        return torch.einsum("id,jd->ij", left, left)
+
+
+class OfTwoViews(Program):
+    """As SimCLR does."""
+
+    def loss(self, x, y):
+        z = F.normalize(torch.cat([self.model(x), self.model(x + torch.randn_like(x))]))
+        similarities = (z @ z.T).fill_diagonal_(-9)
+        return F.cross_entropy(similarities, torch.arange(len(z)).roll(len(x)))
+
+
+class ByDistance(Contrastive):
+    def similarities(self, left, right):
+        return -torch.cdist(left, right)
+
+
+class ByDifference(Contrastive):
+    def similarities(self, left, right):
+        return -(left[:, None] - right[None]).square().sum(2)
+
+
+class ByCosine(Contrastive):
+    def similarities(self, left, right):
+        return F.cosine_similarity(left[:, None], right, dim=2)
+
+
+class BroadcastByMistake(Program):
+    """[rows, 1] less [rows]."""
+
+    def loss(self, x, y):
+        return (self.model(x)[:, :1] - x[:, 0]).square().mean()
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
+@pytest.mark.parametrize(
+    "program", [Contrastive, OfItself, OfTwoViews, ByDistance, ByDifference, ByCosine, BroadcastByMistake]
+)
+def test_a_loss_of_pairs_of_rows_is_told_of_once_on_each_worker(program, num_workers):
+    told = told_of(program, num_workers, COMPARED)
+    assert len(told) == num_workers
+    assert all("call towers.whole_batch(batch, forward, loss)" in each for each in told)
+
+
+class WithAMetric(Program):
+    """Accuracy of nearest neighbours, and labels that are compared."""
+
+    def loss(self, x, y):
+        z = self.model(x)
+        distances = torch.cdist(z.detach(), z.detach())
+        self.correct = (y[distances.topk(2, largest=False).indices[:, 1]] == y).float().mean()
+        same = (y[:, None] == y[None]).float().mean(1)
+        return (F.cross_entropy(z, y, reduction="none") * same.sign()).mean()
+
+
+class WithAttention(Program):
+    """Of the features of each row."""
+
+    def build(self):
+        torch.manual_seed(0)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.embed, self.head = nn.Linear(1, 4), nn.Linear(4, 3)
+        return nn.ModuleList([self.attention, self.embed, self.head])
+
+    def loss(self, x, y):
+        tokens = self.embed(x[:, :, None])
+        return F.cross_entropy(self.head(self.attention(tokens, tokens, tokens)[0].mean(1)), y)
+
+
+class WithAFourierTransform(Program):
+    """Of the features of each row; its real part is a view of complex numbers."""
+
+    def build(self):
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Linear(1, 4), nn.Linear(12, 3)
+        return nn.ModuleList([self.embed, self.head])
+
+    def batch(self, step):
+        return batch_of(step, 14)
+
+    def loss(self, x, y):
+        z = self.embed(torch.cat([x, x], 1)[:, :, None])
+        z = z + torch.fft.fftn(z, dim=(1, 2)).real
+        return F.cross_entropy(self.head(z.mean(2)), y)
+
+
+class WithFactors(Program):
+    def loss(self, x, y):
+        z = self.model(x)
+        z = z * x[:, :1] + (z[:, :, None] * x[:, None, :3]).sum(2)
+        return F.cross_entropy(z, y)
+
+
+@pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
+@pytest.mark.parametrize("program", [WithAMetric, WithAttention, WithAFourierTransform, WithFactors])
+def test_rows_that_are_compared_beside_the_loss_or_within_are_not_told_of(program, num_workers):
+    assert not told_of(program, num_workers, COMPARED)
+
+
+# ---- along the rows, or one row after the other ---------------------------------------------------------
+
+
+class HardRows(Program):
+    def loss(self, x, y):
+        losses = F.cross_entropy(self.model(x), y, reduction="none")
+        return losses.topk(1).values.mean()
+
+
+class ShareOfRows(Program):
+    """The dimension was mistaken."""
+
+    def loss(self, x, y):
+        return F.cross_entropy(self.model(x).softmax(0), y)
+
+
+class PartialLikelihood(Program):
+    """As Cox's: each row against those that lived longer."""
+
+    def loss(self, x, y):
+        risk = self.model(x)[:, 0][x[:, 0].argsort()]
+        return (risk.logcumsumexp(0) - risk).mean()
+
+
+class BySortedPairs(Program):
+    def loss(self, x, y):
+        scores = self.model(x)[:, 0].sort(descending=True).values
+        return scores.diff().square().mean()
+
+
+@pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
+@pytest.mark.parametrize("program", [HardRows, ShareOfRows, PartialLikelihood, BySortedPairs])
+def test_a_loss_that_compares_rows_along_their_dimension_is_told_of(program, num_workers):
+    told = told_of(program, num_workers, "its loss compares rows with each other, through ")
+    assert len(told) == num_workers
+    assert all(" over rows in test_row_pairs.py, line " in each for each in told)
+
+
+class Sequence(Program):
+    """Takes batches of shape [time, rows, features], as torch's layers do by default."""
+
+    layer: ClassVar = staticmethod(lambda: nn.LSTM(2, 4))
+    feed_forward: ClassVar = staticmethod(lambda layer, x: layer(x)[0])
+
+    def build(self):
+        torch.manual_seed(0)
+        self.layer_of_time, self.head = self.layer(), nn.Linear(4, 3)
+        return nn.ModuleList([self.layer_of_time, self.head])
+
+    def series(self, x):
+        return torch.stack([x[:, ::2], x[:, 1::2]], 2)  # [time, rows, features], as the program sees it
+
+    def loss(self, x, y):
+        hidden = self.feed_forward(self.layer_of_time, self.series(x))
+        return F.cross_entropy(self.head(hidden).mean(1), y)
+
+
+class Recurrent(Sequence):
+    layer = staticmethod(lambda: nn.RNN(2, 4))
+
+
+class Gated(Sequence):
+    layer = staticmethod(lambda: nn.GRU(2, 4, num_layers=2, bidirectional=True))
+    feed_forward = staticmethod(lambda layer, x: layer(x)[0][..., :4])
+
+
+class Unbatched(Sequence):
+    """Rows without a dimension of time."""
+
+    def series(self, x):
+        return x[:, :2]
+
+    def loss(self, x, y):
+        return F.cross_entropy(self.head(self.layer_of_time(self.series(x))[0]), y)
+
+
+class ByCell(Sequence):
+    layer = staticmethod(lambda: nn.GRUCell(2, 4))
+
+    @staticmethod
+    def feed_forward(layer, x):
+        state, states = torch.zeros(x.shape[1], 4), []
+        for step in x:
+            state = layer(step, state)
+            states.append(state)
+        return torch.stack(states)
+
+
+class ByIndex(ByCell):
+    @staticmethod
+    def feed_forward(layer, x):
+        state, states = torch.zeros(x.shape[1], 4), []
+        for at in range(len(x)):
+            state = layer(x[at], state)
+            states.append(state)
+        return torch.stack(states)
+
+
+class OverAttention(Sequence):
+    layer = staticmethod(lambda: nn.MultiheadAttention(4, 2))
+
+    @staticmethod
+    def feed_forward(layer, x):
+        x = torch.cat([x, x], 2)
+        return layer(x, x, x, need_weights=False)[0]
+
+
+class OverWeights(OverAttention):
+    """By torch's other kernel."""
+
+    @staticmethod
+    def feed_forward(layer, x):
+        x = torch.cat([x, x], 2)
+        return layer(x, x, x)[0]
+
+
+class OverEncoder(Sequence):
+    layer = staticmethod(lambda: nn.TransformerEncoderLayer(4, 2, 8))
+
+    @staticmethod
+    def feed_forward(layer, x):
+        return layer(torch.cat([x, x], 2))
+
+
+OVER_TIME = [Sequence, Recurrent, Gated, Unbatched, ByCell, ByIndex, OverAttention, OverWeights, OverEncoder]
+
+
+@pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
+@pytest.mark.parametrize("program", OVER_TIME)
+def test_batches_that_are_cut_along_time_are_told_of(program, num_workers):
+    told = told_of(program, num_workers, "its loss takes rows for time steps, through ")
+    assert len(told) == num_workers
+    assert all("give towers tensors of shape [rows, time, ...]" in each for each in told)
+
+
+class RowsFirst(Sequence):
+    layer = staticmethod(lambda: nn.LSTM(2, 4, batch_first=True))
+
+
+class Transposed(Sequence):
+    """In each pass."""
+
+    def series(self, x):
+        return super().series(x).transpose(0, 1)
+
+    def loss(self, x, y):
+        hidden = self.feed_forward(self.layer_of_time, self.series(x))
+        return F.cross_entropy(self.head(hidden).mean(0), y)
+
+
+class TransposedCell(Transposed):
+    layer = staticmethod(lambda: nn.GRUCell(2, 4))
+    feed_forward = staticmethod(ByCell.feed_forward)
+
+
+class EncoderOfRows(OverEncoder):
+    layer = staticmethod(lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True))
+
+
+class RowByRow(Program):
+    """Each by itself, as detectors match their boxes."""
+
+    def loss(self, x, y):
+        total = torch.zeros(())
+        for row, label in zip(x, y, strict=True):
+            scores = self.model(row[None])
+            total = (total + F.cross_entropy(scores, label[None]) + scores.tanh().abs().mean()).clone()
+        return total.div(len(x)) + torch.stack([self.model(each[None]).exp().sum() for each in x]).mean()
+
+
+class RootOfRows(RowByRow):
+    def loss(self, x, y):
+        return sum((self.model(row[None]) - 1).square().mean() for row in x).sqrt() / len(x)
+
+
+class SortedFeatures(Program):
+    """The largest of each row, and its shares."""
+
+    def loss(self, x, y):
+        z = self.model(x)
+        return F.cross_entropy(z, y) + (z.topk(2).values * z.softmax(1)[:, :2]).cumsum(1).mean()
+
+
+class SortedLosses(Program):
+    """For a metric."""
+
+    def loss(self, x, y):
+        losses = F.cross_entropy(self.model(x), y, reduction="none")
+        self.median = losses.sort().values[len(x) // 2].item()
+        return losses.mean()
+
+
+OVER_ROWS = [RowsFirst, Transposed, TransposedCell, EncoderOfRows, RowByRow, RootOfRows]
+
+
+@pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
+@pytest.mark.parametrize("program", [*OVER_ROWS, SortedFeatures, SortedLosses])
+def test_rows_that_are_not_combined_are_not_told_of(program, num_workers):
+    assert not told_of(program, num_workers, "its loss takes rows for time steps")
+    assert not told_of(program, num_workers, "its loss compares rows")
