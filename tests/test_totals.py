@@ -313,11 +313,19 @@ class AllElements(OfTheBatch):
 
 
 class AllLabels(OfTheBatch):
+    """Those other than 2, as if padded; more than a tower has features or labels."""
+
+    num_towers = 6
+
+    def batch(self, step):
+        super().batch(step)
+        batch = batch_of(step, 21 - step % 3)
+        return {"x": batch["x"][:, :1], "y": batch["y"]}
+
     def run(self, tower):
         labels = torch.where(tower.batch["y"] != 2, tower.batch["y"], -100)
-        tower.backward_sum(
-            F.cross_entropy(self.model(tower.batch["x"]), labels, reduction="sum"), self.labels
-        )
+        outputs = self.model(tower.batch["x"].expand(-1, 6))
+        tower.backward_sum(F.cross_entropy(outputs, labels, reduction="sum"), self.labels)
 
 
 class ReturnedWithAllRows(OfAStep):
@@ -336,7 +344,8 @@ class ReturnedWithAllRows(OfAStep):
 def test_a_count_of_the_whole_batch_is_told_of_once_on_each_worker(program, num_workers):
     told = told_of(program, num_workers, "comes with the count ")
     assert len(told) == num_workers
-    assert all("the gradient is smaller by about 7, the number of towers" in each for each in told)
+    in_words = rf"the gradient is smaller by about {program.num_towers}, the number of towers"
+    assert all(in_words in each for each in told)
 
 
 class OwnLabels(OfTheBatch):
@@ -348,6 +357,15 @@ class OwnLabels(OfTheBatch):
         tower.backward_sum(losses[:2].sum(), 2)
 
 
+class CountsOfFeatures(OfTheBatch):
+    """As many in each tower, as it happens: two of each row, and one more."""
+
+    def run(self, tower):
+        x, y = tower.batch["x"], tower.batch["y"]
+        total = F.cross_entropy(self.model(x), y, reduction="none").sum()
+        tower.backward_sum(total, 7 + 0 * (x > 0).sum())
+
+
 class CountedTwice(OfTheBatch):
     def run(self, tower):
         x, y = tower.batch["x"], tower.batch["y"]
@@ -355,6 +373,6 @@ class CountedTwice(OfTheBatch):
 
 
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
-@pytest.mark.parametrize("program", [OwnLabels, CountedTwice, NamedSum, MeanTimesRows])
+@pytest.mark.parametrize("program", [OwnLabels, CountsOfFeatures, CountedTwice, NamedSum, MeanTimesRows])
 def test_counts_of_towers_are_not_told_of(program, num_workers):
     assert not told_of(program, num_workers, "comes with the count ")

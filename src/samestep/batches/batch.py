@@ -94,6 +94,12 @@ class LocalBatch:
             if isinstance(each, Tensor) and (root is not None or (each.dim() and each.size(0) == rows)):
                 yield each
 
+    def batch_tensors(self) -> list[Tensor]:
+        """Return the tensors of the global batch that are cut, if it is known."""
+        root = self.slices.root if isinstance(self.slices, Slices) else None
+        found = [] if root is None else [column.value for column in columns(root)]
+        return [each for each in found if isinstance(each, Tensor)]
+
     def has_only_tensors(self, batch: Any, rows: int) -> bool:
         """Say whether towers' batches differ only in tensors, of this many rows in this one."""
         if isinstance(self.slices, Slices) and self.slices.root is not None:

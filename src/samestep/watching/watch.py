@@ -121,6 +121,11 @@ class Watch:
         if loss.device.type == "cpu":
             self.loss = float(loss)
 
+    def start_loop(self, batch: Iterable[Tensor]) -> None:
+        """Begin the loop over the towers of a batch, of which these tensors are cut."""
+        self.flow.messages.start_step()
+        self.flow.batch_reads.start_step(batch)
+
     def start_pass(self, tower: int) -> None:
         """Note what a tower's pass might change, in a step that looks."""
         if self.looks:

@@ -13,7 +13,11 @@ _ROUNDING = 1e-3
 
 
 def divisor_of_batch(
-    parts: Sequence[tuple[RowSum | None, int, float]], num_towers: int, batch_rows: int
+    parts: Sequence[tuple[RowSum | None, int, float]],
+    num_towers: int,
+    batch_rows: int,
+    *,
+    most_own: int = 0,
 ) -> tuple[float, str] | None:
     """Return by what a worker's passes have divided their sums, if it is a number of the whole batch.
 
@@ -21,6 +25,7 @@ def divisor_of_batch(
         parts: the sum of each pass, its rows, and by what else it is divided.
         num_towers: of the step.
         batch_rows: of all towers.
+        most_own: what a tower may count itself.
 
     Returns:
         the number, and what it counts, in words; None if it may be a tower's own.
@@ -43,5 +48,5 @@ def divisor_of_batch(
         return divisor, "the elements of the whole batch"
     is_count = math.isclose(divisor, round(divisor), rel_tol=_ROUNDING / max(1, divisor))
     is_of_no_tower = len(known) > 1 and any(round(divisor) % rows for _, rows, _ in known)
-    is_possible = divisor <= num_towers * max(num_terms for num_terms, _, _ in known)
+    is_possible = most_own < divisor <= num_towers * max(num_terms for num_terms, _, _ in known)
     return (divisor, "the same in all towers") if is_count and is_of_no_tower and is_possible else None

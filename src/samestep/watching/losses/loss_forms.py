@@ -23,12 +23,14 @@ class LossForm(NamedTuple):
         scaling: how means were scaled to give it, if they were.
         means: those that it is made of.
         sums: of what sums over the rows it, the "loss", is made, or each of its sums by name, if of any.
+        most_elements: of a tensor of the tower's batch.
         combined: what it is made of that combines rows with each other; None if nothing does.
     """
 
     scaling: Scaling | None
     means: Sequence[Mean]
     sums: Mapping[str, RowSum]
+    most_elements: int
     combined: CombinedRows | None
 
 
@@ -50,7 +52,7 @@ class LossForms:
         Or, if it comes with `counts` by name, warn of totals that are no sums, or that were divided already.
         """
         if counts is not None:
-            self._totals.note(tower, rows, form.sums, counts)
+            self._totals.note(tower, rows, form.sums, counts, most_elements=form.most_elements)
             return
         self._means.compare(tower, rows, form.means)
         self._scaled.note(form.scaling)

@@ -31,6 +31,7 @@ class Rows:
 
     Attributes:
         num_rows: of the tower; 0 if none are followed.
+        most_elements: of a tensor that holds them.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,7 @@ class Rows:
 
     def clear(self) -> None:
         """Forget the pass."""
-        self.num_rows = 0
+        self.num_rows = self.most_elements = 0
         # The bytes from one row to the next, by storage; references keep its address from being reused.
         self._strides: dict[int, tuple[int, Kept]] = {}
 
@@ -48,6 +49,7 @@ class Rows:
         if num_rows > 1:
             self.num_rows = num_rows
             for tensor in rows:
+                self.most_elements = max(self.most_elements, tensor.numel())
                 self._note(tensor, 0)
 
     def note(self, call: Call, result: Any) -> bool:

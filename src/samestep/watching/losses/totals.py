@@ -23,10 +23,23 @@ class Totals:
 
     def start_step(self) -> None:
         """Forget the passes of another step."""
+        self._most_elements = 0
         self._parts: dict[str, list[tuple[RowSum | None, int, float]]] = {}
 
-    def note(self, tower: str, rows: int, sums: Mapping[str, RowSum], counts: Mapping[str, float]) -> None:
-        """Note the totals of a pass over so many rows, by name; warn of one that is no sum over rows."""
+    def note(
+        self,
+        tower: str,
+        rows: int,
+        sums: Mapping[str, RowSum],
+        counts: Mapping[str, float],
+        *,
+        most_elements: int,
+    ) -> None:
+        """Note the totals of a pass over so many rows, by name; warn of one that is no sum over rows.
+
+        A tensor of the tower's batch has at most so many elements.
+        """
+        self._most_elements = max(self._most_elements, most_elements)
         for name, count in counts.items():
             found = sums.get(name)
             self._parts.setdefault(name, []).append((found, rows, count))
@@ -50,7 +63,7 @@ class Totals:
     def check(self, who: str, num_towers: int, batch_rows: int) -> None:
         """After a worker's last tower, warn if all its passes had a count of the whole batch."""
         for name, parts in self._parts.items():
-            found = divisor_of_batch(parts, num_towers, batch_rows)
+            found = divisor_of_batch(parts, num_towers, batch_rows, most_own=self._most_elements)
             if found is not None:
                 count, of_what = found
                 self._warn(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -14,12 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from samestep.errors import UsageError, warn
 from samestep.watching.losses.loss_forms import LossForm
-from samestep.watching.losses.pass_means import PassMeans
-from samestep.watching.losses.row_pairs import RowPairs
-from samestep.watching.losses.row_sums import RowSums
-from samestep.watching.losses.rows import Rows
+from samestep.watching.losses.loss_operators import LossOperators
 from samestep.watching.operators.operator_calls import Call, tensors_in
 from samestep.watching.operators.origins import Kept, Origin, Origins, keep_address, storage_of
+from samestep.watching.passes.batch_reads import BatchReads
 from samestep.watching.passes.beside import COUNTED_NUMBER, LEFT_NUMBER, Beside
 from samestep.watching.passes.draws import GENERATOR, INSTEAD_OF_DRAWN, Draws
 from samestep.watching.passes.kept_numbers import KeptNumbers
@@ -67,6 +65,7 @@ class FlowWatch(TorchDispatchMode):
         reads: what this pass reads that may differ between towers.
         operators: how passes compute their losses.
         messages: which ones the loop over towers sends.
+        batch_reads: what passes read of the batch of all towers.
         own_code: whether code of the program runs in backward.
     """
 
@@ -86,9 +85,8 @@ class FlowWatch(TorchDispatchMode):
         self._counts = PassCounts()
         self._has_warned = False
         self.beside = Beside()
-        self._means = PassMeans()
-        self._rows = Rows()
-        self._sums, self._pairs = RowSums(self._rows, self._depends_on_rows), RowPairs(self._rows)
+        self._of_loss = LossOperators(self._depends_on_rows)
+        self.batch_reads = BatchReads()
         self.reads = Reads()
         self.operators = PassOperators(self.reads)
         self.messages = Messages()
@@ -137,8 +135,8 @@ class FlowWatch(TorchDispatchMode):
         self._tower = tower
         self._draws.start_pass()
         self._kept_numbers.start_pass(functions)
-        self._means.start_pass(num_rows)
-        self._rows.start_pass(num_rows, held)
+        self._of_loss.start_pass(num_rows, held)
+        self.batch_reads.start_pass(held, is_known=is_comparable)
         self._shared = {storage_of(tensor): keep_address(tensor) for tensor in shared}
         self._updates.start_pass(tower, self._shared)
         for storage in self._shared:
@@ -208,8 +206,7 @@ class FlowWatch(TorchDispatchMode):
         """End a pass."""
         self.pause()
         self._follows = False
-        for each in (self._means, self._rows, self._sums, self._pairs):
-            each.clear()
+        self._of_loss.clear()
         self.operators.stop_pass()
 
     def check(self, who: str, loss: Tensor, *, has_warned: bool = False) -> None:
@@ -222,6 +219,7 @@ class FlowWatch(TorchDispatchMode):
         """
         if not self._follows:
             return
+        self.batch_reads.check(who)
         origin = self._origins.of(loss)
         self.beside.note_used(self._tower, origin.beside)
         self._check_origin(f"{who}: its loss depends", origin)
@@ -258,16 +256,8 @@ class FlowWatch(TorchDispatchMode):
             self._kept_numbers.check(what)
 
     def form_of(self, loss: Any) -> LossForm:
-        """Return what this pass's loss, or its sums by name, are made of, and forget it.
-
-        No tensor is kept for it.
-        """
-        return LossForm(
-            self._means.scaling_of(loss),
-            self._means.of_loss(loss),
-            self._sums.of_losses(loss if isinstance(loss, Mapping) else {"loss": loss}),
-            self._pairs.in_loss(loss),
-        )
+        """Return what this pass's loss, or its sums by name, are made of, and forget it."""
+        return self._of_loss.form_of(loss)
 
     def end_turn(self, who: str, *, has_warned: bool) -> None:
         """Warn if this pass has computed its loss in a different way, unless there was another warning."""
@@ -329,9 +319,8 @@ class FlowWatch(TorchDispatchMode):
             taken = [tensor for tensor in taken if not any(tensor is each for each in written)]
         beside = self._kept_numbers.take(func, call.values)
         if not self._is_backward:
-            self._means.note(func, call.args, call.kwargs, result)
-            self._sums.note(call, result, takes_rows=self._rows.note(call, result))
-            self._pairs.note(call, result)
+            self._of_loss.note(call, result)
+            self.batch_reads.note(given)
             beside |= self._take_numbers(call, taken)
         towers = drawn.towers | own * kind.is_random
         origin = self._join(func, taken, drawn._replace(towers=towers, beside=beside))
