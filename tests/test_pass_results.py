@@ -7,6 +7,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -591,6 +592,98 @@ def strength_of_a_layer(job):
             noise.strength.copy_(correct / 21)
 
 
+# ---- what passes keep by the numbers of examples ---------------------------------------------------
+
+
+def examples_of(epoch):
+    """Return an epoch's batch, of all examples in another order, and their numbers."""
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(epoch))
+    return {"x": DATA.tensors[0][order], "y": DATA.tensors[1][order], "number": order}
+
+
+def losses_of(model, batch):
+    return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+
+
+def losses_in_a_dict(job):
+    model, towers, optimizer = made(job)
+    last = {}
+    for epoch in range(3):
+        for tower in towers(examples_of(epoch)):
+            losses, numbers = losses_of(model, tower.batch), tower.batch["number"].tolist()
+            weights = torch.tensor([last.get(number, 1.0) for number in numbers])
+            tower.backward((losses * weights).mean())
+            for number, loss in zip(numbers, losses.tolist(), strict=True):
+                last[number] = loss
+        towers.average()
+        optimizer.step()
+
+
+def losses_in_a_list(job):
+    model, towers, optimizer = made(job)
+    last = [1.0] * 24
+    for epoch in range(3):
+        for tower in towers(examples_of(epoch)):
+            losses, numbers = losses_of(model, tower.batch), tower.batch["number"].tolist()
+            tower.backward((losses * torch.tensor([last[number] for number in numbers])).mean())
+            for number, loss in zip(numbers, losses.tolist(), strict=True):
+                last[number] = loss
+        towers.average()
+        optimizer.step()
+
+
+def losses_in_an_array(job):
+    model, towers, optimizer = made(job)
+    last = np.ones(24, dtype=np.float32)
+    for epoch in range(3):
+        for tower in towers(examples_of(epoch)):
+            losses, numbers = losses_of(model, tower.batch), tower.batch["number"].numpy()
+            tower.backward((losses * torch.from_numpy(last[numbers])).mean())
+            last[numbers] = losses.detach().numpy()
+        towers.average()
+        optimizer.step()
+
+
+def losses_in_an_update(job):
+    model, towers, optimizer = made(job)
+    last = {}
+    for epoch in range(3):
+        for tower in towers(examples_of(epoch)):
+            losses, numbers = losses_of(model, tower.batch), tower.batch["number"].tolist()
+            tower.backward((losses * torch.tensor([last.get(number, 1.0) for number in numbers])).mean())
+            last.update(zip(numbers, losses.tolist(), strict=True))
+        towers.average()
+        optimizer.step()
+
+
+class Losses:
+    """Those of each example so far, in the loss function of a `Step`."""
+
+    def __init__(self):
+        self.kept = {}
+
+    def means(self, numbers):
+        found = [self.kept.get(number, [1.0]) for number in numbers]
+        return torch.tensor([sum(each) / len(each) for each in found])
+
+    def loss_of(self, model, batch):
+        losses, numbers = losses_of(model, batch), batch["number"].tolist()
+        weights = self.means(numbers)
+        for number, loss in zip(numbers, losses.tolist(), strict=True):
+            if number not in self.kept:
+                self.kept[number] = []
+            self.kept[number].append(loss)
+        return (losses * weights).mean()
+
+
+def losses_of_an_object(job):
+    _, towers, optimizer = made(job)
+    losses = Losses()
+    step = Step(towers, losses.loss_of, optimizer)
+    for epoch in range(3):
+        step(examples_of(epoch))
+
+
 WRONG = {
     best_weights: "whether Sequential.state_dict runs",
     best_model: "whether copy.deepcopy runs",
@@ -612,6 +705,11 @@ WRONG = {
     sampler: "the loop over steps",
     line_search: "closure of LBFGS",
     weight_of_the_loss: "the loss of later passes",
+    losses_in_a_dict: "the loss of later passes",
+    losses_in_a_list: "the loss of later passes",
+    losses_in_an_array: "the loss of later passes",
+    losses_in_an_update: "the loss of later passes",
+    losses_of_an_object: "the loss of later passes",
     weight_in_a_loss_function: "the loss of later passes",
     temperature_in_place: "the loss of later passes",
     strength_of_a_layer: "the loss of later passes",
@@ -873,7 +971,79 @@ def of_the_same_name(job):
             group["lr"] = mean
 
 
+def losses_that_all_gather(job):
+    model, towers, optimizer = made(job)
+    last = {}
+    for epoch in range(3):
+        kept = []
+        for tower in towers(examples_of(epoch)):
+            losses, numbers = losses_of(model, tower.batch), tower.batch["number"].tolist()
+            weights = torch.tensor([last.get(number, 1.0) for number in numbers])
+            tower.backward((losses * weights).mean())
+            kept.append(dict(zip(numbers, losses.tolist(), strict=True)))
+        towers.average()
+        optimizer.step()
+        for each in towers.gather(kept):
+            last.update(each)
+
+
+def tables_in_passes(job):
+    """Of a tower's labels, of its length, of its layers; of its number, which it keeps; and for the log."""
+    model, towers, optimizer = made(job)
+    ramps, outputs, own, confusion = {}, {}, {}, np.zeros((3, 3))
+    for epoch in range(3):
+        for tower in towers(examples_of(epoch)):
+            x, y = tower.batch["x"], tower.batch["y"]
+            if (ramp := ramps.get(len(y))) is None:
+                ramps[len(y)] = ramp = torch.linspace(0, 1, len(y))
+            for number, layer in enumerate(model):
+                x = layer(x)
+                outputs[number] = x
+            by_label = {}
+            losses = F.cross_entropy(x, y, reduction="none")
+            for label, loss in zip(y.tolist(), losses, strict=True):
+                by_label[label] = by_label.get(label, 0) + loss
+            shown = torch.zeros(len(y), 3)
+            shown[y > 0] = x[y > 0]
+            weight = own.get(tower.index, 1.0)
+            total = sum(by_label.values()) / len(y) + shown.square().mean() + outputs[0].square().mean()
+            tower.backward(total + (ramp * losses).mean() + weight * losses.mean())
+            own[tower.index] = 1.0
+            for label, guess in zip(y.tolist(), x.argmax(1).tolist(), strict=True):
+                confusion[label, guess] += 1
+        towers.average()
+        optimizer.step()
+
+
+class Bank(nn.Module):
+    """Keeps its outputs by examples, in a buffer with a policy."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.register_buffer("bank", torch.zeros(24, 3))
+
+    def forward(self, x, number):
+        z, old = self.layer(x), self.bank[number].clone()
+        self.bank[number] = z.detach()
+        return z, old
+
+
+def in_a_buffer(job):
+    torch.manual_seed(0)
+    model = Bank()
+    towers = Towers(model, 6, job=job, buffers={"bank": "mean"})
+    for epoch in range(2):
+        for tower in towers(examples_of(epoch)):
+            z, old = model(tower.batch["x"], tower.batch["number"])
+            tower.backward(F.cross_entropy(z, tower.batch["y"]) + F.mse_loss(z, old))
+        towers.average()
+
+
 RIGHT = [
+    losses_that_all_gather,
+    tables_in_passes,
+    in_a_buffer,
     of_another_name,
     logged,
     decided_by_all,

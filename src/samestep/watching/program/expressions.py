@@ -71,7 +71,10 @@ class Expressions(Calls, ABC):
         """Return what an operator returns, which a class may define."""
         left, right = self.visit(node.left), self.visit(node.right)
         sources = self._values.data_of(left) | self._values.data_of(right)
-        return self._operate(node.op, left, right) or Value(sources)
+        if (found := self._operate(node.op, left, right)) is not None:
+            return found
+        is_list = left.is_container and isinstance(node.op, (ast.Add, ast.Mult))  # such as [0.0] * size
+        return self._new(None, sources) if is_list else Value(sources)
 
     def visit_Compare(self, node: ast.Compare) -> Value:
         """Return what comparisons return, which a class may define."""

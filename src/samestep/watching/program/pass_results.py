@@ -21,7 +21,7 @@ from samestep.watching.program.code_values import (
     kind_of,
 )
 from samestep.watching.program.source_code import Function, SourceCode
-from samestep.watching.program.syntax import is_in_place
+from samestep.watching.program.syntax import branch_without_value, is_in_place
 from samestep.watching.program.worker_values import WorkerValues
 
 __all__ = ["CLOCK", "LEFT", "OWN", "PASSES", "PassResults", "is_object_of"]
@@ -40,6 +40,7 @@ _ALL = OWN | {LEFT}
 _OF_A_PASS = Value(frozenset({PASSES}))
 _CLOCKS = (time.time, time.monotonic, time.perf_counter)
 _COLLECTIVES = {"all_gather", "all_gather_object", "all_reduce", "broadcast", "broadcast_object_list"}
+_ADDING = {"add", "append", "appendleft", "extend", "insert"}
 _ENDS = {"_exit", "abort", "exit"}
 
 
@@ -61,6 +62,8 @@ class PassResults(WorkerValues):
         super().__init__(source)
         self._loops = loops
         self._is_in_pass = self._is_again = False
+        self._kept_by_row: list[Value] = []  # what the current passes keep by numbers of their rows
+        self._filling = set[int]()  # nodes that run where something has no value yet, as for a cache
         self._parts: dict[Place, NewObject] = {}  # attributes of new objects, if code does not set them
         self._around: list[ast.stmt] = []  # the loops, in a function, around the current statement
 
@@ -106,6 +109,9 @@ class PassResults(WorkerValues):
         outer, self._is_in_pass = self._is_in_pass, True
         yield
         self._is_in_pass = outer
+        for holder in self._kept_by_row:
+            self._values.fill(holder, frozenset({LEFT}), is_change=True)
+        self._kept_by_row.clear()
 
     def _takes_towers(self, node: ast.expr) -> bool:
         calls = (each for each in ast.walk(node) if isinstance(each, ast.Call))
@@ -137,6 +143,8 @@ class PassResults(WorkerValues):
 
     def _set(self, target: ast.expr, value: Value) -> None:
         super()._set(target, value.computed_from(self._left_by(value.sources)))
+        if isinstance(target, ast.Subscript) and self._is_by_row(target):
+            self._kept_by_row.append(self.visit(target.value))
 
     def _change(
         self,
@@ -150,6 +158,10 @@ class PassResults(WorkerValues):
         super()._change(holder, method, arguments, named, sources)
         own = (sources | self._values.deciding) & _ALL
         kind = kind_of(holder)
+        has_names = any(each.is_dict and self._values.named_in(each) for each in arguments)
+        is_by_row = method == "update" and holder.is_dict and PASSES in sources and not has_names
+        if self._is_in_pass and is_by_row:
+            self._kept_by_row.append(holder)
         if own and is_in_place(method) and (kind is object or issubclass(kind, Tensor)):
             self._values.fill(holder, own, is_change=True)
 
@@ -161,6 +173,19 @@ class PassResults(WorkerValues):
             return value
         part = self._parts.setdefault(place, NewObject())
         return Value(value.sources, part, part, name)
+
+    def _is_by_row(self, target: ast.Subscript) -> bool:
+        """Say whether an entry is set by a number of a row, such as that of an example.
+
+        Not in a cache, which is filled once; nor in a module's tensor, which may be a buffer, and is watched.
+        """
+        if not self._is_in_pass or id(target) in self._filling:
+            return False
+        is_own = PASSES in self._values.data_of(self.visit(target.slice))
+        is_of_tower = isinstance(target.slice, ast.Attribute) and target.slice.attr == "index"
+        holder = self.visit(target.value).object
+        may_be_buffer = any(holder is each for each in self._parts.values())
+        return is_own and not (is_of_tower or may_be_buffer)
 
     def _left_by(self, sources: frozenset[Place]) -> frozenset[Place]:
         """Return `LEFT` if what code sets is computed from results outside of passes."""
@@ -180,6 +205,10 @@ class PassResults(WorkerValues):
     def visit_Call(self, node: ast.Call) -> Value:
         """Return what a call returns; a collective's arguments are the same on all workers afterwards."""
         value = super().visit_Call(node)
+        match node.func:
+            case ast.Attribute(value=ast.Subscript(value=of) as entry, attr=method) if method in _ADDING:
+                if self._is_by_row(entry):
+                    self._kept_by_row.append(self.visit(of))
         if self._is_in_pass and _is_backward(node.func):
             self._note_loss(NOWHERE.union(*(self._found.get(id(each), NOWHERE) for each in node.args)))
         if not _is_collective(node):
@@ -189,6 +218,8 @@ class PassResults(WorkerValues):
 
     def visit_If(self, node: ast.If | ast.While) -> None:
         """Visit both branches; a collective in one of them runs if there are several workers."""
+        filling = branch_without_value(node) or ()
+        self._filling.update(id(each) for statement in filling for each in ast.walk(statement))
         super().visit_If(node)
         for call in self._source.find(_is_collective, [node]):
             assert isinstance(call, ast.Call)
