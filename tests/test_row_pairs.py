@@ -329,3 +329,82 @@ OVER_ROWS = [RowsFirst, Transposed, TransposedCell, EncoderOfRows, RowByRow, Roo
 def test_rows_that_are_not_combined_are_not_told_of(program, num_workers):
     assert not told_of(program, num_workers, "its loss takes rows for time steps")
     assert not told_of(program, num_workers, "its loss compares rows")
+
+
+# ---- quotients of sums over rows -------------------------------------------------------------------------
+
+
+class Dice(Program):
+    def loss(self, x, y):
+        return self.dice(self.model(x).softmax(1), F.one_hot(y, 3).float())
+
+    def dice(self, shares, truth):
+        return 1 - (2 * (shares * truth).sum() + 1) / (shares.sum() + truth.sum() + 1)
+
+
+class DiceOfClasses(Dice):
+    def dice(self, shares, truth):
+        both, either = (shares * truth).sum(0), shares.sum(0) + truth.sum(0)
+        return (1 - 2 * both / either.clamp(min=1e-6)).mean()
+
+
+class Overlap(Dice):
+    """Beside another loss."""
+
+    def dice(self, shares, truth):
+        both = (shares * truth).sum()
+        return 0.5 * (1 - both / (shares.sum() + truth.sum() - both)) + F.mse_loss(shares, truth)
+
+
+class ByLearnedWeights(Program):
+    def loss(self, x, y):
+        z = self.model(x)
+        weights = z.square().sum(1)
+        return (weights * F.cross_entropy(z, y, reduction="none")).sum() / weights.sum()
+
+
+@pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
+@pytest.mark.parametrize("program", [Dice, DiceOfClasses, Overlap, ByLearnedWeights])
+def test_a_quotient_of_sums_over_rows_is_told_of_once_on_each_worker(program, num_workers):
+    told = told_of(
+        program, num_workers, "its loss has a quotient of sums over rows in test_row_pairs.py, line "
+    )
+    assert len(told) == num_workers
+    assert not told_of(program, num_workers)  # it is no sum
+
+
+class DiceOfRows(Dice):
+    """One for each."""
+
+    def dice(self, shares, truth):
+        both = (shares * truth).sum(1)
+        return (1 - (2 * both + 1) / (shares.sum(1) + truth.sum(1) + 1)).mean()
+
+
+class DiceAsMetric(Dice):
+    def dice(self, shares, truth):
+        self.metric = (shares * truth).sum() / shares.sum()
+        return F.mse_loss(shares, truth)
+
+
+class ByConstants(Dice):
+    """Weights of classes, and a scale that has no gradient."""
+
+    def dice(self, shares, truth):
+        weights = truth.sum(0) / truth.sum()
+        losses = F.mse_loss(shares, truth, reduction="none")
+        return (weights * losses).mean() / losses.sum().detach().clamp(min=1)
+
+
+class ByALayer(Dice):
+    """Normalised by its weights."""
+
+    def dice(self, shares, truth):
+        weight = self.model[0].weight
+        return F.mse_loss(shares, truth) + (weight / weight.sum()).square().sum()
+
+
+@pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
+@pytest.mark.parametrize("program", [DiceOfRows, DiceAsMetric, ByConstants, ByALayer])
+def test_other_quotients_are_not_told_of(program, num_workers):
+    assert not told_of(program, num_workers, "a quotient of sums over rows")

@@ -37,8 +37,9 @@ class LossOperators:
     def note(self, call: Call, result: Any) -> None:
         """Note an operator that has run."""
         self._means.note(call.func, call.args, call.kwargs, result)
-        self._sums.note(call, result, takes_rows=self._rows.note(call, result))
-        self._pairs.note(call, result)
+        takes_rows = self._rows.note(call, result)
+        self._sums.note(call, result, takes_rows=takes_rows)
+        self._pairs.note(call, result, takes_rows=takes_rows)
 
     def form_of(self, loss: Any) -> LossForm:
         """Return what the loss, or its sums by name, are made of, and forget it. No tensor is kept for it."""

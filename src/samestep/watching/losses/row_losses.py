@@ -66,7 +66,14 @@ class RowLosses:
 
 
 def _of_combined(who: str, combined: CombinedRows) -> str:
-    if combined.is_time:
+    if combined.how == "quotient":
+        return (
+            f"{who}: its loss has {combined.made}, as a Dice loss of all rows does. The mean of towers' "
+            "quotients is not the quotient of the batch's sums, so the gradient depends on the number of "
+            "towers: call towers.whole_batch(batch, forward, loss) instead of the loop over towers, or take "
+            "the mean of quotients of single rows"
+        )
+    if combined.how == "time":
         return (
             f"{who}: its loss takes rows for time steps, through {combined.made}. Towers are cut along the "
             "first dimension of the batch's tensors, and a tower has only its own rows, so the gradient "

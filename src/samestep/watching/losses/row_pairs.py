@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 from torch._ops import OpOverload
 
 from samestep.watching.losses.graph import graph_of
+from samestep.watching.losses.row_quotients import RowQuotients
 from samestep.watching.losses.row_steps import RowSteps
 from samestep.watching.losses.rows import BY_ELEMENT, Rows
 from samestep.watching.operators.operator_calls import Call, argument, tensors_in
@@ -29,40 +30,45 @@ class CombinedRows(NamedTuple):
 
     Attributes:
         made: what it is and in which line it was made, in words.
-        is_time: whether rows were combined one after the other, as time steps are.
+        how: by pairs or along their dimension; one after the other, as time steps are; or by a quotient of
+            sums over them.
     """
 
     made: str
-    is_time: bool
+    how: Literal["pairs", "time", "quotient"]
 
 
 class RowPairs:
     """The tensors of a pass that combine its rows: by pairs, along a dimension, or one after the other."""
 
     def __init__(self, rows: Rows) -> None:
-        self._rows, self._steps = rows, RowSteps(rows)
+        self._rows, self._steps, self._quotients = rows, RowSteps(rows), RowQuotients()
         self.clear()
 
     def clear(self) -> None:
         """Forget the pass."""
         self._steps.clear()
+        self._quotients.clear()
         self._found: list[tuple[Tensor, CombinedRows]] = []
 
-    def note(self, call: Call, result: Any) -> None:
-        """Note an operator that has run."""
+    def note(self, call: Call, result: Any, *, takes_rows: bool) -> None:
+        """Note an operator that has run; `takes_rows` says whether it took tensors with rows in front."""
         if not self._rows.num_rows or not isinstance(call.func, OpOverload):
             return
         name = call.func.overloadpacket.__name__
         first = next(tensors_in((result,)), None)
         if first is None:
             return
-        if how := self._steps.find(name, call, result):
-            self._note(first, f"{how} over rows", is_time=True)
+        if self._quotients.is_one(name, call, result, takes_rows=takes_rows):
+            self._note(first, "a quotient of sums over rows", "quotient")
+        elif how := self._steps.find(name, call, result):
+            self._note(first, f"{how} over rows", "time")
         elif name in _ALONG and self._is_along_rows(call):
-            self._note(first, f"{name.strip('_')} over rows", is_time=False)
+            self._note(first, f"{name.strip('_')} over rows", "pairs")
         elif 1 < first.numel() <= _MOST_ELEMENTS and self._has_pairs(name, call):
             shape = " x ".join(map(str, first.shape))
-            self._note(first, f"a tensor of {shape} made", is_time=name in _BATCHED and len(first) > 1)
+            is_time = name in _BATCHED and len(first) > 1
+            self._note(first, f"a tensor of {shape} made", "time" if is_time else "pairs")
 
     def in_loss(self, loss: Any) -> CombinedRows | None:
         """Return what a loss is made of that combines rows, and forget the pass; None if nothing does."""
@@ -72,8 +78,8 @@ class RowPairs:
             return None
         return next((by_node[node] for node in graph_of([loss]) if node in by_node), None)
 
-    def _note(self, made: Tensor, what: str, *, is_time: bool) -> None:
-        self._found.append((made, CombinedRows(f"{what} in {ProgramLine.current()}", is_time)))
+    def _note(self, made: Tensor, what: str, how: Literal["pairs", "time", "quotient"]) -> None:
+        self._found.append((made, CombinedRows(f"{what} in {ProgramLine.current()}", how)))
 
     def _is_along_rows(self, call: Call) -> bool:
         tensor = call.args[0]

@@ -107,6 +107,9 @@ class RowSums:
             line=largest.line if largest.factor else heaviest.line,
             added=self._added(name, call, sums),
         )
+        divisor = call.args[1] if name in ("div", "div_") else None
+        if isinstance(divisor, Tensor) and divisor.requires_grad:
+            return  # a quotient, as a Dice loss is
         if name in _SCALING:
             factor = _factor_in(name, call)
             found = found._replace(factor=found.factor * factor)

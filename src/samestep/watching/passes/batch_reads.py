@@ -21,12 +21,12 @@ class BatchReads:
 
     def start_step(self, batch: Iterable[Tensor]) -> None:
         """Note the batch of a step."""
-        self._of_step = {storage_of(tensor): tensor.shape[0] for tensor in batch}
+        self._of_step = {storage_of(tensor): tensor.size(0) for tensor in batch}
         self.start_pass((), is_known=False)
 
     def start_pass(self, rows: Iterable[Tensor], *, is_known: bool) -> None:
         """Begin a pass over copies of a tower's rows; `is_known` says whether operators show its reads."""
-        sizes = {storage_of(tensor): tensor.shape[0] for tensor in rows}
+        sizes = {storage_of(tensor): tensor.size(0) for tensor in rows}
         self._rows = sizes.keys()
         is_part = is_known and not set(sizes.values()) & set(self._of_step.values())
         self._batch = self._of_step.keys() - self._rows if is_part else set()
