@@ -2,6 +2,7 @@
 another tower's loss, or weights; otherwise the digest is the same."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.flop_counter import FlopCounterMode
 
 import samestep
@@ -751,3 +753,31 @@ def test_a_step_that_is_left_leaves_no_mode_behind(leave):
         pass
     towers.abandon()
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+# ---- passes in other threads -----------------------------------------------------------------------
+
+
+class InThreads(Program):
+    """Threads that run passes, with a backward of the program's own, and other things afterwards."""
+
+    def __init__(self, job):
+        with ThreadPoolExecutor(1) as self.pool:
+            super().__init__(job)
+            self.mode = self.pool.submit(_get_current_dispatch_mode).result()
+
+    def run(self, tower):
+        self.pool.submit(super().run, tower).result()
+
+    def loss(self, x, y):
+        z = self.model(x)
+        z.register_hook(lambda gradient: gradient * 2)
+        return F.cross_entropy(z, y)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_operators_of_other_threads_are_not_followed(num_workers):
+    outcomes = simulate(InThreads, num_workers)
+    assert [outcome.error for outcome in outcomes] == [None] * num_workers
+    assert [outcome.value.mode for outcome in outcomes] == [None] * num_workers
+    assert len({outcome.value.digest for outcome in outcomes}) == 1

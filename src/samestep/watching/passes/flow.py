@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -76,6 +77,7 @@ class FlowWatch(TorchDispatchMode):
         self._origins = Origins()
         self._tower = -1
         self._follows = False  # in this pass
+        self._thread = 0  # in which it began
         self._is_paused = True
         self._is_backward = False
         self._updates = WeightUpdates()
@@ -145,6 +147,7 @@ class FlowWatch(TorchDispatchMode):
         self.note_own(held)
         self.beside.start_pass(num_rows, held)
         self._follows = _get_current_dispatch_mode() in (None, self) and not _is_off.get()
+        self._thread = threading.get_ident()
         self.resume()
         self.reads.start(is_known=is_comparable and self._follows)
         self.operators.start_pass(tower, held, shared)
@@ -162,8 +165,8 @@ class FlowWatch(TorchDispatchMode):
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def resume(self) -> None:
-        """Go on after `pause`."""
-        if self._follows:
+        """Go on after `pause`; not in another thread, whose operators would be followed ever after."""
+        if self._follows and threading.get_ident() == self._thread:
             self._is_paused = False
             if _get_current_dispatch_mode() is None:
                 self.__enter__()  # type: ignore[no-untyped-call]
@@ -185,7 +188,7 @@ class FlowWatch(TorchDispatchMode):
         """
         is_in_this_thread = all(each.is_cpu for each in parameters)  # what others call and read is not seen
         self.own_code.is_found |= not is_in_this_thread
-        if not self.own_code.is_expected:
+        if not self.own_code.is_expected or threading.get_ident() != self._thread:
             with self.own_code.looked_for():
                 backward()
             return []
