@@ -78,6 +78,30 @@ class Weighted(Program):
         return (F.cross_entropy(self.model(x), y, reduction="none") * x[:, 0].abs()).sum()
 
 
+class MeanTimesRows(Program):
+    def loss(self, x, y):
+        return F.cross_entropy(self.model(x), y) * len(x)
+
+
+class MeanTimesElements(Program):
+    def loss(self, x, y):
+        z = self.model(x)
+        return z.numel() * F.mse_loss(z, x[:, :3])
+
+
+class ByALoop(Program):
+    def loss(self, x, y):
+        total = 0
+        for row, label in zip(x, y, strict=True):
+            total = total + F.cross_entropy(self.model(row[None]), label[None])
+        return total
+
+
+class ByIndex(Program):
+    def loss(self, x, y):
+        return 0.5 * sum((self.model(x[at : at + 1]) - x[at, :3]).square().mean() for at in range(len(x)))
+
+
 class OfAStep(Program):
     counts: ClassVar = None
 
@@ -107,6 +131,10 @@ class OfAStep(Program):
         OfLikelihoods,
         OfTokens,
         Weighted,
+        MeanTimesRows,
+        MeanTimesElements,
+        ByALoop,
+        ByIndex,
         OfAStep,
     ],
 )
@@ -306,6 +334,38 @@ class OfCorrelations(Program):
         return (correlations.diagonal() - 1).square().sum() + correlations.sum()
 
 
+class Masked(Program):
+    """By the number of labels that a mask leaves."""
+
+    def loss(self, x, y):
+        mask = y == y[0]
+        return (F.cross_entropy(self.model(x), y, reduction="none") * mask).sum() / mask.sum().clamp(min=1)
+
+
+class Scaled(Program):
+    """As with small numbers, by a setting that is larger than any count."""
+
+    scale = 1024.0
+
+    def loss(self, x, y):
+        return F.cross_entropy(self.model(x), y) * self.scale
+
+
+class ByALoopDivided(ByALoop):
+    def loss(self, x, y):
+        return super().loss(x, y) / len(y)
+
+
+class ByALoopOfParts(Program):
+    """Divided in each turn."""
+
+    def loss(self, x, y):
+        total = 0
+        for row, label in zip(x, y, strict=True):
+            total += F.cross_entropy(100 * self.model(row[None]), label[None]) / len(x)
+        return total
+
+
 class OfOneRow(ByReduction):
     def batch(self, step):
         return batch_of(step, 7)
@@ -340,6 +400,10 @@ class OfMeansOverRows(Program):
         WithAPenalty,
         WithASum,
         OfCorrelations,
+        Masked,
+        Scaled,
+        ByALoopDivided,
+        ByALoopOfParts,
         OfOneRow,
         OfMeansOverRows,
     ],

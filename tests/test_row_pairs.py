@@ -373,6 +373,69 @@ def test_a_quotient_of_sums_over_rows_is_told_of_once_on_each_worker(program, nu
     assert not told_of(program, num_workers)  # it is no sum
 
 
+class RootOfAMean(Program):
+    def loss(self, x, y):
+        return F.mse_loss(self.model(x), x[:, :3]).sqrt()
+
+
+class LogOfAMean(Program):
+    """As in bounds of mutual information."""
+
+    def loss(self, x, y):
+        scores = self.model(x)[:, 0]
+        return -(scores.mean() - scores.flip(0).exp().mean().log())
+
+
+class FocalOfAMean(Program):
+    """It should be of each row."""
+
+    def loss(self, x, y):
+        entropy = F.cross_entropy(self.model(x), y)
+        return (1 - torch.exp(-entropy)) ** 2 * entropy
+
+
+class NormOfAll(Program):
+    def loss(self, x, y):
+        return torch.linalg.vector_norm(self.model(x) - x[:, :3])
+
+
+class Flooded(Program):
+    def loss(self, x, y):
+        return (F.cross_entropy(self.model(x), y) - 0.5).abs() + 0.5
+
+
+@pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
+@pytest.mark.parametrize("program", [RootOfAMean, LogOfAMean, FocalOfAMean, NormOfAll, Flooded])
+def test_a_nonlinear_function_of_a_mean_is_told_of_once_on_each_worker(program, num_workers):
+    told = told_of(program, num_workers, "The mean of towers' values is not the value of all rows")
+    assert len(told) == num_workers
+    assert all(" over rows in test_row_pairs.py, line " in each for each in told)
+
+
+class OfOneTower(RootOfAMean):
+    num_towers = 1
+
+
+class NormOfRows(Program):
+    def loss(self, x, y):
+        return torch.linalg.vector_norm(self.model(x) - x[:, :3], dim=1).mean()
+
+
+class ByUncertainty(Program):
+    """A learnt weight of the loss, a perplexity for the log, and a loss that must be a number."""
+
+    def build(self):
+        torch.manual_seed(0)
+        self.layer, self.scale = nn.Linear(6, 3), nn.Linear(1, 1)
+        return nn.ModuleList([self.layer, self.scale])
+
+    def loss(self, x, y):
+        entropy = F.cross_entropy(self.layer(x), y)
+        self.perplexity = entropy.exp()
+        log_scale = self.scale(torch.ones(1)).squeeze()
+        return torch.nan_to_num(entropy * (-log_scale).exp() + log_scale.abs())
+
+
 class DiceOfRows(Dice):
     """One for each."""
 
@@ -405,6 +468,12 @@ class ByALayer(Dice):
 
 
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
-@pytest.mark.parametrize("program", [DiceOfRows, DiceAsMetric, ByConstants, ByALayer])
-def test_other_quotients_are_not_told_of(program, num_workers):
-    assert not told_of(program, num_workers, "a quotient of sums over rows")
+@pytest.mark.parametrize(
+    "program", [DiceOfRows, DiceAsMetric, ByConstants, ByALayer, NormOfRows, ByUncertainty]
+)
+def test_other_functions_are_not_told_of(program, num_workers):
+    assert not told_of(program, num_workers, "is not the value of all rows")
+
+
+def test_a_single_tower_has_all_rows():
+    assert not told_of(OfOneTower, 1, "is not the value of all rows")

@@ -57,7 +57,7 @@ class LossForms:
         self._means.compare(tower, rows, form.means)
         self._scaled.note(form.scaling)
         if rows > 1:  # otherwise, a sum over rows is a mean
-            is_mean = any(mean.divisor >= rows for mean in form.means)
+            is_mean = any(mean.divisor >= rows or mean.is_weighted for mean in form.means)
             self._rows.note(form.sums.get("loss"), form.combined, rows, is_mean=is_mean)
 
     def check(self, tower: str, placement: Placement, batch_rows: int) -> None:

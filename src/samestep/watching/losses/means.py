@@ -21,12 +21,14 @@ class Mean(NamedTuple):
         by: how its divisor was found, for messages.
         divisor: what the sum was divided by.
         length: of the first dimension, if the mean is over all elements of a tensor, or all labels.
+        is_weighted: whether a sum was divided by the sum of the weights of its terms, or of a mask.
     """
 
     over: Literal["entries", "labels"]
     by: str
     divisor: float
     length: int | None = None
+    is_weighted: bool = False
 
     @property
     def kind(self) -> str:

@@ -84,7 +84,7 @@ class PassMeans:
             return self._of_division(value, args[1])
         if id(value) in self._normalized and func in _SUMS | _MEANS and result.numel() == 1:
             divisor = self._normalized[id(value)][0]
-            return _by_sum(divisor if func in _SUMS else divisor * value.numel())
+            return _by_weights(divisor if func in _SUMS else divisor * value.numel())
         return _of_reduction(func, value, args, kwargs, result)
 
     def _note_total(self, func: OpOverload, value: Tensor, args: Sequence[Any], result: Any) -> None:
@@ -119,7 +119,7 @@ class PassMeans:
         if id(value) in self._found and number < 1:  # as in `(loss * mask).mean() / mask.mean()`
             return _by_count(number * self._found[id(value)][0].divisor)
         if id(divisor) in self._totals and id(value) not in self._made_of:
-            return _by_sum(number)
+            return _by_weights(number)
         return self._of_quotient(value, number)
 
     def _of_quotient(self, value: Tensor, number: float) -> Mean | None:
@@ -189,6 +189,10 @@ def _by_count(divisor: float) -> Mean | None:
     count = round(divisor)
     is_count = count > 0 and abs(divisor - count) <= _TOLERANCE
     return _by_sum(count) if is_count else None
+
+
+def _by_weights(divisor: float) -> Mean:
+    return _by_sum(divisor)._replace(is_weighted=True)
 
 
 def _by_sum(divisor: float) -> Mean:

@@ -25,7 +25,7 @@ class RowLosses:
 
     def note(self, found: RowSum | None, combined: CombinedRows | None, rows: int, *, is_mean: bool) -> None:
         """Note the sum that the loss of a pass over so many rows is, and what combines rows in it, if any."""
-        is_sum = found is not None and found.is_sum_over(rows) and not is_mean
+        is_sum = found is not None and found.is_sum_over(rows) and (found.is_by_loop or not is_mean)
         self._sums.add(found.line if found is not None and is_sum else None)
         self._parts.append((found, rows, 1))
         self._combined = self._combined or combined
@@ -46,7 +46,7 @@ class RowLosses:
             )
         elif not (self._has_warned_of_sums or is_scaled):
             self._check_divisor(who, num_towers, batch_rows)
-        if self._combined is not None and not self._has_warned_of_combined:
+        if self._combined is not None and num_towers > 1 and not self._has_warned_of_combined:
             self._has_warned_of_combined = True
             warn(_of_combined(who, self._combined))
 
@@ -66,12 +66,12 @@ class RowLosses:
 
 
 def _of_combined(who: str, combined: CombinedRows) -> str:
-    if combined.how == "quotient":
+    if combined.how == "function":
         return (
-            f"{who}: its loss has {combined.made}, as a Dice loss of all rows does. The mean of towers' "
-            "quotients is not the quotient of the batch's sums, so the gradient depends on the number of "
-            "towers: call towers.whole_batch(batch, forward, loss) instead of the loop over towers, or take "
-            "the mean of quotients of single rows"
+            f"{who}: its loss has {combined.made}. The mean of towers' values is not the value of all rows "
+            "of the batch, so the gradient depends on the number of towers: call "
+            "towers.whole_batch(batch, forward, loss) instead of the loop over towers, or take the mean of "
+            "values of single rows"
         )
     if combined.how == "time":
         return (

@@ -8,8 +8,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from samestep.watching.losses.graph import graph_of
-from samestep.watching.losses.row_quotients import RowQuotients
+from samestep.watching.losses.row_functions import RowFunctions
 from samestep.watching.losses.row_steps import RowSteps
+from samestep.watching.losses.row_sums import RowSum
 from samestep.watching.losses.rows import BY_ELEMENT, Rows
 from samestep.watching.operators.operator_calls import Call, argument, tensors_in
 from samestep.watching.program.program_line import ProgramLine
@@ -30,25 +31,25 @@ class CombinedRows(NamedTuple):
 
     Attributes:
         made: what it is and in which line it was made, in words.
-        how: by pairs or along their dimension; one after the other, as time steps are; or by a quotient of
-            sums over them.
+        how: by pairs or along their dimension; one after the other, as time steps are; or by a function
+            of sums or means over them.
     """
 
     made: str
-    how: Literal["pairs", "time", "quotient"]
+    how: Literal["pairs", "time", "function"]
 
 
 class RowPairs:
     """The tensors of a pass that combine its rows: by pairs, along a dimension, or one after the other."""
 
     def __init__(self, rows: Rows) -> None:
-        self._rows, self._steps, self._quotients = rows, RowSteps(rows), RowQuotients()
+        self._rows, self._steps, self._functions = rows, RowSteps(rows), RowFunctions()
         self.clear()
 
     def clear(self) -> None:
         """Forget the pass."""
         self._steps.clear()
-        self._quotients.clear()
+        self._functions.clear()
         self._found: list[tuple[Tensor, CombinedRows]] = []
 
     def note(self, call: Call, result: Any, *, takes_rows: bool) -> None:
@@ -59,8 +60,8 @@ class RowPairs:
         first = next(tensors_in((result,)), None)
         if first is None:
             return
-        if self._quotients.is_one(name, call, result, takes_rows=takes_rows):
-            self._note(first, "a quotient of sums over rows", "quotient")
+        if what := self._functions.find(name, call, result, takes_rows=takes_rows):
+            self._note(first, f"{what} over rows", "function")
         elif how := self._steps.find(name, call, result):
             self._note(first, f"{how} over rows", "time")
         elif name in _ALONG and self._is_along_rows(call):
@@ -70,6 +71,10 @@ class RowPairs:
             is_time = name in _BATCHED and len(first) > 1
             self._note(first, f"a tensor of {shape} made", "time" if is_time else "pairs")
 
+    def sum_of(self, loss: Any) -> RowSum | None:
+        """Return the sum over rows that a loop has added up to this loss; None if it is none."""
+        return self._steps.sum_of(loss)
+
     def in_loss(self, loss: Any) -> CombinedRows | None:
         """Return what a loss is made of that combines rows, and forget the pass; None if nothing does."""
         by_node = {held.grad_fn: what for held, what in self._found if held.grad_fn is not None}
@@ -78,7 +83,7 @@ class RowPairs:
             return None
         return next((by_node[node] for node in graph_of([loss]) if node in by_node), None)
 
-    def _note(self, made: Tensor, what: str, how: Literal["pairs", "time", "quotient"]) -> None:
+    def _note(self, made: Tensor, what: str, how: Literal["pairs", "time", "function"]) -> None:
         self._found.append((made, CombinedRows(f"{what} in {ProgramLine.current()}", how)))
 
     def _is_along_rows(self, call: Call) -> bool:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from torch import Tensor
 
+from samestep.watching.losses.row_sums import RowSum, factor_in
 from samestep.watching.losses.rows import BY_ELEMENT, Rows
 from samestep.watching.operators.operator_calls import Call, argument, tensors_in
+from samestep.watching.program.program_line import ProgramLine
 
 __all__ = ["RowSteps"]
 
@@ -32,9 +36,7 @@ class RowSteps:
 
     def clear(self) -> None:
         """Forget the pass."""
-        # By the tensors' ids: from which rows they were computed, as bits, and of them, those that came
-        # together before the last operator that is not linear. They are kept alive, for their ids.
-        self._single: dict[int, tuple[int, int, Tensor]] = {}
+        self._single: dict[int, _Computed] = {}  # by the tensors' ids
 
     def find(self, name: str, call: Call, result: object) -> str:
         """Note an operator that has run; return what goes from row to row in it, if anything does."""
@@ -48,32 +50,66 @@ class RowSteps:
                 self._rows.dimension_of(queries) == queries.dim() - 2 == self._rows.dimension_of(keys)
             )
             return "attention" if is_over_rows else ""
-        if name in ("unbind", "select"):
+        if name in ("unbind", "select", "slice"):
             self._note_single(name, call, result)
         is_next = bool(self._single) and name not in _JOINING and self._combines(name, call, result)
         return "a loop" if is_next else ""
+
+    def sum_of(self, loss: Any) -> RowSum | None:
+        """Return the sum over rows that a loop has added up to this loss; None if it is none."""
+        found = self._single.get(id(loss))
+        if found is None or found.rows != self._all_rows or found.together:
+            return None
+        return RowSum(found.line, found.factor, 0.0, 1.0, self._rows.num_rows, is_by_loop=True)
 
     def _note_single(self, name: str, call: Call, result: object) -> None:
         tensor = call.args[0]
         dimension = argument(call.func, "dim", call.args, call.kwargs, 0) % tensor.dim()
         if self._rows.dimension_of(tensor) != dimension or tensor.shape[dimension] != self._rows.num_rows:
             return
-        first = call.args[2] % self._rows.num_rows if name == "select" else 0
+        first = 0 if name == "unbind" else (call.args[2] or 0) % self._rows.num_rows
         for at, each in enumerate(tensors_in((result,)), first):
-            self._single[id(each)] = 1 << at, 0, each
+            if name == "slice" and each.shape[dimension] != 1:
+                return
+            self._single[id(each)] = _Computed(each, 1 << at, 0, 1.0, "")
 
     def _combines(self, name: str, call: Call, result: object) -> bool:
         found = [self._single[id(each)] for each in call.given if id(each) in self._single]
         if not found:
             return False
         rows = together = 0
-        for of_this, before, _ in found:
-            rows |= of_this
-            together |= before
-        is_linear = name in _LINEAR or call.kind.takes_parts
-        if rows & (rows - 1) and not is_linear:
-            together = rows
+        for part in found:
+            rows |= part.rows
+            together |= part.together
+        factor = max(part.factor for part in found)
+        if name in _LINEAR or call.kind.takes_parts:
+            factor *= factor_in(name, call) if name.rstrip("_") in ("mul", "div") else 1
+        else:
+            together, factor = rows if rows & (rows - 1) else together, 1.0
+        line = str(ProgramLine.current()) if rows == self._all_rows else ""
         for each in tensors_in((result,)):
-            self._single[id(each)] = rows, together, each
-        is_next = any(before and rows & ~before for _, before, _ in found)
+            self._single[id(each)] = _Computed(each, rows, together, factor, line)
+        is_next = any(part.together and rows & ~part.together for part in found)
         return is_next and any(each.requires_grad for each in call.given)
+
+    @property
+    def _all_rows(self) -> int:
+        return (1 << self._rows.num_rows) - 1
+
+
+class _Computed(NamedTuple):
+    """A tensor that was computed from single rows. It is kept alive, so that no other one gets its id.
+
+    Attributes:
+        tensor: itself.
+        rows: from which, as bits.
+        together: those of them that came together before the last operator that is not linear.
+        factor: by what it was multiplied since.
+        line: where it was computed, if from all rows.
+    """
+
+    tensor: Tensor
+    rows: int
+    together: int
+    factor: float
+    line: str

@@ -21,8 +21,9 @@ from samestep.watching.operators.operator_calls import (
 )
 from samestep.watching.operators.origins import Kept, is_dense, keep_address, storage_of
 from samestep.watching.program.program_line import ProgramLine
+from samestep.watching.program.running_factors import multiplies_by_size
 
-__all__ = ["RowSum", "RowSums"]
+__all__ = ["RowSum", "RowSums", "factor_in"]
 
 _ADDING = {"add", "sub", "rsub", "add_", "sub_", "stack"}
 _KEEPING = {*_ADDING, "neg", "neg_", "sum", "view", "_to_copy", "clone"}
@@ -45,6 +46,7 @@ class RowSum(NamedTuple):
             written in the code.
         written: the product of these.
         num_terms: of that sum or mean.
+        is_by_loop: whether a loop has added single rows; their own means are parts of it.
         added: where a term was added to a sum that does not grow with the rows; "" if none was.
     """
 
@@ -53,6 +55,7 @@ class RowSum(NamedTuple):
     weight: float
     written: float
     num_terms: int
+    is_by_loop: bool = False
     added: str = ""
 
     def is_sum_over(self, num_rows: int) -> bool:
@@ -111,15 +114,22 @@ class RowSums:
         if isinstance(divisor, Tensor) and divisor.requires_grad:
             return  # a quotient, as a Dice loss is
         if name in _SCALING:
-            factor = _factor_in(name, call)
+            factor = factor_in(name, call)
             found = found._replace(factor=found.factor * factor)
             if _is_written(factor):
                 found = found._replace(written=found.written * factor)
             else:
                 found = found._replace(weight=found.weight * factor)
+                if found.factor == 0 and self._is_of_all(found) and multiplies_by_size():
+                    found = found._replace(factor=1.0)
         elif name not in _KEEPING:
             return
         self._sums[id(result)] = found, result
+
+    def _is_of_all(self, mean: RowSum) -> bool:
+        """Say whether a mean was multiplied by its rows or terms, and so is a sum again."""
+        counts = self._rows.num_rows, mean.num_terms
+        return any(math.isclose(mean.weight * mean.num_terms, each, rel_tol=_ROUNDING) for each in counts)
 
     def _added(self, name: str, call: Call, sums: list[RowSum]) -> str:
         is_sum = any(each.is_sum_over(self._rows.num_rows) for each in sums)
@@ -129,7 +139,7 @@ class RowSums:
 
     def _note_terms(self, name: str, call: Call, result: Any) -> None:
         if name in _SCALING and self._rows.dimension_of(result) == 0:
-            factor = math.prod(map(self._factor_of, call.given)) * _factor_in(name, call)
+            factor = math.prod(map(self._factor_of, call.given)) * factor_in(name, call)
             self._factors[storage_of(result)] = factor, keep_address(result)
         reduction = reduction_of(call.func, call.args, call.kwargs)
         if name in ("sum", "mean") or reduction in (SUM, MEAN):
@@ -153,7 +163,7 @@ def _is_written(factor: float) -> bool:
     return any(math.isclose(factor, each) or math.isclose(factor * each, 1) for each in numbers)
 
 
-def _factor_in(name: str, call: Call) -> float:
+def factor_in(name: str, call: Call) -> float:
     """Return the number by which a product multiplies; 0 if by weights that add up to one, as in a mean."""
     factor = 1.0
     for value, power in zip(call.args[:2], (1, _SCALING[name]), strict=True):

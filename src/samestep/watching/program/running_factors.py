@@ -9,32 +9,41 @@ from typing import Any
 from samestep.watching.program.program_line import Expression, frames_of_program
 from samestep.watching.program.reach import locals_of
 
-__all__ = ["LEAST_COUNT", "multiplies_by_count"]
+__all__ = ["LEAST_COUNT", "multiplies_by_count", "multiplies_by_size"]
 
 LEAST_COUNT = 2
 
 _SIZES = {"rows", "shape", "size", "numel"}  # of tensors and towers
 
 
+def multiplies_by_size() -> bool:
+    """Say whether a factor of it is `len(...)`, or a size of a tensor or a tower."""
+    return any(map(_is_size, _running_factors()))
+
+
 def multiplies_by_count() -> bool:
-    """Say whether a factor of it is `len(...)`, a size of a tensor or a tower, or a variable of two or more.
+    """Say whether a factor of it is a size, or a variable of two or more.
 
     An operator may get but the product, as in `rows * 0.01 * penalty`.
     """
+    factors = _running_factors()
+    names = {each.id for each in factors if isinstance(each, ast.Name)}
+    frame = next(frames_of_program(), None)
+    if any(map(_is_size, factors)) or frame is None or not names:
+        return any(map(_is_size, factors))
+    variables = dict(locals_of(frame))
+    return any(_is_count(variables.get(name, frame.f_globals.get(name))) for name in names)
+
+
+def _running_factors() -> list[ast.expr]:
     expression = Expression.current()
     frame = next(frames_of_program(), None)
     if expression is None or frame is None or frame.f_code is not expression.code:
-        return False
+        return []
     try:
-        product = ast.parse(expression.text().strip(), mode="eval").body
+        return list(_factors(ast.parse(expression.text().strip(), mode="eval").body))
     except SyntaxError:  # not all of it is known
-        return False
-    factors = list(_factors(product))
-    if any(map(_is_size, factors)):
-        return True
-    names = {each.id for each in factors if isinstance(each, ast.Name)}
-    variables = dict(locals_of(frame)) if names else {}
-    return any(_is_count(variables.get(name, frame.f_globals.get(name))) for name in names)
+        return []
 
 
 def _factors(product: ast.expr) -> Iterator[ast.expr]:
