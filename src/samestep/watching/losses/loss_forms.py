@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from samestep.summation.placement import Placement
 from samestep.watching.losses.means import Mean, Means
+from samestep.watching.losses.row_combinations import Combination
 from samestep.watching.losses.row_losses import RowLosses
-from samestep.watching.losses.row_pairs import CombinedRows
 from samestep.watching.losses.row_sums import RowSum
 from samestep.watching.losses.scaled_losses import ScaledLosses, Scaling
 from samestep.watching.losses.totals import Totals
@@ -31,7 +31,7 @@ class LossForm(NamedTuple):
     means: Sequence[Mean]
     sums: Mapping[str, RowSum]
     most_elements: int
-    combined: CombinedRows | None
+    combined: Combination | None
 
 
 class LossForms:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from samestep.watching.losses.loss_forms import LossForm
 from samestep.watching.losses.pass_means import PassMeans
-from samestep.watching.losses.row_pairs import RowPairs
+from samestep.watching.losses.row_combinations import RowCombinations
 from samestep.watching.losses.row_sums import RowSums
 from samestep.watching.losses.rows import Rows
 from samestep.watching.operators.operator_calls import Call
@@ -27,7 +27,7 @@ class LossOperators:
     def __init__(self, depends_on_rows: Callable[[Tensor], bool]) -> None:
         self._means = PassMeans()
         self._rows = Rows()
-        self._sums, self._pairs = RowSums(self._rows, depends_on_rows), RowPairs(self._rows)
+        self._sums, self._combinations = RowSums(self._rows, depends_on_rows), RowCombinations(self._rows)
 
     def start_pass(self, num_rows: int, rows: Iterable[Tensor]) -> None:
         """Begin a pass over so many rows, in these tensors."""
@@ -39,22 +39,22 @@ class LossOperators:
         self._means.note(call.func, call.args, call.kwargs, result)
         takes_rows = self._rows.note(call, result)
         self._sums.note(call, result, takes_rows=takes_rows)
-        self._pairs.note(call, result, takes_rows=takes_rows)
+        self._combinations.note(call, result, takes_rows=takes_rows)
 
     def form_of(self, loss: Any) -> LossForm:
         """Return what the loss, or its sums by name, are made of, and forget it. No tensor is kept for it."""
         sums = self._sums.of_losses(loss if isinstance(loss, Mapping) else {"loss": loss})
-        if (by_loop := self._pairs.sum_of(loss)) is not None:
+        if (by_loop := self._combinations.sum_of(loss)) is not None:
             sums.setdefault("loss", by_loop)
         return LossForm(
             self._means.scaling_of(loss),
             self._means.of_loss(loss),
             sums,
             self._rows.most_elements,
-            self._pairs.in_loss(loss),
+            self._combinations.in_loss(loss),
         )
 
     def clear(self) -> None:
         """Forget the pass."""
-        for each in (self._means, self._rows, self._sums, self._pairs):
+        for each in (self._means, self._rows, self._sums, self._combinations):
             each.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from samestep.errors import warn
 from samestep.watching.losses.batch_divisor import divisor_of_batch
-from samestep.watching.losses.row_pairs import CombinedRows
+from samestep.watching.losses.row_combinations import Combination
 from samestep.watching.losses.row_sums import RowSum
 
 __all__ = ["RowLosses"]
@@ -21,9 +21,9 @@ class RowLosses:
         """Forget the passes of another step."""
         self._sums = set[str | None]()  # where passes have summed their losses; None in one that has not
         self._parts: list[tuple[RowSum | None, int, float]] = []  # of each loss; see `divisor_of_batch`
-        self._combined: CombinedRows | None = None
+        self._combined: Combination | None = None
 
-    def note(self, found: RowSum | None, combined: CombinedRows | None, rows: int, *, is_mean: bool) -> None:
+    def note(self, found: RowSum | None, combined: Combination | None, rows: int, *, is_mean: bool) -> None:
         """Note the sum that the loss of a pass over so many rows is, and what combines rows in it, if any."""
         is_sum = found is not None and found.is_sum_over(rows) and (found.is_by_loop or not is_mean)
         self._sums.add(found.line if found is not None and is_sum else None)
@@ -65,7 +65,7 @@ class RowLosses:
             )
 
 
-def _of_combined(who: str, combined: CombinedRows) -> str:
+def _of_combined(who: str, combined: Combination) -> str:
     if combined.how == "function":
         return (
             f"{who}: its loss has {combined.made}. The mean of towers' values is not the value of all rows "

@@ -164,7 +164,7 @@ class BySortedPairs(Program):
 def test_a_loss_that_compares_rows_along_their_dimension_is_told_of(program, num_workers):
     told = told_of(program, num_workers, "its loss compares rows with each other, through ")
     assert len(told) == num_workers
-    assert all(" over rows in test_row_pairs.py, line " in each for each in told)
+    assert all(" over rows in test_row_combinations.py, line " in each for each in told)
 
 
 class Sequence(Program):
@@ -367,7 +367,7 @@ class ByLearnedWeights(Program):
 @pytest.mark.parametrize("program", [Dice, DiceOfClasses, Overlap, ByLearnedWeights])
 def test_a_quotient_of_sums_over_rows_is_told_of_once_on_each_worker(program, num_workers):
     told = told_of(
-        program, num_workers, "its loss has a quotient of sums over rows in test_row_pairs.py, line "
+        program, num_workers, "its loss has a quotient of sums over rows in test_row_combinations.py, line "
     )
     assert len(told) == num_workers
     assert not told_of(program, num_workers)  # it is no sum
@@ -409,7 +409,7 @@ class Flooded(Program):
 def test_a_nonlinear_function_of_a_mean_is_told_of_once_on_each_worker(program, num_workers):
     told = told_of(program, num_workers, "The mean of towers' values is not the value of all rows")
     assert len(told) == num_workers
-    assert all(" over rows in test_row_pairs.py, line " in each for each in told)
+    assert all(" over rows in test_row_combinations.py, line " in each for each in told)
 
 
 class OfOneTower(RootOfAMean):

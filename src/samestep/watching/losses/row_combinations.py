@@ -15,7 +15,7 @@ from samestep.watching.losses.rows import BY_ELEMENT, Rows
 from samestep.watching.operators.operator_calls import Call, argument, tensors_in
 from samestep.watching.program.program_line import ProgramLine
 
-__all__ = ["CombinedRows", "RowPairs"]
+__all__ = ["Combination", "RowCombinations"]
 
 _PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
 _BATCHED = {"bmm", "baddbmm"}  # as in attention over several heads
@@ -26,7 +26,7 @@ _ALONG = {"_softmax", "_log_softmax", "logcumsumexp", "cumsum", "cumprod", *_SOR
 """Operators that compare what is along a dimension; the last one, if none is given."""
 
 
-class CombinedRows(NamedTuple):
+class Combination(NamedTuple):
     """What a loss is made of that was computed from several rows.
 
     Attributes:
@@ -39,7 +39,7 @@ class CombinedRows(NamedTuple):
     how: Literal["pairs", "time", "function"]
 
 
-class RowPairs:
+class RowCombinations:
     """The tensors of a pass that combine its rows: by pairs, along a dimension, or one after the other."""
 
     def __init__(self, rows: Rows) -> None:
@@ -50,7 +50,7 @@ class RowPairs:
         """Forget the pass."""
         self._steps.clear()
         self._functions.clear()
-        self._found: list[tuple[Tensor, CombinedRows]] = []
+        self._found: list[tuple[Tensor, Combination]] = []
 
     def note(self, call: Call, result: Any, *, takes_rows: bool) -> None:
         """Note an operator that has run; `takes_rows` says whether it took tensors with rows in front."""
@@ -75,7 +75,7 @@ class RowPairs:
         """Return the sum over rows that a loop has added up to this loss; None if it is none."""
         return self._steps.sum_of(loss)
 
-    def in_loss(self, loss: Any) -> CombinedRows | None:
+    def in_loss(self, loss: Any) -> Combination | None:
         """Return what a loss is made of that combines rows, and forget the pass; None if nothing does."""
         by_node = {held.grad_fn: what for held, what in self._found if held.grad_fn is not None}
         self.clear()
@@ -84,7 +84,7 @@ class RowPairs:
         return next((by_node[node] for node in graph_of([loss]) if node in by_node), None)
 
     def _note(self, made: Tensor, what: str, how: Literal["pairs", "time", "function"]) -> None:
-        self._found.append((made, CombinedRows(f"{what} in {ProgramLine.current()}", how)))
+        self._found.append((made, Combination(f"{what} in {ProgramLine.current()}", how)))
 
     def _is_along_rows(self, call: Call) -> bool:
         tensor = call.args[0]
