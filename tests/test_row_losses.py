@@ -177,6 +177,16 @@ class MaskedAndDivided(OfTheBatch):
         return ((y != 2) * F.cross_entropy(self.model(x), y, reduction="none")).sum() / self.labels
 
 
+class DividedByWrittenRows(Program):
+    """In the code."""
+
+    def batch(self, step):
+        return batch_of(step, 21)
+
+    def loss(self, x, y):
+        return F.cross_entropy(self.model(x), y, reduction="sum") / 21
+
+
 class TimesItsShare(OfTheBatch):
     """A mean, as a loop that accumulates gradients weighs it."""
 
@@ -199,6 +209,7 @@ PART = "divided by a number of the whole batch, the gradient is smaller by about
 @pytest.mark.parametrize(
     "program",
     [
+        DividedByWrittenRows,
         DividedByAllRows,
         DividedByAllElements,
         DividedByAllLabels,

@@ -31,7 +31,7 @@ def divisor_of_batch(
         the number, and what it counts, in words; None if it may be a tower's own.
     """
     known = [
-        (found.num_terms, rows, more / found.weight)
+        (found.num_terms, rows, more / _weight(found, batch_rows))
         for found, rows, more in parts
         if found is not None and found.weight > 0
     ]
@@ -50,3 +50,9 @@ def divisor_of_batch(
     is_of_no_tower = len(known) > 1 and any(round(divisor) % rows for _, rows, _ in known)
     is_possible = most_own < divisor <= num_towers * max(num_terms for num_terms, _, _ in known)
     return (divisor, "the same in all towers") if is_count and is_of_no_tower and is_possible else None
+
+
+def _weight(found: RowSum, batch_rows: int) -> float:
+    """Return by what a term was multiplied; a number in the code only counts if it is that of the rows."""
+    is_of_rows = math.isclose(found.written * batch_rows, 1, rel_tol=_ROUNDING)
+    return found.weight * found.written if is_of_rows else found.weight

@@ -9,6 +9,11 @@ from samestep.watching.losses.row_sums import RowSum
 
 __all__ = ["RowLosses"]
 
+_INSTEAD = (
+    "call towers.whole_batch(batch, forward, loss) instead of the loop over towers, or give a Step "
+    "forward=forward"
+)
+
 
 class RowLosses:
     """Warns, once of each, of losses that are no means over a tower's rows."""
@@ -69,8 +74,7 @@ def _of_combined(who: str, combined: Combination) -> str:
     if combined.how == "function":
         return (
             f"{who}: its loss has {combined.made}. The mean of towers' values is not the value of all rows "
-            "of the batch, so the gradient depends on the number of towers: call "
-            "towers.whole_batch(batch, forward, loss) instead of the loop over towers, or take the mean of "
+            f"of the batch, so the gradient depends on the number of towers: {_INSTEAD}, or take the mean of "
             "values of single rows"
         )
     if combined.how == "time":
@@ -78,12 +82,11 @@ def _of_combined(who: str, combined: Combination) -> str:
             f"{who}: its loss takes rows for time steps, through {combined.made}. Towers are cut along the "
             "first dimension of the batch's tensors, and a tower has only its own rows, so the gradient "
             "depends on the number of towers: give towers tensors of shape [rows, time, ...], and layers "
-            "batch_first=True, or transpose in each pass; if all rows of the batch should be combined, call "
-            "towers.whole_batch(batch, forward, loss) instead of the loop over towers"
+            "batch_first=True, or transpose in each pass; if all rows of the batch should be combined, "
+            f"{_INSTEAD}"
         )
     return (
         f"{who}: its loss compares rows with each other, through {combined.made}. A tower has only its own "
         "rows: rows of different towers are not compared, so the gradient depends on the number of towers; "
-        "to compare all rows of the batch, call towers.whole_batch(batch, forward, loss) instead of the "
-        "loop over towers"
+        f"to compare all rows of the batch, {_INSTEAD}"
     )
