@@ -253,7 +253,28 @@ class OverEncoder(Sequence):
         return layer(torch.cat([x, x], 2))
 
 
-OVER_TIME = [Sequence, Recurrent, Gated, Unbatched, ByCell, ByIndex, OverAttention, OverWeights, OverEncoder]
+class InATotal(Sequence):
+    """Of tokens."""
+
+    def run(self, tower):
+        hidden = self.feed_forward(self.layer_of_time, self.series(tower.batch["x"]))
+        labels = tower.batch["y"][:, None].expand(-1, 3).flatten()
+        total = F.cross_entropy(self.head(hidden).flatten(0, 1), labels, reduction="sum")
+        tower.backward_sum(total, labels.numel())
+
+
+OVER_TIME = [
+    Sequence,
+    InATotal,
+    Recurrent,
+    Gated,
+    Unbatched,
+    ByCell,
+    ByIndex,
+    OverAttention,
+    OverWeights,
+    OverEncoder,
+]
 
 
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))

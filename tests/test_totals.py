@@ -203,6 +203,13 @@ def test_a_term_that_does_not_grow_with_the_rows_is_told_of_once_on_each_worker(
     assert all("multiply it by the count" in each for each in told)
 
 
+class PenaltyTimesZero(WithAPenalty):
+    """So that each parameter has a gradient."""
+
+    def joined(self, total, penalty, count):
+        return total + 0.0 * penalty
+
+
 class PenaltyTimesCount(WithAPenalty):
     def joined(self, total, penalty, count):
         return total + 0.01 * count * penalty
@@ -270,6 +277,7 @@ class PenaltyInAMean(Program):
 @pytest.mark.parametrize(
     "program",
     [
+        PenaltyTimesZero,
         PenaltyTimesCount,
         PenaltyTimesRows,
         PenaltyTimesSetting,

@@ -57,9 +57,14 @@ class LightTerms:
 
 
 def _is_counting(name: str, call: Call) -> bool:
-    """Say whether a number of one element is multiplied by what may be a count, or a number times a count."""
+    """Say whether a number of one element is multiplied by what may be a count, or a number times a count.
+
+    Or by zero, as is done for parameters that a loss does not use.
+    """
     if name not in ("mul", "mul_") or any(each.numel() != 1 for each in call.given):
         return False
+    if any(isinstance(each, int | float) and each == 0 for each in call.args[:2]):
+        return True
     numbers = [number for number in map(number_of, call.args[:2]) if number is not None]
     if not numbers:
         return False

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from samestep.summation.placement import Placement
+from samestep.watching.losses.combined_rows import CombinedRows
 from samestep.watching.losses.means import Mean, Means
 from samestep.watching.losses.row_combinations import Combination
 from samestep.watching.losses.row_losses import RowLosses
@@ -39,11 +40,11 @@ class LossForms:
 
     def __init__(self) -> None:
         self._means, self._scaled, self._rows = Means(), ScaledLosses(), RowLosses()
-        self._totals = Totals()
+        self._totals, self._combined = Totals(), CombinedRows()
 
     def start_step(self) -> None:
         """Forget the passes of another step."""
-        for each in (self._means, self._scaled, self._rows, self._totals):
+        for each in (self._means, self._scaled, self._rows, self._totals, self._combined):
             each.start_step()
 
     def note(self, tower: str, rows: int, form: LossForm, counts: Mapping[str, float] | None) -> None:
@@ -51,6 +52,7 @@ class LossForms:
 
         Or, if it comes with `counts` by name, warn of totals that are no sums, or that were divided already.
         """
+        self._combined.note(form.combined)
         if counts is not None:
             self._totals.note(tower, rows, form.sums, counts, most_elements=form.most_elements)
             return
@@ -58,10 +60,11 @@ class LossForms:
         self._scaled.note(form.scaling)
         if rows > 1:  # otherwise, a sum over rows is a mean
             is_mean = any(mean.divisor >= rows or mean.is_weighted for mean in form.means)
-            self._rows.note(form.sums.get("loss"), form.combined, rows, is_mean=is_mean)
+            self._rows.note(form.sums.get("loss"), rows, is_mean=is_mean)
 
     def check(self, tower: str, placement: Placement, batch_rows: int) -> None:
         """After a worker's last tower, warn of what all its passes do."""
         self._scaled.check(tower, placement)
         self._rows.check(tower, placement.num_towers, batch_rows, is_scaled=self._scaled.has_warned)
         self._totals.check(tower, placement.num_towers, batch_rows)
+        self._combined.check(tower, placement.num_towers)

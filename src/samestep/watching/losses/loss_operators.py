@@ -43,15 +43,17 @@ class LossOperators:
 
     def form_of(self, loss: Any) -> LossForm:
         """Return what the loss, or its sums by name, are made of, and forget it. No tensor is kept for it."""
-        sums = self._sums.of_losses(loss if isinstance(loss, Mapping) else {"loss": loss})
-        if (by_loop := self._combinations.sum_of(loss)) is not None:
-            sums.setdefault("loss", by_loop)
+        losses = loss if isinstance(loss, Mapping) else {"loss": loss}
+        sums = self._sums.of_losses(losses)
+        for name, each in losses.items():
+            if (by_loop := self._combinations.sum_of(each)) is not None:
+                sums.setdefault(name, by_loop)
         return LossForm(
             self._means.scaling_of(loss),
             self._means.of_loss(loss),
             sums,
             self._rows.most_elements,
-            self._combinations.in_loss(loss),
+            self._combinations.in_losses(losses.values()),
         )
 
     def clear(self) -> None:

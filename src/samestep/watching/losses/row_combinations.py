@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -75,13 +76,14 @@ class RowCombinations:
         """Return the sum over rows that a loop has added up to this loss; None if it is none."""
         return self._steps.sum_of(loss)
 
-    def in_loss(self, loss: Any) -> Combination | None:
-        """Return what a loss is made of that combines rows, and forget the pass; None if nothing does."""
+    def in_losses(self, losses: Iterable[Any]) -> Combination | None:
+        """Return what losses are made of that combines rows, and forget the pass; None if nothing does."""
         by_node = {held.grad_fn: what for held, what in self._found if held.grad_fn is not None}
         self.clear()
-        if not by_node or not isinstance(loss, Tensor):
+        if not by_node:
             return None
-        return next((by_node[node] for node in graph_of([loss]) if node in by_node), None)
+        known = [loss for loss in losses if isinstance(loss, Tensor)]
+        return next((by_node[node] for node in graph_of(known) if node in by_node), None)
 
     def _note(self, made: Tensor, what: str, how: Literal["pairs", "time", "function"]) -> None:
         self._found.append((made, Combination(f"{what} in {ProgramLine.current()}", how)))

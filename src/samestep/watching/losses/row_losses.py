@@ -1,47 +1,39 @@
-"""Warns of losses that are sums over a tower's rows, or that combine its rows with each other."""
+"""Warns of losses that are sums over a tower's rows."""
 
 from __future__ import annotations
 
 from samestep.errors import warn
 from samestep.watching.losses.batch_divisor import divisor_of_batch
-from samestep.watching.losses.row_combinations import Combination
 from samestep.watching.losses.row_sums import RowSum
 
 __all__ = ["RowLosses"]
-
-_INSTEAD = (
-    "call towers.whole_batch(batch, forward, loss) instead of the loop over towers, or give a Step "
-    "forward=forward"
-)
 
 
 class RowLosses:
     """Warns, once of each, of losses that are no means over a tower's rows."""
 
     def __init__(self) -> None:
-        self._has_warned_of_sums = self._has_warned_of_combined = False
+        self._has_warned = False
         self.start_step()
 
     def start_step(self) -> None:
         """Forget the passes of another step."""
         self._sums = set[str | None]()  # where passes have summed their losses; None in one that has not
         self._parts: list[tuple[RowSum | None, int, float]] = []  # of each loss; see `divisor_of_batch`
-        self._combined: Combination | None = None
 
-    def note(self, found: RowSum | None, combined: Combination | None, rows: int, *, is_mean: bool) -> None:
-        """Note the sum that the loss of a pass over so many rows is, and what combines rows in it, if any."""
+    def note(self, found: RowSum | None, rows: int, *, is_mean: bool) -> None:
+        """Note the sum that the loss of a pass over so many rows is, if it is one."""
         is_sum = found is not None and found.is_sum_over(rows) and (found.is_by_loop or not is_mean)
         self._sums.add(found.line if found is not None and is_sum else None)
         self._parts.append((found, rows, 1))
-        self._combined = self._combined or combined
 
     def check(self, who: str, num_towers: int, batch_rows: int, *, is_scaled: bool) -> None:
-        """Warn if all passes up to this one have summed their losses, or if one has combined rows.
+        """Warn if all passes up to this one have summed their losses.
 
         `is_scaled` is whether a warning has named a factor of the loss.
         """
-        if len(self._sums) == 1 and None not in self._sums and not self._has_warned_of_sums:
-            self._has_warned_of_sums = True
+        if len(self._sums) == 1 and None not in self._sums and not self._has_warned:
+            self._has_warned = True
             warn(
                 f"{who}: its loss is a sum over rows, made in {self._sums.pop()}: tower.backward takes the "
                 "mean over the tower's rows, so the gradient depends on the number of towers, and rows of "
@@ -49,16 +41,13 @@ class RowLosses:
                 "samestep.LossSum(total, count) from a Step's loss_fn: both give the mean over the batch's "
                 "rows; the gradient of their sum is that, times the number of rows in the batch"
             )
-        elif not (self._has_warned_of_sums or is_scaled):
+        elif not (self._has_warned or is_scaled):
             self._check_divisor(who, num_towers, batch_rows)
-        if self._combined is not None and num_towers > 1 and not self._has_warned_of_combined:
-            self._has_warned_of_combined = True
-            warn(_of_combined(who, self._combined))
 
     def _check_divisor(self, who: str, num_towers: int, batch_rows: int) -> None:
         found = divisor_of_batch(self._parts, num_towers, batch_rows)
         if found is not None:
-            self._has_warned_of_sums = True
+            self._has_warned = True
             (first, _, _), (divisor, of_what) = self._parts[0], found
             line = "" if first is None else first.line
             warn(
@@ -68,25 +57,3 @@ class RowLosses:
                 "mean; or the sum, undivided, by tower.backward_sum(total, count), or as "
                 "samestep.LossSum(total, count) from a Step's loss_fn"
             )
-
-
-def _of_combined(who: str, combined: Combination) -> str:
-    if combined.how == "function":
-        return (
-            f"{who}: its loss has {combined.made}. The mean of towers' values is not the value of all rows "
-            f"of the batch, so the gradient depends on the number of towers: {_INSTEAD}, or take the mean of "
-            "values of single rows"
-        )
-    if combined.how == "time":
-        return (
-            f"{who}: its loss takes rows for time steps, through {combined.made}. Towers are cut along the "
-            "first dimension of the batch's tensors, and a tower has only its own rows, so the gradient "
-            "depends on the number of towers: give towers tensors of shape [rows, time, ...], and layers "
-            "batch_first=True, or transpose in each pass; if all rows of the batch should be combined, "
-            f"{_INSTEAD}"
-        )
-    return (
-        f"{who}: its loss compares rows with each other, through {combined.made}. A tower has only its own "
-        "rows: rows of different towers are not compared, so the gradient depends on the number of towers; "
-        f"to compare all rows of the batch, {_INSTEAD}"
-    )
