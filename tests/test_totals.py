@@ -70,6 +70,17 @@ class MeanOfATower(Program):
         tower.backward_sum(F.cross_entropy(self.model(tower.batch["x"]), tower.batch["y"]), 1)
 
 
+class HalfASum(Program):
+    """Of two rows, as it happens."""
+
+    def batch(self, step):
+        return batch_of(step, 14)
+
+    def run(self, tower):
+        total = F.cross_entropy(self.model(tower.batch["x"]), tower.batch["y"], reduction="sum")
+        tower.backward_sum(0.5 * total, tower.rows)
+
+
 class MeanTimesRows(Program):
     def run(self, tower):
         loss = F.cross_entropy(self.model(tower.batch["x"]), tower.batch["y"])
@@ -106,7 +117,15 @@ class NamedSum(OfAStep):
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
 @pytest.mark.parametrize(
     "program",
-    [OfMeansOfEachRow, MeanOfATower, MeanTimesRows, MeanTimesThree, OfMeansOverAsManyAsRows, NamedSum],
+    [
+        HalfASum,
+        OfMeansOfEachRow,
+        MeanOfATower,
+        MeanTimesRows,
+        MeanTimesThree,
+        OfMeansOverAsManyAsRows,
+        NamedSum,
+    ],
 )
 def test_other_sums_are_not_told_of(program, num_workers):
     assert not told_of(program, num_workers, "is a mean, made in")
@@ -356,6 +375,16 @@ def test_a_count_of_the_whole_batch_is_told_of_once_on_each_worker(program, num_
     assert all(in_words in each for each in told)
 
 
+class AsManyAsAllRows(OfTheBatch):
+    """Features of a tower that are larger than zero; and, by a setting, of none."""
+
+    def run(self, tower):
+        x, y = tower.batch["x"], tower.batch["y"]
+        count = (x > 0).sum()
+        total = F.cross_entropy(self.model(x), y, reduction="none").sum()
+        tower.backward_sum(total, count - count + self.rows)
+
+
 class OwnLabels(OfTheBatch):
     """As many in each tower."""
 
@@ -381,6 +410,8 @@ class CountedTwice(OfTheBatch):
 
 
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
-@pytest.mark.parametrize("program", [OwnLabels, CountsOfFeatures, CountedTwice, NamedSum, MeanTimesRows])
+@pytest.mark.parametrize(
+    "program", [AsManyAsAllRows, OwnLabels, CountsOfFeatures, CountedTwice, NamedSum, MeanTimesRows]
+)
 def test_counts_of_towers_are_not_told_of(program, num_workers):
     assert not told_of(program, num_workers, "comes with the count ")

@@ -223,7 +223,7 @@ class StepRun:
         """Run backward from a tower's summed loss; see `Tower.backward_sum`."""
         with self._failing_together():
             self._check_turn(tower)
-            form = self.watch.form_of({"total": total})
+            form = self.watch.form_of({"total": total}, count)
             found = self.losses.from_sum(tower, total, count)
         self._take(tower, found)
         if form is not None:

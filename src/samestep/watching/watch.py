@@ -145,12 +145,12 @@ class Watch:
         if self.follows:
             self.flow.operators.note_losses(losses)
 
-    def form_of(self, loss: Any) -> LossForm | None:
-        """Return what a loss, or its sums by name, are made of, in a step whose values are followed."""
+    def form_of(self, loss: Any, count: Any = None) -> LossForm | None:
+        """Return what a loss, its sums by name, or a sum with a count are made of, if the step `follows`."""
         if not self.follows:
             return None
         self.note_losses(loss.values() if isinstance(loss, Mapping) else [loss])
-        return self.flow.form_of(loss)
+        return self.flow.form_of(loss, count)
 
     def note_explained(self) -> None:
         """Note that a warning has named what may make losses differ from pass to pass."""

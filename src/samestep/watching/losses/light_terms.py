@@ -30,11 +30,9 @@ class LightTerms:
 
     def clear(self) -> None:
         """Forget the pass."""
-        # By the tensors' ids; they are kept alive, so that no other one gets their id.
-        self._averages: dict[
-            int, Tensor
-        ] = {}  # means and statistics over rows, and what is computed from them
-        self._counted: dict[int, Tensor] = {}  # what was multiplied by a number, as a term times a count is
+        # Both by the tensors' ids; they are kept alive, so that no other one gets their id.
+        self._averages: dict[int, Tensor] = {}  # over rows, and what is computed from them
+        self._counted: dict[int, Tensor] = {}  # what was multiplied as by a count
 
     def note(self, name: str, call: Call, result: Any, *, takes_rows: bool) -> None:
         """Note an operator that has run; `takes_rows` says whether it took tensors with rows in front."""

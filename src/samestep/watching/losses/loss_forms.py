@@ -25,6 +25,7 @@ class LossForm(NamedTuple):
         means: those that it is made of.
         sums: of what sums over the rows it, the "loss", is made, or each of its sums by name, if of any.
         most_elements: of a tensor of the tower's batch.
+        has_own_count: whether a count that comes with it may be computed from the tower's rows.
         combined: what it is made of that combines rows with each other; None if nothing does.
     """
 
@@ -32,6 +33,7 @@ class LossForm(NamedTuple):
     means: Sequence[Mean]
     sums: Mapping[str, RowSum]
     most_elements: int
+    has_own_count: bool
     combined: Combination | None
 
 
@@ -54,7 +56,9 @@ class LossForms:
         """
         self._combined.note(form.combined)
         if counts is not None:
-            self._totals.note(tower, rows, form.sums, counts, most_elements=form.most_elements)
+            self._totals.note(tower, rows, form.sums, counts)
+            if not form.has_own_count:
+                self._totals.note_counts(rows, form.sums, counts, form.most_elements)
             return
         self._means.compare(tower, rows, form.means)
         self._scaled.note(form.scaling)

@@ -41,7 +41,7 @@ class LossOperators:
         self._sums.note(call, result, takes_rows=takes_rows)
         self._combinations.note(call, result, takes_rows=takes_rows)
 
-    def form_of(self, loss: Any) -> LossForm:
+    def form_of(self, loss: Any, *, has_own_count: bool) -> LossForm:
         """Return what the loss, or its sums by name, are made of, and forget it. No tensor is kept for it."""
         losses = loss if isinstance(loss, Mapping) else {"loss": loss}
         sums = self._sums.of_losses(losses)
@@ -53,6 +53,7 @@ class LossOperators:
             self._means.of_loss(loss),
             sums,
             self._rows.most_elements,
+            has_own_count,
             self._combinations.in_losses(losses.values()),
         )
 

@@ -26,24 +26,11 @@ class Totals:
         self._most_elements = 0
         self._parts: dict[str, list[tuple[RowSum | None, int, float]]] = {}
 
-    def note(
-        self,
-        tower: str,
-        rows: int,
-        sums: Mapping[str, RowSum],
-        counts: Mapping[str, float],
-        *,
-        most_elements: int,
-    ) -> None:
-        """Note the totals of a pass over so many rows, by name; warn of one that is no sum over rows.
-
-        A tensor of the tower's batch has at most so many elements.
-        """
-        self._most_elements = max(self._most_elements, most_elements)
-        for name, count in counts.items():
-            found = sums.get(name)
-            self._parts.setdefault(name, []).append((found, rows, count))
-            if found is None or count <= 1:
+    def note(self, tower: str, rows: int, sums: Mapping[str, RowSum], counts: Mapping[str, float]) -> None:
+        """Note the totals of a pass over so many rows, by name; warn of one that is no sum over rows."""
+        for name, found in sums.items():
+            count = counts[name]
+            if count <= 1:
                 continue
             divisor = _divisor(found, rows, count)
             if divisor is not None:
@@ -59,6 +46,14 @@ class Totals:
                     f"towers' counts (here {count:g}), so it would weigh less by that factor than in a mean: "
                     "multiply it by the count"
                 )
+
+    def note_counts(
+        self, rows: int, sums: Mapping[str, RowSum], counts: Mapping[str, float], most_elements: int
+    ) -> None:
+        """Note counts that are not computed from a tower's rows, and how large a tensor of these is."""
+        self._most_elements = max(self._most_elements, most_elements)
+        for name, count in counts.items():
+            self._parts.setdefault(name, []).append((sums.get(name), rows, count))
 
     def check(self, who: str, num_towers: int, batch_rows: int) -> None:
         """After a worker's last tower, warn if all its passes had a count of the whole batch."""
@@ -85,5 +80,6 @@ def _divisor(found: RowSum, rows: int, count: float) -> float | None:
     divisor, per_row = 1 / (found.weight * found.written), found.num_terms / rows
     is_mean = found.factor == 0 and math.isclose(divisor, found.num_terms, rel_tol=_ROUNDING)
     is_of_means = math.isclose(divisor, per_row, rel_tol=_ROUNDING)  # of each row
-    is_divided = math.isclose(divisor, count, rel_tol=_ROUNDING) and not is_of_means
+    is_written = not math.isclose(found.written, 1)
+    is_divided = math.isclose(divisor, count, rel_tol=_ROUNDING) and not (is_of_means or is_written)
     return divisor if is_mean or is_divided else None

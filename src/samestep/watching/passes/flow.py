@@ -258,9 +258,10 @@ class FlowWatch(TorchDispatchMode):
         if origin.beside & LEFT_NUMBER:
             self._kept_numbers.check(what)
 
-    def form_of(self, loss: Any) -> LossForm:
+    def form_of(self, loss: Any, count: Any = None) -> LossForm:
         """Return what this pass's loss, or its sums by name, are made of, and forget it."""
-        return self._of_loss.form_of(loss)
+        is_of_rows = count is None or (isinstance(count, Tensor) and self._depends_on_rows(count))
+        return self._of_loss.form_of(loss, has_own_count=is_of_rows or self.reads.found)
 
     def end_turn(self, who: str, *, has_warned: bool) -> None:
         """Warn if this pass has computed its loss in a different way, unless there was another warning."""

@@ -35,6 +35,9 @@ OWN = frozenset({PASSES, CLOCK})
 LEFT = Place("what passes of earlier steps have left", "")
 """A source, beside `PASSES`, of what code outside of passes computes from their results."""
 
+INDEX = Place("the index of a tower", "")
+"""A source, beside `PASSES`, of what is computed from it: towers may keep state of their own."""
+
 _ALL = OWN | {LEFT}
 
 _OF_A_PASS = Value(frozenset({PASSES}))
@@ -168,6 +171,8 @@ class PassResults(WorkerValues):
     def _attribute_value(self, holder: Value, name: str) -> Value:
         """Return an attribute's value; always the same object, if the code makes that which has it."""
         value, place = super()._attribute_value(holder, name), Place(holder.key, name)
+        if name == "index" and PASSES in value.sources:
+            return value.computed_from(frozenset({INDEX}))
         is_set, is_new = self._values.get(place) is not None, isinstance(holder.object, NewObject)
         if is_set or value.is_known or value.key is not None or not is_new or is_of_samestep(kind_of(holder)):
             return value
@@ -181,11 +186,10 @@ class PassResults(WorkerValues):
         """
         if not self._is_in_pass or id(target) in self._filling:
             return False
-        is_own = PASSES in self._values.data_of(self.visit(target.slice))
-        is_of_tower = isinstance(target.slice, ast.Attribute) and target.slice.attr == "index"
+        sources = self._values.data_of(self.visit(target.slice))
         holder = self.visit(target.value).object
         may_be_buffer = any(holder is each for each in self._parts.values())
-        return is_own and not (is_of_tower or may_be_buffer)
+        return PASSES in sources and INDEX not in sources and not may_be_buffer
 
     def _left_by(self, sources: frozenset[Place]) -> frozenset[Place]:
         """Return `LEFT` if what code sets is computed from results outside of passes."""
