@@ -33,7 +33,6 @@ from samestep.towers.replica import Replica
 from samestep.towers.run import StepRun
 from samestep.watching.model.dropped_gradients import DroppedGradients
 from samestep.watching.pass_check import PassCheck
-from samestep.watching.passes.messages import Messages
 from samestep.watching.watch import Watch
 from step import SUBJECTS, Subject, loss_of, pictures, sgd
 
@@ -54,7 +53,7 @@ CHECKS: dict[tuple[type, str], Callable[..., Any]] = {
     (Watch, "end_turn"): nothing,
     (Watch, "end_step"): nothing,
     (Watch, "form_of"): nothing,
-    (Messages, "start_step"): nothing,
+    (Watch, "start_loop"): nothing,
     (DroppedGradients, "start_step"): nothing,
     (DroppedGradients, "note_average"): nothing,
     (PassCheck, "check_forward"): nothing,

@@ -111,7 +111,7 @@ class StepRun:
             self._passes.callback(self.watch.end_pass)
             self._passes.callback(self._buffers.end_passes)
             self._buffers.start_step()
-            self.watch.start_loop(self.local.batch_tensors())
+            self.watch.start_loop(self.local.batch_tensors)
             self._has_begun = True
             self._ends = min(self.local.slices, default=-1), max(self.local.slices, default=-1)
             for index in self.local.slices:

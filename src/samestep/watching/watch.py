@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -121,10 +121,11 @@ class Watch:
         if loss.device.type == "cpu":
             self.loss = float(loss)
 
-    def start_loop(self, batch: Iterable[Tensor]) -> None:
-        """Begin the loop over the towers of a batch, of which these tensors are cut."""
+    def start_loop(self, batch: Callable[[], Iterable[Tensor]]) -> None:
+        """Begin the loop over the towers of a batch; `batch` returns the tensors that it is cut from."""
         self.flow.messages.start_step()
-        self.flow.batch_reads.start_step(batch)
+        if self.follows:
+            self.flow.batch_reads.start_step(batch())
 
     def start_pass(self, tower: int) -> None:
         """Note what a tower's pass might change, in a step that looks."""
