@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from samestep.watching.losses.rows import is_over_rows
+from samestep.watching.losses.rows import is_over_all, is_over_rows
 from samestep.watching.operators.operator_calls import MEAN, Call, number_of, reduction_of, tensors_in
+from samestep.watching.operators.tensor_set import TensorSet
 from samestep.watching.program.program_line import ProgramLine
 from samestep.watching.program.running_factors import LEAST_COUNT, multiplies_by_count
 
@@ -30,36 +31,35 @@ class LightTerms:
 
     def clear(self) -> None:
         """Forget the pass."""
-        # Both by the tensors' ids; they are kept alive, so that no other one gets their id.
-        self._averages: dict[int, Tensor] = {}  # over rows, and what is computed from them
-        self._counted: dict[int, Tensor] = {}  # what was multiplied as by a count
+        self._averages = TensorSet()  # over rows, and what is computed from them
+        self._counted = TensorSet()  # numbers that were multiplied as by a count
 
-    def note(self, name: str, call: Call, result: Any, *, takes_rows: bool) -> None:
+    def note(self, call: Call, result: Any, *, takes_rows: bool) -> None:
         """Note an operator that has run; `takes_rows` says whether it took tensors with rows in front."""
         given = call.given
-        if _is_counting(name, call) or any(id(each) in self._counted for each in given):
-            self._counted.update((id(each), each) for each in tensors_in((result,)) if each.numel() == 1)
+        if _is_counting(call) or any(each in self._counted for each in given):
+            self._counted.add([each for each in tensors_in((result,)) if each.numel() == 1])
         if takes_rows:
-            averages = name in _AVERAGING and (len(call.args) == 1 or is_over_rows(call))
+            averages = call.name in _AVERAGING and (is_over_all(call) or is_over_rows(call))
             averages |= reduction_of(call.func, call.args, call.kwargs) == MEAN
         else:
-            averages = any(id(each) in self._averages for each in given)
+            averages = any(each in self._averages for each in given)
         if averages:
-            self._averages.update((id(each), each) for each in tensors_in((result,)))
+            self._averages.add(result)
 
     def has(self, tensor: Tensor) -> bool:
         """Say whether a tensor of one element is such a term, and was not multiplied by a count."""
-        if tensor.numel() != 1 or not tensor.requires_grad or id(tensor) in self._counted:
+        if tensor.numel() != 1 or not tensor.requires_grad or tensor in self._counted:
             return False
-        return id(tensor) in self._averages or not self._depends_on_rows(tensor)
+        return tensor in self._averages or not self._depends_on_rows(tensor)
 
 
-def _is_counting(name: str, call: Call) -> bool:
+def _is_counting(call: Call) -> bool:
     """Say whether a number of one element is multiplied by what may be a count, or a number times a count.
 
     Or by zero, as is done for parameters that a loss does not use.
     """
-    if name not in ("mul", "mul_") or any(each.numel() != 1 for each in call.given):
+    if call.name not in ("mul", "mul_") or any(each.numel() != 1 for each in call.given):
         return False
     if any(isinstance(each, int | float) and each == 0 for each in call.args[:2]):
         return True

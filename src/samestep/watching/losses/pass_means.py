@@ -14,6 +14,7 @@ from samestep.watching.losses.graph import graph_of
 from samestep.watching.losses.means import Mean
 from samestep.watching.losses.scaled_losses import Scaling
 from samestep.watching.operators.operator_calls import MEAN, OF_LABELS, number_of, reduction_of
+from samestep.watching.operators.tensor_set import TensorSet
 
 __all__ = ["PassMeans"]
 
@@ -36,7 +37,7 @@ class PassMeans:
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[Mean, Tensor]] = {}
-        self._made_of: dict[int, Tensor] = {}  # small tensors that were computed from these means
+        self._made_of = TensorSet()  # small tensors that were computed from these means
         self._totals: dict[int, tuple[Tensor, Tensor]] = {}  # sums and means of weights, and the weights
         self._normalized: dict[int, tuple[float, Tensor]] = {}  # weights, and by what they were divided
         self._scaled: dict[int, tuple[Scaling, Tensor]] = {}
@@ -66,10 +67,10 @@ class PassMeans:
             if mean is not None:
                 held = result if isinstance(result, Tensor) else result[0]
                 self._found.setdefault(id(held), (mean, held))
-                self._made_of[id(held)] = held
+                self._made_of.add(held)
         is_small = isinstance(result, Tensor) and result.numel() <= _MOST_ELEMENTS
-        if self._made_of and is_small and any(id(each) in self._made_of for each in _flat(args)):
-            self._made_of[id(result)] = result
+        if self._made_of and is_small and any(each in self._made_of for each in _flat(args)):
+            self._made_of.add(result)
 
     def _mean(
         self, func: OpOverload, value: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
@@ -104,7 +105,7 @@ class PassMeans:
 
     def _note_scaled(self, func: OpOverload, value: Tensor, args: Sequence[Any], result: Any) -> None:
         """Note a number that was computed from means, and is scaled by a whole number of an integer type."""
-        if func in _DIVISIONS | _PRODUCTS and id(value) in self._made_of and result.numel() == 1:
+        if func in _DIVISIONS | _PRODUCTS and value in self._made_of and result.numel() == 1:
             other, how = args[1], "divided" if func in _DIVISIONS else "multiplied"
             is_float = other.is_floating_point() if isinstance(other, Tensor) else isinstance(other, float)
             number = None if is_float else number_of(other)
@@ -118,14 +119,14 @@ class PassMeans:
             return None
         if id(value) in self._found and number < 1:  # as in `(loss * mask).mean() / mask.mean()`
             return _by_count(number * self._found[id(value)][0].divisor)
-        if id(divisor) in self._totals and id(value) not in self._made_of:
+        if id(divisor) in self._totals and value not in self._made_of:
             return _by_weights(number)
         return self._of_quotient(value, number)
 
     def _of_quotient(self, value: Tensor, number: float) -> Mean | None:
         """Return the mean of a sum that was divided by a count; of a sum of means only if by the rows."""
         mean = _by_count(number)
-        is_mean = mean is not None and (mean.divisor == self._rows or id(value) not in self._made_of)
+        is_mean = mean is not None and (mean.divisor == self._rows or value not in self._made_of)
         return mean if is_mean else None
 
     def _of_product(self, value: Tensor, other: Any) -> Mean | None:
@@ -138,7 +139,8 @@ class PassMeans:
                 counts = mean.divisor, mean.length or 0
                 factors = *counts, *(count / self._rows for count in counts)
                 if any(math.isclose(number, factor, rel_tol=_TOLERANCE) for factor in factors):
-                    del self._found[id(each)], self._made_of[id(each)]
+                    del self._found[id(each)]
+                    self._made_of.discard(each)
                     return None
             return self._of_quotient(each, 1 / number) if number < 1 else None
         return None

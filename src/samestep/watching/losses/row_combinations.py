@@ -57,17 +57,17 @@ class RowCombinations:
         """Note an operator that has run; `takes_rows` says whether it took tensors with rows in front."""
         if not self._rows.num_rows or not isinstance(call.func, OpOverload):
             return
-        name = call.func.overloadpacket.__name__
+        name = call.name
         first = next(tensors_in((result,)), None)
         if first is None:
             return
-        if what := self._functions.find(name, call, result, takes_rows=takes_rows):
+        if what := self._functions.find(call, result, takes_rows=takes_rows):
             self._note(first, f"{what} over rows", "function")
-        elif how := self._steps.find(name, call, result):
+        elif how := self._steps.find(call, result):
             self._note(first, f"{how} over rows", "time")
         elif name in _ALONG and self._is_along_rows(call):
             self._note(first, f"{name.strip('_')} over rows", "pairs")
-        elif 1 < first.numel() <= _MOST_ELEMENTS and self._has_pairs(name, call):
+        elif 1 < first.numel() <= _MOST_ELEMENTS and self._has_pairs(call):
             shape = " x ".join(map(str, first.shape))
             is_time = name in _BATCHED and len(first) > 1
             self._note(first, f"a tensor of {shape} made", "time" if is_time else "pairs")
@@ -94,7 +94,8 @@ class RowCombinations:
         is_known = along is not None and tensor.dim() > 0 and tensor.requires_grad
         return is_known and self._rows.dimension_of(tensor) == along % tensor.dim()
 
-    def _has_pairs(self, name: str, call: Call) -> bool:
+    def _has_pairs(self, call: Call) -> bool:
+        name = call.name
         if name not in _PRODUCTS | _DISTANCES | BY_ELEMENT:
             return False
         tensors = list(tensors_in(call.args))[-2:]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
-from samestep.watching.losses.rows import is_over_rows
-from samestep.watching.operators.operator_calls import MEAN, SUM, Call, argument, reduction_of, tensors_in
+from samestep.watching.losses.rows import is_over_all, is_over_rows
+from samestep.watching.operators.operator_calls import MEAN, SUM, Call, reduction_of, tensors_in
+from samestep.watching.operators.tensor_set import TensorSet
 
 __all__ = ["RowFunctions"]
 
@@ -29,41 +28,37 @@ class RowFunctions:
 
     def clear(self) -> None:
         """Forget the pass."""
-        # By the tensors' ids; they are kept alive, so that no other one gets their id.
-        self._sums: dict[int, Tensor] = {}
-        self._means: dict[int, Tensor] = {}
+        self._sums, self._means = TensorSet(), TensorSet()
 
-    def find(self, name: str, call: Call, result: Any, *, takes_rows: bool) -> str:
+    def find(self, call: Call, result: Any, *, takes_rows: bool) -> str:
         """Note an operator that has run; return which function of sums or means over rows it is, if any.
 
         `takes_rows` says whether it took tensors with rows in front.
         """
         if takes_rows:
-            return self._note_terms(name, call, result)
+            return self._note_terms(call, result)
+        name = call.name
         sums, means = (
-            [each for each in tensors_in(call.args) if id(each) in held and each.requires_grad]
+            [each for each in tensors_in(call.args) if each in held and each.requires_grad]
             for held in (self._sums, self._means)
         )
         if name in _DIVISIONS and any(each is call.args[1] for each in sums):
             return "a quotient of sums"
         one = next((each for each in (*sums, *means) if each.numel() == 1), None)
         if one is not None and name.rstrip("_") in _FUNCTIONS:
-            return f"{name.rstrip('_')} of a {'sum' if id(one) in self._sums else 'mean'}"
+            return f"{name.rstrip('_')} of a {'sum' if one in self._sums else 'mean'}"
         for found, held in ((sums, self._sums), (means, self._means)):
             if found and name in _KEEPING:
-                held.update((id(each), each) for each in tensors_in((result,)))
+                held.add(result)
         return ""
 
-    def _note_terms(self, name: str, call: Call, result: Any) -> str:
-        of_all = argument(call.func, "dim", call.args, call.kwargs) in (None, [])
+    def _note_terms(self, call: Call, result: Any) -> str:
+        name, of_all = call.name, is_over_all(call)
         if name == _NORM and of_all and call.args[0].requires_grad:
             return "a norm"
         reduction = reduction_of(call.func, call.args, call.kwargs)
-        held = None
         if reduction == SUM or (name == "sum" and (of_all or is_over_rows(call))):
-            held = self._sums
+            self._sums.add(result)
         elif reduction == MEAN or (name == "mean" and of_all):
-            held = self._means
-        if held is not None:
-            held.update((id(each), each) for each in tensors_in((result,)))
+            self._means.add(result)
         return ""

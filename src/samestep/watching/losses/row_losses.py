@@ -49,11 +49,11 @@ class RowLosses:
         if found is not None:
             self._has_warned = True
             (first, _, _), (divisor, of_what) = self._parts[0], found
-            line = "" if first is None else first.line
+            assert first is not None
             warn(
-                f"{who}: its loss is a sum over rows, made in {line}, divided by {divisor:g}, {of_what}. "
-                "tower.backward expects the mean over the tower's rows; divided by a number of the whole "
-                f"batch, the gradient is smaller by about {num_towers}, the number of towers. Pass this "
-                "mean; or the sum, undivided, by tower.backward_sum(total, count), or as "
+                f"{who}: its loss is a sum over rows, made in {first.line}, divided by {divisor:g}, "
+                f"{of_what}. tower.backward expects the mean over the tower's rows; divided by a number of "
+                f"the whole batch, the gradient is smaller by about {num_towers}, the number of towers. Pass "
+                "this mean; or the sum, undivided, by tower.backward_sum(total, count), or as "
                 "samestep.LossSum(total, count) from a Step's loss_fn"
             )

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from samestep.watching.losses.row_sums import RowSum, factor_in
+from samestep.watching.losses.row_sums import SCALING, RowSum, factor_in
 from samestep.watching.losses.rows import BY_ELEMENT, Rows
 from samestep.watching.operators.operator_calls import Call, argument, tensors_in
 from samestep.watching.program.program_line import ProgramLine
@@ -38,8 +38,9 @@ class RowSteps:
         """Forget the pass."""
         self._single: dict[int, _Computed] = {}  # by the tensors' ids
 
-    def find(self, name: str, call: Call, result: object) -> str:
+    def find(self, call: Call, result: object) -> str:
         """Note an operator that has run; return what goes from row to row in it, if anything does."""
+        name = call.name
         if name in _RECURRENT or name == _RECURRENT_TIME_FIRST:
             has_rows_first = argument(call.func, "batch_first", call.args, call.kwargs)
             time = 1 if has_rows_first and name in _RECURRENT else 0
@@ -51,8 +52,8 @@ class RowSteps:
             )
             return "attention" if is_over_rows else ""
         if name in ("unbind", "select", "slice"):
-            self._note_single(name, call, result)
-        is_next = bool(self._single) and name not in _JOINING and self._combines(name, call, result)
+            self._note_single(call, result)
+        is_next = bool(self._single) and name not in _JOINING and self._combines(call, result)
         return "a loop" if is_next else ""
 
     def sum_of(self, loss: Any) -> RowSum | None:
@@ -62,18 +63,18 @@ class RowSteps:
             return None
         return RowSum(found.line, found.factor, 0.0, 1.0, self._rows.num_rows, is_by_loop=True)
 
-    def _note_single(self, name: str, call: Call, result: object) -> None:
+    def _note_single(self, call: Call, result: object) -> None:
         tensor = call.args[0]
         dimension = argument(call.func, "dim", call.args, call.kwargs, 0) % tensor.dim()
         if self._rows.dimension_of(tensor) != dimension or tensor.shape[dimension] != self._rows.num_rows:
             return
-        first = 0 if name == "unbind" else (call.args[2] or 0) % self._rows.num_rows
+        first = 0 if call.name == "unbind" else (call.args[2] or 0) % self._rows.num_rows
         for at, each in enumerate(tensors_in((result,)), first):
-            if name == "slice" and each.shape[dimension] != 1:
+            if call.name == "slice" and each.shape[dimension] != 1:
                 return
             self._single[id(each)] = _Computed(each, 1 << at, 0, 1.0, "")
 
-    def _combines(self, name: str, call: Call, result: object) -> bool:
+    def _combines(self, call: Call, result: object) -> bool:
         found = [self._single[id(each)] for each in call.given if id(each) in self._single]
         if not found:
             return False
@@ -82,8 +83,8 @@ class RowSteps:
             rows |= part.rows
             together |= part.together
         factor = max(part.factor for part in found)
-        if name in _LINEAR or call.kind.takes_parts:
-            factor *= factor_in(name, call) if name.rstrip("_") in ("mul", "div") else 1
+        if call.name in _LINEAR or call.kind.takes_parts:
+            factor *= factor_in(call) if call.name in SCALING else 1
         else:
             together, factor = rows if rows & (rows - 1) else together, 1.0
         line = str(ProgramLine.current()) if rows == self._all_rows else ""

@@ -23,13 +23,13 @@ from samestep.watching.operators.origins import Kept, is_dense, keep_address, st
 from samestep.watching.program.program_line import ProgramLine
 from samestep.watching.program.running_factors import multiplies_by_size
 
-__all__ = ["RowSum", "RowSums", "factor_in"]
+__all__ = ["SCALING", "RowSum", "RowSums", "factor_in"]
 
 _ADDING = {"add", "sub", "rsub", "add_", "sub_", "stack"}
 _KEEPING = {*_ADDING, "neg", "neg_", "sum", "view", "_to_copy", "clone"}
 """Operators whose result is still a sum over rows."""
 
-_SCALING = {"mul": 1, "mul_": 1, "div": -1, "div_": -1}
+SCALING = {"mul": 1, "mul_": 1, "div": -1, "div_": -1}
 """Products and quotients: the power of their second argument."""
 
 _ROUNDING = 1e-3
@@ -85,13 +85,12 @@ class RowSums:
 
     def note(self, call: Call, result: Any, *, takes_rows: bool) -> None:
         """Note an operator that has run; `takes_rows` says whether it took tensors with rows in front."""
-        name = getattr(getattr(call.func, "overloadpacket", None), "__name__", "")
         sums = [self._sums[id(each)][0] for each in tensors_in(call.args) if id(each) in self._sums]
         if sums:
-            self._note_sum(name, call, sums, result)
+            self._note_sum(call, sums, result)
         elif takes_rows:
-            self._note_terms(name, call, result)
-        self._light.note(name, call, result, takes_rows=takes_rows)
+            self._note_terms(call, result)
+        self._light.note(call, result, takes_rows=takes_rows)
 
     def of_losses(self, losses: Mapping[str, Any]) -> dict[str, RowSum]:
         """Return of what sums over the rows losses were computed, if of any, and forget the pass."""
@@ -99,22 +98,23 @@ class RowSums:
         self.clear()
         return found
 
-    def _note_sum(self, name: str, call: Call, sums: list[RowSum], result: Any) -> None:
+    def _note_sum(self, call: Call, sums: list[RowSum], result: Any) -> None:
+        name = call.name
         num_given = len(list(tensors_in(call.args))) if name == "stack" else len(sums)
         if not isinstance(result, Tensor) or result.numel() > num_given:
             return
+        divisor = call.args[1] if name in ("div", "div_") else None
+        if isinstance(divisor, Tensor) and divisor.requires_grad:
+            return  # a quotient, as a Dice loss is
         heaviest = max(sums, key=lambda each: each.weight)
         largest = max(sums, key=lambda each: each.factor)
         found = heaviest._replace(
             factor=largest.factor,
             line=largest.line if largest.factor else heaviest.line,
-            added=self._added(name, call, sums),
+            added=self._added(call, sums),
         )
-        divisor = call.args[1] if name in ("div", "div_") else None
-        if isinstance(divisor, Tensor) and divisor.requires_grad:
-            return  # a quotient, as a Dice loss is
-        if name in _SCALING:
-            factor = factor_in(name, call)
+        if name in SCALING:
+            factor = factor_in(call)
             found = found._replace(factor=found.factor * factor)
             if _is_written(factor):
                 found = found._replace(written=found.written * factor)
@@ -131,15 +131,16 @@ class RowSums:
         counts = self._rows.num_rows, mean.num_terms
         return any(math.isclose(mean.weight * mean.num_terms, each, rel_tol=_ROUNDING) for each in counts)
 
-    def _added(self, name: str, call: Call, sums: list[RowSum]) -> str:
+    def _added(self, call: Call, sums: list[RowSum]) -> str:
         is_sum = any(each.is_sum_over(self._rows.num_rows) for each in sums)
-        if is_sum and name in _ADDING and any(self._light.has(each) for each in tensors_in(call.args)):
+        if is_sum and call.name in _ADDING and any(self._light.has(each) for each in tensors_in(call.args)):
             return str(ProgramLine.current())
         return next((each.added for each in sums if each.added), "")
 
-    def _note_terms(self, name: str, call: Call, result: Any) -> None:
-        if name in _SCALING and self._rows.dimension_of(result) == 0:
-            factor = math.prod(map(self._factor_of, call.given)) * factor_in(name, call)
+    def _note_terms(self, call: Call, result: Any) -> None:
+        name = call.name
+        if name in SCALING and self._rows.dimension_of(result) == 0:
+            factor = math.prod(map(self._factor_of, call.given)) * factor_in(call)
             self._factors[storage_of(result)] = factor, keep_address(result)
         reduction = reduction_of(call.func, call.args, call.kwargs)
         if name in ("sum", "mean") or reduction in (SUM, MEAN):
@@ -163,10 +164,10 @@ def _is_written(factor: float) -> bool:
     return any(math.isclose(factor, each) or math.isclose(factor * each, 1) for each in numbers)
 
 
-def factor_in(name: str, call: Call) -> float:
+def factor_in(call: Call) -> float:
     """Return the number by which a product multiplies; 0 if by weights that add up to one, as in a mean."""
     factor = 1.0
-    for value, power in zip(call.args[:2], (1, _SCALING[name]), strict=True):
+    for value, power in zip(call.args[:2], (1, SCALING[call.name]), strict=True):
         number = number_of(value)
         if number is not None:
             factor *= number**power

@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from samestep.watching.operators.operator_calls import Call, argument, tensors_in
 from samestep.watching.operators.origins import Kept, is_dense, keep_address, storage_of
 
-__all__ = ["BY_ELEMENT", "Rows", "is_over_rows"]
+__all__ = ["BY_ELEMENT", "Rows", "is_over_all", "is_over_rows"]
 
 BY_ELEMENT = {"add", "sub", "mul", "div"}
 
@@ -56,7 +56,7 @@ class Rows:
         """Note an operator that has run; return whether it took any tensor that has rows in front."""
         if not self._strides or not isinstance(call.func, OpOverload):
             return False
-        name = call.func.overloadpacket.__name__
+        name = call.name
         taken = call.args[_FIRST[name] : _FIRST[name] + 1] if name in _FIRST else call.args
         found = {self.dimension_of(each): each.dim() for each in tensors_in(taken)}
         joins = name == "cat" and list(found) == [0]  # two views of each row, say, one after the other
@@ -86,6 +86,11 @@ class Rows:
         if is_new and (size := tensor.shape[dimension]) and size % self.num_rows == 0:
             num_bytes = tensor.itemsize * tensor.stride(dimension) * (size // self.num_rows)
             self._strides[storage] = num_bytes, keep_address(tensor)
+
+
+def is_over_all(call: Call) -> bool:
+    """Say whether an operator works along no dimension of those that it could."""
+    return argument(call.func, "dim", call.args, call.kwargs) in (None, [])
 
 
 def is_over_rows(call: Call) -> bool:

@@ -86,6 +86,11 @@ class Call(NamedTuple):
         return cls(func, args, kwargs, kind, list(tensors_in(values)), kind.overwrites and not adds)
 
     @property
+    def name(self) -> str:
+        """The operator's name, without that of its overload; "" for those of higher order."""
+        return getattr(getattr(self.func, "overloadpacket", None), "__name__", "")
+
+    @property
     def values(self) -> tuple[Any, ...]:
         """The values of all arguments."""
         return (*self.args, *self.kwargs.values())

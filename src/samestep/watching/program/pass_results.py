@@ -146,8 +146,8 @@ class PassResults(WorkerValues):
 
     def _set(self, target: ast.expr, value: Value) -> None:
         super()._set(target, value.computed_from(self._left_by(value.sources)))
-        if isinstance(target, ast.Subscript) and self._is_by_row(target):
-            self._kept_by_row.append(self.visit(target.value))
+        if isinstance(target, ast.Subscript):
+            self._note_entry(target)
 
     def _change(
         self,
@@ -179,17 +179,17 @@ class PassResults(WorkerValues):
         part = self._parts.setdefault(place, NewObject())
         return Value(value.sources, part, part, name)
 
-    def _is_by_row(self, target: ast.Subscript) -> bool:
-        """Say whether an entry is set by a number of a row, such as that of an example.
+    def _note_entry(self, entry: ast.Subscript) -> None:
+        """Note what a pass changes by a number of a row, such as that of an example.
 
-        Not in a cache, which is filled once; nor in a module's tensor, which may be a buffer, and is watched.
+        Not a cache, which is filled once; nor a module's tensor, which may be a buffer, and is watched.
         """
-        if not self._is_in_pass or id(target) in self._filling:
-            return False
-        sources = self._values.data_of(self.visit(target.slice))
-        holder = self.visit(target.value).object
-        may_be_buffer = any(holder is each for each in self._parts.values())
-        return PASSES in sources and INDEX not in sources and not may_be_buffer
+        if not self._is_in_pass or id(entry) in self._filling:
+            return
+        holder, sources = self.visit(entry.value), self._values.data_of(self.visit(entry.slice))
+        may_be_buffer = any(holder.object is each for each in self._parts.values())
+        if PASSES in sources and INDEX not in sources and not may_be_buffer:
+            self._kept_by_row.append(holder)
 
     def _left_by(self, sources: frozenset[Place]) -> frozenset[Place]:
         """Return `LEFT` if what code sets is computed from results outside of passes."""
@@ -210,9 +210,8 @@ class PassResults(WorkerValues):
         """Return what a call returns; a collective's arguments are the same on all workers afterwards."""
         value = super().visit_Call(node)
         match node.func:
-            case ast.Attribute(value=ast.Subscript(value=of) as entry, attr=method) if method in _ADDING:
-                if self._is_by_row(entry):
-                    self._kept_by_row.append(self.visit(of))
+            case ast.Attribute(value=ast.Subscript() as entry, attr=method) if method in _ADDING:
+                self._note_entry(entry)
         if self._is_in_pass and _is_backward(node.func):
             self._note_loss(NOWHERE.union(*(self._found.get(id(each), NOWHERE) for each in node.args)))
         if not _is_collective(node):

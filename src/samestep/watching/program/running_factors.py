@@ -27,10 +27,12 @@ def multiplies_by_count() -> bool:
     An operator may get but the product, as in `rows * 0.01 * penalty`.
     """
     factors = _running_factors()
+    if any(map(_is_size, factors)):
+        return True
     names = {each.id for each in factors if isinstance(each, ast.Name)}
     frame = next(frames_of_program(), None)
-    if any(map(_is_size, factors)) or frame is None or not names:
-        return any(map(_is_size, factors))
+    if frame is None or not names:
+        return False
     variables = dict(locals_of(frame))
     return any(_is_count(variables.get(name, frame.f_globals.get(name))) for name in names)
 
