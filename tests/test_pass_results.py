@@ -566,6 +566,22 @@ def temperature_in_place(job):
             temperature.mul_(0.9).add_(0.1 * torch.stack(losses).mean())
 
 
+def temperature_that_adds_up(job):
+    model, towers, optimizer = made(job)
+    temperature = torch.ones(())
+    for step in range(2):
+        losses = []
+        for tower in towers(batch_of(step)):
+            loss = loss_of(model, tower.batch)
+            losses.append(loss.detach())
+            tower.backward(loss / temperature)
+        towers.average()
+        optimizer.step()
+        if step:
+            temperature *= 0.9
+            temperature += 0.1 * torch.stack(losses).mean()
+
+
 class Noise(nn.Module):
     """Adds noise, of a strength that the program adapts."""
 
@@ -712,6 +728,7 @@ WRONG = {
     losses_of_an_object: "the loss of later passes",
     weight_in_a_loss_function: "the loss of later passes",
     temperature_in_place: "the loss of later passes",
+    temperature_that_adds_up: "the loss of later passes",
     strength_of_a_layer: "the loss of later passes",
     gradient_by_a_count: "a gradient",
     gradient_that_is_replaced: "a gradient",

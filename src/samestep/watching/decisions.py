@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from types import FrameType, FunctionType, ModuleType
+from typing import Any
 
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
@@ -20,7 +21,10 @@ from torch.utils.data import DataLoader
 from samestep.errors import warn
 from samestep.watching.program.calls import NOWHERE, by_name, positional_names
 from samestep.watching.program.code_values import (
+    MISSING,
+    UNKNOWN,
     Method,
+    NewObject,
     Place,
     Scope,
     Value,
@@ -34,7 +38,7 @@ from samestep.watching.program.source_code import SourceCode
 from samestep.watching.program.syntax import edited_by, is_in_place
 from samestep.watching.program.worker_values import NUM_WORKERS
 
-__all__ = ["check_decisions"]
+__all__ = ["check_decisions", "check_outside_gradients"]
 
 _WITHOUT_EFFECT = ("num_workers", "prefetch_factor")
 """Parameters of loaders on which no result depends."""
@@ -68,18 +72,16 @@ _REMEDIES = {
 }
 
 
-def check_decisions(source: SourceCode) -> None:
+def check_decisions(source: SourceCode) -> Set[ProgramLine]:
     """Warn of what the program on this thread's stack decides by what other workers may not have.
 
     These are the options of an optimizer or a schedule, the batch of a step, the number of towers, and how
     often a loop around the step runs; by a worker's own passes or its clock, also which weights are kept.
+
+    Returns:
+        The lines that warnings have named.
     """
-    frames = list(frames_of_program())
-    loops = [loop for frame in frames for loop in source.loops_around(frame)]
-    found: defaultdict[Place, dict[ProgramLine, str]] = defaultdict(dict)
-    for frame in frames:
-        for place, lines in _Decisions(source, loops).find_in(frame).items():
-            found[place].update(lines)
+    found = _found(source)
     if NUM_WORKERS in found:
         warn(
             f"computed from the number of workers: {_listed(found[NUM_WORKERS])}. Another number of workers "
@@ -88,6 +90,34 @@ def check_decisions(source: SourceCode) -> None:
         )
     for place in sorted(OWN & found.keys()):
         warn(f"computed from {place.holder} alone: {_listed(found[place])}. {_REMEDIES[place]}")
+    return {line for lines in found.values() for line in lines}
+
+
+def check_outside_gradients(source: SourceCode, ids: Set[int], but: Set[ProgramLine]) -> None:
+    """Warn of what is decided by gradients of tensors that no `Towers` averages, which passes have left.
+
+    Args:
+        source: where functions are found.
+        ids: those of the tensors.
+        but: the lines that other warnings have named.
+    """
+    found = _found(source, ids).get(PASSES, {})
+    if others := {line: what for line, what in found.items() if line not in but}:
+        warn(
+            f"computed from gradients of this worker's passes alone: {_listed(others)}. They are of tensors "
+            "that are not part of the model, so nobody averages them: pass them, or their module, as "
+            "Towers(model, ..., also=...)"
+        )
+
+
+def _found(source: SourceCode, ids: Set[int] = frozenset()) -> Mapping[Place, dict[ProgramLine, str]]:
+    frames = list(frames_of_program())
+    loops = [loop for frame in frames for loop in source.loops_around(frame)]
+    found: defaultdict[Place, dict[ProgramLine, str]] = defaultdict(dict)
+    for frame in frames:
+        for place, lines in _Decisions(source, loops, ids).find_in(frame).items():
+            found[place].update(lines)
+    return found
 
 
 def _listed(found: Mapping[ProgramLine, str]) -> str:
@@ -100,10 +130,15 @@ class _Decisions(PassResults):
     Args:
         source: where functions are found.
         loops: those that are running.
+        outside: the ids of tensors whose gradients are those of this worker's passes alone.
     """
 
-    def __init__(self, source: SourceCode, loops: Sequence[ast.For | ast.While]) -> None:
+    def __init__(
+        self, source: SourceCode, loops: Sequence[ast.For | ast.While], outside: Set[int] = frozenset()
+    ) -> None:
         super().__init__(source, loops)
+        self._outside = outside
+        self._objects: dict[Hashable, Any] = {}  # those that the code makes, by keys of their values
         self._decisions: dict[Place, dict[ProgramLine, str]] = {}  # by what, and by their lines
         self._repeats = False  # how often a loop runs is decided so
         self._line = 0  # of the current call
@@ -119,6 +154,40 @@ class _Decisions(PassResults):
         for place in found:
             self._decisions.setdefault(place, {})[ProgramLine(self._scope.path, line)] = what
         return bool(found)
+
+    # ---- gradients that nobody averages --------------------------------------------------------------
+
+    def _attribute_value(self, holder: Value, name: str) -> Value:
+        """Return an attribute's value; a gradient that nobody averages is computed from the passes."""
+        value, of = super()._attribute_value(holder, name), self._object_now(holder)
+        if name == "grad" and id(of) in self._outside:
+            return value.computed_from(frozenset({PASSES}))
+        self._note_object(value, attribute_of(of, name))
+        return value
+
+    def visit_Compare(self, node: ast.Compare) -> Value:
+        """Return what a comparison returns; whether there is a gradient is nothing that differs."""
+        value = super().visit_Compare(node)
+        match node:
+            case ast.Compare(left=ast.Attribute(attr="grad"), comparators=[ast.Constant(value=None)]):
+                return Value()
+        return value
+
+    def _parameter_of(self, module: Value, value: Value) -> Value:
+        """Return one of a module's parameters, for all of them: one that nobody averages, if there is any."""
+        found = self._object_now(module)
+        held = found.parameters() if isinstance(found, nn.Module) else ()
+        outside = next((each for each in held if id(each) in self._outside), None)
+        return super()._parameter_of(module, value) if outside is None else Value.of(outside, module.name)
+
+    def _object_now(self, value: Value) -> Any:
+        """Return what object a value is; one that the code makes is what a variable holds now."""
+        return self._objects.get(value.key) if isinstance(value.object, NewObject) else value.object
+
+    def _note_object(self, value: Value, found: Any) -> None:
+        is_found = found is not None and found is not UNKNOWN and found is not MISSING
+        if self._outside and is_found and isinstance(value.object, NewObject):
+            self._objects[value.key] = found
 
     # ---- calls ---------------------------------------------------------------------------------------
 
@@ -186,6 +255,8 @@ class _Decisions(PassResults):
             sources = self._values.data_of(value) - (OWN if self._is_in_pass else NOWHERE) | self._decided_by
             self._check("a learning rate", sources, target.lineno)
         super()._set(target, value)
+        if isinstance(target, ast.Name) and not self._running:
+            self._note_object(value, self._scope.objects.get(target.id))
 
     def _note_loss(self, sources: frozenset[Place]) -> None:
         if LEFT in sources:

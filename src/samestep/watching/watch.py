@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from samestep.buffers.named_tensors import NamedBuffer
 from samestep.identity import is_compiled
-from samestep.watching.decisions import check_decisions
-from samestep.watching.early_gradients import EarlyGradients
+from samestep.watching.first_step import FirstStep
 from samestep.watching.losses.loss_forms import LossForm
 from samestep.watching.model.modes import Modes
 from samestep.watching.model.optimizer_settings import OptimizerSettings, has_settings
@@ -21,7 +20,6 @@ from samestep.watching.model.own_numbers import OwnNumbers
 from samestep.watching.model.watched_tensors import WatchedTensors
 from samestep.watching.passes.flow import FlowWatch
 from samestep.watching.program.reach import in_reach
-from samestep.watching.program.source_code import SourceCode
 
 __all__ = ["Watch"]
 
@@ -56,7 +54,7 @@ class Watch:
         self.tensors = WatchedTensors()
         self._optimizers = OptimizerSettings()
         self.flow = FlowWatch()
-        self._early: EarlyGradients | None = None  # in the worker's first step
+        self._first: FirstStep | None = None  # in the worker's first step
         self.looks = self.follows = False
 
     def look_at_model(self, fixed: Sequence[NamedBuffer], shared: Sequence[NamedBuffer]) -> None:
@@ -83,11 +81,7 @@ class Watch:
         """Start to watch a step, after `note` and before its first pass."""
         self.tensors.start_step(step)
         self.loss = None
-        self._early = None
-        if self._num_workers == 0:
-            source = SourceCode()
-            check_decisions(source)
-            self._early = EarlyGradients(source)
+        self._first = FirstStep() if self._num_workers == 0 else None
         is_first = self._num_workers != num_workers or bool(self._new)
         self._num_workers = num_workers
         self._known |= self._new
@@ -213,8 +207,8 @@ class Watch:
     def end_step(self, who: str) -> None:
         """Check again after the last backward."""
         self.check(who)
-        if self._early is not None:
-            self._early.check(self._model.parameters())
+        if self._first is not None:
+            self._first.end(self._model.parameters())
         if self.looks:
             self.numbers.check()  # the loop may have ended with a `break`
             self._optimizers.start_step(())  # or go on after average(), where settings may change

@@ -17,7 +17,14 @@ from torch.optim.optimizer import (
 from samestep.errors import UsageError
 from samestep.watching.model.dropped_gradients import note_optimizer
 
-__all__ = ["averaged_parameters", "note_outside_gradients", "open_steps", "step_hooks", "stepped"]
+__all__ = [
+    "averaged_parameters",
+    "ids_of_outside_gradients",
+    "note_outside_gradients",
+    "open_steps",
+    "step_hooks",
+    "stepped",
+]
 
 averaged_parameters: weakref.WeakKeyDictionary[object, frozenset[int]] = weakref.WeakKeyDictionary()
 """For each `Towers` of this process, the ids of the parameters whose gradients it averages.
@@ -40,6 +47,11 @@ def note_outside_gradients(leaves: Iterable[Tensor]) -> None:
     for leaf in leaves:
         if leaf.grad is not None and not any(id(leaf) in ids for ids in averaged_parameters.values()):
             _outside_gradients[id(leaf)] = leaf.grad
+
+
+def ids_of_outside_gradients() -> frozenset[int]:
+    """Return the ids of the tensors whose gradients these are."""
+    return frozenset(_outside_gradients)
 
 
 def _refuse_wrong_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

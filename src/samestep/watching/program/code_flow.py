@@ -118,7 +118,7 @@ class CodeFlow(Expressions):
             if new.key is None or new.key != old.key:
                 self._set(node.target, new)
         elif old.is_known and old.is_container:
-            self._values.fill(old, sources, is_change=True)
+            self._change(old, "extend", [other], {}, sources)
         else:
             self._set(node.target, Value(sources))
 
