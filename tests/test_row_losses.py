@@ -144,6 +144,76 @@ def test_a_sum_that_is_passed_as_a_mean_is_told_of_once_on_each_worker(program, 
     assert all("call tower.backward_sum(total, tower.rows)" in each for each in told)
 
 
+class BesideAMean(Program):
+    """A variational autoencoder's error and divergence, of which only the error is a mean."""
+
+    def loss(self, x, y):
+        mean, log_variance = self.model(x)[:, :1], self.model(x)[:, 1:]
+        divergence = -0.5 * torch.sum(1 + log_variance - mean.pow(2) - log_variance.exp())
+        return F.mse_loss(mean, x[:, :1]) + self.weighed(divergence)
+
+    def weighed(self, divergence):
+        return divergence
+
+
+class BesideAMeanByANumber(BesideAMean):
+    def weighed(self, divergence):
+        return 0.001 * divergence
+
+
+class BesideAMeanByASetting(BesideAMean):
+    weight = 0.00025
+
+    def weighed(self, divergence):
+        return self.weight * divergence
+
+
+class BesideAMeanOfLabels(Program):
+    def loss(self, x, y):
+        z = self.model(x)
+        return F.cross_entropy(z, y) + 0.1 * z.square().sum()
+
+
+class BesideAMeanHalved(BesideAMean):
+    def weighed(self, divergence):
+        return divergence / 2
+
+
+@pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
+@pytest.mark.parametrize(
+    "program",
+    [BesideAMean, BesideAMeanOfLabels, BesideAMeanByANumber, BesideAMeanByASetting, BesideAMeanHalved],
+)
+def test_a_sum_beside_a_mean_is_told_of_once_on_each_worker(program, num_workers):
+    told = told_of(program, num_workers, "its loss has a sum over rows, made in test_row_losses.py, line ")
+    assert len(told) == num_workers
+    assert all("divide the sum by tower.rows" in each for each in told)
+
+
+class BesideAMeanDivided(BesideAMean):
+    def weighed(self, divergence):
+        return 0.1 * divergence / len(self.model(self.x))
+
+    def loss(self, x, y):
+        self.x = x
+        return super().loss(x, y)
+
+
+class BesideAMeanByAShare(BesideAMeanDivided):
+    """By a weight and a count in one."""
+
+    def weighed(self, divergence):
+        weight, rows = 0.01, len(self.x)
+        return (weight / rows) * divergence
+
+
+class BesideAMeanAtFirst(BesideAMean):
+    """By a weight that begins at zero."""
+
+    def weighed(self, divergence):
+        return 0 * divergence
+
+
 # ---- sums that are divided by a number of the whole batch ---------------------------------------------
 
 
@@ -325,12 +395,6 @@ class WithAPenalty(Program):
         return super().loss(x, y) + 0.1 * sum(each.square().sum() for each in self.model.parameters())
 
 
-class WithASum(Program):
-    def loss(self, x, y):
-        z = self.model(x)
-        return F.cross_entropy(z, y) + 0.1 * z.square().sum()
-
-
 class OfCorrelations(Program):
     """A sum over features, of which there are as many as rows."""
 
@@ -409,7 +473,6 @@ class OfMeansOverRows(Program):
         ByLearnedShares,
         OfRowsOfSums,
         WithAPenalty,
-        WithASum,
         OfCorrelations,
         Masked,
         Scaled,
@@ -417,9 +480,11 @@ class OfMeansOverRows(Program):
         ByALoopOfParts,
         OfOneRow,
         OfMeansOverRows,
+        BesideAMeanDivided,
+        BesideAMeanByAShare,
+        BesideAMeanAtFirst,
     ],
 )
 def test_other_losses_are_not_told_of(program, num_workers):
-    assert not told_of(program, num_workers)
-    assert not told_of(program, num_workers, PART)
+    assert not told_of(program, num_workers, " a sum over rows, made in test_row_losses.py, line ")
     assert not told_of(program, num_workers, "its loss compares rows with each other, through a tensor")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from samestep.errors import warn
-from samestep.watching.losses.row_combinations import Combination
+from samestep.watching.losses.row_comparisons import Combination
 
 __all__ = ["CombinedRows"]
 

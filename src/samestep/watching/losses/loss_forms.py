@@ -8,7 +8,7 @@ from typing import NamedTuple
 from samestep.summation.placement import Placement
 from samestep.watching.losses.combined_rows import CombinedRows
 from samestep.watching.losses.means import Mean, Means
-from samestep.watching.losses.row_combinations import Combination
+from samestep.watching.losses.row_comparisons import Combination
 from samestep.watching.losses.row_losses import RowLosses
 from samestep.watching.losses.row_sums import RowSum
 from samestep.watching.losses.scaled_losses import ScaledLosses, Scaling
@@ -60,6 +60,8 @@ class LossForms:
             if not form.has_own_count:
                 self._totals.note_counts(rows, form.sums, counts, form.most_elements)
             return
+        if form.combined is not None and form.combined.how == "pairs":
+            return  # what its sums were divided by is no matter
         self._means.compare(tower, rows, form.means)
         self._scaled.note(form.scaling)
         if rows > 1:  # otherwise, a sum over rows is a mean

@@ -27,7 +27,8 @@ class LossOperators:
     def __init__(self, depends_on_rows: Callable[[Tensor], bool]) -> None:
         self._means = PassMeans()
         self._rows = Rows()
-        self._sums, self._combinations = RowSums(self._rows, depends_on_rows), RowCombinations(self._rows)
+        self._sums = RowSums(self._rows, self._means, depends_on_rows)
+        self._combinations = RowCombinations(self._rows)
 
     def start_pass(self, num_rows: int, rows: Iterable[Tensor]) -> None:
         """Begin a pass over so many rows, in these tensors."""

@@ -145,6 +145,10 @@ class PassMeans:
             return self._of_quotient(each, 1 / number) if number < 1 else None
         return None
 
+    def has(self, tensor: Tensor) -> bool:
+        """Say whether a tensor is a mean, of whatever."""
+        return id(tensor) in self._found
+
     def scaling_of(self, loss: Any) -> Scaling | None:
         """Return how means were scaled to give the loss, if they were; before `of_loss`, which forgets it."""
         return self._scaled[id(loss)][0] if id(loss) in self._scaled else None

@@ -3,41 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from torch import Tensor
 from torch._ops import OpOverload
 
 from samestep.watching.losses.graph import graph_of
+from samestep.watching.losses.row_comparisons import Combination, RowComparisons
 from samestep.watching.losses.row_functions import RowFunctions
 from samestep.watching.losses.row_steps import RowSteps
 from samestep.watching.losses.row_sums import RowSum
 from samestep.watching.losses.rows import BY_ELEMENT, Rows
-from samestep.watching.operators.operator_calls import Call, argument, tensors_in
+from samestep.watching.operators.operator_calls import Call, tensors_in
 from samestep.watching.program.program_line import ProgramLine
 
-__all__ = ["Combination", "RowCombinations"]
+__all__ = ["RowCombinations"]
 
 _PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
 _BATCHED = {"bmm", "baddbmm"}  # as in attention over several heads
 _DISTANCES = {"_cdist_forward", "_euclidean_dist"}
 _MOST_ELEMENTS = 2**20
-_SORTING = {"topk", "sort", "kthvalue", "median"}
-_ALONG = {"_softmax", "_log_softmax", "logcumsumexp", "cumsum", "cumprod", *_SORTING}
-"""Operators that compare what is along a dimension; the last one, if none is given."""
-
-
-class Combination(NamedTuple):
-    """What a loss is made of that was computed from several rows.
-
-    Attributes:
-        made: what it is and in which line it was made, in words.
-        how: by pairs or along their dimension; one after the other, as time steps are; or by a function
-            of sums or means over them.
-    """
-
-    made: str
-    how: Literal["pairs", "time", "function"]
 
 
 class RowCombinations:
@@ -45,31 +30,35 @@ class RowCombinations:
 
     def __init__(self, rows: Rows) -> None:
         self._rows, self._steps, self._functions = rows, RowSteps(rows), RowFunctions()
+        self._comparisons = RowComparisons(rows)
         self.clear()
 
     def clear(self) -> None:
         """Forget the pass."""
         self._steps.clear()
         self._functions.clear()
+        self._comparisons.clear()
         self._found: list[tuple[Tensor, Combination]] = []
 
     def note(self, call: Call, result: Any, *, takes_rows: bool) -> None:
         """Note an operator that has run; `takes_rows` says whether it took tensors with rows in front."""
         if not self._rows.num_rows or not isinstance(call.func, OpOverload):
             return
-        name = call.name
+        compared = self._comparisons.find(call, result)
         first = next(tensors_in((result,)), None)
         if first is None:
             return
-        if what := self._functions.find(call, result, takes_rows=takes_rows):
+        if (root := self._functions.squared(call, result)) is not None:
+            self._found = [each for each in self._found if each[0] is not root]
+        elif what := self._functions.find(call, result, takes_rows=takes_rows):
             self._note(first, f"{what} over rows", "function")
         elif how := self._steps.find(call, result):
             self._note(first, f"{how} over rows", "time")
-        elif name in _ALONG and self._is_along_rows(call):
-            self._note(first, f"{name.strip('_')} over rows", "pairs")
+        elif compared is not None:
+            self._found.append((first, compared))
         elif 1 < first.numel() <= _MOST_ELEMENTS and self._has_pairs(call):
             shape = " x ".join(map(str, first.shape))
-            is_time = name in _BATCHED and len(first) > 1
+            is_time = call.name in _BATCHED and len(first) > 1
             self._note(first, f"a tensor of {shape} made", "time" if is_time else "pairs")
 
     def sum_of(self, loss: Any) -> RowSum | None:
@@ -87,12 +76,6 @@ class RowCombinations:
 
     def _note(self, made: Tensor, what: str, how: Literal["pairs", "time", "function"]) -> None:
         self._found.append((made, Combination(f"{what} in {ProgramLine.current()}", how)))
-
-    def _is_along_rows(self, call: Call) -> bool:
-        tensor = call.args[0]
-        along = argument(call.func, "dim", call.args, call.kwargs, -1)
-        is_known = along is not None and tensor.dim() > 0 and tensor.requires_grad
-        return is_known and self._rows.dimension_of(tensor) == along % tensor.dim()
 
     def _has_pairs(self, call: Call) -> bool:
         name = call.name

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from samestep.watching.losses.rows import is_over_all, is_over_rows
-from samestep.watching.operators.operator_calls import MEAN, SUM, Call, reduction_of, tensors_in
+from samestep.watching.operators.operator_calls import (
+    MEAN,
+    SUM,
+    Call,
+    norm_order,
+    reduction_of,
+    square_of,
+    tensors_in,
+)
 from samestep.watching.operators.tensor_set import TensorSet
 
 __all__ = ["RowFunctions"]
@@ -17,18 +27,24 @@ _KEEPING = {*_ADDING, *_DIVISIONS, "mul", "mul_", "clamp", "clamp_min", "clone",
 
 _POWERS = {"pow", "reciprocal", "rsqrt", "sqrt"}
 _FUNCTIONS = {*_POWERS, "abs", "exp", "log", "log1p", "relu", "sigmoid", "softplus"}
-_NORM = "linalg_vector_norm"
 
 
 class RowFunctions:
-    """The sums over rows that a pass has computed, also those of each class, and the means of all rows."""
+    """The sums over rows that a pass has computed, also those of each class; and means and norms of all."""
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
         """Forget the pass."""
-        self._sums, self._means = TensorSet(), TensorSet()
+        self._sums, self._means, self._norms = TensorSet(), TensorSet(), TensorSet()
+
+    def squared(self, call: Call, result: Any) -> Tensor | None:
+        """Return the norm whose square an operator has computed, which is a sum over rows; None if none."""
+        if (of := square_of(call)) is None or of not in self._norms:
+            return None
+        self._sums.add(result)
+        return of
 
     def find(self, call: Call, result: Any, *, takes_rows: bool) -> str:
         """Note an operator that has run; return which function of sums or means over rows it is, if any.
@@ -53,11 +69,12 @@ class RowFunctions:
         return ""
 
     def _note_terms(self, call: Call, result: Any) -> str:
-        name, of_all = call.name, is_over_all(call)
-        if name == _NORM and of_all and call.args[0].requires_grad:
+        name, of_all, order = call.name, is_over_all(call), norm_order(call)
+        if order is not None and order != 1 and call.args[0].requires_grad:
+            self._norms.add(result if order == 2 else ())
             return "a norm"
         reduction = reduction_of(call.func, call.args, call.kwargs)
-        if reduction == SUM or (name == "sum" and (of_all or is_over_rows(call))):
+        if reduction == SUM or order == 1 or (name == "sum" and (of_all or is_over_rows(call))):
             self._sums.add(result)
         elif reduction == MEAN or (name == "mean" and of_all):
             self._means.add(result)

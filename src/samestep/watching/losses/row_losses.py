@@ -18,13 +18,15 @@ class RowLosses:
 
     def start_step(self) -> None:
         """Forget the passes of another step."""
-        self._sums = set[str | None]()  # where passes have summed their losses; None in one that has not
+        # Where passes have summed their losses, and whether these have means, too; None in one that has not.
+        self._sums = set[tuple[str, bool] | None]()
         self._parts: list[tuple[RowSum | None, int, float]] = []  # of each loss; see `divisor_of_batch`
 
     def note(self, found: RowSum | None, rows: int, *, is_mean: bool) -> None:
         """Note the sum that the loss of a pass over so many rows is, if it is one."""
-        is_sum = found is not None and found.is_sum_over(rows) and (found.is_by_loop or not is_mean)
-        self._sums.add(found.line if found is not None and is_sum else None)
+        beside_means = is_mean and found is not None and not found.is_by_loop
+        is_sum = found is not None and found.is_sum_over(rows, beside_means=beside_means)
+        self._sums.add((found.line, beside_means) if found is not None and is_sum else None)
         self._parts.append((found, rows, 1))
 
     def check(self, who: str, num_towers: int, batch_rows: int, *, is_scaled: bool) -> None:
@@ -32,17 +34,32 @@ class RowLosses:
 
         `is_scaled` is whether a warning has named a factor of the loss.
         """
-        if len(self._sums) == 1 and None not in self._sums and not self._has_warned:
-            self._has_warned = True
-            warn(
-                f"{who}: its loss is a sum over rows, made in {self._sums.pop()}: tower.backward takes the "
-                "mean over the tower's rows, so the gradient depends on the number of towers, and rows of "
-                "larger towers weigh more; call tower.backward_sum(total, tower.rows), or return "
-                "samestep.LossSum(total, count) from a Step's loss_fn: both give the mean over the batch's "
-                "rows; the gradient of their sum is that, times the number of rows in the batch"
-            )
-        elif not (self._has_warned or is_scaled):
+        if self._has_warned:
+            return
+        if not is_scaled:
             self._check_divisor(who, num_towers, batch_rows)
+        if len(self._sums) == 1 and not self._has_warned:
+            self._warn_of_sum(who, *self._sums)
+
+    def _warn_of_sum(self, who: str, found: tuple[str, bool] | None) -> None:
+        if found is None:
+            return
+        line, beside_means = found
+        self._has_warned = True
+        if beside_means:
+            warn(
+                f"{who}: its loss has a sum over rows, made in {line}, beside means: tower.backward takes "
+                "the mean over the tower's rows, so the gradient depends on the number of towers: divide the "
+                "sum by tower.rows"
+            )
+            return
+        warn(
+            f"{who}: its loss is a sum over rows, made in {line}: tower.backward takes the mean over the "
+            "tower's rows, so the gradient depends on the number of towers, and rows of larger towers weigh "
+            "more; call tower.backward_sum(total, tower.rows), or return samestep.LossSum(total, count) from "
+            "a Step's loss_fn: both give the mean over the batch's rows; the gradient of their sum is that, "
+            "times the number of rows in the batch"
+        )
 
     def _check_divisor(self, who: str, num_towers: int, batch_rows: int) -> None:
         found = divisor_of_batch(self._parts, num_towers, batch_rows)

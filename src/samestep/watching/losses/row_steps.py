@@ -61,7 +61,7 @@ class RowSteps:
         found = self._single.get(id(loss))
         if found is None or found.rows != self._all_rows or found.together:
             return None
-        return RowSum(found.line, found.factor, 0.0, 1.0, self._rows.num_rows, is_by_loop=True)
+        return RowSum(found.line, found.factor, found.factor, 0.0, 1.0, self._rows.num_rows, is_by_loop=True)
 
     def _note_single(self, call: Call, result: object) -> None:
         tensor = call.args[0]

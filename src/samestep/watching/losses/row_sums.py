@@ -9,19 +9,26 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from samestep.watching.losses.light_terms import LightTerms
+from samestep.watching.losses.pass_means import PassMeans
 from samestep.watching.losses.rows import Rows
 from samestep.watching.operators.operator_calls import (
     MEAN,
     OF_LABELS,
     SUM,
     Call,
+    norm_order,
     number_of,
     reduction_of,
+    square_of,
     tensors_in,
 )
 from samestep.watching.operators.origins import Kept, is_dense, keep_address, storage_of
 from samestep.watching.program.program_line import ProgramLine
-from samestep.watching.program.running_factors import multiplies_by_size
+from samestep.watching.program.running_factors import (
+    divides_by_variable,
+    multiplies_by_count,
+    multiplies_by_size,
+)
 
 __all__ = ["SCALING", "RowSum", "RowSums", "factor_in"]
 
@@ -42,6 +49,7 @@ class RowSum(NamedTuple):
     Attributes:
         line: where the rows were summed.
         factor: the largest by which a sum was multiplied; 0 if there are means alone.
+        rest: the same for sums that were not divided by any count; without what may be a term's weight.
         weight: the largest by which a term of a sum or a mean was multiplied, except by numbers that are
             written in the code.
         written: the product of these.
@@ -52,15 +60,20 @@ class RowSum(NamedTuple):
 
     line: str
     factor: float
+    rest: float
     weight: float
     written: float
     num_terms: int
     is_by_loop: bool = False
     added: str = ""
 
-    def is_sum_over(self, num_rows: int) -> bool:
-        """Say whether a sum was divided by less than the number of rows, so that it is no mean."""
-        return self.factor * num_rows > 1 + _ROUNDING
+    def is_sum_over(self, num_rows: int, *, beside_means: bool = False) -> bool:
+        """Say whether a sum was divided by less than the number of rows, so that it is no mean.
+
+        Beside means, a sum that was divided by any count may be one of them.
+        """
+        factor = self.rest if beside_means else max(self.factor, self.rest)
+        return factor * num_rows > 1 + _ROUNDING
 
 
 class RowSums:
@@ -68,11 +81,12 @@ class RowSums:
 
     Args:
         rows: the tensors that have rows.
+        means: those of the pass; they note an operator before this.
         depends_on_rows: says whether a tensor was computed from the tower's rows or random numbers.
     """
 
-    def __init__(self, rows: Rows, depends_on_rows: Callable[[Tensor], bool]) -> None:
-        self._rows, self._light = rows, LightTerms(depends_on_rows)
+    def __init__(self, rows: Rows, means: PassMeans, depends_on_rows: Callable[[Tensor], bool]) -> None:
+        self._rows, self._means, self._light = rows, means, LightTerms(depends_on_rows)
         self.clear()
 
     def clear(self) -> None:
@@ -82,12 +96,16 @@ class RowSums:
         self._factors: dict[int, tuple[float, Kept]] = {}
         # By the tensors' ids; they are kept alive, so that no other one gets their id.
         self._sums: dict[int, tuple[RowSum, Tensor]] = {}
+        self._squares: dict[int, tuple[RowSum, Tensor]] = {}  # by norms, which are their roots
 
     def note(self, call: Call, result: Any, *, takes_rows: bool) -> None:
         """Note an operator that has run; `takes_rows` says whether it took tensors with rows in front."""
         sums = [self._sums[id(each)][0] for each in tensors_in(call.args) if id(each) in self._sums]
+        root = square_of(call)
         if sums:
             self._note_sum(call, sums, result)
+        elif root is not None and id(root) in self._squares:
+            self._sums[id(result)] = self._squares[id(root)][0], result
         elif takes_rows:
             self._note_terms(call, result)
         self._light.note(call, result, takes_rows=takes_rows)
@@ -110,21 +128,39 @@ class RowSums:
         largest = max(sums, key=lambda each: each.factor)
         found = heaviest._replace(
             factor=largest.factor,
+            rest=max(each.rest for each in sums),
             line=largest.line if largest.factor else heaviest.line,
             added=self._added(call, sums),
         )
         if name in SCALING:
-            factor = factor_in(call)
-            found = found._replace(factor=found.factor * factor)
-            if _is_written(factor):
-                found = found._replace(written=found.written * factor)
-            else:
-                found = found._replace(weight=found.weight * factor)
-                if found.factor == 0 and self._is_of_all(found) and multiplies_by_size():
-                    found = found._replace(factor=1.0)
+            found = self._scaled(found, call, result)
         elif name not in _KEEPING:
             return
         self._sums[id(result)] = found, result
+
+    def _scaled(self, found: RowSum, call: Call, result: Tensor) -> RowSum:
+        factor = factor_in(call)
+        is_written = _is_written(factor)
+        found = found._replace(factor=found.factor * factor, rest=self._rest(found, call, is_written))
+        if is_written:
+            return found._replace(written=found.written * factor)
+        found = found._replace(weight=found.weight * factor)
+        is_sum = found.factor == 0 and self._is_of_all(found) and multiplies_by_size()
+        return found._replace(factor=1.0) if is_sum else found
+
+    def _rest(self, found: RowSum, call: Call, is_written: bool) -> float:
+        """Return by what a sum was multiplied that is no mean: not what may be a weight of its term."""
+        factor = factor_in(call)
+        if any(map(_is_zero, call.args)):  # a weight that begins at zero
+            return 0.0
+        counts = self._rows.num_rows, found.num_terms
+        if any(math.isclose(factor * each, 1, rel_tol=_ROUNDING) for each in counts):
+            return found.rest * factor
+        if SCALING[call.name] == 1:
+            is_weight = is_written or factor >= 1 or not (multiplies_by_count() or divides_by_variable())
+        else:
+            is_weight = is_written and not isinstance(call.args[1], Tensor)
+        return found.rest * max(1.0, factor) if is_weight else 0.0
 
     def _is_of_all(self, mean: RowSum) -> bool:
         """Say whether a mean was multiplied by its rows or terms, and so is a sum again."""
@@ -143,16 +179,19 @@ class RowSums:
             factor = math.prod(map(self._factor_of, call.given)) * factor_in(call)
             self._factors[storage_of(result)] = factor, keep_address(result)
         reduction = reduction_of(call.func, call.args, call.kwargs)
-        if name in ("sum", "mean") or reduction in (SUM, MEAN):
+        order = norm_order(call)
+        if name in ("sum", "mean") or reduction in (SUM, MEAN) or order in (1, 2):
             terms, total = call.args[0], result if isinstance(result, Tensor) else result[0]
             num_terms = call.args[1].numel() if call.func in OF_LABELS else terms.numel()
             is_over_rows = terms.requires_grad and self._rows.dimension_of(terms) == 0
             if num_terms and total.numel() == 1 and is_over_rows:
-                factor = self._factor_of(terms)
-                found = RowSum(str(ProgramLine.current()), factor, factor, 1.0, num_terms)
+                factor = self._factor_of(terms) ** (order or 1)
+                rest = 0.0 if self._means.has(total) else factor
+                found = RowSum(str(ProgramLine.current()), factor, rest, factor, 1.0, num_terms)
                 if name == "mean" or reduction == MEAN:
-                    found = found._replace(factor=0.0, weight=factor / num_terms)
-                self._sums[id(total)] = found, total
+                    found = found._replace(factor=0.0, rest=0.0, weight=factor / num_terms)
+                held = self._squares if order == 2 else self._sums
+                held[id(total)] = found, total
 
     def _factor_of(self, tensor: Tensor) -> float:
         return self._factors.get(storage_of(tensor), (1.0, None))[0]
@@ -176,6 +215,11 @@ def factor_in(call: Call) -> float:
             is_mask = bool(((weights == 0) | (weights == 1)).all())
             factor *= is_mask or not math.isclose(abs(float(weights.sum())), 1, rel_tol=_ROUNDING)
     return factor
+
+
+def _is_zero(value: object) -> bool:
+    is_number = isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad
+    return not value if is_number or isinstance(value, (int, float)) else False
 
 
 def _is_small(tensor: Tensor) -> bool:

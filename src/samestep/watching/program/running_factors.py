@@ -9,7 +9,7 @@ from typing import Any
 from samestep.watching.program.program_line import Expression, frames_of_program
 from samestep.watching.program.reach import locals_of
 
-__all__ = ["LEAST_COUNT", "multiplies_by_count", "multiplies_by_size"]
+__all__ = ["LEAST_COUNT", "divides_by_variable", "multiplies_by_count", "multiplies_by_size"]
 
 LEAST_COUNT = 2
 
@@ -37,15 +37,32 @@ def multiplies_by_count() -> bool:
     return any(_is_count(variables.get(name, frame.f_globals.get(name))) for name in names)
 
 
+def divides_by_variable() -> bool:
+    """Say whether a part of it is a quotient by anything but a number that is written there."""
+    running = _running()
+    parts = () if running is None else ast.walk(running)
+    return any(
+        isinstance(each, ast.BinOp)
+        and isinstance(each.op, ast.Div)
+        and not isinstance(each.right, ast.Constant)
+        for each in parts
+    )
+
+
 def _running_factors() -> list[ast.expr]:
+    running = _running()
+    return [] if running is None else list(_factors(running))
+
+
+def _running() -> ast.expr | None:
     expression = Expression.current()
     frame = next(frames_of_program(), None)
     if expression is None or frame is None or frame.f_code is not expression.code:
-        return []
+        return None
     try:
-        return list(_factors(ast.parse(expression.text().strip(), mode="eval").body))
+        return ast.parse(expression.text().strip(), mode="eval").body
     except SyntaxError:  # not all of it is known
-        return []
+        return None
 
 
 def _factors(product: ast.expr) -> Iterator[ast.expr]:
