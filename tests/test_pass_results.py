@@ -700,6 +700,82 @@ def losses_of_an_object(job):
         step(examples_of(epoch))
 
 
+class Kept:
+    """A loss function that keeps its losses."""
+
+    def __init__(self):
+        self.losses = []
+
+    def __call__(self, model, batch):
+        loss = loss_of(model, batch)
+        self.losses.append(loss.item())
+        return loss
+
+    def last(self):
+        return sum(self.losses[-3:]) / 3
+
+
+class Slower(samestep.Callback):
+    def __init__(self, optimizer, value_of):
+        self.optimizer, self.value_of = optimizer, value_of
+
+    def after_step(self, trainer, report):
+        if self.value_of(report) > 1e6:
+            self.optimizer.param_groups[0]["lr"] *= 0.9
+
+
+class Patience(samestep.Callback):
+    """Stops after a step that is no better than the best, by the losses of a function or by reports."""
+
+    def __init__(self, kept=None):
+        self.kept, self.best = kept, math.inf
+
+    def after_step(self, trainer, report):
+        loss = report.loss if self.kept is None else self.kept.last()
+        if loss > self.best:
+            trainer.stop()
+        self.best = min(loss, self.best)
+
+
+def train(job, path, callback_of):
+    _, towers, optimizer = made(job)
+    kept = Kept()
+    loader = samestep.TowerLoader([{"x": DATA[n][0], "y": DATA[n][1]} for n in range(24)], 12, towers)
+    step = Step(towers, kept, optimizer)
+    run = path / str(job.world_size)
+    samestep.Trainer(step, loader, run_dir=run, steps=4, callbacks=[callback_of(kept, optimizer)]).run()
+
+
+def slower_by_a_callback(job, path):
+    train(job, path, lambda kept, optimizer: Slower(optimizer, lambda report: kept.last()))
+
+
+def stopped_by_a_callback(job, path):
+    train(job, path, lambda kept, optimizer: Patience(kept))
+
+
+def best_of_elastic_calls(job, path):
+    model, towers, optimizer = made(job)
+    best, state = math.inf, {"model": model, "towers": towers, "optimizer": optimizer}
+
+    def step(batch):
+        total = 0.0
+        for tower in towers(batch):
+            loss = loss_of(model, tower.batch)
+            total += loss.item()
+            tower.backward(loss)
+        towers.average()
+        optimizer.step()
+        return total
+
+    with samestep.Elastic(**state) as elastic:
+        while towers.step < 2:
+            total = elastic(step, batch_of(towers.step))
+            if total < best:
+                best = total
+                torch.save(model.state_dict(), path / f"{job.rank}.pt")
+
+
 WRONG = {
     best_weights: "whether Sequential.state_dict runs",
     best_model: "whether copy.deepcopy runs",
@@ -743,6 +819,9 @@ WRONG = {
     of_callbacks: "whether Sequential.state_dict runs",
     of_a_loss_function: "whether copy.deepcopy runs",
     of_scores_that_measure_fills: "whether Sequential.state_dict runs",
+    slower_by_a_callback: "a learning rate",
+    stopped_by_a_callback: "whether Trainer.stop runs",
+    best_of_elastic_calls: "whether (Sequential.state_dict|torch.save) runs",
     by_the_clock: "the end of the loop over steps",
     saves_by_the_clock: "whether samestep.save runs",
 }
@@ -1057,7 +1136,13 @@ def in_a_buffer(job):
         towers.average()
 
 
+def called_back_with_reports(job, path):
+    train(job, path / "slower", lambda kept, optimizer: Slower(optimizer, lambda report: report.loss))
+    train(job, path / "patient", lambda kept, optimizer: Patience())
+
+
 RIGHT = [
+    called_back_with_reports,
     losses_that_all_gather,
     tables_in_passes,
     in_a_buffer,

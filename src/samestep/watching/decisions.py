@@ -333,9 +333,10 @@ def _name_of_change(called: Value, arguments: Sequence[Value]) -> str:
     if is_object_of("Towers", called) or is_object_of("Step", called):
         return kind_of(called).__name__
     match called.object:
-        case Method(function=function):
+        case Method(function=function, of=holder):
             name, kind = function.__name__, kind_of(called)
             is_change = name in _CHANGES and issubclass(kind, (nn.Module, Optimizer, LRScheduler))
+            is_change |= name == "stop" and is_object_of("Trainer", holder)
             return f"{kind.__name__}.{name}" if is_change else ""
         case FunctionType(__name__=name, __module__=module):
             package = str(module).partition(".")[0]

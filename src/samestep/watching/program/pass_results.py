@@ -44,6 +44,7 @@ _OF_A_PASS = Value(frozenset({PASSES}))
 _CLOCKS = (time.time, time.monotonic, time.perf_counter)
 _COLLECTIVES = {"all_gather", "all_gather_object", "all_reduce", "broadcast", "broadcast_object_list"}
 _ADDING = {"add", "append", "appendleft", "extend", "insert"}
+_EVENTS = ("on_start", "before_step", "after_step", "after_evaluation", "on_end")  # of callbacks
 _ENDS = {"_exit", "abort", "exit"}
 
 
@@ -131,12 +132,36 @@ class PassResults(WorkerValues):
         if is_object_of("Towers", called):
             return sources - {LEFT} | {PASSES}  # a batch is checked itself
         if is_object_of("Step", called):
-            loss, forward = (self._attribute_value(called, name) for name in ("loss_fn", "forward"))
-            has_forward = forward.is_known and forward.object is not None
-            self._note_loss(self._visit_pass(forward if has_forward else loss))
+            self._visit_step(called)
         if is_object_of("Evaluation", called):
             self._visit_pass(self._attribute_value(called, "measure"))
         return sources - _ALL if _is_of_samestep(called) else sources
+
+    def _call_object(
+        self, called: Value, arguments: Sequence[Value], named: Mapping[str, Value]
+    ) -> Value | None:
+        """Visit what a call runs, and what samestep calls in it, if that is code of the program."""
+        match called.object:
+            case Method(function=FunctionType(__name__="run"), of=trainer) if is_object_of(
+                "Trainer", trainer
+            ):
+                self._visit_twice(lambda: self._visit_run(trainer))
+        if not (is_object_of("Elastic", called) and arguments):
+            return super()._call_object(called, arguments, named)
+        function, *others = arguments
+        returned = self._call_object(function, others, named)
+        return Value(self._returned_of(function, NOWHERE)) if returned is None else returned
+
+    def _visit_run(self, trainer: Value) -> None:
+        self._visit_step(self._attribute_value(trainer, "step"))
+        for callback in self._values.objects_in(self._attribute_value(trainer, "callbacks")):
+            for name in _EVENTS:
+                self._call_object(self._attribute_value(callback, name), [trainer, Value()], {})
+
+    def _visit_step(self, step: Value) -> None:
+        loss, forward = (self._attribute_value(step, name) for name in ("loss_fn", "forward"))
+        has_forward = forward.is_known and forward.object is not None
+        self._note_loss(self._visit_pass(forward if has_forward else loss))
 
     def _visit_pass(self, function: Value) -> frozenset[Place]:
         """Visit a function that samestep calls with a model and a worker's rows."""
