@@ -8,6 +8,7 @@ from collections import defaultdict
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import samestep
 from samestep import Error, Evaluation, ShardedOptimizer, Step, TowerLoader, Towers
@@ -208,6 +209,50 @@ def a_checkpoint_of_weights_that_came_apart(job):
     if job.is_first:
         model[0].weight.data.mul_(2)
     samestep.save(tempfile.mkdtemp(), model=model, towers=towers)
+
+
+@refused(DisagreementError, "checkpoint", "hash of the weights in averaged_model.module.1.", alone=False)
+def averages_with_statistics_of_this_workers_rows(job):
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+    towers = Towers(model, 7, job=job)
+    averages = AveragedModel(model)
+    for batch in TowerLoader(examples(), 20, towers):
+        for rows in batch.slices.values():
+            averages(rows)
+    samestep.save(tempfile.mkdtemp(), model=model, averaged_model=averages, towers=towers)
+
+
+@refused(DisagreementError, "checkpoint", "hash of the weights in teacher.weight", alone=False)
+def another_net_of_a_seed_for_each_worker(job):
+    model = net()
+    towers = Towers(model, 7, job=job)
+    torch.manual_seed(job.rank)
+    samestep.save(tempfile.mkdtemp(), model=model, towers=towers, teacher=nn.Linear(6, 3))
+
+
+class Counting(nn.Module):
+    """Has a buffer of its own on each worker."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.register_buffer("rows", torch.zeros(()))
+
+    def forward(self, x):
+        self.rows += len(x)
+        return self.layer(x)
+
+
+@kept
+def averages_of_a_buffer_that_nobody_shares(job):
+    torch.manual_seed(0)
+    model = Counting()
+    towers = Towers(model, 7, job=job, buffers={"rows": "ignore"})
+    averages = AveragedModel(model, use_buffers=True)
+    take_step(towers, batch_of(0))
+    averages.update_parameters(model)
+    samestep.save(tempfile.mkdtemp(), model=model, averaged_model=averages, towers=towers)
+    return [parameter.tolist() for parameter in averages.parameters()]
 
 
 @kept

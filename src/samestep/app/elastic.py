@@ -221,7 +221,7 @@ class Elastic:
     def _compare(self) -> None:
         """Compare the weights of all workers: the program may have changed them since the last step."""
         for towers in self._state.towers:
-            towers._check_weights(f"step {towers.step}, the end")
+            towers._check_weights(f"step {towers.step}, the end", self._state.objects.beside)
 
     def _make(self, call: Call, work: Callable[[], Any]) -> None:
         self._call, number = call, self._num_done

@@ -237,7 +237,9 @@ class Loop:
     def _compare_at_end(self) -> None:
         """Compare the weights of all workers: callbacks may have changed them since the last checkpoint."""
         if self._is_last and self.metrics is not None:
-            self._trainer.step.towers._check_weights(f"step {self._step}, the end")
+            step = self._trainer.step
+            beside = {} if step.averaged_model is None else {"averaged_model": step.averaged_model}
+            step.towers._check_weights(f"step {self._step}, the end", beside)
 
     # ---- regrouping after workers are lost or have joined --------------------------------------------
 

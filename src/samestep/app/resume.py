@@ -104,8 +104,9 @@ def write_checkpoint(trainer: Trainer, writer: CheckpointWriter) -> None:
         DisagreementError: workers have different weights, of which only worker 0's would be written.
     """
     towers = trainer.step.towers
-    towers._check_weights(f"step {towers.step}, checkpoint")
-    objects = replace(objects_of(trainer, _noted(trainer)), rng=_has_drawn(trainer)).gathered()
+    objects = replace(objects_of(trainer, _noted(trainer)), rng=_has_drawn(trainer))
+    towers._check_weights(f"step {towers.step}, checkpoint", objects.beside)
+    objects = objects.gathered()
     writer.write(towers.step, lambda: take_snapshot(objects))
 
 

@@ -73,6 +73,12 @@ class TrainingObjects:
         return {WEIGHTS: self.model, AVERAGES: averages}
 
     @property
+    def beside(self) -> dict[str, nn.Module]:
+        """The modules beside the model, by name."""
+        found = {"averaged_model": self.averaged_model, **self.state}
+        return {name: each for name, each in found.items() if isinstance(each, nn.Module)}
+
+    @property
     def own(self) -> dict[str, Any]:
         """The objects of samestep itself, besides the modules, by name."""
         averaged = uncompiled(self.averaged_model)

@@ -63,7 +63,8 @@ def save(  # noqa: PLR0913 - what a run's state consists of
     Raises:
         ConfigError: some of the state cannot be written, both `step` and `towers` are passed, `path` has no
             last part, or `towers` is missing in a job of several workers.
-        DisagreementError: the workers' weights differ, or, with `rng`, their generators' states.
+        DisagreementError: the workers' weights differ, or their averages or other modules, or, with `rng`,
+            their generators' states.
         UsageError: a step is open.
         StorageError: the checkpoint cannot be written, or `path` holds something other than a checkpoint, a
             link or an empty folder, which is left as it is.
@@ -95,7 +96,7 @@ def save(  # noqa: PLR0913 - what a run's state consists of
     if step is not None:
         raise ConfigError(f"step = {step} was passed with towers, which know the step: leave step out")
     towers._check_no_step(f"save {path}")
-    towers._check_weights(f"saving a checkpoint ({path})")
+    towers._check_weights(f"saving a checkpoint ({path})", objects.beside)
     if rng:
         _check_generators(towers.job, path)
     what, objects = f"saving a checkpoint ({path})", objects.gathered()

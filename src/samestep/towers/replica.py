@@ -30,6 +30,7 @@ from samestep.watching.losses.loss_forms import LossForms
 from samestep.watching.model.dropped_gradients import DroppedGradients
 from samestep.watching.model.hooks import HookCheck
 from samestep.watching.model.optimizer_steps import averaged_parameters
+from samestep.watching.model.weight_hash import WeightHash
 from samestep.watching.watch import Watch
 from samestep.workers.default_group import has_group
 from samestep.workers.environment import under_launcher, warn_if_unranked, world_size
@@ -173,9 +174,21 @@ class Replica:
             self._sum = GradientSum(plan, self.parameters, plan.placement.towers(self.job.rank))
         return self._sum
 
-    def hashes(self) -> dict[str, int]:
-        """Return a hash of each parameter and buffer; none if the next step will share new tensors."""
-        return {} if self._has_other_entries() else self.watch.tensors.hashes_of_all()
+    def hashes(self, beside: Mapping[str, nn.Module]) -> dict[str, int]:
+        """Return a hash of each parameter and buffer; none if the next step will share new tensors.
+
+        Args:
+            beside: modules of which to hash these, too, by name; not copies of buffers that nobody shares.
+        """
+        if self._has_other_entries():
+            return {}
+        found = self.watch.tensors.hashes_of_all()
+        own = {name for name, _ in self.model.named_buffers() if name not in found}
+        own |= {f"module.{name}" for name in own}  # in an AveragedModel
+        for name, module in beside.items():
+            hashes = WeightHash.of_module(module, own).by_name()
+            found |= {f"{name}.{each}": value for each, value in hashes.items()}
+        return found
 
     def sparse_parameters(self) -> set[int]:
         """Return the ids of parameters that may get sparse gradients, including frozen ones."""

@@ -201,10 +201,13 @@ class Towers:
             del self._last  # what the towers of lost workers have kept cannot be gathered any more
         self._agree(self.placement.num_towers, self._replica.forget_plans, has_regrouped=True)
 
-    def _check_weights(self, where: str) -> None:
-        """Check that all workers have the same weights, for the end, where no step follows to check them."""
+    def _check_weights(self, where: str, beside: Mapping[str, nn.Module]) -> None:
+        """Check that all workers have the same weights, where no step follows to check them.
+
+        `beside` are modules, by name, of which it checks these, too.
+        """
         if self.job.world_size > 1:
-            agree(self.job, of_weights(self._replica.hashes()), where=where)
+            agree(self.job, of_weights(self._replica.hashes(beside)), where=where)
 
     def _settings_of_model(self) -> ModelSettings | None:
         """Return the model's settings in the last step, for a checkpoint; None before the first step."""

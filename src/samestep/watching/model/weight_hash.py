@@ -6,14 +6,14 @@ It finds what version counters do not show: writes through `.data`, and workers 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from samestep.buffers.named_tensors import find_named_parameters
+from samestep.buffers.named_tensors import find_named_buffers, find_named_parameters
 from samestep.identity import checksum_of
 
 __all__ = ["Hashes", "Place", "WeightHash"]
@@ -66,8 +66,13 @@ class WeightHash:
     def of_parameters(cls, model: nn.Module) -> WeightHash:
         """Return one of a model's parameters, except subclasses, which may have no memory of their own."""
         places = find_named_parameters(model)
-        held = [each for each in places if type(p := each.get()) is nn.Parameter and not p.is_meta]
-        return cls(held, (), ())
+        return cls([each for each in places if _has_memory(each.get())], (), ())
+
+    @classmethod
+    def of_module(cls, module: nn.Module, but: Collection[str]) -> WeightHash:
+        """Return one of the parameters and buffers of a module beside the model, but those of these names."""
+        places: list[Place] = [*find_named_parameters(module), *find_named_buffers(module)]
+        return cls([each for each in places if each.name not in but and _has_memory(each.get())], (), ())
 
     def of(self, step: int, *, fixed_only: bool = False) -> Hashes:
         """Return the hashes of this step's slice, and of what is hashed in every step."""
@@ -128,6 +133,11 @@ def _cut(places: Sequence[tuple[Place, bool]]) -> list[list[_Piece]]:
 def _num_bytes(place: Place) -> int:
     tensor = place.get()
     return 0 if tensor is None or tensor.layout != torch.strided else tensor.numel() * tensor.element_size()
+
+
+def _has_memory(tensor: Tensor | None) -> bool:
+    """Say whether a tensor has memory of its own, which those of subclasses may not have."""
+    return tensor is not None and type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
 
 
 def _flat(tensor: Tensor) -> Tensor:
